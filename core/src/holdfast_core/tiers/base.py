@@ -1,0 +1,197 @@
+"""The contract of the tiers: what the sidecar and the standalone SDK program against.
+
+All calls block (disk or network); callers in asyncio use a bounded executor. Methods raise only
+errors of holdfast_core.errors. Every method that writes is durable when it returns and idempotent:
+after an unknown outcome the caller repeats it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
+
+CHUNK_BYTES = 4 << 20
+"""Payload bytes that one CRC32C of the chunk table covers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """Identity of a shard, known before its bytes are read; stored in its head and its tail."""
+
+    job_uid: JobUid
+    round: RestartRound
+    step: Step
+    rank: Rank
+    world_size: int
+    layout: Digest
+    """BLAKE3 of the rank's layout document."""
+    payload_bytes: int
+    chunk_bytes: int = CHUNK_BYTES
+    format_version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """A durable shard: its header and the digests of one pass over its payload."""
+
+    header: ShardHeader
+    blake3: Digest
+    chunk_table: Digest
+    """BLAKE3 of the table of chunk CRCs (u32 little-endian each)."""
+    file_bytes: int
+
+    @property
+    def ref(self) -> ShardRef:
+        h = self.header
+        return ShardRef(h.job_uid, h.step, h.round, h.rank, self.blake3)
+
+    @property
+    def checkpoint(self) -> CheckpointId:
+        return CheckpointId(self.header.step, self.header.round)
+
+
+class PayloadSource(Protocol):
+    """Random access to payload bytes that do not change while they are read."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` wholly from payload offset `offset`."""
+        ...
+
+
+class ShardReader(Protocol):
+    """An open shard. Reads are verified against the chunk table as they go."""
+
+    @property
+    def record(self) -> ShardRecord: ...
+
+    @property
+    def chunk_crcs(self) -> tuple[int, ...]: ...
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the whole shard file (file_bytes long), for sendfile and sendall of slices."""
+        ...
+
+    def read_payload_into(self, offset: int, buffer: memoryview) -> None:
+        """Chunk-verified read; offset on a chunk boundary, length whole chunks or up to the end.
+        Raises CorruptionError."""
+        ...
+
+    def verify(self) -> None:
+        """Read everything: chunk CRCs and the BLAKE3 of the payload. Raises CorruptionError."""
+        ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class CopyWriter(Protocol):
+    """Receives the bytes of a whole shard file, in order, into a temporary file."""
+
+    @property
+    def offset(self) -> int:
+        """Bytes received so far."""
+        ...
+
+    def write(self, data: memoryview | bytes) -> None: ...
+
+    def commit(self) -> ShardRecord:
+        """Verify identity, chunk CRCs and BLAKE3 against the ref that was asked for, then make it
+        durable under its name. Raises CorruptionError (and leaves nothing behind)."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class NodeTier(Protocol):
+    """Shards of this pod's ranks and peers' copies on the node's disk."""
+
+    def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        """One pass over the payload: chunk CRC32C, BLAKE3, write, fsync, rename, fsync directory.
+        Raises CapacityError before any byte is written when it would not fit."""
+        ...
+
+    def begin_copy(self, ref: ShardRef, file_bytes: int) -> CopyWriter:
+        """Raises CapacityError. A shard that is there already: see `find` first."""
+        ...
+
+    def find(self, ref: ShardRef) -> ShardRecord | None: ...
+
+    def list_shards(self) -> tuple[ShardRecord, ...]: ...
+
+    def open_shard(self, ref: ShardRef) -> ShardReader:
+        """Raises NotFoundError, CorruptionError (identity in the file is not that of the ref)."""
+        ...
+
+    def put_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, document: bytes) -> Digest:
+        """put-if-absent. Raises AlreadyExistsError if another document is there."""
+        ...
+
+    def get_manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
+        """Raises NotFoundError."""
+        ...
+
+    def list_manifests(self) -> tuple[tuple[JobUid, CheckpointId], ...]: ...
+
+    def put_layout(self, document: bytes) -> Digest: ...
+
+    def get_layout(self, digest: Digest) -> bytes: ...
+
+    def delete_checkpoint(self, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        """Manifest first (tombstone), then shards. Tolerates absence."""
+        ...
+
+    def delete_shard(self, ref: ShardRef) -> None: ...
+
+    def quarantine(self, ref: ShardRef, reason: str) -> None:
+        """Rename the bad copy away: kept for people, never read again."""
+        ...
+
+    def free_bytes(self) -> int:
+        """What may still be written within the budget."""
+        ...
+
+
+class ObjectTier(Protocol):
+    """The object store. Keys: format.keys. `namespace` and `job_uid` name whose checkpoint it is."""
+
+    def upload_shard(self, namespace: str, reader: ShardReader) -> None:
+        """Multipart or single PUT with signed CRC32C, HEAD after. Idempotent. Retries inside."""
+        ...
+
+    def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
+        """Ranged, resumed GETs into the writer that `open_writer(ref, file_bytes)` gives; commits."""
+        ...
+
+    def put_manifest(
+        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes
+    ) -> Digest:
+        """put-if-absent; AlreadyExistsError if another document is there."""
+        ...
+
+    def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes: ...
+
+    def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]: ...
+
+    def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest: ...
+
+    def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes: ...
+
+    def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        """Manifest first, then its shards."""
+        ...
+
+
+class OpenWriter(Protocol):
+    def __call__(self, ref: ShardRef, file_bytes: int) -> CopyWriter: ...

@@ -1,0 +1,1 @@
+"""What crosses between processes: typed messages, their strict codec, and the bulk wire."""

@@ -1,0 +1,644 @@
+"""Every word that crosses between launcher, ranks, sidecars and operator (docs/protocol.md).
+
+Two carriers: frames on the pod's Unix socket (local_*: SDK and launcher <-> sidecar), and JSON over
+HTTPS with mutual TLS (between sidecars, operator -> sidecar). The dataclasses are the contract;
+`transfer.codec` turns them into JSON and refuses what does not fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step, TierName, Worker
+
+PROTOCOL_VERSION = 1
+
+
+class Refusal(StrEnum):
+    """Why a well-formed request is not served. The table of docs/protocol.md, one test a cell."""
+
+    STALE_ROUND = "StaleRound"
+    """The request carries a round below the receiver's."""
+    FUTURE_ROUND = "FutureRound"
+    """The request carries a round that the receiver was not sealed for yet."""
+    SEALED = "Sealed"
+    """Sealed for a newer round; no restore point yet: nothing of the old round is written."""
+    NOT_NEWER = "NotNewer"
+    """ROUND with a (round, version) that is not above the one held."""
+    NOT_SEALED = "NotSealed"
+    """ROUND for a round that was never sealed here."""
+    NOT_MEMBER = "NotMember"
+    """The sender's certificate names no current member of the job."""
+    NOT_COORDINATOR = "NotCoordinator"
+    NOT_ASSIGNED = "NotAssigned"
+    """A copy whose (from, to) is not in ROUND.copies."""
+    NO_SPACE = "NoSpace"
+    CONFLICT = "Conflict"
+    """Another digest for the same (step, round): an alarm."""
+    PROTECTED = "Protected"
+    """Prune of a restore point, a held step, or while sealed."""
+    BUSY = "Busy"
+    NOT_FOUND = "NotFound"
+    BAD_REQUEST = "BadRequest"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Body of every refusal (HTTP 409, or a socket frame of type `refused`)."""
+
+    code: Refusal
+    message: str
+    round: RestartRound
+    version: int = 0
+
+
+# --------------------------------------------------------------------------- shared parts
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the job's spec asks for; carried by ROUND and handed on to launcher and ranks."""
+
+    interval_steps: int
+    slots: int = 2
+    keep_last: int = 3
+    peer_copies: int = 1
+    peer_encryption: str = "TLS"
+    """"TLS" or "None" (a trusted fabric; the handshake stays mutual)."""
+    object_every_steps: int | None = None
+    """None: no object tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePoint:
+    """The step that a round starts from. step None: from the very beginning, nothing to restore."""
+
+    step: Step | None = None
+    round: RestartRound | None = None
+    """The round that saved it (not the one that restores it)."""
+    manifest: Digest | None = None
+    job_uid: JobUid | None = None
+    """Set where the checkpoint belongs to another job (spec.restoreFrom)."""
+    job_namespace: str | None = None
+    """Namespace in the object keys of that other job; None: this job's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    worker: Worker
+    pod: str
+    address: str
+    """Pod IP; "" while unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyAssignment:
+    source: Worker
+    target: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """One shard that somebody holds or that a manifest names."""
+
+    rank: Rank
+    payload_bytes: int
+    blake3: Digest
+    """BLAKE3 of the payload."""
+    chunk_table: Digest = Digest("")
+    """BLAKE3 of the shard's table of chunk CRCs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestInfo:
+    """A manifest as an inventory lists it: enough to decide whether its step is complete."""
+
+    step: Step
+    round: RestartRound
+    manifest: Digest
+    world_size: int
+    shards: tuple[ShardInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    step: Step
+    round: RestartRound
+    rank: Rank
+    payload_bytes: int
+    blake3: Digest
+    tier: TierName
+    """MEMORY (a digested slot in shared memory) or NODE (own shard or a peer's copy)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A save that did not reach a level, or a tier in trouble, with words for people."""
+
+    step: Step | None
+    tier: TierName
+    reason: str
+    """CamelCase, e.g. NodeVolumeFull, StoreUnavailable, AccessDenied, PeerUnreachable."""
+    message: str
+
+
+# --------------------------------------------------------------------------- Unix socket
+# Frame: u32 big-endian length, then JSON {"type": <class name>, "id": n, "body": {...}}.
+# A request carries id > 0 and gets exactly one reply with the same id (its reply type or Refused).
+# A push carries id 0 and gets no reply.
+
+
+class LocalRole(StrEnum):
+    LAUNCHER = "launcher"
+    RANK = "rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame on every connection."""
+
+    version: int
+    job_uid: JobUid
+    role: LocalRole
+    rank: Rank | None = None
+    round: RestartRound | None = None
+    """Rank: the round it runs in. Launcher: the round whose ranks run now, None if none do."""
+    last_round: RestartRound | None = None
+    """Launcher: the newest round it ever forked ranks for (it never runs one twice)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReply:
+    round: RestartRound
+    policy: Policy | None = None
+    """None until a ROUND was heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOffer:
+    """A slot file under <shared_dir>/slots that the rank allocated, touched and keeps mapped."""
+
+    name: str
+    capacity_bytes: int
+    """Payload bytes that fit (the file is format.slot.HEADER_BYTES longer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Rank -> sidecar: what do I restore in this round?"""
+
+    round: RestartRound
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReply:
+    restore_point: RestorePoint
+    payload_bytes: int = 0
+    """Of this rank's shard; the rank offers slots of at least this capacity in Fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Rank -> sidecar: put this rank's shard of the restore point into one of these slots.
+
+    A slot that still holds exactly those bytes is answered at once (tier memory). The sidecar
+    writes the payload by pwrite into the file, which the rank has touched: the memory stays charged
+    to the trainer container.
+    """
+
+    round: RestartRound
+    rank: Rank
+    slots: tuple[SlotOffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    slot: str
+    payload_bytes: int
+    tier: TierName
+    """Which tier the bytes came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Rank -> sidecar: this slot is `full`; take it. The reply frees the rank, not the slot."""
+
+    round: RestartRound
+    step: Step
+    rank: Rank
+    slot: str
+    payload_bytes: int
+    layout: Digest
+    """BLAKE3 of the rank's layout; its document lies in <shared_dir>/layouts/<hex>.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Rank -> sidecar, no reply: the step just finished."""
+
+    round: RestartRound
+    rank: Rank
+    step: Step
+    metrics: dict[str, float] = field(default_factory=dict)
+    blocked_seconds: float = 0.0
+    """Trainer time that saves cost since the last Progress."""
+    saves_skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LevelReached:
+    """Push to the rank that staged the step."""
+
+    step: Step
+    round: RestartRound
+    level: Level
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """Push to the rank: this step will not reach `level`."""
+
+    step: Step
+    round: RestartRound
+    level: Level
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequested:
+    """Push to rank 0: save at the next step that all ranks can agree on."""
+
+    round: RestartRound
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Push to rank 0: save at the next step that all ranks can agree on, then leave."""
+
+    round: RestartRound
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Push to the launcher: the restore barrier is open, fork the ranks of this round."""
+
+    round: RestartRound
+    restore_point: RestorePoint
+    world_size: int
+    first_rank: Rank
+    procs_per_worker: int
+    group_rank: Worker
+    master_address: str
+    master_port: int
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class HostStore:
+    """Push to the launcher of the store host: start this round's TCPStore process on port 0."""
+
+    round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Launcher -> sidecar, no reply."""
+
+    round: RestartRound
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Push to the launcher: a newer round was sealed. SIGKILL all ranks, then send Ended."""
+
+    round: RestartRound
+    """The newer round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Launcher -> sidecar, no reply: no rank of a round below this one runs any more."""
+
+    round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """Launcher -> sidecar, no reply: a rank process ended by itself."""
+
+    round: RestartRound
+    rank: Rank
+    code: int
+    """Exit code; -N for signal N."""
+    message: str = ""
+    """Last words: the tail of the traceback, bounded to 2 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Launcher -> sidecar: all ranks of this pod returned 0. The reply comes when the gang's last
+    step has reached every level it was to reach and the operator has recorded it."""
+
+    round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReply:
+    released: bool
+    message: str = ""
+
+
+# --------------------------------------------------------------------------- HTTPS, control
+# All under /v1. 200 with the reply type; 409 with Refused; 400 with Refused(BadRequest).
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """POST /v1/seal, operator -> sidecar. Replied once the round is fsynced, the ranks are ended
+    and slots that were `full` are on the node tier."""
+
+    round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Reply of POST /v1/seal and GET /v1/inventory."""
+
+    worker: Worker
+    pod: str
+    round: RestartRound
+    version: int
+    """Version of the newest ROUND held for `round`; 0 if none."""
+    manifests: tuple[ManifestInfo, ...] = ()
+    shards: tuple[HeldShard, ...] = ()
+    free_bytes: int = 0
+    running_round: RestartRound | None = None
+    """Round whose ranks run in this pod now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """POST /v1/round, operator -> sidecar; reply Inventory."""
+
+    round: RestartRound
+    version: int
+    restore_point: RestorePoint
+    coordinator: Worker
+    store_host: Worker
+    """Whose launcher hosts the TCPStore of this round."""
+    workers: int
+    members: tuple[Member, ...]
+    copies: tuple[CopyAssignment, ...]
+    policy: Policy
+    holds: tuple[Step, ...] = ()
+    """Steps that must not be pruned."""
+    last_persisted: RestorePoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """One step as the coordinator sees it."""
+
+    step: Step
+    round: RestartRound
+    level: Level | None
+    prepared: int
+    replicated: int
+    uploaded: int
+    world_size: int
+    manifest: Digest | None = None
+    payload_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeadRank:
+    rank: Rank
+    worker: Worker
+    code: int
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTiers:
+    """Newest step of one rank in each tier, for the ranks x tiers map."""
+
+    rank: Rank
+    memory: Step | None = None
+    node: Step | None = None
+    peer: Step | None = None
+    object: Step | None = None
+    restored_from: TierName | None = None
+    """Tier that served this rank's shard in this round."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    rank: Rank
+    step: Step
+    metrics: dict[str, float] = field(default_factory=dict)
+    blocked_seconds: float = 0.0
+    """Sum over this round."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Seconds that each part of this round's start took, as the coordinator saw it."""
+
+    rehydrate_seconds: float | None = None
+    rendezvous_seconds: float | None = None
+    """Barrier open on the slowest worker -> first Progress of every rank is first_step; this one is
+    ROUND complete -> TCPStore address known and barrier open."""
+    first_step_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorState:
+    """Reply of GET /v1/state?since=V&timeout=S: a level with a version, not a queue.
+
+    `since` is the version up to which the operator has durably acted; that it says so is what
+    releases `Finish`.
+    """
+
+    version: int
+    round: RestartRound
+    steps: tuple[StepState, ...] = ()
+    """Steps of this round that are on their way or committed, oldest first, bounded to 16."""
+    last_local: RestorePoint | None = None
+    last_replicated: RestorePoint | None = None
+    last_persisted: RestorePoint | None = None
+    last_persisted_bytes: int = 0
+    dead: tuple[DeadRank, ...] = ()
+    progress: tuple[RankProgress, ...] = ()
+    tiers: tuple[RankTiers, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    times: RoundTimes = RoundTimes()
+    running: bool = False
+    """Every rank has finished a step of this round."""
+    cannot_restore: str = ""
+    """Set when a worker could not get its shards of the restore point: what was tried."""
+    finished: bool = False
+    """All ranks returned 0 and nothing is on its way any more."""
+    saves_skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """POST /v1/save-now and /v1/stop, operator -> coordinator (which tells rank 0's sidecar)."""
+
+    round: RestartRound
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """POST /v1/certificate, operator -> sidecar: a new leaf (PEM)."""
+
+    certificate: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """POST /v1/prepared, sidecar -> coordinator: durable on my node tier.
+
+    `rank_layout` is sent when the coordinator answered `need_layout` before.
+    """
+
+    round: RestartRound
+    step: Step
+    worker: Worker
+    shard: ShardInfo
+    layout: Digest
+    rank_layout: str | None = None
+    resent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedReply:
+    need_layout: bool = False
+    committed: Digest | None = None
+    """Set where the manifest of this step exists already (a resend after a reconnect)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """POST /v1/replicated, sidecar -> coordinator: acknowledged by all assigned peers."""
+
+    round: RestartRound
+    step: Step
+    worker: Worker
+    rank: Rank
+    blake3: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """POST /v1/uploaded, sidecar -> coordinator: the shard is in the object store, verified."""
+
+    round: RestartRound
+    step: Step
+    worker: Worker
+    rank: Rank
+    blake3: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """POST /v1/report, sidecar -> coordinator: what else the coordinator's state is made of.
+    Sent on change, at most twice a second. Reply: Ok."""
+
+    round: RestartRound
+    worker: Worker
+    progress: tuple[RankProgress, ...] = ()
+    dead: tuple[DeadRank, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    tiers: tuple[RankTiers, ...] = ()
+    rehydrate_seconds: float | None = None
+    barrier_open: bool = False
+    cannot_restore: str = ""
+    done: bool = False
+    """All ranks of the pod returned 0."""
+    idle: bool = False
+    """Nothing is staged, being copied or uploaded here."""
+    saves_skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ok:
+    round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestPut:
+    """POST /v1/manifest, coordinator -> sidecar: durable here when it replies Ok."""
+
+    round: RestartRound
+    step: Step
+    manifest: str
+    """Canonical JSON text."""
+    layout: str | None = None
+    """The layout's canonical JSON, where the receiver lacked it before."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelNotice:
+    """POST /v1/level, coordinator -> sidecar: tell the ranks that wait, prune what may go."""
+
+    round: RestartRound
+    step: Step
+    step_round: RestartRound
+    level: Level
+    prune: tuple[Step, ...] = ()
+    """Steps (of any round) that may leave node and peer tiers now."""
+    released: bool = False
+    """Finish may be answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class PersistRequest:
+    """POST /v1/persist, coordinator -> sidecar: upload your shards of this committed step."""
+
+    round: RestartRound
+    step: Step
+    step_round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Reply of GET /v1/rendezvous?round=R&timeout=S on the store host's sidecar."""
+
+    round: RestartRound
+    address: str
+    """host:port of the TCPStore; "" if the time ran out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prune:
+    """POST /v1/prune, operator -> coordinator: delete these checkpoints from the object store,
+    manifests first. Reply PruneReply."""
+
+    round: RestartRound
+    checkpoints: tuple[RestorePoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReply:
+    deleted: tuple[RestorePoint, ...]
+
+
+# GET /v1/manifest?step=&round=[&jobUid=]  -> ManifestDocument (reads are served in any state)
+@dataclass(frozen=True, slots=True)
+class ManifestDocument:
+    manifest: str
+    layout: str | None = None
