@@ -1,0 +1,96 @@
+# Every target explains itself: `make help`. The README's two commands are `make demo` and `make test`.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+UV ?= uv
+RUN := $(UV) run --frozen
+PY := $(RUN) python
+
+.PHONY: help
+help: ## what each target does
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-22s %s\n", $$1, $$2}'
+
+.PHONY: prerequisites
+prerequisites:
+	@tools/prerequisites.sh base
+
+.PHONY: prerequisites-cluster
+prerequisites-cluster:
+	@tools/prerequisites.sh cluster
+
+.PHONY: sync
+sync: prerequisites ## create .venv from uv.lock
+	@$(UV) sync --frozen --all-packages --quiet
+
+.PHONY: generate
+generate: sync ## write crds/, the chart's copy and the reference tables from the models
+	$(PY) tools/generate.py
+
+.PHONY: verify
+verify: sync ## fail if a generated file differs from its model
+	$(PY) tools/generate.py --check
+
+.PHONY: format
+format: sync ## let ruff format and fix what it can
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+.PHONY: check
+check: sync ## ruff, mypy --strict, import contracts, generated files (under 2 minutes)
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy
+	$(RUN) lint-imports
+	$(PY) tools/generate.py --check
+
+.PHONY: test-unit
+test-unit: sync ## unit and contract tests, no server, no root
+	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts -q
+
+.PHONY: tools
+tools: sync prerequisites-cluster ## build etcd, kube-apiserver, helm, MinIO... into the test bed's cache
+	$(PY) -m testbed tools
+
+.PHONY: test-integration
+test-integration: tools ## real MinIO, real API server, real sidecars and trainers as processes
+	$(RUN) pytest tests/integration tests/charts -q
+
+.PHONY: test-e2e
+test-e2e: cluster-up ## every failure of docs/failures.md on the kind cluster
+	$(RUN) pytest tests/e2e -q --durations=0
+
+.PHONY: test
+test: check test-unit test-integration test-e2e ## everything; what CI runs
+
+.PHONY: cluster-up
+cluster-up: sync prerequisites-cluster ## kind cluster with images, MinIO and the test bed's tools
+	$(PY) -m testbed up
+
+.PHONY: cluster-down
+cluster-down: sync ## delete the cluster, keep the caches
+	$(PY) -m testbed down
+
+.PHONY: cluster-status
+cluster-status: sync ## what runs, what is cached, where the logs are
+	$(PY) -m testbed status
+
+.PHONY: images
+images: cluster-up ## build the images and load those that changed
+	$(PY) -m testbed images
+	$(PY) -m testbed load
+
+.PHONY: demo
+demo: cluster-up ## train on the kind cluster, lose a pod, a rank, a node and every copy; compare bit by bit
+	$(PY) -m demo cluster
+
+.PHONY: demo-local
+demo-local: sync ## the same story as processes on this machine, without a cluster
+	$(PY) -m demo local
+
+.PHONY: bench-recovery-quick
+bench-recovery-quick: cluster-up ## R1-R5 into benchmarks/results/recovery-quick.json
+	$(PY) -m benchmarks.recovery_quick
+
+.PHONY: clean
+clean: ## remove build outputs of this checkout (the test bed's cache stays)
+	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis
