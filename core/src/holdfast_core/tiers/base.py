@@ -7,50 +7,23 @@ after an unknown outcome the caller repeats it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
+from holdfast_core.format.record import CHUNK_BYTES, ShardHeader, ShardRecord
+from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
 
-CHUNK_BYTES = 4 << 20
-"""Payload bytes that one CRC32C of the chunk table covers."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardHeader:
-    """Identity of a shard, known before its bytes are read; stored in its head and its tail."""
-
-    job_uid: JobUid
-    round: RestartRound
-    step: Step
-    rank: Rank
-    world_size: int
-    layout: Digest
-    """BLAKE3 of the rank's layout document."""
-    payload_bytes: int
-    chunk_bytes: int = CHUNK_BYTES
-    format_version: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRecord:
-    """A durable shard: its header and the digests of one pass over its payload."""
-
-    header: ShardHeader
-    blake3: Digest
-    chunk_table: Digest
-    """BLAKE3 of the table of chunk CRCs (u32 little-endian each)."""
-    file_bytes: int
-
-    @property
-    def ref(self) -> ShardRef:
-        h = self.header
-        return ShardRef(h.job_uid, h.step, h.round, h.rank, self.blake3)
-
-    @property
-    def checkpoint(self) -> CheckpointId:
-        return CheckpointId(self.header.step, self.header.round)
+__all__ = [
+    "CHUNK_BYTES",
+    "CopyWriter",
+    "NodeTier",
+    "ObjectTier",
+    "OpenWriter",
+    "PayloadSource",
+    "ShardHeader",
+    "ShardReader",
+    "ShardRecord",
+]
 
 
 class PayloadSource(Protocol):

@@ -577,6 +577,9 @@ class WorkerReport:
 @dataclass(frozen=True, slots=True)
 class Ok:
     round: RestartRound
+    instance: str = ""
+    """Reply to WorkerReport: names this life of the coordinator. When it changes, the sender repeats
+    what it has told (PREPARED, REPLICATED, UPLOADED): the new life has not heard it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -612,6 +615,18 @@ class PersistRequest:
     round: RestartRound
     step: Step
     step_round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """POST /v1/suspect, sidecar -> sidecar: what you served of this shard did not verify. The
+    receiver reads its own copy back and quarantines it if it is bad; it believes nobody."""
+
+    job_uid: JobUid
+    step: Step
+    step_round: RestartRound
+    rank: Rank
+    blake3: Digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,173 @@
+"""Checkpoint: one committed step of a job, as people see it.
+
+A projection of the commit in TrainingJob.status, made by the operator after it; created by a person
+with `spec.jobRef` only it is a request to save now.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, field_serializer, field_validator
+
+from holdfast_core.api.base import ApiModel, Timestamp
+from holdfast_core.api.cel import cel_rules, remedy, rule
+from holdfast_core.api.meta import Conditions, NameRef, ObjectMeta
+from holdfast_core.api.training_job_status import DigestField, RoundField
+from holdfast_core.ids import JobUid, Step
+
+
+class DeletionPolicy(StrEnum):
+    """What becomes of the data when the object is deleted."""
+
+    DELETE_DATA = "DeleteData"
+    RETAIN = "Retain"
+
+
+class CheckpointPhase(StrEnum):
+    """Computed from conditions, for people; never read back."""
+
+    REQUESTED = "Requested"
+    IN_PROGRESS = "InProgress"
+    COMMITTED = "Committed"
+    PARTIALLY_FAILED = "PartiallyFailed"
+    EXPIRED = "Expired"
+    DELETING = "Deleting"
+
+
+class CheckpointCondition(StrEnum):
+    """Types of the conditions of a Checkpoint."""
+
+    COMMITTED = "Committed"
+    REPLICATED = "Replicated"
+    PERSISTED = "Persisted"
+    VERIFIED = "Verified"
+    RESTORABLE = "Restorable"
+    HELD = "Held"
+    QUARANTINED = "Quarantined"
+
+
+class CheckpointSpec(ApiModel):
+    """Which step of which job, and what to keep. With jobRef alone: a request to save now."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "self.jobRef.name == oldSelf.jobRef.name",
+                message="jobRef is immutable: a checkpoint belongs to the job that saved it",
+                field_path=".jobRef",
+                forbidden=True,
+            ),
+            rule(
+                "!has(oldSelf.step) || (has(self.step) && self.step == oldSelf.step)",
+                message="step is immutable once it is set: a checkpoint is one step of its job; "
+                "create another Checkpoint to save another step",
+                field_path=".step",
+                forbidden=True,
+            ),
+        )
+    )
+
+    job_ref: Annotated[NameRef, Field(description="The TrainingJob, in the same namespace.")]
+    step: Annotated[
+        Step | None,
+        Field(
+            ge=0,
+            description="Optimizer step. Absent: save now; the operator sets it to the step saved.",
+            json_schema_extra=remedy("leave it out to save now"),
+        ),
+    ] = None
+    hold: Annotated[
+        bool, Field(description="true: no retention policy removes this checkpoint.")
+    ] = False
+    deletion_policy: Annotated[
+        DeletionPolicy,
+        Field(
+            description="When this object is deleted: Retain keeps the data in the object store, "
+            "DeleteData removes manifest and shards."
+        ),
+    ] = DeletionPolicy.RETAIN
+
+
+class ShardCounts(ApiModel):
+    """How many shards can be read from each tier."""
+
+    total: Annotated[int, Field(ge=0, description="Shards of the checkpoint: one a rank.")]
+    memory: Annotated[int, Field(ge=0, description="Shards in shared memory.")] = 0
+    node: Annotated[int, Field(ge=0, description="Shards on the node of their own worker.")] = 0
+    peer: Annotated[int, Field(ge=0, description="Shards with a peer's copy.")] = 0
+    object: Annotated[int, Field(ge=0, description="Shards in the object store.")] = 0
+    summary: Annotated[
+        str,
+        Field(max_length=48, description="memory/node/peer/object, for the TIERS column."),
+    ] = ""
+
+    @field_validator("summary", mode="before")
+    @classmethod
+    def _never_read_back(cls, _: object) -> str:
+        return ""
+
+    @field_serializer("summary")
+    def _summary(self, _: str) -> str:
+        return f"{self.memory}/{self.node}/{self.peer}/{self.object}"
+
+
+class CheckpointStatus(ApiModel):
+    """What is known of the checkpoint."""
+
+    phase: Annotated[
+        CheckpointPhase | None,
+        Field(description="Summary for people, computed from the conditions."),
+    ] = None
+    manifest: Annotated[
+        DigestField | None, Field(description="BLAKE3 of the manifest, b3:<hex>.")
+    ] = None
+    round: Annotated[RoundField | None, Field(description="Restart round that saved it.")] = None
+    job_uid: Annotated[
+        JobUid | None, Field(max_length=64, description="uid of the job that saved it.")
+    ] = None
+    job_namespace: Annotated[
+        str | None, Field(max_length=63, description="Namespace of that job, as in object keys.")
+    ] = None
+    bytes: Annotated[int | None, Field(ge=0, description="Size of all shards, bytes.")] = None
+    shards: Annotated[
+        ShardCounts | None, Field(description="How many shards can be read from each tier.")
+    ] = None
+    world_size: Annotated[int | None, Field(ge=1, description="Number of ranks that saved it.")] = (
+        None
+    )
+    verified_at: Annotated[
+        Timestamp | None, Field(description="When all bytes were last read and digested (UTC).")
+    ] = None
+    verified_bytes: Annotated[
+        int | None, Field(ge=0, description="Bytes read by that verification.")
+    ] = None
+    started_at: Annotated[Timestamp | None, Field(description="When the save began (UTC).")] = None
+    committed_at: Annotated[
+        Timestamp | None, Field(description="When the operator saw it committed (UTC).")
+    ] = None
+    format_version: Annotated[
+        int | None, Field(ge=1, description="Version of the manifest's format.")
+    ] = None
+    parent: Annotated[
+        DigestField | None, Field(description="BLAKE3 of the manifest that this one descends from.")
+    ] = None
+    conditions: Conditions = ()
+    observed_generation: Annotated[
+        int | None, Field(ge=0, description="metadata.generation that this status answers.")
+    ] = None
+
+
+class Checkpoint(ApiModel):
+    """One committed step of a job; or, created with jobRef alone, a request to save now."""
+
+    KIND: ClassVar[str] = "Checkpoint"
+    PLURAL: ClassVar[str] = "checkpoints"
+    SHORT_NAME: ClassVar[str] = "ckpt"
+
+    api_version: Literal["holdfast.dev/v1alpha1"] = "holdfast.dev/v1alpha1"
+    kind: Literal["Checkpoint"] = "Checkpoint"
+    metadata: ObjectMeta = ObjectMeta()
+    spec: CheckpointSpec
+    status: CheckpointStatus = CheckpointStatus()

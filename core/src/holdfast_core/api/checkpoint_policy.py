@@ -1,0 +1,198 @@
+"""spec.checkpoint of a TrainingJob: when a checkpoint is saved, where it goes, what is kept.
+
+The rules beside the fields become validations of the CRD.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from holdfast_core.api.base import ApiModel
+from holdfast_core.api.cel import cel_rules, remedy, rule
+from holdfast_core.api.meta import NameRef
+from holdfast_core.api.quantities import quantity_rule
+
+
+class PeerEncryption(StrEnum):
+    TLS = "TLS"
+
+
+class WhenDeleted(StrEnum):
+    RETAIN = "Retain"
+
+
+class StepInterval(ApiModel):
+    """Every so many optimizer steps."""
+
+    steps: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1_000_000_000,
+            description="Number of optimizer steps (whole gang).",
+            json_schema_extra=remedy("say after how many optimizer steps it is due"),
+        ),
+    ]
+
+
+class MemorySpec(ApiModel):
+    """The shared-memory ring between the ranks and the sidecar."""
+
+    slots: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=8,
+            description="Slots a rank; each holds one snapshot of the rank's state and counts "
+            "towards the trainer's memory limit.",
+            json_schema_extra=remedy("2 let one save overlap the next"),
+        ),
+    ] = 2
+    size_limit: Annotated[
+        str | None,
+        Field(
+            max_length=32,
+            description="Limit of the shared-memory volume of a pod, a quantity of bytes such as "
+            "8Gi. Default: no limit but the trainer's memory limit.",
+            json_schema_extra=cel_rules(quantity_rule("checkpoint.memory.sizeLimit", "8Gi")),
+        ),
+    ] = None
+
+
+class EmptyDirSpec(ApiModel):
+    """Storage of the node that lives as long as the pod."""
+
+    size_limit: Annotated[
+        str,
+        Field(
+            max_length=32,
+            description="Size of the volume, a quantity of bytes such as 20Gi. The sidecar keeps "
+            "to 85 % of it: own shards, peers' copies and temporary files.",
+            json_schema_extra=cel_rules(
+                quantity_rule("checkpoint.node.volume.emptyDir.sizeLimit", "20Gi")
+            ),
+        ),
+    ] = "20Gi"
+
+
+class NodeVolumeSpec(ApiModel):
+    """The volume of the node tier."""
+
+    empty_dir: Annotated[
+        EmptyDirSpec,
+        Field(description="A volume on the node's disk, as long as the pod."),
+    ] = EmptyDirSpec()
+
+
+class NodeTierSpec(ApiModel):
+    """Shards on the disk of the worker's own node."""
+
+    volume: Annotated[NodeVolumeSpec, Field(description="Where the shards lie.")] = NodeVolumeSpec()
+
+
+class PeerTierSpec(ApiModel):
+    """Copies of every shard on the nodes of other workers."""
+
+    copies: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=3,
+            description="Copies of a shard on other workers; a replicated step survives the loss "
+            "of so many nodes. Fewer than spec.workers.",
+            json_schema_extra=remedy("1 survives the loss of any one node"),
+        ),
+    ] = 1
+    topology_key: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=317,
+            description="Label of nodes; copies go to a worker whose node has another value.",
+        ),
+    ] = "kubernetes.io/hostname"
+    encryption: Annotated[
+        PeerEncryption, Field(description="How copies travel: TLS with both sides authenticated.")
+    ] = PeerEncryption.TLS
+
+
+class ObjectTierSpec(ApiModel):
+    """The tier that survives the loss of everything: an S3-compatible object store."""
+
+    store_ref: Annotated[
+        NameRef, Field(description="The CheckpointStore, in the same namespace. Immutable.")
+    ]
+    every: Annotated[
+        StepInterval,
+        Field(description="How often a checkpoint is uploaded: a multiple of interval.steps."),
+    ]
+
+
+class RetentionSpec(ApiModel):
+    """Which checkpoints are kept."""
+
+    keep_last: Annotated[
+        int,
+        Field(
+            ge=2,
+            le=1000,
+            description="The newest so many committed checkpoints are kept, in every tier.",
+            json_schema_extra=remedy(
+                "a newest checkpoint that turns out unreadable needs one before it"
+            ),
+        ),
+    ] = 3
+    when_deleted: Annotated[
+        WhenDeleted,
+        Field(description="What becomes of uploaded checkpoints when the job is deleted: Retain."),
+    ] = WhenDeleted.RETAIN
+
+
+class CheckpointPolicySpec(ApiModel):
+    """When a checkpoint is saved, where it goes and how long it stays."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "!has(self.object) || self.object.every.steps % self.interval.steps == 0",
+                message_expression=(
+                    "'checkpoint.object.every.steps is %d, not a multiple of "
+                    "checkpoint.interval.steps (%d): only a step that is saved can be uploaded; "
+                    "choose a multiple'.format([self.object.every.steps, self.interval.steps])"
+                ),
+                field_path=".object.every.steps",
+            ),
+            rule(
+                "has(self.object) == has(oldSelf.object) && (!has(self.object)"
+                " || self.object.storeRef.name == oldSelf.object.storeRef.name)",
+                message="checkpoint.object.storeRef is immutable: the lineage of this job's "
+                "checkpoints lies in that store; create a new job with restoreFrom to move",
+                field_path=".object",
+                forbidden=True,
+            ),
+        )
+    )
+
+    interval: Annotated[
+        StepInterval, Field(description="How often the gang saves: to shared memory and the node.")
+    ]
+    memory: Annotated[MemorySpec, Field(description="The shared-memory ring.")] = MemorySpec()
+    node: Annotated[NodeTierSpec, Field(description="Shards on the worker's own node.")] = (
+        NodeTierSpec()
+    )
+    peer: Annotated[
+        PeerTierSpec | None,
+        Field(
+            description="Copies on other workers. Default: 1 copy, or none where the job has one "
+            "worker only."
+        ),
+    ] = None
+    object: Annotated[
+        ObjectTierSpec | None, Field(description="Upload to an object store. Default: none.")
+    ] = None
+    retention: Annotated[RetentionSpec, Field(description="Which checkpoints are kept.")] = (
+        RetentionSpec()
+    )

@@ -1,0 +1,165 @@
+"""CheckpointStore: an S3-compatible object store that jobs of the same namespace upload to.
+
+Only sidecars ever read the keys; the operator knows the name of the Secret, not its contents.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from holdfast_core.api.base import ApiModel, Timestamp
+from holdfast_core.api.cel import cel_rules, remedy, rule
+from holdfast_core.api.meta import Conditions, NameRef, ObjectMeta
+
+
+class StoreCondition(StrEnum):
+    """Types of the conditions of a CheckpointStore."""
+
+    AVAILABLE = "Available"
+
+
+_ENDPOINT_RULE = rule(
+    "isURL(self) && url(self).getScheme() in ['http', 'https'] && url(self).getHostname() != ''"
+    " && url(self).getEscapedPath() in ['', '/']",
+    message_expression=(
+        '\'s3.endpoint is "%s", expected http(s)://host:port without a path: write for example '
+        "https://minio.storage.svc:9000'.format([self])"
+    ),
+)
+
+_BUCKET_RULE = rule(
+    "self.matches('^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$')",
+    message_expression=(
+        '\'s3.bucket is "%s", expected 3 to 63 lower-case letters, digits, dots and hyphens: write '
+        "the name of the bucket alone, without scheme and slashes'.format([self])"
+    ),
+)
+
+_PREFIX_RULE = rule(
+    "self == '' || self.matches('^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$')",
+    message_expression=(
+        '\'s3.prefix is "%s", expected words of letters, digits, dots, hyphens and underscores '
+        "joined by single slashes: remove the slash at its start or end'.format([self])"
+    ),
+)
+
+
+class S3Spec(ApiModel):
+    """Where the bucket is and how to talk to it."""
+
+    endpoint: Annotated[
+        str,
+        Field(
+            max_length=512,
+            description="URL of the server, http(s)://host:port without a path.",
+            json_schema_extra=cel_rules(_ENDPOINT_RULE),
+        ),
+    ]
+    bucket: Annotated[
+        str,
+        Field(
+            max_length=128,
+            description="Name of the bucket; it must exist.",
+            json_schema_extra=cel_rules(_BUCKET_RULE),
+        ),
+    ]
+    prefix: Annotated[
+        str,
+        Field(
+            max_length=256,
+            description="Start of all keys, without slashes at its ends. Default: none.",
+            json_schema_extra=cel_rules(_PREFIX_RULE),
+        ),
+    ] = ""
+    region: Annotated[
+        str, Field(min_length=1, max_length=64, description="Region that requests are signed for.")
+    ] = "us-east-1"
+    credentials_secret_ref: Annotated[
+        NameRef,
+        Field(
+            description="Secret with accessKey, secretKey and optionally sessionToken; mounted in "
+            "sidecars only."
+        ),
+    ]
+    ca_secret_ref: Annotated[
+        NameRef | None,
+        Field(
+            description="Secret with ca.crt, the authority of an https endpoint. Default: the "
+            "image's."
+        ),
+    ] = None
+    path_style: Annotated[
+        bool,
+        Field(description="true: bucket in the path (MinIO and most others); false: in the host."),
+    ] = True
+    part_size_mib: Annotated[
+        int,
+        Field(
+            validation_alias="partSizeMiB",
+            serialization_alias="partSizeMiB",
+            ge=5,
+            le=5120,
+            description="Size of the parts of a multipart upload, MiB.",
+            json_schema_extra=remedy("S3 takes parts of 5 MiB to 5 GiB; 32 suits most"),
+        ),
+    ] = 32
+    max_concurrency: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=64,
+            description="Requests that one sidecar has open at a time.",
+            json_schema_extra=remedy("4 suits most"),
+        ),
+    ] = 4
+
+
+class CheckpointStoreSpec(ApiModel):
+    """The object store."""
+
+    s3: Annotated[S3Spec, Field(description="An S3-compatible object store.")]
+
+
+class StoreFeatures(ApiModel):
+    """What the probe saw the server do."""
+
+    conditional_put: Annotated[
+        bool | None, Field(description="If-None-Match: * refuses to overwrite an object.")
+    ] = None
+    checksum: Annotated[bool | None, Field(description="A wrong CRC32C of a body is refused.")] = (
+        None
+    )
+    multipart: Annotated[bool | None, Field(description="Multipart uploads work.")] = None
+    range_get: Annotated[bool | None, Field(description="Ranged reads work.")] = None
+
+
+class CheckpointStoreStatus(ApiModel):
+    """What the newest probe saw."""
+
+    conditions: Conditions = ()
+    features: Annotated[
+        StoreFeatures | None, Field(description="What the probe saw the server do.")
+    ] = None
+    last_probe: Annotated[
+        Timestamp | None, Field(description="When the store was last probed (UTC).")
+    ] = None
+    observed_generation: Annotated[
+        int | None, Field(ge=0, description="metadata.generation that this status answers.")
+    ] = None
+
+
+class CheckpointStore(ApiModel):
+    """An S3-compatible object store that jobs of the same namespace upload checkpoints to."""
+
+    KIND: ClassVar[str] = "CheckpointStore"
+    PLURAL: ClassVar[str] = "checkpointstores"
+    SHORT_NAME: ClassVar[str] = "ckptstore"
+
+    api_version: Literal["holdfast.dev/v1alpha1"] = "holdfast.dev/v1alpha1"
+    kind: Literal["CheckpointStore"] = "CheckpointStore"
+    metadata: ObjectMeta = ObjectMeta()
+    spec: CheckpointStoreSpec
+    status: CheckpointStoreStatus = CheckpointStoreStatus()

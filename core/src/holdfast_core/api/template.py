@@ -1,0 +1,106 @@
+"""spec.template: a PodTemplateSpec of which the CRD knows only what our rules read.
+
+Embedding PodSpec would cost more than 450 KB of schema, so everything else is kept as it is
+(preserve-unknown-fields) and checked by the API server when the operator dry-runs a pod.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema
+
+from holdfast_core.api.cel import RULES, rule
+
+_OPEN: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+_TRAINERS = "self.spec.containers.filter(c, has(c.name) && c.name == 'trainer')"
+
+_COMMAND: dict[str, Any] = {
+    "type": "array",
+    "maxItems": 64,
+    "items": {"type": "string", "maxLength": 8192},
+}
+
+_LAUNCHED = (
+    "self.spec.containers.all(c, !has(c.name) || c.name != 'trainer' || !has(c.command)"
+    " || c.command.exists(a, a.contains('holdfast run') || a.contains('holdfast.run'))"
+    " || (c.command[0].endsWith('holdfast') && (c.command.size() > 1 ? c.command[1] == 'run'"
+    " : has(c.args) && c.args.size() > 0 && c.args[0] == 'run')))"
+)
+
+_CONTAINER: dict[str, Any] = {
+    **_OPEN,
+    "properties": {
+        "name": {"type": "string", "maxLength": 63, "description": "Name of the container."},
+        "command": {**_COMMAND, "description": "Replaces the image's entry point."},
+        "args": {
+            **_COMMAND,
+            "maxItems": 256,
+            "description": "Arguments of the command, or of the image's entry point.",
+        },
+    },
+}
+
+TEMPLATE_SCHEMA: dict[str, Any] = {
+    **_OPEN,
+    "required": ["spec"],
+    "properties": {
+        "spec": {
+            **_OPEN,
+            "description": "PodSpec. The operator adds the sidecar, its volumes and the "
+            "environment; it adds no privilege.",
+            "required": ["containers"],
+            "properties": {
+                "containers": {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": 16,
+                    "description": "Containers of a worker; the one named `trainer` is wrapped.",
+                    "items": _CONTAINER,
+                },
+                "restartPolicy": {
+                    "type": "string",
+                    "maxLength": 16,
+                    "description": "OnFailure; the operator sets it where it is absent.",
+                },
+            },
+        }
+    },
+    RULES: [
+        rule(
+            f"{_TRAINERS}.size() == 1",
+            message_expression=(
+                '\'template.spec.containers has %d containers named "trainer", exactly one is '
+                'expected: name the container that runs the training "trainer"\''
+                f".format([{_TRAINERS}.size()])"
+            ),
+            field_path=".spec.containers",
+        ),
+        rule(
+            _LAUNCHED,
+            message="template: the command of container trainer does not start its processes with "
+            "the launcher, so a lost rank could not be restarted: put `holdfast run --` before it, "
+            'for example command: ["holdfast", "run", "--", "python", "train.py"]',
+            field_path=".spec.containers",
+        ),
+        rule(
+            "!has(self.spec.restartPolicy) || self.spec.restartPolicy == 'OnFailure'",
+            message_expression=(
+                "'template.spec.restartPolicy is %s, expected OnFailure: the operator restarts the "
+                "gang by rounds, and a container that dies must come back in its pod; leave the "
+                "field out'.format([self.spec.restartPolicy])"
+            ),
+            field_path=".spec.restartPolicy",
+        ),
+    ],
+}
+
+PodTemplate = Annotated[
+    dict[str, Any],
+    WithJsonSchema(TEMPLATE_SCHEMA),
+    Field(
+        description="PodTemplateSpec of every worker: any field of a pod, with exactly one "
+        "container named `trainer`, which runs `holdfast run -- ...`."
+    ),
+]

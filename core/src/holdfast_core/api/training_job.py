@@ -1,0 +1,251 @@
+"""TrainingJob: a gang of worker pods that trains one model and survives the loss of any of them.
+
+spec is what people write; the rules beside the fields become validations of the CRD, so that bad
+input is refused at `kubectl apply`. status is training_job_status.py.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from holdfast_core.api.base import ApiModel
+from holdfast_core.api.cel import RULES, cel_rules, remedy, rule
+from holdfast_core.api.checkpoint_policy import CheckpointPolicySpec
+from holdfast_core.api.meta import NameRef, ObjectMeta
+from holdfast_core.api.quantities import duration_rule
+from holdfast_core.api.template import PodTemplate
+from holdfast_core.api.training_job_status import TrainingJobStatus
+
+
+class FailureAction(StrEnum):
+    FAIL_JOB = "FailJob"
+
+
+def _checkpoint_ref_by_rule(schema: dict[str, Any]) -> None:
+    """Absence is refused by our rule, which says what to do, not by `required`, which does not."""
+    schema.pop("required", None)
+    schema[RULES] = [
+        rule(
+            "has(self.checkpointRef)",
+            message="restoreFrom names no source, exactly one is expected: set checkpointRef.name "
+            "(the only source of this version), or remove restoreFrom to start from the beginning",
+        )
+    ]
+
+
+class RestoreFromSpec(ApiModel):
+    """The checkpoint, of this or another job, that the first round starts from."""
+
+    model_config = ConfigDict(json_schema_extra=_checkpoint_ref_by_rule)
+
+    checkpoint_ref: Annotated[
+        NameRef, Field(description="A Checkpoint of the same namespace that is Committed.")
+    ]
+
+
+class FailureRule(ApiModel):
+    """What to do when a rank ends with one of these codes."""
+
+    on_exit_codes: Annotated[
+        tuple[int, ...],
+        Field(
+            min_length=1,
+            max_length=64,
+            description="Exit codes of a rank process, 1 to 255.",
+            json_schema_extra=cel_rules(
+                rule(
+                    "self.all(c, c >= 1 && c <= 255)",
+                    message="failurePolicy.rules.onExitCodes holds a code outside 1 to 255: 0 is "
+                    "success, and a process cannot end with another",
+                )
+            ),
+        ),
+    ]
+    action: Annotated[FailureAction, Field(description="FailJob: no restart, the job is Failed.")]
+
+
+class FailurePolicySpec(ApiModel):
+    """How often the gang may restart before the job is given up."""
+
+    max_restarts: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=100_000,
+            description="Restarts allowed within the window; one more and the job is Failed.",
+            json_schema_extra=remedy("0 fails the job at the first loss"),
+        ),
+    ] = 10
+    window: Annotated[
+        str,
+        Field(
+            max_length=32,
+            description="Length of the window in which restarts count, a duration such as 1h or "
+            "90m30s.",
+            json_schema_extra=cel_rules(duration_rule("failurePolicy.window", "1h")),
+        ),
+    ] = "1h"
+    rules: Annotated[
+        tuple[FailureRule, ...],
+        Field(max_length=16, description="Exceptions by exit code; the first that fits decides."),
+    ] = ()
+
+
+class NodeLossSpec(ApiModel):
+    """When a silent node counts as lost."""
+
+    suspect_after_seconds: Annotated[
+        int,
+        Field(
+            ge=15,
+            le=3600,
+            description="Seconds without a change of the node's lease before its workers are "
+            "suspected (two direct calls to the sidecar must fail as well).",
+            json_schema_extra=remedy("a healthy kubelet renews its lease every 10 s"),
+        ),
+    ] = 20
+
+
+class TrainingJobSpec(ApiModel):
+    """What the job runs, how it is checkpointed and what it survives."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "!has(self.checkpoint.peer) || self.checkpoint.peer.copies < self.workers",
+                message_expression=(
+                    "'checkpoint.peer.copies is %d, but a shard has only %d other workers to go to "
+                    "(workers: %d): lower copies or add workers'.format([self.checkpoint.peer."
+                    "copies, self.workers - 1, self.workers])"
+                ),
+                field_path=".checkpoint.peer.copies",
+            ),
+        )
+    )
+
+    workers: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=4096,
+            description="Pods of the gang; ranks = workers * procsPerWorker. Immutable for now.",
+            json_schema_extra={
+                **remedy("say how many pods train together"),
+                **cel_rules(
+                    rule(
+                        "self == oldSelf",
+                        message_expression=(
+                            "'workers is immutable for now (%d, asked for %d): restoring at "
+                            "another world size comes later; create a new job'"
+                            ".format([oldSelf, self])"
+                        ),
+                        forbidden=True,
+                    )
+                ),
+            },
+        ),
+    ]
+    procs_per_worker: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=64,
+            description="Rank processes a pod, usually one a GPU. Immutable.",
+            json_schema_extra={
+                **remedy("usually the number of GPUs of a pod"),
+                **cel_rules(
+                    rule(
+                        "self == oldSelf",
+                        message_expression=(
+                            "'procsPerWorker is immutable (%d, asked for %d): shards are saved by "
+                            "rank; create a new job'.format([oldSelf, self])"
+                        ),
+                        forbidden=True,
+                    )
+                ),
+            },
+        ),
+    ] = 1
+    template: PodTemplate
+    checkpoint: Annotated[
+        CheckpointPolicySpec,
+        Field(description="When a checkpoint is saved, where it goes and how long it stays."),
+    ]
+    restore_from: Annotated[
+        RestoreFromSpec | None,
+        Field(description="Where the first round starts from. Default: from the beginning."),
+    ] = None
+    failure_policy: Annotated[
+        FailurePolicySpec,
+        Field(description="How often the gang may restart before the job is given up."),
+    ] = FailurePolicySpec()
+    node_loss: Annotated[NodeLossSpec, Field(description="When a silent node counts as lost.")] = (
+        NodeLossSpec()
+    )
+    suspend: Annotated[
+        bool, Field(description="true: save, then remove all pods; false: go on from there.")
+    ] = False
+    active_deadline_seconds: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=315_360_000,
+            description="Seconds after its start when the job is failed. Default: never.",
+            json_schema_extra=remedy("leave it out for no deadline"),
+        ),
+    ] = None
+    ttl_seconds_after_finished: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=315_360_000,
+            description="Seconds after its end when the job is deleted. Default: never.",
+            json_schema_extra=remedy("leave it out to keep the job"),
+        ),
+    ] = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.workers * self.procs_per_worker
+
+    @property
+    def peer_copies(self) -> int:
+        """Copies of a shard on other workers, with the default for an absent `peer`."""
+        if self.checkpoint.peer is not None:
+            return self.checkpoint.peer.copies
+        return 1 if self.workers > 1 else 0
+
+
+class TrainingJob(ApiModel):
+    """A gang of worker pods that trains one model and goes on from the newest readable checkpoint
+    after the loss of a process, a pod or a node."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            rule(
+                "self.metadata.name.size() <= 40"
+                " && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+                message_expression=(
+                    '\'metadata.name is "%s" (%d characters), expected at most 40 lower-case '
+                    "letters, digits and hyphens, a letter first: names of pods and their DNS "
+                    "records are made from it; choose a shorter or simpler name'"
+                    ".format([self.metadata.name, self.metadata.name.size()])"
+                ),
+                field_path=".metadata.name",
+            )
+        )
+    )
+
+    KIND: ClassVar[str] = "TrainingJob"
+    PLURAL: ClassVar[str] = "trainingjobs"
+    SHORT_NAME: ClassVar[str] = "tj"
+
+    api_version: Literal["holdfast.dev/v1alpha1"] = "holdfast.dev/v1alpha1"
+    kind: Literal["TrainingJob"] = "TrainingJob"
+    metadata: ObjectMeta = ObjectMeta()
+    spec: TrainingJobSpec
+    status: TrainingJobStatus = TrainingJobStatus()

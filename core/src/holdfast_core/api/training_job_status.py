@@ -1,0 +1,261 @@
+"""status of a TrainingJob: the only place that decides a round. Written by the operator alone.
+
+Absent means "none yet"; no sentinel values.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, field_serializer, field_validator
+
+from holdfast_core.api.base import ApiModel, Timestamp
+from holdfast_core.api.meta import Conditions
+from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
+
+MAX_WORKERS = 4096
+MAX_LINEAGE = 256
+MAX_RECENT_RESTARTS = 128
+
+
+class JobPhase(StrEnum):
+    """Computed from conditions, for people; never read back."""
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+class JobCondition(StrEnum):
+    """Types of the conditions of a TrainingJob."""
+
+    ACCEPTED = "Accepted"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    LAST_CHECKPOINT_SUCCEEDED = "LastCheckpointSucceeded"
+    REMOTE_TIER_HEALTHY = "RemoteTierHealthy"
+
+
+StepField = Annotated[Step, Field(ge=0)]
+RoundField = Annotated[RestartRound, Field(ge=0)]
+DigestField = Annotated[Digest, Field(max_length=128)]
+WorkerField = Annotated[Worker, Field(ge=0)]
+
+
+class PersistedStep(ApiModel):
+    """A checkpoint that is committed in the object store."""
+
+    step: Annotated[StepField, Field(description="Optimizer step.")]
+    round: Annotated[RoundField, Field(description="Restart round that saved it.")]
+    manifest: Annotated[DigestField, Field(description="BLAKE3 of the manifest, b3:<hex>.")]
+
+
+class TierCounts(ApiModel):
+    """Shards by the tier that they were read from."""
+
+    memory: Annotated[int, Field(ge=0, description="Shards found in shared memory.")] = 0
+    node: Annotated[int, Field(ge=0, description="Shards found on the own node.")] = 0
+    peer: Annotated[int, Field(ge=0, description="Shards fetched from a peer's copy.")] = 0
+    object: Annotated[int, Field(ge=0, description="Shards fetched from the object store.")] = 0
+
+
+class RestorePointStatus(ApiModel):
+    """The step that the current round starts from. An empty object: chosen, from the beginning."""
+
+    step: Annotated[
+        StepField | None, Field(description="Optimizer step; absent: from the beginning.")
+    ] = None
+    round: Annotated[RoundField | None, Field(description="Restart round that saved it.")] = None
+    manifest: Annotated[
+        DigestField | None, Field(description="BLAKE3 of the manifest, b3:<hex>.")
+    ] = None
+    job_uid: Annotated[
+        JobUid | None,
+        Field(max_length=64, description="uid of the job that saved it, if it was another one."),
+    ] = None
+    job_namespace: Annotated[
+        str | None,
+        Field(max_length=63, description="Namespace in the object keys of that other job."),
+    ] = None
+    sources: Annotated[
+        TierCounts | None, Field(description="Number of shards by the tier they were read from.")
+    ] = None
+
+    @property
+    def from_beginning(self) -> bool:
+        """True: chosen, and there is nothing to restore."""
+        return self.step is None
+
+
+class LineageEntry(ApiModel):
+    """What one restart round started from."""
+
+    round: Annotated[RoundField, Field(description="The restart round.")]
+    base_step: Annotated[
+        StepField | None, Field(description="Step it restored; absent: from the beginning.")
+    ] = None
+    base_round: Annotated[
+        RoundField | None, Field(description="Restart round that saved that step.")
+    ] = None
+    base_manifest: Annotated[
+        DigestField | None, Field(description="BLAKE3 of that step's manifest, b3:<hex>.")
+    ] = None
+
+
+class RecoveryStatus(ApiModel):
+    """The newest recovery, phase by phase; times in seconds."""
+
+    round: Annotated[RoundField | None, Field(description="Restart round that it began.")] = None
+    reason: Annotated[
+        str, Field(max_length=128, description="What was lost, in one CamelCase word.")
+    ]
+    detect_seconds: Annotated[
+        float | None, Field(ge=0, description="Failure to its detection, seconds.")
+    ] = None
+    seal_seconds: Annotated[
+        float | None, Field(ge=0, description="Until all survivors were sealed, seconds.")
+    ] = None
+    schedule_seconds: Annotated[
+        float | None, Field(ge=0, description="Until replacement pods ran, seconds.")
+    ] = None
+    rehydrate_seconds: Annotated[
+        float | None, Field(ge=0, description="Until their shards were on the node, seconds.")
+    ] = None
+    rendezvous_seconds: Annotated[
+        float | None, Field(ge=0, description="Until all ranks had met, seconds.")
+    ] = None
+    first_step_seconds: Annotated[
+        float | None, Field(ge=0, description="Until the first step was done, seconds.")
+    ] = None
+    lost_steps: Annotated[
+        int | None, Field(ge=0, description="Last trained step minus the restore point.")
+    ] = None
+
+
+class GoodputStatus(ApiModel):
+    """Where the job's time went."""
+
+    ratio: Annotated[
+        float, Field(ge=0, le=1, description="Share of the time that went into kept training.")
+    ]
+    training_seconds: Annotated[float, Field(ge=0, description="Training, seconds.")] = 0
+    checkpoint_seconds: Annotated[
+        float, Field(ge=0, description="Training blocked by saves, seconds.")
+    ] = 0
+    recovery_seconds: Annotated[float, Field(ge=0, description="In recoveries, seconds.")] = 0
+    lost_work_seconds: Annotated[
+        float, Field(ge=0, description="Training that was lost and done again, seconds.")
+    ] = 0
+
+
+class WorkersStatus(ApiModel):
+    """How much of the gang is there."""
+
+    ready: Annotated[int, Field(ge=0, description="Workers whose ranks train.")]
+    total: Annotated[int, Field(ge=0, description="spec.workers.")]
+    summary: Annotated[
+        str, Field(max_length=16, description="ready/total, computed, for the WORKERS column.")
+    ] = ""
+
+    @field_validator("summary", mode="before")
+    @classmethod
+    def _never_read_back(cls, _: object) -> str:
+        return ""
+
+    @field_serializer("summary")
+    def _summary(self, _: str) -> str:
+        return f"{self.ready}/{self.total}"
+
+
+class RestartRecord(ApiModel):
+    """One restart that counts towards failurePolicy.maxRestarts."""
+
+    round: Annotated[RoundField, Field(description="Restart round that it began.")]
+    at: Annotated[Timestamp, Field(description="When (UTC).")]
+    reason: Annotated[
+        str, Field(max_length=128, description="What was lost, in one CamelCase word.")
+    ]
+
+
+class TrainingJobStatus(ApiModel):
+    """What the operator decided and saw. Step, levels, goodput: at most every 10 s."""
+
+    phase: Annotated[
+        JobPhase | None,
+        Field(description="Summary for people, computed from the conditions."),
+    ] = None
+    restart_round: Annotated[
+        RoundField | None,
+        Field(description="+1 at each restart of the gang: the fencing token. Absent: not begun."),
+    ] = None
+    restarts: Annotated[int, Field(ge=0, description="Restarts of the gang, ever.")] = 0
+    restarts_count_towards_max: Annotated[
+        int, Field(ge=0, description="Restarts within failurePolicy.window.")
+    ] = 0
+    recent_restarts: Annotated[
+        tuple[RestartRecord, ...],
+        Field(
+            max_length=MAX_RECENT_RESTARTS,
+            description="Newest restarts that count towards failurePolicy.maxRestarts.",
+        ),
+    ] = ()
+    step: Annotated[StepField | None, Field(description="Newest step that was trained.")] = None
+    last_committed_step: Annotated[
+        StepField | None, Field(description="Newest step committed at level local.")
+    ] = None
+    last_replicated_step: Annotated[
+        StepField | None, Field(description="Newest step committed at level replicated.")
+    ] = None
+    last_persisted: Annotated[
+        PersistedStep | None, Field(description="Newest checkpoint in the object store.")
+    ] = None
+    members: Annotated[
+        tuple[RoundField, ...],
+        Field(
+            max_length=MAX_WORKERS,
+            description="Birth round of the pod of each worker, by index: the current gang.",
+        ),
+    ] = ()
+    coordinator: Annotated[
+        WorkerField | None,
+        Field(description="Worker whose sidecar commits this round's checkpoints."),
+    ] = None
+    restore_point: Annotated[
+        RestorePointStatus | None,
+        Field(
+            description="The step that this round starts from. Absent: not chosen yet; an empty "
+            "object: chosen, from the beginning."
+        ),
+    ] = None
+    lineage: Annotated[
+        tuple[LineageEntry, ...],
+        Field(
+            max_length=MAX_LINEAGE,
+            description="What each round started from, oldest first, compacted.",
+        ),
+    ] = ()
+    last_recovery: Annotated[
+        RecoveryStatus | None, Field(description="The newest recovery, phase by phase.")
+    ] = None
+    goodput: Annotated[GoodputStatus | None, Field(description="Where the job's time went.")] = None
+    workers: Annotated[
+        WorkersStatus | None, Field(description="How much of the gang is there.")
+    ] = None
+    start_time: Annotated[
+        Timestamp | None, Field(description="When the job was first accepted (UTC).")
+    ] = None
+    completion_time: Annotated[
+        Timestamp | None, Field(description="When the job succeeded or failed (UTC).")
+    ] = None
+    conditions: Conditions = ()
+    observed_generation: Annotated[
+        int | None, Field(ge=0, description="metadata.generation that this status answers.")
+    ] = None

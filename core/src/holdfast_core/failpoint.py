@@ -1,0 +1,25 @@
+"""Named places where a test may stop, slow or fail this process. Without a hook they do nothing.
+
+The hook is installed only by `holdfast_core.testing.failpoints`, which no production module imports:
+in a release there is nothing that could turn a failpoint on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Hook = Callable[[str], None]
+
+_hook: Hook | None = None
+
+
+def failpoint(name: str) -> None:
+    """Mark a step of a protocol, e.g. `node.after_rename`. The hook may raise, sleep or never return."""
+    if _hook is not None:
+        _hook(name)
+
+
+def set_hook(hook: Hook | None) -> None:
+    """Install or remove the hook; for `holdfast_core.testing.failpoints` only."""
+    global _hook
+    _hook = hook

@@ -1,0 +1,102 @@
+"""CRC32C of chunks and BLAKE3 of documents and payloads. The two digests of the format, nothing else."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import crc32c as _crc32c
+from blake3 import blake3
+
+from holdfast_core.errors import FormatError
+from holdfast_core.ids import Digest
+
+PREFIX = "b3:"
+_DIGEST = re.compile(r"b3:[0-9a-f]{64}\Z")
+_POLYNOMIAL = 0x82F63B78
+
+Buffer = bytes | bytearray | memoryview
+
+
+def crc32c(data: Buffer, value: int = 0) -> int:
+    """CRC32C (Castagnoli) of `data`, going on from `value`. Releases the GIL for large buffers."""
+    return int(_crc32c.crc32c(data, value))
+
+
+def combine(crc_a: int, crc_b: int, length_b: int) -> int:
+    """CRC32C of A followed by B, from their CRCs and the length of B in bytes.
+
+    Appending one zero bit is a linear map over GF(2); the map for `length_b` bytes is found by
+    repeated squaring, so the cost is logarithmic in the length.
+    """
+    if length_b < 0:
+        raise ValueError(f"length {length_b} is negative")
+    if length_b == 0:
+        return crc_a
+    square = [_POLYNOMIAL, *(1 << bit for bit in range(31))]
+    for _ in range(3):
+        square = [_times(square, column) for column in square]
+    crc = crc_a
+    remaining = length_b
+    while remaining:
+        if remaining & 1:
+            crc = _times(square, crc)
+        remaining >>= 1
+        if remaining:
+            square = [_times(square, column) for column in square]
+    return crc ^ crc_b
+
+
+def _times(matrix: list[int], vector: int) -> int:
+    total = 0
+    row = 0
+    while vector:
+        if vector & 1:
+            total ^= matrix[row]
+        vector >>= 1
+        row += 1
+    return total
+
+
+def digest_of(data: Buffer) -> Digest:
+    """BLAKE3 of a whole buffer."""
+    return Digest(PREFIX + blake3(data).hexdigest())
+
+
+class Blake3:
+    """BLAKE3 of a stream of buffers."""
+
+    __slots__ = ("_hasher",)
+
+    def __init__(self) -> None:
+        self._hasher = blake3()
+
+    def update(self, data: Buffer) -> None:
+        self._hasher.update(data)
+
+    def digest(self) -> Digest:
+        return Digest(PREFIX + self._hasher.hexdigest())
+
+
+def parse_digest(text: object, what: str) -> Digest:
+    """Raises FormatError unless `text` is `b3:` and 64 lower-case hex characters."""
+    if not isinstance(text, str) or _DIGEST.match(text) is None:
+        shown = text if isinstance(text, str) and len(text) <= 80 else type(text).__name__
+        raise FormatError(f"{what}: {shown!r} is no digest, expected b3: and 64 hex characters")
+    return Digest(text)
+
+
+def hex_of(digest: Digest) -> str:
+    """The 64 hex characters, for keys and file names. Raises FormatError."""
+    return parse_digest(digest, "digest")[len(PREFIX) :]
+
+
+def pack_table(crcs: list[int] | tuple[int, ...]) -> bytes:
+    """The table of chunk CRCs: u32 little-endian each."""
+    return struct.pack(f"<{len(crcs)}I", *crcs)
+
+
+def unpack_table(data: Buffer) -> tuple[int, ...]:
+    if len(data) % 4:
+        raise FormatError(f"chunk table: {len(data)} bytes are no whole number of CRCs")
+    return struct.unpack(f"<{len(data) // 4}I", data)

@@ -1,0 +1,108 @@
+"""Names of shards, layouts and manifests, relative to a job: the same on disk and in the store.
+
+Names are made from numbers and digests only, never from text that a user or a peer chose; parsing
+refuses everything that `*_key` would not have written (traversal, NUL, other widths).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from holdfast_core.errors import FormatError
+from holdfast_core.format.digest import PREFIX, hex_of
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
+
+SHARDS = "shards"
+LAYOUTS = "layouts"
+MANIFESTS = "manifests"
+
+MAX_STEP = 10**12 - 1
+MAX_ROUND = 10**6 - 1
+MAX_RANK = 10**6 - 1
+
+_SHARD = re.compile(r"shards/s(\d{12})/r(\d{6})/rank(\d{6})-([0-9a-f]{16})\.shard", re.ASCII)
+_LAYOUT = re.compile(r"layouts/([0-9a-f]{64})\.json", re.ASCII)
+_MANIFEST = re.compile(r"manifests/s(\d{12})/r(\d{6})\.json", re.ASCII)
+_JOB_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", re.ASCII)
+_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardKey:
+    checkpoint: CheckpointId
+    rank: Rank
+    blake3_prefix: str
+    """First 16 hex characters of the payload's BLAKE3."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutKey:
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestKey:
+    checkpoint: CheckpointId
+
+
+def shard_key(ref: ShardRef) -> str:
+    """`shards/s<step>/r<round>/rank<rank>-<16 hex>.shard`. Raises FormatError."""
+    checkpoint = CheckpointId(ref.step, ref.round)
+    rank = _number(ref.rank, 6, MAX_RANK, "rank")
+    return f"{shards_prefix(checkpoint)}rank{rank}-{hex_of(ref.blake3)[:16]}.shard"
+
+
+def shards_prefix(checkpoint: CheckpointId) -> str:
+    """`shards/s<step>/r<round>/`, with the slash: all shards of one checkpoint."""
+    return f"{SHARDS}/{_checkpoint(checkpoint)}/"
+
+
+def layout_key(digest: Digest) -> str:
+    """`layouts/<64 hex>.json`."""
+    return f"{LAYOUTS}/{hex_of(digest)}.json"
+
+
+def manifest_key(checkpoint: CheckpointId) -> str:
+    """`manifests/s<step>/r<round>.json`."""
+    return f"{MANIFESTS}/{_checkpoint(checkpoint)}.json"
+
+
+def job_prefix(namespace: str, job_uid: JobUid) -> str:
+    """`<namespace>/<job uid>/`, with the slash: everything of one job in the store."""
+    if _NAMESPACE.fullmatch(namespace) is None:
+        raise FormatError(f"namespace {namespace!r} is no DNS label: refused in an object key")
+    return f"{namespace}/{checked_job_uid(job_uid)}/"
+
+
+def checked_job_uid(job_uid: JobUid) -> JobUid:
+    """Raises FormatError unless the uid is safe as one path component."""
+    if _JOB_UID.fullmatch(job_uid) is None:
+        shown = job_uid[:140]
+        raise FormatError(f"job uid {shown!r}: expected letters, digits, - and _, at most 128")
+    return job_uid
+
+
+def parse_key(key: str) -> ShardKey | LayoutKey | ManifestKey:
+    """The reverse of the three `*_key` functions. Raises FormatError for any other name."""
+    if match := _SHARD.fullmatch(key):
+        step, round_, rank, prefix = match.groups()
+        checkpoint = CheckpointId(Step(int(step)), RestartRound(int(round_)))
+        return ShardKey(checkpoint, Rank(int(rank)), prefix)
+    if match := _MANIFEST.fullmatch(key):
+        step, round_ = match.groups()
+        return ManifestKey(CheckpointId(Step(int(step)), RestartRound(int(round_))))
+    if match := _LAYOUT.fullmatch(key):
+        return LayoutKey(Digest(PREFIX + match.group(1)))
+    raise FormatError(f"key {key[:200]!r} is no name of a shard, layout or manifest")
+
+
+def _checkpoint(checkpoint: CheckpointId) -> str:
+    step = _number(checkpoint.step, 12, MAX_STEP, "step")
+    return f"s{step}/r{_number(checkpoint.round, 6, MAX_ROUND, 'round')}"
+
+
+def _number(value: int, width: int, limit: int, what: str) -> str:
+    if not 0 <= value <= limit:
+        raise FormatError(f"{what} {value} is not within 0..{limit}: it has no key")
+    return f"{value:0{width}d}"

@@ -1,0 +1,299 @@
+"""Signed S3 requests on one bucket: one request, one answer, and lists parsed with bounds.
+
+Path-style URLs, header signatures (minio.signer), unsigned payload: a signed CRC32C stands for the
+bytes (protocol R20). Tries nothing twice but a request that was refused with 403 after the keys had
+changed. What an answer means for a checkpoint is the tier's business.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import quote, unquote_plus, urlencode, urlsplit
+from xml.etree import ElementTree
+
+from minio.signer import sign_v4_s3
+from minio.time import to_amz_date
+
+from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import TierError, UnavailableError
+from holdfast_core.tiers.s3_credentials import CredentialsProvider, Keys
+from holdfast_core.tiers.s3_errors import (
+    S3Failure,
+    child_text,
+    is_error_document,
+    local_name,
+    parse_failure,
+    parse_xml,
+)
+from holdfast_core.tiers.s3_http import Body, HttpPool, HttpReply, Timeouts, body_length
+
+MAX_CONTROL_BYTES = 8 << 20
+"""Largest reply that is not an object: a page of 1,000 keys of 1 KiB fits with room."""
+_UNSIGNED = "UNSIGNED-PAYLOAD"
+CHECKSUM_HEADER = "x-amz-checksum-crc32c"
+CHECKSUM_MODE = {"x-amz-checksum-mode": "ENABLED"}
+IF_ABSENT = {"If-None-Match": "*"}
+
+
+@dataclass(frozen=True, slots=True)
+class S3Request:
+    """What to ask. `query` values are raw; a parameter without a value is ""."""
+
+    method: str
+    key: str = ""
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """All are signed."""
+    body: Body | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class S3Reply:
+    """An answer, read wholly; `failure` is set unless the server did what was asked."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    failure: S3Failure | None
+
+    def checked(self) -> S3Reply:
+        """Itself. Raises the error of the failure."""
+        if self.failure is not None:
+            raise self.failure.error()
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What the store says about an object, by HEAD in checksum mode."""
+
+    size_bytes: int
+    crc32c: int | None
+    """Of the whole object; None where the store keeps none, or only one of parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpload:
+    key: str
+    upload_id: str
+    initiated: str
+    """RFC 3339, the server's clock."""
+
+
+def encode_crc(crc: int) -> str:
+    """A CRC32C as S3 headers carry it."""
+    return base64.b64encode(crc.to_bytes(4, "big")).decode("ascii")
+
+
+def decode_crc(text: str | None) -> int | None:
+    """None where the header is absent, a checksum of parts (`xxxx-3`), or not four bytes."""
+    try:
+        raw = base64.b64decode((text or "").encode("ascii"), validate=True)
+    except ValueError:
+        return None
+    return int.from_bytes(raw, "big") if len(raw) == 4 else None
+
+
+def _key_decoder(root: ElementTree.Element) -> Callable[[str], str]:
+    """A server that ignored encoding-type=url says so by leaving the element out."""
+    return unquote_plus if child_text(root, "EncodingType") == "url" else str
+
+
+class S3Client:
+    """One bucket of one endpoint. Safe for use by many threads; opens connections when used."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        credentials: CredentialsProvider,
+        *,
+        ca_file: str | None = None,
+        timeouts: Timeouts | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self._credentials = credentials
+        self._clock: Clock = clock or SystemClock()
+        self._base = f"{'https' if config.secure else 'http'}://{config.endpoint}"
+        self._pool = HttpPool(
+            config.endpoint,
+            secure=config.secure,
+            ca_file=ca_file,
+            timeouts=timeouts,
+            max_idle=config.max_concurrency + 4,
+        )
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def describe(self, request: S3Request) -> str:
+        """For messages: what is asked of what."""
+        what = f"{request.method} {request.key!r} in " if request.key else f"{request.method} of "
+        return f"{what}bucket {self.config.bucket!r} at {self.config.endpoint}"
+
+    def send(self, request: S3Request, *, limit_bytes: int = MAX_CONTROL_BYTES) -> S3Reply:
+        """One round trip. Raises UnavailableError when no whole answer came: the outcome of a write
+        is then unknown."""
+        with self._exchange(request) as (reply, keys):
+            body = reply.read(limit_bytes)
+            failure = None
+            if reply.status >= 300 or is_error_document(body):
+                failure = parse_failure(reply.status, body, self.describe(request), keys.secrets())
+            return S3Reply(reply.status, reply.headers, body, failure)
+
+    @contextlib.contextmanager
+    def stream_range(self, key: str, start: int, stop: int) -> Iterator[HttpReply]:
+        """Bytes [start, stop) of an object, to be read by the caller. Anything but a 206 for
+        exactly this range is refused: some stores answer 200 with everything."""
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        request = S3Request("GET", key, headers=headers)
+        with self._exchange(request) as (reply, keys):
+            if reply.status >= 300:
+                body = reply.read(MAX_CONTROL_BYTES)
+                words = parse_failure(reply.status, body, self.describe(request), keys.secrets())
+                raise words.error()
+            expected = f"bytes {start}-{stop - 1}/"
+            found = reply.headers.get("content-range", "")
+            if reply.status != 206 or not found.startswith(expected):
+                raise UnavailableError(
+                    f"{self.describe(request)}: expected 206 with Content-Range {expected}*, "
+                    f"found {reply.status} with {found!r}"
+                )
+            yield reply
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """None where there is no such object. Says nothing about a missing bucket (a HEAD has no
+        body to say it in)."""
+        request = S3Request("HEAD", key, headers=CHECKSUM_MODE)
+        reply = self.send(request)
+        if reply.failure is not None:
+            if reply.failure.is_absent:
+                return None
+            raise reply.failure.error()
+        length = reply.headers.get("content-length", "")
+        if not length.isdigit():
+            raise UnavailableError(f"{self.describe(request)}: no Content-Length in the reply")
+        full = reply.headers.get("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT"
+        crc = decode_crc(reply.headers.get(CHECKSUM_HEADER)) if full else None
+        return ObjectInfo(int(length), crc)
+
+    def delete(self, key: str) -> None:
+        """Tolerates absence."""
+        reply = self.send(S3Request("DELETE", key))
+        if reply.failure is not None and reply.failure.code != "NoSuchKey":
+            raise reply.failure.error()
+
+    def list_keys(self, prefix: str, after: str = "") -> tuple[tuple[str, ...], str]:
+        """One page of keys below `prefix`, and the token of the next page ("" after the last)."""
+        query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+        if after:
+            query["continuation-token"] = after
+        request = S3Request("GET", query=query)
+        root = self._xml(request, "ListBucketResult")
+        decode = _key_decoder(root)
+        keys = tuple(
+            decode(child_text(item, "Key")) for item in root if local_name(item) == "Contents"
+        )
+        token = child_text(root, "NextContinuationToken")
+        if child_text(root, "IsTruncated") != "true":
+            return keys, ""
+        if not token or token == after:
+            raise TierError(f"{self.describe(request)}: truncated list without a next token")
+        return keys, token
+
+    def create_upload(self, key: str) -> str:
+        """Begins a multipart upload with a CRC32C over the whole object; returns its id."""
+        headers = {
+            "x-amz-checksum-algorithm": "CRC32C",
+            "x-amz-checksum-type": "FULL_OBJECT",
+            "Content-Type": "application/octet-stream",
+        }
+        request = S3Request("POST", key, {"uploads": ""}, headers)
+        upload_id = child_text(self._xml(request, "InitiateMultipartUploadResult"), "UploadId")
+        if not upload_id:
+            raise TierError(f"{self.describe(request)}: no UploadId in the reply")
+        return upload_id
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Tolerates an upload that is gone."""
+        reply = self.send(S3Request("DELETE", key, {"uploadId": upload_id}))
+        if reply.failure is not None and not reply.failure.is_absent:
+            raise reply.failure.error()
+
+    def list_uploads(self, prefix: str) -> tuple[tuple[PendingUpload, ...], str]:
+        """The first 1,000 unfinished uploads below `prefix`, and the server's own time of day.
+        Some servers list them for an exact key only."""
+        query = {"uploads": "", "encoding-type": "url", "prefix": prefix}
+        request = S3Request("GET", query=query)
+        reply = self.send(request).checked()
+        root = self._document(request, reply, "ListMultipartUploadsResult")
+        decode = _key_decoder(root)
+        uploads = tuple(
+            PendingUpload(
+                decode(child_text(item, "Key")),
+                child_text(item, "UploadId"),
+                child_text(item, "Initiated"),
+            )
+            for item in root
+            if local_name(item) == "Upload"
+        )
+        return uploads, reply.headers.get("date", "")
+
+    def _xml(self, request: S3Request, expected: str) -> ElementTree.Element:
+        return self._document(request, self.send(request).checked(), expected)
+
+    def _document(self, request: S3Request, reply: S3Reply, expected: str) -> ElementTree.Element:
+        root = parse_xml(reply.body)
+        if root is None or local_name(root) != expected:
+            raise TierError(
+                f"{self.describe(request)}: expected a {expected} document, found "
+                f"{reply.body[:80]!r}; is this an S3 endpoint?"
+            )
+        return root
+
+    @contextlib.contextmanager
+    def _exchange(self, request: S3Request) -> Iterator[tuple[HttpReply, Keys]]:
+        keys = self._credentials.retrieve()
+        reply = self._send_signed(request, keys)
+        if reply.status == 403:
+            fresh = self._credentials.refresh()
+            if fresh != keys:
+                reply.close()
+                keys = fresh
+                reply = self._send_signed(request, keys)
+        with reply:
+            yield reply, keys
+
+    def _send_signed(self, request: S3Request, keys: Keys) -> HttpReply:
+        query = urlencode(sorted(request.query.items()), quote_via=quote, safe="~")
+        path = f"/{self.config.bucket}"
+        if request.key:
+            path += "/" + quote(request.key, safe="/~")
+        url = urlsplit(f"{self._base}{path}" + (f"?{query}" if query else ""))
+        date = self._clock.utc_now()
+        headers: dict[str, str | list[str] | tuple[str]] = {
+            "Host": url.netloc,
+            "x-amz-date": to_amz_date(date),
+            "x-amz-content-sha256": _UNSIGNED,
+            **request.headers,
+        }
+        if keys.session_token:
+            headers["X-Amz-Security-Token"] = keys.session_token
+        signed = sign_v4_s3(
+            method=request.method,
+            url=url,
+            region=self.config.region,
+            headers=headers,
+            credentials=keys.for_signer(),
+            content_sha256=_UNSIGNED,
+            date=date,
+        )
+        if request.body is not None or request.method in ("PUT", "POST"):
+            signed["Content-Length"] = str(body_length(request.body))
+        target = path + (f"?{query}" if query else "")
+        plain = {name: str(value) for name, value in signed.items()}
+        return self._pool.request(request.method, target, plain, request.body)

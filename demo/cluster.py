@@ -1,0 +1,168 @@
+"""The story on the kind cluster: real kubelets, real MinIO, a real node killed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from testbed import faults
+from testbed.driver import metrics
+from testbed.driver.install import ensure_installed
+from testbed.driver.jobs import Job, Training, job_manifest, prepare_namespace
+from testbed.driver.kube import Kube, is_true, kubeconfig_path
+
+from demo.recorder import Act, Sample
+
+NAMESPACE = "holdfast-demo"
+TRAINING = Training(workers=4, steps=400, sleep_per_step=0.02)
+INTERVAL = 10
+OBJECT_EVERY = 20
+REFERENCE = Path(kubeconfig_path()).parent / "demo-reference.json"
+
+
+class ClusterStage:
+    total_steps = TRAINING.steps
+
+    def __init__(self) -> None:
+        self.kube = Kube()
+        ensure_installed(self.kube)
+        prepare_namespace(self.kube, NAMESPACE)
+        self.job = Job(self.kube, NAMESPACE, "gpt")
+        self._killed_node = ""
+        self._pool = ThreadPoolExecutor(max_workers=TRAINING.workers)
+
+    # ------------------------------------------------------------ life
+
+    def reference_digests(self, say: Callable[[str], None]) -> dict[int, str]:
+        key = f"{TRAINING.arithmetic} {metrics.image_id(self.kube)}"
+        if REFERENCE.exists():
+            known = json.loads(REFERENCE.read_text())
+            if known["key"] == key:
+                return {int(rank): digest for rank, digest in known["digests"].items()}
+        say("an uninterrupted run first, to compare with (once, then remembered)")
+        job = self._fresh("reference")
+        job.start(self._manifest("reference"))
+        try:
+            job.wait_complete(300)
+            digests = job.final_digests()
+        finally:
+            job.delete()
+        REFERENCE.write_text(json.dumps({"key": key, "digests": digests}))
+        return digests
+
+    def _fresh(self, name: str) -> Job:
+        job = Job(self.kube, NAMESPACE, name)
+        if self.kube.get("TrainingJob", NAMESPACE, name) is not None:
+            job.delete()
+        return job
+
+    def _manifest(self, name: str) -> dict[str, object]:
+        return job_manifest(name, NAMESPACE, TRAINING, interval=INTERVAL, object_every=OBJECT_EVERY)
+
+    def start(self) -> None:
+        self.job = self._fresh("gpt")
+        self.job.start(self._manifest("gpt"))
+
+    # ------------------------------------------------------------ looking
+
+    def sample(self) -> Sample:
+        status = self.job.read().get("status") or {}
+        seen = metrics.gang(self.job, status, self._pool)
+        return Sample(
+            at_seconds=0.0,
+            phase=str(status.get("phase", "Pending")),
+            round=int(status.get("restartRound", 0)),
+            step=seen.step if seen.step is not None else status.get("step"),
+            loss=seen.loss,
+            committed=_newest(seen.committed, status.get("lastCommittedStep")),
+            persisted=(status.get("lastPersisted") or {}).get("step"),
+            tiers=seen.tiers,
+        )
+
+    def recovery(self) -> tuple[int | None, str, dict[str, float]]:
+        status = self.job.wait(
+            "the record of the recovery", lambda: self._recorded(), timeout_seconds=20
+        )
+        point = status.get("restorePoint") or {}
+        last = status.get("lastRecovery") or {}
+        sources = {k: v for k, v in (point.get("sources") or {}).items() if v}
+        served = metrics.restored_from(self.job, status, self._pool)
+        return (
+            point.get("step", 0),
+            served or ", ".join(f"{k} x{v}" for k, v in sources.items()),
+            {k.removesuffix("Seconds"): float(v) for k, v in last.items() if k.endswith("Seconds")},
+        )
+
+    def _recorded(self) -> dict[str, object] | None:
+        status = self.job.status
+        return status if "firstStepSeconds" in (status.get("lastRecovery") or {}) else None
+
+    def is_complete(self) -> bool:
+        item = self.job.read()
+        if is_true(item, "Failed"):
+            raise AssertionError(self.job.describe())
+        return is_true(item, "Complete")
+
+    def final_digests(self) -> dict[int, str]:
+        return self.job.final_digests()
+
+    def explain(self) -> str:
+        return self.job.describe()
+
+    # ------------------------------------------------------------ breaking
+
+    def acts(self) -> list[tuple[Act, Callable[[], None]]]:
+        return [
+            (Act("pod deleted", "worker 2's pod with memory and node tier", "peer"), self._pod),
+            (Act("rank killed", "the process of rank 1 (SIGKILL)", "memory"), self._rank),
+            (Act("node killed", "a node with worker 3", "peer"), self._node),
+            (Act("all copies removed", "every pod with memory and node tier", "object"), self._all),
+        ]
+
+    def _pod(self) -> None:
+        self.kube.delete_pod(NAMESPACE, self.job.pod_name(2), grace_seconds=1)
+
+    def _rank(self) -> None:
+        faults.kill_process(NAMESPACE, self.job.pod_name(1), "trainer", match=r"holdfast-rank")
+
+    def _node(self) -> None:
+        self._killed_node = self.job.node_of(3)
+        faults.kill_node(self._killed_node)
+
+    def _all(self) -> None:
+        self.job.wait_persisted(OBJECT_EVERY, 60)
+        for pod in self.job.pods():
+            self.kube.delete_pod(NAMESPACE, pod["metadata"]["name"], grace_seconds=0)
+
+    def close(self) -> None:
+        self.job.close()
+        self._pool.shutdown(cancel_futures=True)
+        if self._killed_node:
+            faults.start_node(self._killed_node)
+
+
+def _newest(*steps: int | None) -> int | None:
+    known = [step for step in steps if step is not None]
+    return max(known) if known else None
+
+
+def wait_nodes_ready(kube: Kube, timeout_seconds: float = 60) -> None:
+    """A node killed by an earlier demo is started again before the story begins."""
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        nodes = kube.plain(kube.core.list_node())["items"]
+        down = [
+            node["metadata"]["name"]
+            for node in nodes
+            if not any(
+                c["type"] == "Ready" and c["status"] == "True" for c in node["status"]["conditions"]
+            )
+        ]
+        if not down:
+            return
+        for name in down:
+            faults.start_node(name)
+        time.sleep(2)

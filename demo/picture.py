@@ -1,0 +1,72 @@
+"""The run as a picture: loss over time, with the failures and recoveries marked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from demo.recorder import Recorder
+
+FAILURE = "#c0392b"
+RECOVERY = "#f5b7b1"
+LOSS = "#1f5fa8"
+LEVELS = {"committed": "#27ae60", "persisted": "#8e44ad"}
+
+
+def draw(recorder: Recorder, path: Path, *, title: str, verdict: str) -> None:
+    """Write a PNG. Upper panel: loss against seconds. Lower: steps trained, committed, persisted."""
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(11, 6.4), sharex=True, height_ratios=(3, 2), layout="constrained"
+    )
+    points = recorder.losses()
+    for segment in _segments(points):
+        top.plot([p[0] for p in segment], [p[2] for p in segment], color=LOSS, linewidth=1.4)
+    top.set_ylabel("loss")
+    top.grid(alpha=0.25)
+
+    steps = [(s.at_seconds, s.step) for s in recorder.samples if s.step is not None]
+    bottom.plot([p[0] for p in steps], [p[1] for p in steps], color=LOSS, label="step", linewidth=1)
+    for name, color in LEVELS.items():
+        known = [(s.at_seconds, getattr(s, name)) for s in recorder.samples]
+        shown = [(at, value) for at, value in known if value is not None]
+        bottom.step(
+            [p[0] for p in shown], [p[1] for p in shown], where="post", color=color, label=name
+        )
+    bottom.set_ylabel("step")
+    bottom.set_xlabel("seconds")
+    bottom.grid(alpha=0.25)
+
+    for number, act in enumerate(recorder.acts):
+        end = act.ended_seconds if act.ended_seconds is not None else act.began_seconds
+        for axis in (top, bottom):
+            axis.axvspan(act.began_seconds, end, color=RECOVERY, alpha=0.6, linewidth=0)
+            axis.axvline(act.began_seconds, color=FAILURE, linewidth=1)
+        top.annotate(
+            f"{act.title}\n{end - act.began_seconds:.1f} s, from {act.served_by or act.source}",
+            xy=(act.began_seconds, 0.98 - 0.12 * (number % 3)),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color=FAILURE,
+        )
+    bottom.legend(loc="lower right", fontsize=8)
+    figure.suptitle(f"{title}\n{verdict}", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _segments(points: list[tuple[float, int, float]]) -> list[list[tuple[float, int, float]]]:
+    """Break the curve where training went back to a restored step."""
+    segments: list[list[tuple[float, int, float]]] = []
+    for point in points:
+        if not segments or point[1] < segments[-1][-1][1]:
+            segments.append([])
+        segments[-1].append(point)
+    return segments

@@ -1,0 +1,139 @@
+"""The terminal while the demo runs: loss, step, levels, a ranks x tiers map, what happened so far.
+
+On a terminal one live screen; otherwise (a log, CI) a line whenever something changed.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from demo.recorder import Act, Recorder
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+TIERS = ("memory", "node", "peer", "object")
+
+
+class Screen:
+    def __init__(self, recorder: Recorder, title: str) -> None:
+        self.recorder = recorder
+        self.title = title
+        self.console = Console()
+        self._live = Live(console=self.console, refresh_per_second=4, transient=False)
+        self._said = ""
+
+    def __enter__(self) -> Screen:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.console.is_terminal:
+            self.refresh()
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        self.recorder.notes.append(text)
+        if not self.console.is_terminal:
+            self.console.print(text, highlight=False)
+        self.refresh()
+
+    def refresh(self) -> None:
+        if self.console.is_terminal:
+            self._live.update(self._render())
+            return
+        latest = self.recorder.latest
+        if latest is None or latest.step is None:
+            return
+        line = (
+            f"  {latest.phase:<10} round {latest.round}  "
+            f"step {latest.step // 10 * 10}+/{self.recorder.total_steps}  "
+            f"committed {latest.committed}  persisted {latest.persisted}"
+        )
+        if line != self._said:
+            self._said = line
+            self.console.print(line, highlight=False)
+
+    def _render(self) -> Panel:
+        latest = self.recorder.latest
+        parts: list[Table | Text] = []
+        head = Table.grid(padding=(0, 2))
+        if latest is not None:
+            step = latest.step or 0
+            head.add_row(
+                Text(
+                    latest.phase or "Pending",
+                    style="bold green" if latest.phase == "Running" else "bold yellow",
+                ),
+                f"round {latest.round}",
+                f"step {step}/{self.recorder.total_steps}",
+                ProgressBar(total=self.recorder.total_steps, completed=step, width=28),
+                f"loss {latest.loss:.4f}" if latest.loss is not None else "loss -",
+                f"committed {latest.committed if latest.committed is not None else '-'}",
+                f"persisted {latest.persisted if latest.persisted is not None else '-'}",
+            )
+            parts.append(head)
+            parts.append(
+                Text("loss  " + sparkline([p[2] for p in self.recorder.losses()], 64), style="cyan")
+            )
+            parts.append(_tier_map(latest.tiers))
+        parts.extend(Text(note) for note in self.recorder.notes[-9:])
+        return Panel(Group(*parts), title=self.title, border_style="blue")
+
+    def summary(self) -> None:
+        """What was lost, what came back from where, how long each phase took."""
+        table = Table(title="What was lost, and what it cost", show_lines=False)
+        for column in ("failure", "lost", "restored from", "step", "recovery", "of which"):
+            table.add_column(column)
+        for act in self.recorder.acts:
+            table.add_row(
+                act.title,
+                act.lost,
+                act.served_by or act.source,
+                f"{act.step_before} -> {act.restored_step}",
+                f"{act.recovery_seconds:.1f} s" if act.recovery_seconds is not None else "-",
+                _phases(act),
+            )
+        self.console.print(table)
+
+
+def _phases(act: Act) -> str:
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in act.phases.items()) or "-"
+
+
+def _tier_map(tiers: dict[int, dict[str, int]]) -> Table:
+    """Rows: ranks. Columns: the newest step that each tier holds of that rank."""
+    table = Table(box=None, padding=(0, 2))
+    table.add_column("rank", justify="right", style="dim")
+    newest = max((s for held in tiers.values() for s in held.values()), default=0)
+    for tier in TIERS:
+        table.add_column(tier, justify="right")
+    for rank in sorted(tiers):
+        cells = [Text(str(rank))]
+        for tier in TIERS:
+            step = tiers[rank].get(tier)
+            style = "dim" if step is None else ("green" if step == newest else "yellow")
+            cells.append(Text("·" if step is None else str(step), style=style))
+        table.add_row(*cells)
+    return table
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The last `width` values as block characters, scaled to their own range."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[int((v - low) / span * (len(BLOCKS) - 1))] for v in shown)

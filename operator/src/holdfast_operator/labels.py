@@ -1,0 +1,31 @@
+"""Every label, annotation, finalizer and field manager that the operator writes: one place, spelled once."""
+
+from __future__ import annotations
+
+from holdfast_core.api import GROUP
+
+JOB_NAME = f"{GROUP}/job"
+"""Name of the TrainingJob; what people select by."""
+
+JOB_UID = f"{GROUP}/job-uid"
+"""Its uid: a re-created job of the same name never adopts the pods of the old one."""
+
+WORKER = f"{GROUP}/worker"
+"""Index of the pod in the gang."""
+
+BIRTH_ROUND = f"{GROUP}/birth-round"
+"""Restart round that the pod was created in; survivors keep it in later rounds."""
+
+MANAGED_BY = "app.kubernetes.io/managed-by"
+"""Selects, with MANAGED_BY_VALUE, all pods that the operator's reflector watches."""
+
+MANAGED_BY_VALUE = "holdfast"
+
+COMPONENT = "app.kubernetes.io/component"
+COMPONENT_WORKER = "worker"
+"""Distinguishes workers from store probes."""
+
+DATA_FINALIZER = f"{GROUP}/delete-data"
+"""On Checkpoints with deletionPolicy DeleteData only: data first, object after."""
+
+FIELD_MANAGER = "holdfast-operator"

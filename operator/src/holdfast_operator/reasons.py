@@ -1,0 +1,101 @@
+"""Every CamelCase reason of conditions, recoveries and Events: one place, each with its meaning.
+
+Types of conditions and phases are core.api's (JobCondition, CheckpointCondition, JobPhase).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    # --- Accepted
+    ACCEPTED = "Accepted"
+    """The spec can be run."""
+    STORE_NOT_FOUND = "StoreNotFound"
+    """No CheckpointStore of that name in the namespace."""
+    STORE_UNAVAILABLE = "StoreUnavailable"
+    """The store's probe failed; the message holds the server's words."""
+    STORE_NOT_PROBED = "StoreNotProbed"
+    """The store's first probe has not ended yet."""
+    INVALID_TEMPLATE = "InvalidTemplate"
+    """spec.template cannot be wrapped: no trainer container, two of them, no launcher, a name of ours."""
+    CHECKPOINT_NOT_FOUND = "CheckpointNotFound"
+    """restoreFrom names a Checkpoint that is not there."""
+    CHECKPOINT_NOT_RESTORABLE = "CheckpointNotRestorable"
+    """It is there, but not committed in a store, quarantined, or being deleted."""
+    WORLD_SIZE_MISMATCH = "WorldSizeMismatch"
+    """It was saved by another number of ranks."""
+
+    # --- why a round begins (Restarting, lastRecovery, recentRestarts, Events)
+    FIRST_ROUND = "FirstRound"
+    """Round 0."""
+    POD_LOST = "PodLost"
+    """A member's pod was deleted or is being deleted."""
+    POD_EVICTED = "PodEvicted"
+    """Eviction, preemption, taint: DisruptionTarget or the kubelet's Evicted."""
+    POD_FAILED = "PodFailed"
+    """Phase Failed without a disruption."""
+    NODE_LOST = "NodeLost"
+    """The node's lease is stale and the sidecar does not answer."""
+    RANK_FAILED = "RankFailed"
+    """A rank process ended, or its container restarted under it."""
+    OOM_KILLED = "OOMKilled"
+    """The trainer container ran out of memory."""
+    TRAINER_RESTARTING = "TrainerRestarting"
+    """The trainer container restarted too often in this pod: the pod is replaced."""
+    RESTORE_FAILED = "RestoreFailed"
+    """A worker could not get its shards of the restore point."""
+    SIDECAR_UNREACHABLE = "SidecarUnreachable"
+    """A member's sidecar does not answer, so that the round cannot start: the pod is replaced."""
+    POD_SUCCEEDED_EARLY = "PodSucceededEarly"
+    """A member's pod ended well while the gang has not finished."""
+    STATUS_BEHIND = "StatusBehind"
+    """A sidecar is sealed for a higher round than the status knows (etcd was restored)."""
+    RESUMED = "Resumed"
+    """spec.suspend went back to false."""
+
+    # --- Running, Restarting
+    TRAINING = "Training"
+    """Every rank has finished a step of this round."""
+    RECOVERED = "Recovered"
+    """The round runs; nothing is being restarted."""
+    STARTING = "Starting"
+    """Pods, seals and the restore point of this round are under way."""
+    WAITING_FOR_PODS = "WaitingForPods"
+    """Pods are not scheduled or not started; the message holds the scheduler's or kubelet's words."""
+    CONTAINER_CANNOT_START = "ContainerCannotStart"
+    """Image or container cannot be had; waiting costs no restart."""
+    WAITING_FOR_HOLDERS = "WaitingForHolders"
+    """A sidecar that may hold the newest step has not answered yet."""
+    RESTORE_POINT_UNAVAILABLE = "RestorePointUnavailable"
+    """A committed step existed and none can be read: the job waits, it never starts from nothing."""
+    HOLDER_UNREACHABLE = "HolderUnreachable"
+    """A lower step was chosen because a holder of the newest did not answer in time."""
+    SHARDS_LOST = "ShardsLost"
+    """A lower step was chosen because all copies of a shard of the newest are gone."""
+    RESTORE_POINT_CHOSEN = "RestorePointChosen"
+    ROUND_BEGAN = "RoundBegan"
+
+    # --- Suspended, Complete, Failed
+    SUSPENDED = "Suspended"
+    STOPPING = "Stopping"
+    """Asked to save and stop."""
+    NOT_SUSPENDED = "NotSuspended"
+    COMPLETED = "Completed"
+    """Every rank returned 0 and everything it saved has reached its levels."""
+    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    """More restarts within failurePolicy.window than failurePolicy.maxRestarts."""
+    EXIT_CODE_RULE = "ExitCodeRule"
+    """failurePolicy.rules says FailJob for this exit code."""
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    """activeDeadlineSeconds has passed."""
+
+    # --- LastCheckpointSucceeded, RemoteTierHealthy, Checkpoint conditions and Events
+    COMMITTED = "Committed"
+    PERSISTED = "Persisted"
+    SAVE_REQUESTED = "SaveRequested"
+    HELD = "Held"
+    NOT_HELD = "NotHeld"
+    PRUNING = "Pruning"
+    STORE_HEALTHY = "StoreHealthy"

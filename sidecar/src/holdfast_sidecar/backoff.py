@@ -1,0 +1,21 @@
+"""Waiting between tries: exponential, with full jitter, so that a gang does not retry in step."""
+
+from __future__ import annotations
+
+import random
+
+
+class Backoff:
+    def __init__(self, first_seconds: float, last_seconds: float) -> None:
+        self._first = first_seconds
+        self._last = last_seconds
+        self._next = first_seconds
+
+    def next_seconds(self) -> float:
+        """The next pause: between a half and the whole of a bound that doubles."""
+        bound = self._next
+        self._next = min(bound * 2, self._last)
+        return bound * (0.5 + random.random() / 2)
+
+    def reset(self) -> None:
+        self._next = self._first

@@ -1,0 +1,57 @@
+"""Layouts of the own ranks: documents that the SDK leaves in the shared volume, named by digest.
+
+They are read once, bounded, digested, and kept on the node tier; from there they are sent to a
+coordinator that does not know them yet.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, UnavailableError
+from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.ids import Digest
+from holdfast_core.tiers.base import NodeTier
+from holdfast_sidecar.pools import Pools
+
+MAX_LAYOUT_BYTES = 64 << 20
+
+
+class RankLayouts:
+    def __init__(self, directory: Path, node: NodeTier, pools: Pools) -> None:
+        self._directory = directory
+        self._node = node
+        self._pools = pools
+        self._known: set[Digest] = set()
+
+    async def ensure(self, digest: Digest) -> None:
+        """The document is durable on the node tier when this returns.
+        Raises NotFoundError, FormatError (too large), CorruptionError (another digest)."""
+        if digest not in self._known:
+            await self._pools.write.run(self._store, digest)
+            self._known.add(digest)
+
+    async def text(self, digest: Digest) -> str:
+        """For the coordinator. Raises NotFoundError."""
+        return (await self._pools.read.run(self._node.get_layout, digest)).decode()
+
+    def _store(self, digest: Digest) -> None:
+        document = self._read(self._directory / f"{hex_of(digest)}.json")
+        found = digest_of(document)
+        if found != digest:
+            raise CorruptionError(f"layout {digest}: the document's digest is {found}")
+        self._node.put_layout(document)
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"layout {path.name} is not in {path.parent}") from error
+        except OSError as error:
+            raise UnavailableError(f"opening layout {path}: {error}") from error
+        with os.fdopen(fd, "rb") as file:
+            document = file.read(MAX_LAYOUT_BYTES + 1)
+        if len(document) > MAX_LAYOUT_BYTES:
+            raise FormatError(f"layout {path.name}: more than {MAX_LAYOUT_BYTES} bytes")
+        return document

@@ -1,0 +1,247 @@
+"""The coordinator's memory of one round, without I/O: which rank got how far with which step, what
+may be committed, uploaded and pruned.
+
+Steps of a round advance: prepared by all ranks -> manifest -> acknowledged by every member (local)
+-> replicated by all ranks -> uploaded by all ranks (persisted). Each method is idempotent: senders
+repeat themselves after every reconnect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
+from holdfast_core.transfer.messages import RestorePoint, ShardInfo, StepState
+
+MAX_WAITING_UPLOADS = 2
+MAX_UNREPLICATED = 4
+"""Committed steps that may wait for their copies before those in the middle are given up."""
+
+
+@dataclass(slots=True)
+class StepEntry:
+    """One step of this round."""
+
+    step: Step
+    round: RestartRound
+    world_size: int
+    shards: dict[Rank, ShardInfo] = field(default_factory=dict)
+    layouts: dict[Rank, Digest] = field(default_factory=dict)
+    manifest: bytes | None = None
+    manifest_digest: Digest | None = None
+    layout: bytes | None = None
+    acknowledged: set[Worker] = field(default_factory=set)
+    replicated: set[Rank] = field(default_factory=set)
+    uploaded: set[Rank] = field(default_factory=set)
+    local: bool = False
+    copied: bool = False
+    persisted: bool = False
+
+    @property
+    def level(self) -> Level | None:
+        """The highest level with all those below it reached; persisted alone is enough of itself."""
+        if self.persisted:
+            return Level.PERSISTED
+        if self.local and self.copied:
+            return Level.REPLICATED
+        return Level.LOCAL if self.local else None
+
+    @property
+    def complete(self) -> bool:
+        return len(self.shards) == self.world_size
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(s.payload_bytes for s in self.shards.values())
+
+    def point(self) -> RestorePoint:
+        return RestorePoint(self.step, self.round, self.manifest_digest)
+
+    def state(self) -> StepState:
+        return StepState(
+            step=self.step,
+            round=self.round,
+            level=self.level,
+            prepared=len(self.shards),
+            replicated=len(self.replicated),
+            uploaded=len(self.uploaded),
+            world_size=self.world_size,
+            manifest=self.manifest_digest,
+            payload_bytes=self.payload_bytes,
+        )
+
+
+class Conflict(Exception):
+    """Another digest for a shard or a manifest that is known already: an alarm, never overwritten."""
+
+
+class Ledger:
+    """All steps of one round. `expects_copies` False: local implies replicated."""
+
+    def __init__(
+        self,
+        round_: RestartRound,
+        world_size: int,
+        workers: tuple[Worker, ...],
+        *,
+        expects_copies: bool,
+    ) -> None:
+        self.round = round_
+        self.world_size = world_size
+        self.workers = frozenset(workers)
+        self.expects_copies = expects_copies
+        self.steps: dict[Step, StepEntry] = {}
+        self.uploading: Step | None = None
+        self.waiting_uploads: list[Step] = []
+        self.forgotten: dict[Step, Digest | None] = {}
+
+    # ------------------------------------------------------------------ what members say
+
+    def entry(self, step: Step) -> StepEntry:
+        if step not in self.steps:
+            self.steps[step] = StepEntry(step, self.round, self.world_size)
+        return self.steps[step]
+
+    def prepared(self, step: Step, shard: ShardInfo, layout: Digest) -> StepEntry:
+        """Raises Conflict when this rank said something else about this step before."""
+        entry = self.entry(step)
+        known = entry.shards.get(shard.rank)
+        if known is not None and known.blake3 != shard.blake3:
+            raise Conflict(
+                f"rank {shard.rank} step {step} round {self.round}: PREPARED {shard.blake3}, "
+                f"but {known.blake3} was prepared before"
+            )
+        entry.shards[shard.rank] = shard
+        entry.layouts[shard.rank] = layout
+        return entry
+
+    def committed(
+        self, step: Step, manifest: bytes, digest: Digest, shards: tuple[ShardInfo, ...]
+    ) -> StepEntry:
+        """A manifest of this round that exists already (built now, or found on a node tier)."""
+        entry = self.entry(step)
+        if entry.manifest_digest not in (None, digest):
+            raise Conflict(
+                f"step {step} round {self.round}: manifest {digest}, "
+                f"but {entry.manifest_digest} exists"
+            )
+        entry.manifest, entry.manifest_digest = manifest, digest
+        entry.shards = {s.rank: s for s in shards}
+        return entry
+
+    def acknowledged(self, step: Step, worker: Worker) -> bool:
+        """A member has the manifest. True if the step has become local by it."""
+        entry = self.entry(step)
+        entry.acknowledged.add(worker)
+        if entry.local or not self.workers <= entry.acknowledged:
+            return False
+        entry.local = True
+        if not self.expects_copies:
+            entry.copied = True
+        return True
+
+    def replicated(self, step: Step, rank: Rank, blake3: Digest) -> bool:
+        """True if all ranks are there now (and the step is local): level replicated."""
+        entry = self.entry(step)
+        self._same(entry, rank, blake3)
+        entry.replicated.add(rank)
+        return self.settle_replicated(step)
+
+    def settle_replicated(self, step: Step) -> bool:
+        entry = self.steps[step]
+        if entry.copied or not entry.local or len(entry.replicated) < entry.world_size:
+            return False
+        entry.copied = True
+        return True
+
+    def uploaded(self, step: Step, rank: Rank, blake3: Digest) -> bool:
+        """True if every shard is in the store now and the manifest may follow."""
+        entry = self.entry(step)
+        self._same(entry, rank, blake3)
+        entry.uploaded.add(rank)
+        return entry.manifest is not None and len(entry.uploaded) == entry.world_size
+
+    def _same(self, entry: StepEntry, rank: Rank, blake3: Digest) -> None:
+        known = entry.shards.get(rank)
+        if known is not None and known.blake3 != blake3:
+            raise Conflict(
+                f"rank {rank} step {entry.step}: {blake3}, but {known.blake3} was prepared"
+            )
+
+    # ------------------------------------------------------------------ uploads
+
+    def request_upload(self, step: Step) -> Step | None:
+        """Queue a committed step for the store. Returns the step that had to give way, if one did:
+        the oldest waiting one (never the one that is being uploaded)."""
+        entry = self.steps[step]
+        if entry.persisted or step == self.uploading or step in self.waiting_uploads:
+            return None
+        self.waiting_uploads.append(step)
+        self.waiting_uploads.sort()
+        if len(self.waiting_uploads) > MAX_WAITING_UPLOADS:
+            return self.waiting_uploads.pop(0)
+        return None
+
+    def next_upload(self) -> Step | None:
+        """Starts the oldest waiting step if nothing is being uploaded."""
+        if self.uploading is None and self.waiting_uploads:
+            self.uploading = self.waiting_uploads.pop(0)
+        return self.uploading
+
+    def upload_ended(self, step: Step, *, persisted: bool) -> None:
+        if persisted:
+            self.steps[step].persisted = True
+        if self.uploading == step:
+            self.uploading = None
+
+    def give_up_uploads(self) -> tuple[Step, ...]:
+        """Forget everything that is on its way to the store; returns which steps that were."""
+        given_up = ([] if self.uploading is None else [self.uploading]) + self.waiting_uploads
+        self.uploading = None
+        self.waiting_uploads = []
+        return tuple(given_up)
+
+    @property
+    def on_way_to_store(self) -> frozenset[Step]:
+        active = frozenset() if self.uploading is None else frozenset((self.uploading,))
+        return active | frozenset(self.waiting_uploads)
+
+    # ------------------------------------------------------------------ what holds
+
+    def newest(self, level: Level) -> StepEntry | None:
+        def reached(entry: StepEntry) -> bool:
+            match level:
+                case Level.LOCAL:
+                    return entry.local
+                case Level.REPLICATED:
+                    return entry.local and entry.copied
+                case Level.PERSISTED:
+                    return entry.persisted
+
+        found = [e for e in self.steps.values() if reached(e)]
+        return max(found, key=lambda e: e.step, default=None)
+
+    @property
+    def pending(self) -> tuple[Step, ...]:
+        """Steps that can still get further without anybody saving again."""
+        return tuple(
+            s for s, e in self.steps.items() if e.complete and not (e.local and e.copied)
+        )
+
+    def overtaken(self) -> tuple[Step, ...]:
+        """Committed steps whose copies fall behind: given up between the one being copied and the
+        newest two, so that a slow peer does not fill the node volumes (faults.md I7)."""
+        behind = sorted(s for s, e in self.steps.items() if e.local and not e.copied)
+        return tuple(behind[1:-2]) if len(behind) > MAX_UNREPLICATED else ()
+
+    def forget(self, steps: tuple[Step, ...]) -> None:
+        """Pruned: a sender that repeats itself later must not bring them back."""
+        for step in steps:
+            entry = self.steps.pop(step, None)
+            if entry is not None:
+                self.forgotten[step] = entry.manifest_digest
+
+    def states(self, limit: int) -> tuple[StepState, ...]:
+        """Newest steps, oldest first."""
+        newest = sorted(self.steps)[-limit:]
+        return tuple(self.steps[s].state() for s in newest)

@@ -1,0 +1,110 @@
+"""Slots of shared memory as the sidecar sees them: files read by pread and written by pwrite.
+
+Never mmap: the trainer may truncate a file at any moment, which must be an error here and not a
+SIGBUS. Names come from the trainer and are hostile until they match the pattern; opening follows no
+symlink.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast_core.errors import FormatError, NotFoundError, UnavailableError
+from holdfast_core.format.slot import (
+    HEADER_BYTES,
+    STATE_OFFSET,
+    SlotHeader,
+    SlotState,
+    pack_state,
+)
+from holdfast_core.ids import Rank
+
+_NAME = re.compile(r"rank(\d{6})\.(\d{1,3})\.slot")
+
+
+def rank_of_slot(name: str) -> Rank | None:
+    """The rank a slot's name speaks of; None when it is no slot name at all."""
+    match = _NAME.fullmatch(name)
+    return Rank(int(match.group(1))) if match else None
+
+
+@dataclass(slots=True)
+class SlotFile:
+    """An open slot. Close it; it holds a descriptor of the trainer's memory."""
+
+    name: str
+    fd: int
+
+    @classmethod
+    def open(cls, directory: Path, name: str) -> SlotFile:
+        """Raises FormatError for a bad name, NotFoundError, UnavailableError."""
+        if rank_of_slot(name) is None:
+            raise FormatError(f"slot name {name!r}: expected rank<6 digits>.<index>.slot")
+        try:
+            fd = os.open(directory / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"slot {name} is not in {directory}") from error
+        except OSError as error:
+            raise UnavailableError(f"opening slot {name} in {directory}: {error}") from error
+        return cls(name, fd)
+
+    def header(self) -> SlotHeader:
+        """Raises FormatError when it is torn, or promises more than the file holds."""
+        header = SlotHeader.unpack(self._read_head())
+        held_bytes = os.fstat(self.fd).st_size - HEADER_BYTES
+        if header.capacity_bytes > held_bytes or header.rank != rank_of_slot(self.name):
+            raise FormatError(
+                f"slot {self.name}: header says rank {header.rank} and "
+                f"{header.capacity_bytes} bytes, the file holds {held_bytes}"
+            )
+        return header
+
+    def _read_head(self) -> bytes:
+        try:
+            return os.pread(self.fd, HEADER_BYTES, 0)
+        except OSError as error:
+            raise UnavailableError(f"reading the header of slot {self.name}: {error}") from error
+
+    def set_state(self, state: SlotState) -> None:
+        os.pwrite(self.fd, pack_state(state), STATE_OFFSET)
+
+    def write_header(self, header: SlotHeader) -> None:
+        """State last and alone, as the slot's contract wants it."""
+        packed = bytearray(header.pack())
+        state = pack_state(header.state)
+        packed[STATE_OFFSET : STATE_OFFSET + len(state)] = pack_state(SlotState.FILLING)
+        os.pwrite(self.fd, packed, 0)
+        os.pwrite(self.fd, state, STATE_OFFSET)
+
+    def write_payload(self, offset: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self.fd, data[done:], HEADER_BYTES + offset + done)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """PayloadSource: raises FormatError when the file ends too early."""
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self.fd, [buffer[done:]], HEADER_BYTES + offset + done)
+            except OSError as error:
+                raise UnavailableError(f"reading slot {self.name}: {error}") from error
+            if count == 0:
+                raise FormatError(
+                    f"slot {self.name}: ends at payload byte {offset + done}, "
+                    f"{offset + len(buffer)} expected (was it truncated?)"
+                )
+            done += count
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def list_slots(directory: Path) -> tuple[str, ...]:
+    """Names of all slot files, sorted; whatever else lies there is not ours."""
+    if not directory.is_dir():
+        return ()
+    return tuple(sorted(p.name for p in directory.iterdir() if rank_of_slot(p.name) is not None))

@@ -1,0 +1,44 @@
+"""Background tasks of a component: kept alive, cancelled together, and never silent when they die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from holdfast_sidecar import logs
+
+
+class Tasks:
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logs.failure(f"task {task.get_name()} died", error)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def cancel(self) -> None:
+        """Cancel all and wait; a task that cancels its own group is left alone."""
+        current = asyncio.current_task()
+        tasks = [t for t in self._tasks if t is not current]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def join(self, timeout_seconds: float) -> bool:
+        """Wait for all that run now; False if the time ran out."""
+        waiting = set(self._tasks)
+        if not waiting:
+            return True
+        _, pending = await asyncio.wait(waiting, timeout=timeout_seconds)
+        return not pending

@@ -1,0 +1,84 @@
+"""Install the chart on the test bed as its README says, and wait until the operator is up."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+from testbed.driver.kube import Kube, kubeconfig_path, wait_for
+
+NAMESPACE = "holdfast-system"
+RELEASE = "holdfast"
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts/holdfast"
+
+VALUES = {
+    "operator.image.repository": "holdfast/operator",
+    "operator.image.tag": "dev",
+    "operator.image.pullPolicy": "IfNotPresent",
+    "sidecar.image.repository": "holdfast/sidecar",
+    "sidecar.image.tag": "dev",
+    "sidecar.image.pullPolicy": "IfNotPresent",
+    "operator.nodeSelector.node-role\\.kubernetes\\.io/control-plane": "",
+    "operator.tolerations[0].key": "node-role.kubernetes.io/control-plane",
+    "operator.tolerations[0].operator": "Exists",
+    "operator.tolerations[0].effect": "NoSchedule",
+}
+"""The operator is pinned to the control-plane node: scenarios kill workers' nodes."""
+
+
+def testbed_bin() -> str:
+    base = os.environ.get("HOLDFAST_TESTBED_DIR", str(Path.home() / ".cache/holdfast/testbed"))
+    return f"{base}/bin"
+
+
+def helm(*arguments: str, check: bool = True) -> str:
+    env = {**os.environ, "PATH": f"{testbed_bin()}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["helm", "--kubeconfig", kubeconfig_path(), "-n", NAMESPACE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=env,
+    )
+    if check and done.returncode:
+        raise AssertionError(f"helm {' '.join(arguments)}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def chart_revision() -> str:
+    """Changes when the chart or an image input changes: then the release is upgraded."""
+    digest = hashlib.sha256()
+    for path in sorted(CHART.rglob("*")):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def install_arguments() -> list[str]:
+    sets = [part for key, value in VALUES.items() for part in ("--set-string", f"{key}={value}")]
+    return [RELEASE, str(CHART), "--create-namespace", *sets]
+
+
+def ensure_installed(kube: Kube) -> None:
+    """`helm upgrade --install`; the operator is restarted so that it runs the image as built now."""
+    helm("upgrade", "--install", *install_arguments(), "--wait", "--timeout", "120s")
+    wait_for(
+        "the operator to be Ready",
+        lambda: bool(operator_pod(kube)),
+        timeout_seconds=90,
+    )
+
+
+def operator_pod(kube: Kube) -> str | None:
+    """Name of the Ready operator pod."""
+    for pod in kube.pods(NAMESPACE, "app.kubernetes.io/name=holdfast"):
+        ready = any(
+            c["type"] == "Ready" and c["status"] == "True"
+            for c in pod["status"].get("conditions", [])
+        )
+        if ready and "deletionTimestamp" not in pod["metadata"]:
+            return str(pod["metadata"]["name"])
+    return None

@@ -1,0 +1,343 @@
+"""TrainingJobs of the example trainer: manifests, waits, what they printed in the end.
+
+A `Job` follows the status of its TrainingJob in a background watch and keeps every version it saw:
+the oracle (oracle.py) judges that history, not only the end.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from kubernetes import client, watch
+from kubernetes.client.exceptions import ApiException
+from testbed.driver.kube import GROUP, VERSION, Kube, Object, is_true, show, wait_for
+from urllib3.exceptions import HTTPError
+
+TRAINER_IMAGE = "holdfast/trainer-gpt:dev"
+STORE_NAME = "main"
+STORE_SECRET = "minio-keys"
+MINIO_USER = "holdfast-test"
+MINIO_PASSWORD = "holdfast-test-secret"
+MINIO_ENDPOINT = "http://minio.minio.svc:9000"
+BUCKET = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What the example trainer is asked to do: two jobs with equal `Training` end in equal bits."""
+
+    workers: int = 4
+    steps: int = 120
+    sleep_per_step: float = 0.05
+    layers: int = 2
+    width: int = 64
+    state_mib: int = 0
+
+    def command(self) -> list[str]:
+        command = ["holdfast", "run", "--", "python3", "train.py"]
+        command += ["--steps", str(self.steps), "--sleep-per-step", str(self.sleep_per_step)]
+        command += ["--layers", str(self.layers), "--width", str(self.width)]
+        if self.state_mib:
+            command += ["--state-mib", str(self.state_mib)]
+        return [*command, "--final-digest", "-"]
+
+    @property
+    def arithmetic(self) -> tuple[int, ...]:
+        """What decides the final bits (the pace does not)."""
+        return (self.workers, self.steps, self.layers, self.width, self.state_mib)
+
+
+def job_manifest(
+    name: str,
+    namespace: str,
+    training: Training,
+    *,
+    interval: int = 10,
+    object_every: int | None = 20,
+    copies: int = 1,
+    keep_last: int = 3,
+    restore_from: str | None = None,
+    memory_limit: str = "1Gi",
+    suspect_after_seconds: int = 20,
+) -> Object:
+    checkpoint: Object = {
+        "interval": {"steps": interval},
+        "peer": {"copies": copies},
+        "retention": {"keepLast": keep_last},
+        "node": {"volume": {"emptyDir": {"sizeLimit": "2Gi"}}},
+    }
+    if object_every is not None:
+        checkpoint["object"] = {"storeRef": {"name": STORE_NAME}, "every": {"steps": object_every}}
+    spec: Object = {
+        "workers": training.workers,
+        "template": {
+            "spec": {
+                "containers": [
+                    {
+                        "name": "trainer",
+                        "image": TRAINER_IMAGE,
+                        "imagePullPolicy": "IfNotPresent",
+                        "command": training.command(),
+                        "resources": {"limits": {"memory": memory_limit}},
+                    }
+                ]
+            }
+        },
+        "checkpoint": checkpoint,
+        "nodeLoss": {"suspectAfterSeconds": suspect_after_seconds},
+        "failurePolicy": {"maxRestarts": 30, "window": "1h"},
+    }
+    if restore_from is not None:
+        spec["restoreFrom"] = {"checkpointRef": {"name": restore_from}}
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "TrainingJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": spec,
+    }
+
+
+def store_manifest(namespace: str, name: str = STORE_NAME, **overrides: Any) -> Object:
+    s3: Object = {
+        "endpoint": MINIO_ENDPOINT,
+        "bucket": BUCKET,
+        "prefix": "e2e",
+        "region": "us-east-1",
+        "credentialsSecretRef": {"name": STORE_SECRET},
+    }
+    s3.update(overrides)
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "CheckpointStore",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"s3": s3},
+    }
+
+
+def prepare_namespace(kube: Kube, namespace: str) -> None:
+    """A namespace that enforces Pod Security `restricted`, with the store and its Secret, probed."""
+    kube.ensure_namespace(namespace)
+    kube.ensure_secret(
+        namespace, STORE_SECRET, {"accessKey": MINIO_USER, "secretKey": MINIO_PASSWORD}
+    )
+    if kube.get("CheckpointStore", namespace, STORE_NAME) is None:
+        kube.create(store_manifest(namespace))
+    wait_for(
+        f"CheckpointStore {namespace}/{STORE_NAME} to be Available",
+        lambda: is_true(kube.get("CheckpointStore", namespace, STORE_NAME), "Available"),
+        timeout_seconds=90,
+        describe=lambda: show(kube.get("CheckpointStore", namespace, STORE_NAME)),
+    )
+
+
+@dataclass(slots=True)
+class Seen:
+    """One version of the job's status, with the moment it was seen."""
+
+    at: float
+    status: Object
+
+
+@dataclass(slots=True)
+class Job:
+    kube: Kube
+    namespace: str
+    name: str
+    history: list[Seen] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    # ---------------------------------------------------------------- life
+
+    def start(self, manifest: Object) -> Job:
+        self.kube.create(manifest)
+        return self.follow()
+
+    def follow(self) -> Job:
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        custom = client.CustomObjectsApi(self.kube.api)
+        while not self._stop.is_set():
+            try:
+                stream = watch.Watch().stream(
+                    custom.list_namespaced_custom_object,
+                    GROUP,
+                    VERSION,
+                    self.namespace,
+                    "trainingjobs",
+                    field_selector=f"metadata.name={self.name}",
+                    timeout_seconds=30,
+                )
+                for event in stream:
+                    status = event["object"].get("status") or {}
+                    if event["type"] in ("ADDED", "MODIFIED"):
+                        self.history.append(Seen(time.monotonic(), status))
+                    if self._stop.is_set():
+                        return
+            except (ApiException, HTTPError, OSError, ValueError):
+                time.sleep(0.3)
+
+    # ---------------------------------------------------------------- what is there
+
+    def read(self) -> Object:
+        found = self.kube.get("TrainingJob", self.namespace, self.name)
+        if found is None:
+            raise AssertionError(f"TrainingJob {self.namespace}/{self.name} is gone")
+        return found
+
+    @property
+    def status(self) -> Object:
+        status: Object = self.read().get("status") or {}
+        return status
+
+    @property
+    def uid(self) -> str:
+        return str(self.read()["metadata"]["uid"])
+
+    @property
+    def round(self) -> int:
+        return int(self.status.get("restartRound", 0))
+
+    def pod_name(self, worker: int) -> str:
+        return f"{self.name}-{worker}-r{self.status['members'][worker]}"
+
+    def pods(self) -> list[Object]:
+        return self.kube.pods(self.namespace, f"holdfast.dev/job={self.name}")
+
+    def node_of(self, worker: int) -> str:
+        pod = self.kube.pod(self.namespace, self.pod_name(worker))
+        return str((pod or {}).get("spec", {}).get("nodeName", ""))
+
+    def metric(self, worker: int, name: str) -> dict[str, float]:
+        """Samples of one metric of a worker's sidecar, by their label text."""
+        text = self.kube.proxy_text(self.namespace, self.pod_name(worker), 7072, "metrics") or ""
+        samples = {}
+        for line in text.splitlines():
+            if line.startswith((name + "{", name + " ")):
+                label, _, value = line[len(name) :].rpartition(" ")
+                samples[label] = float(value)
+        return samples
+
+    def live_step(self) -> int:
+        """The newest step any sidecar of the job reports now (status lags by up to 10 s)."""
+        newest = -1
+        for pod in self.pods():
+            text = self.kube.proxy_text(self.namespace, pod["metadata"]["name"], 7072, "metrics")
+            for line in (text or "").splitlines():
+                if line.startswith("holdfast_step{"):
+                    newest = max(newest, int(float(line.rpartition(" ")[2])))
+        return newest
+
+    def describe(self) -> str:
+        """For a person who reads a failed test: status, pods, events."""
+        pods = [
+            {
+                "name": p["metadata"]["name"],
+                "node": p["spec"].get("nodeName"),
+                "phase": p["status"].get("phase"),
+                "deleting": "deletionTimestamp" in p["metadata"],
+            }
+            for p in self.pods()
+        ]
+        job = self.kube.get("TrainingJob", self.namespace, self.name) or {}
+        events = [
+            f"{e.get('reason')}: {e.get('message')}" for e in self.kube.events(self.namespace)[-15:]
+        ]
+        return show({"status": job.get("status"), "pods": pods, "events": events})
+
+    # ---------------------------------------------------------------- waits
+
+    def wait(self, what: str, probe: Any, timeout_seconds: float = 120) -> Any:
+        return wait_for(
+            f"{what} of {self.namespace}/{self.name}",
+            probe,
+            timeout_seconds=timeout_seconds,
+            describe=self.describe,
+        )
+
+    def wait_step(self, step: int, timeout_seconds: float = 180) -> int:
+        """Until training is at least at `step`, live."""
+        return int(
+            self.wait(
+                f"step {step}",
+                lambda: (now := self.live_step()) >= step and now + 1,
+                timeout_seconds,
+            )
+            - 1
+        )
+
+    def wait_round(self, round_: int, timeout_seconds: float = 120) -> None:
+        """Until round `round_` (or a later one) trains."""
+        self.wait(
+            f"round {round_} to train",
+            lambda: self.round >= round_ and is_true(self.read(), "Running"),
+            timeout_seconds,
+        )
+
+    def wait_persisted(self, step: int, timeout_seconds: float = 120) -> Object:
+        found: Object = self.wait(
+            f"step {step} to be persisted",
+            lambda: (p := self.status.get("lastPersisted") or {}).get("step", -1) >= step and p,
+            timeout_seconds,
+        )
+        return found
+
+    def wait_condition(
+        self, kind: str, status: str = "True", timeout_seconds: float = 120
+    ) -> Object:
+        def probe() -> Object | None:
+            for entry in self.status.get("conditions", []):
+                if entry["type"] == kind and entry["status"] == status:
+                    found: Object = entry
+                    return found
+            return None
+
+        found: Object = self.wait(f"condition {kind}={status}", probe, timeout_seconds)
+        return found
+
+    def wait_complete(self, timeout_seconds: float = 300) -> None:
+        self.wait(
+            "completion",
+            lambda: is_true(self.read(), "Complete") or self._fail_if_failed(),
+            timeout_seconds,
+        )
+
+    def _fail_if_failed(self) -> bool:
+        if is_true(self.read(), "Failed"):
+            raise AssertionError(f"{self.name} failed\n{self.describe()}")
+        return False
+
+    # ---------------------------------------------------------------- the end
+
+    def final_digests(self) -> dict[int, str]:
+        """Rank -> SHA-256 over model, optimizer, RNG and data position, as the trainers printed it."""
+        digests: dict[int, str] = {}
+        for worker in range(len(self.status["members"])):
+            text = self.kube.logs(self.namespace, self.pod_name(worker), "trainer")
+            for line in text.splitlines():
+                start = line.find('{"finalDigest"')
+                if start >= 0:
+                    entry = json.loads(line[start:])
+                    digests[int(entry["rank"])] = str(entry["finalDigest"])
+        return digests
+
+    def delete(self, timeout_seconds: float = 120) -> None:
+        """Delete the job and wait until nothing of it is left but what Retain keeps."""
+        self.close()
+        self.kube.delete("TrainingJob", self.namespace, self.name)
+        wait_for(
+            f"pods of {self.namespace}/{self.name} to go",
+            lambda: not self.pods(),
+            timeout_seconds=timeout_seconds,
+            describe=lambda: show([p["metadata"]["name"] for p in self.pods()]),
+        )

@@ -1,0 +1,196 @@
+"""A small client of the test bed's cluster: objects as plain dicts, waits that say what they saw.
+
+Nothing here knows a scenario. Every wait has a deadline and, when it passes, an error with the last
+state: a test that hangs tells nobody anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+Object = dict[str, Any]
+T = TypeVar("T")
+
+GROUP = "holdfast.dev"
+VERSION = "v1alpha1"
+PLURALS = {
+    "TrainingJob": "trainingjobs",
+    "Checkpoint": "checkpoints",
+    "CheckpointStore": "checkpointstores",
+}
+
+
+class WaitFailed(AssertionError):
+    """A condition did not come true before its deadline."""
+
+
+def kubeconfig_path() -> str:
+    base = os.environ.get("HOLDFAST_TESTBED_DIR", str(Path.home() / ".cache/holdfast/testbed"))
+    return os.environ.get("KUBECONFIG", f"{base}/kubeconfig")
+
+
+def wait_for(
+    what: str,
+    probe: Callable[[], T | None],
+    *,
+    timeout_seconds: float,
+    describe: Callable[[], str] = lambda: "",
+    every_seconds: float = 0.1,
+) -> T:
+    """Call `probe` until it returns something true. WaitFailed names what was waited for."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        value = probe()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise WaitFailed(f"waited {timeout_seconds:.0f} s for {what}\n{describe()}")
+        time.sleep(every_seconds)
+
+
+class Kube:
+    """One connection to the cluster. Reads tolerate a missing object by returning None."""
+
+    def __init__(self) -> None:
+        self.api = config.new_client_from_config(kubeconfig_path())
+        self.core = client.CoreV1Api(self.api)
+        self.apps = client.AppsV1Api(self.api)
+        self.custom = client.CustomObjectsApi(self.api)
+
+    def plain(self, model: Any) -> Any:
+        return self.api.sanitize_for_serialization(model)
+
+    # ---------------------------------------------------------------- our kinds
+
+    def create(self, body: Object) -> Object:
+        created: Object = self.custom.create_namespaced_custom_object(
+            GROUP, VERSION, body["metadata"]["namespace"], PLURALS[body["kind"]], body
+        )
+        return created
+
+    def get(self, kind: str, namespace: str, name: str) -> Object | None:
+        try:
+            found: Object = self.custom.get_namespaced_custom_object(
+                GROUP, VERSION, namespace, PLURALS[kind], name
+            )
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+        return found
+
+    def list(self, kind: str, namespace: str) -> list[Object]:
+        found = self.custom.list_namespaced_custom_object(GROUP, VERSION, namespace, PLURALS[kind])
+        items: list[Object] = found["items"]
+        return items
+
+    def patch(self, kind: str, namespace: str, name: str, body: Object) -> None:
+        self.custom.patch_namespaced_custom_object(
+            GROUP, VERSION, namespace, PLURALS[kind], name, body
+        )
+
+    def delete(self, kind: str, namespace: str, name: str) -> None:
+        with ignore_missing():
+            self.custom.delete_namespaced_custom_object(
+                GROUP, VERSION, namespace, PLURALS[kind], name
+            )
+
+    # ---------------------------------------------------------------- core kinds
+
+    def ensure_namespace(self, name: str, *, restricted: bool = True) -> None:
+        labels = {"pod-security.kubernetes.io/enforce": "restricted"} if restricted else {}
+        try:
+            self.core.create_namespace({"metadata": {"name": name, "labels": labels}})
+        except ApiException as error:
+            if error.status != 409:
+                raise
+
+    def delete_namespace(self, name: str) -> None:
+        with ignore_missing():
+            self.core.delete_namespace(name)
+
+    def ensure_secret(self, namespace: str, name: str, values: dict[str, str]) -> None:
+        body = {"metadata": {"name": name}, "stringData": values}
+        try:
+            self.core.create_namespaced_secret(namespace, body)
+        except ApiException as error:
+            if error.status != 409:
+                raise
+            self.core.replace_namespaced_secret(name, namespace, body)
+
+    def pods(self, namespace: str, selector: str = "") -> list[Object]:
+        found = self.core.list_namespaced_pod(namespace, label_selector=selector)
+        items: list[Object] = self.plain(found)["items"]
+        return items
+
+    def pod(self, namespace: str, name: str) -> Object | None:
+        try:
+            found: Object = self.plain(self.core.read_namespaced_pod(name, namespace))
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+        return found
+
+    def delete_pod(self, namespace: str, name: str, *, grace_seconds: int | None = None) -> None:
+        with ignore_missing():
+            self.core.delete_namespaced_pod(name, namespace, grace_period_seconds=grace_seconds)
+
+    def logs(self, namespace: str, pod: str, container: str, *, previous: bool = False) -> str:
+        try:
+            response = self.core.read_namespaced_pod_log(
+                pod, namespace, container=container, previous=previous, _preload_content=False
+            )
+        except ApiException as error:
+            return f"(no log of {pod}/{container}: {error.status} {error.reason})"
+        return str(response.data.decode("utf-8", "replace"))
+
+    def events(self, namespace: str) -> list[Object]:
+        items: list[Object] = self.plain(self.core.list_namespaced_event(namespace))["items"]
+        return items
+
+    def proxy_text(self, namespace: str, pod: str, port: int, path: str) -> str | None:
+        """GET through the API server's pod proxy; None while the pod does not answer."""
+        try:
+            text = self.core.connect_get_namespaced_pod_proxy_with_path(
+                f"{pod}:{port}", namespace, path.lstrip("/"), _request_timeout=3
+            )
+        except (ApiException, client.exceptions.OpenApiException, HTTPError):
+            return None
+        return str(text)
+
+
+@contextmanager
+def ignore_missing() -> Iterator[None]:
+    try:
+        yield
+    except ApiException as error:
+        if error.status != 404:
+            raise
+
+
+def condition(item: Object | None, kind: str) -> Object:
+    """The condition of this type, or {}."""
+    for entry in (item or {}).get("status", {}).get("conditions", []):
+        if entry.get("type") == kind:
+            found: Object = entry
+            return found
+    return {}
+
+
+def is_true(item: Object | None, kind: str) -> bool:
+    return bool(condition(item, kind).get("status") == "True")
+
+
+def show(value: Any) -> str:
+    return json.dumps(value, indent=1, sort_keys=True, default=str)

@@ -1,0 +1,80 @@
+"""What the sidecars of a job report right now, read from their metrics through the API server.
+
+The operator writes status at most every 10 s; a person who watches wants the second.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from testbed.driver.jobs import TRAINER_IMAGE, Job
+from testbed.driver.kube import Kube, Object
+
+_SAMPLE = re.compile(r"^(?P<name>holdfast_[a-z_]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(slots=True)
+class GangMetrics:
+    step: int | None = None
+    loss: float | None = None
+    committed: int | None = None
+    tiers: dict[int, dict[str, int]] = field(default_factory=dict)
+    restored: dict[int, str] = field(default_factory=dict)
+    """rank -> tier that served its shard in this round."""
+
+
+def parse(text: str) -> list[tuple[str, dict[str, str], float]]:
+    """Prometheus text -> (name, labels, value), our metrics only."""
+    samples = []
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match:
+            labels = dict(_LABEL.findall(match["labels"] or ""))
+            samples.append((match["name"], labels, float(match["value"])))
+    return samples
+
+
+def gang(job: Job, status: Object, pool: ThreadPoolExecutor) -> GangMetrics:
+    """One look at all members; a pod that does not answer is left out."""
+    names = [f"{job.name}-{w}-r{birth}" for w, birth in enumerate(status.get("members") or [])]
+    found = GangMetrics()
+    texts = pool.map(lambda name: job.kube.proxy_text(job.namespace, name, 7072, "metrics"), names)
+    for text in texts:
+        for name, labels, value in parse(text or ""):
+            _add(found, name, labels, value)
+    return found
+
+
+def _add(found: GangMetrics, name: str, labels: dict[str, str], value: float) -> None:
+    rank = int(labels.get("rank", -1))
+    if name == "holdfast_step":
+        found.step = max(found.step or 0, int(value))
+    elif name == "holdfast_reported" and labels.get("name") == "loss" and rank == 0:
+        found.loss = value
+    elif name == "holdfast_newest_step":
+        found.tiers.setdefault(rank, {})[labels["tier"]] = int(value)
+    elif name == "holdfast_committed_step" and labels.get("level") == "local":
+        found.committed = max(found.committed or 0, int(value))
+    elif name == "holdfast_restored_from" and value:
+        found.restored[rank] = labels["tier"]
+
+
+def restored_from(job: Job, status: Object, pool: ThreadPoolExecutor) -> str:
+    """For people: `memory x3, peer x1`."""
+    counts: dict[str, int] = {}
+    for tier in gang(job, status, pool).restored.values():
+        counts[tier] = counts.get(tier, 0) + 1
+    return ", ".join(f"{tier} x{n}" for tier, n in sorted(counts.items()))
+
+
+def image_id(kube: Kube) -> str:
+    """Identity of the trainer image on the nodes: another image needs another reference run."""
+    ids = set()
+    for node in kube.plain(kube.core.list_node())["items"]:
+        for image in node["status"].get("images", []):
+            if any(TRAINER_IMAGE in name for name in image.get("names", [])):
+                ids.add(str(image.get("sizeBytes")))
+    return "+".join(sorted(ids))

@@ -1,0 +1,192 @@
+"""The invariants that every scenario ends with, judged from outside the product.
+
+I1 no committed step is unrestorable within what its level promises
+I2 restored bytes are the saved bytes (the final digests equal an uninterrupted run's)
+I3 at most one commit per (job, step, round) and per (lineage, step)
+I4 within a level's promise the committed step never goes back
+I5 no commit by a round older than the current one
+I6 progress within a bound once faults stop (the waits of the scenario)
+I7 nothing leaks (pods, Secrets, Services, multiparts, temporary files)
+
+`judge` is pure: it gets what was observed and returns what is wrong, in words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from testbed.driver.jobs import BUCKET, MINIO_PASSWORD, MINIO_USER, Job
+from testbed.driver.kube import Kube, Object, kubeconfig_path
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What one finished job left to be judged."""
+
+    history: Sequence[Object]
+    """Every status that was seen, oldest first."""
+    checkpoints: Sequence[Object]
+    """Checkpoint objects of the job."""
+    stored: Mapping[str, str]
+    """Object key below the job's prefix -> SHA-free proof of content: for manifests the text."""
+    uploads_in_progress: Sequence[str]
+    copies: int
+
+
+def judge(evidence: Evidence) -> list[str]:
+    """Everything that breaks an invariant, as sentences; empty when all hold."""
+    return [
+        *_status_history(evidence.history),
+        *_commits(evidence.checkpoints),
+        *_restorable(evidence.checkpoints, evidence.stored),
+        *(f"I7: multipart upload left behind: {key}" for key in evidence.uploads_in_progress),
+    ]
+
+
+def _status_history(history: Sequence[Object]) -> Iterable[str]:
+    previous_round = -1
+    previous_persisted: tuple[int, int] | None = None
+    chosen: dict[int, object] = {}
+    for status in history:
+        round_ = int(status.get("restartRound", 0))
+        if round_ < previous_round:
+            yield f"I5: restartRound went back from {previous_round} to {round_}"
+        previous_round = max(previous_round, round_)
+        persisted = status.get("lastPersisted") or {}
+        if persisted:
+            now = (int(persisted["round"]), int(persisted["step"]))
+            if previous_persisted is not None and now[0] < previous_persisted[0]:
+                yield f"I5: lastPersisted by round {now[0]} after round {previous_persisted[0]}"
+            if now[0] > round_:
+                yield f"I5: lastPersisted of round {now[0]} while the round is {round_}"
+            previous_persisted = now
+        point = status.get("restorePoint")
+        if point is not None:
+            key = (point.get("step"), point.get("round"), point.get("manifest"))
+            if round_ in chosen and chosen[round_] != key:
+                yield f"I3: round {round_} has two restore points: {chosen[round_]} and {key}"
+            chosen[round_] = key
+            step = int(point.get("step") or 0)
+            floor = int(persisted.get("step", 0)) if int(persisted.get("round", 0)) < round_ else 0
+            if step < floor:
+                yield f"I4: round {round_} restored step {step} although {floor} was persisted"
+
+
+def _commits(checkpoints: Sequence[Object]) -> Iterable[str]:
+    seen: dict[tuple[int, int], str] = {}
+    for item in checkpoints:
+        status = item.get("status") or {}
+        manifest = status.get("manifest")
+        if not manifest:
+            continue
+        key = (int(item["spec"].get("step") or 0), int(status.get("round") or 0))
+        if key in seen and seen[key] != manifest:
+            yield f"I3: two manifests for step {key[0]} round {key[1]}"
+        seen[key] = manifest
+
+
+def _restorable(checkpoints: Sequence[Object], stored: Mapping[str, str]) -> Iterable[str]:
+    for item in checkpoints:
+        status = item.get("status") or {}
+        if status.get("phase") != "Committed":
+            continue
+        step, round_ = int(item["spec"]["step"]), int(status["round"])
+        name = item["metadata"]["name"]
+        key = f"manifests/s{step:012d}/r{round_:06d}.json"
+        text = stored.get(key)
+        if text is None:
+            yield f"I1: {name} is Committed but {key} is not in the store"
+            continue
+        for shard in json.loads(text)["shards"]:
+            hexes = str(shard["blake3"]).removeprefix("b3:")[:16]
+            shard_key = (
+                f"shards/s{step:012d}/r{round_:06d}/rank{int(shard['rank']):06d}-{hexes}.shard"
+            )
+            if shard_key not in stored:
+                yield f"I1: {name} names {shard_key}, which is not in the store"
+
+
+def compare_digests(reference: Mapping[int, str], found: Mapping[int, str]) -> list[str]:
+    """I2, per rank."""
+    if not reference:
+        return ["I2: the uninterrupted run printed no final digest"]
+    problems = [
+        f"I2: rank {rank} ended with {found.get(rank, 'nothing')}, an uninterrupted run with {want}"
+        for rank, want in sorted(reference.items())
+        if found.get(rank) != want
+    ]
+    return problems
+
+
+# ------------------------------------------------------------------ gathering
+
+
+def mc(*arguments: str) -> str:
+    """Run MinIO's client inside the MinIO pod."""
+    alias = f"export MC_HOST_t=http://{MINIO_USER}:{MINIO_PASSWORD}@127.0.0.1:9000; "
+    command = ["kubectl", "--kubeconfig", kubeconfig_path(), "-n", "minio", "exec", "deploy/minio"]
+    script = alias + "export MC_CONFIG_DIR=/tmp/mc; mc " + " ".join(arguments)
+    done = subprocess.run(
+        [*command, "--", "sh", "-c", script], capture_output=True, text=True, timeout=60
+    )
+    return done.stdout
+
+
+def stored_objects(namespace: str, job_uid: str) -> dict[str, str]:
+    prefix = f"t/{BUCKET}/e2e/{namespace}/{job_uid}/"
+    stored: dict[str, str] = {}
+    for line in mc("ls", "--recursive", "--json", prefix).splitlines():
+        entry = json.loads(line)
+        if entry.get("type") != "file":
+            continue
+        key = entry["key"].removeprefix(f"e2e/{namespace}/{job_uid}/")
+        stored[key] = mc("cat", prefix + key) if key.startswith("manifests/") else entry["etag"]
+    return stored
+
+
+def uploads_in_progress(namespace: str, job_uid: str) -> list[str]:
+    prefix = f"t/{BUCKET}/e2e/{namespace}/{job_uid}/"
+    return [
+        json.loads(line)["key"]
+        for line in mc("ls", "--incomplete", "--recursive", "--json", prefix).splitlines()
+        if json.loads(line).get("type") == "file"
+    ]
+
+
+def gather(job: Job, *, copies: int = 1) -> Evidence:
+    uid = job.uid
+    return Evidence(
+        history=[seen.status for seen in job.history],
+        checkpoints=[
+            item
+            for item in job.kube.list("Checkpoint", job.namespace)
+            if item["spec"].get("jobRef", {}).get("name") == job.name
+        ],
+        stored=stored_objects(job.namespace, uid),
+        uploads_in_progress=uploads_in_progress(job.namespace, uid),
+        copies=copies,
+    )
+
+
+def leaks_after_delete(kube: Kube, namespace: str, job_name: str) -> list[str]:
+    """I7: what a deleted job must not leave."""
+    left = [
+        f"I7: pod {p['metadata']['name']}"
+        for p in kube.pods(namespace, f"holdfast.dev/job={job_name}")
+    ]
+    for item in kube.plain(kube.core.list_namespaced_secret(namespace))["items"]:
+        if item["metadata"]["name"].startswith(f"{job_name}-certs-"):
+            left.append(f"I7: Secret {item['metadata']['name']}")
+    for item in kube.plain(kube.core.list_namespaced_service(namespace))["items"]:
+        if item["metadata"]["name"] == job_name:
+            left.append(f"I7: Service {job_name}")
+    return left
+
+
+def digest_of(values: Iterable[str]) -> str:
+    """One short digest of all ranks' digests, for people."""
+    return hashlib.sha256("".join(values).encode()).hexdigest()[:16]

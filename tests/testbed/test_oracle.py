@@ -1,0 +1,87 @@
+"""The oracle itself must be able to fail: each invariant broken on purpose, and the sound run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from testbed.driver.oracle import Evidence, compare_digests, judge
+
+MANIFEST = "b3:" + "1" * 64
+SHARD = "b3:" + "2" * 64
+MANIFEST_KEY = "manifests/s000000000020/r000000.json"
+SHARD_KEY = "shards/s000000000020/r000000/rank000000-2222222222222222.shard"
+STORED = {
+    MANIFEST_KEY: json.dumps({"shards": [{"rank": 0, "blake3": SHARD}]}),
+    SHARD_KEY: "etag",
+}
+
+
+def status(round_: int, persisted: tuple[int, int] | None = None, restored: int | None = None):
+    result: dict = {"restartRound": round_}
+    if persisted is not None:
+        result["lastPersisted"] = {"step": persisted[0], "round": persisted[1]}
+    if restored is not None:
+        result["restorePoint"] = {"step": restored, "round": 0, "manifest": MANIFEST}
+    return result
+
+
+def checkpoint(step: int = 20, round_: int = 0, manifest: str = MANIFEST, name: str = "a"):
+    return {
+        "metadata": {"name": name},
+        "spec": {"step": step},
+        "status": {"phase": "Committed", "round": round_, "manifest": manifest},
+    }
+
+
+def evidence(history=(), checkpoints=(), stored=STORED, uploads=()) -> Evidence:
+    return Evidence(list(history), list(checkpoints), stored, list(uploads), copies=1)
+
+
+SOUND = evidence(
+    [status(0), status(0, (20, 0)), status(1, (20, 0), 30), status(1, (40, 1), 30)], [checkpoint()]
+)
+
+BROKEN = {
+    "a committed checkpoint without its manifest": (
+        evidence(checkpoints=[checkpoint()], stored={}),
+        "I1",
+    ),
+    "a manifest that names a shard that is gone": (
+        evidence(checkpoints=[checkpoint()], stored={MANIFEST_KEY: STORED[MANIFEST_KEY]}),
+        "I1",
+    ),
+    "two manifests for one step and round": (
+        evidence(checkpoints=[checkpoint(), checkpoint(manifest=SHARD, name="b")]),
+        "I3",
+    ),
+    "a second restore point for one round": (
+        evidence([status(1, restored=30), status(1, restored=20)]),
+        "I3",
+    ),
+    "a restore below what was persisted": (
+        evidence([status(1, (20, 0), restored=10)]),
+        "I4",
+    ),
+    "a round that goes back": (evidence([status(2), status(1)]), "I5"),
+    "a commit by an older round": (evidence([status(2, (40, 2)), status(2, (50, 1))]), "I5"),
+    "a multipart upload left behind": (evidence(uploads=["shards/x"]), "I7"),
+}
+
+
+def test_a_sound_run_has_no_problems():
+    assert judge(SOUND) == []
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_invariant_is_named(case):
+    found, invariant = BROKEN[case]
+    assert [p[:2] for p in judge(found)] == [invariant], judge(found)
+
+
+def test_digests_are_compared_for_every_rank():
+    assert compare_digests({0: "a", 1: "b"}, {0: "a", 1: "b"}) == []
+    assert len(compare_digests({0: "a", 1: "b"}, {0: "a"})) == 1
+    assert len(compare_digests({0: "a"}, {0: "x"})) == 1
+    assert compare_digests({}, {}) != [], "an empty reference proves nothing"

@@ -1,0 +1,105 @@
+"""What a forked process becomes: a rank that runs the user's program, or the host of a TCPStore.
+
+Runs in the child alone, once, right after the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+from holdfast.launcher import wire
+from holdfast.launcher.command import CommandKind
+from holdfast.settings import apply_environment
+
+EXIT_NOT_FOUND = 127
+"""As a shell: the command does not exist."""
+EXIT_NOT_EXECUTABLE = 126
+
+
+def become_rank(request: wire.ForkRank, stdout: int, stderr: int) -> int:
+    """Run the user's program as `__main__`; returns its exit code, or does not return (EXEC)."""
+    _wire_streams(stdout, stderr)
+    apply_environment(request.env)
+    _as_if_freshly_started()
+    kind = CommandKind(request.kind)
+    if kind is CommandKind.EXEC:
+        return _execute(request.argv)
+    sys.argv = list(request.argv)
+    target = request.argv[0]
+    try:
+        if kind is CommandKind.MODULE:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).resolve().parent))
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException:  # the user's program failed: say it as the interpreter would
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 130 if isinstance(sys.exc_info()[1], KeyboardInterrupt) else 1
+    return 0
+
+
+def become_store(listener: socket.socket) -> int:
+    """Host one TCPStore until it is killed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    from torch.distributed import TCPStore
+
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )
+    while store is not None:
+        signal.pause()
+    return 0
+
+
+def _wire_streams(stdout: int, stderr: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    for descriptor in {null, stdout, stderr} - {0, 1, 2}:
+        os.close(descriptor)
+    # Lines must reach the log when they are written: a killed rank flushes nothing.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(AttributeError):
+                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _as_if_freshly_started() -> None:
+    """Undo what the child shares with its siblings: signal handlers and seeded generators."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    threading.current_thread().name = "MainThread"
+
+
+def _execute(argv: tuple[str, ...]) -> int:
+    try:
+        os.execvp(argv[0], argv)
+    except FileNotFoundError:
+        sys.stderr.write(f"holdfast run: {argv[0]}: no such command\n")
+        return EXIT_NOT_FOUND
+    except OSError as error:
+        sys.stderr.write(f"holdfast run: {argv[0]}: {error}\n")
+        return EXIT_NOT_EXECUTABLE

@@ -1,0 +1,82 @@
+"""Lines of the ranks, prefixed by rank, on the launcher's own stdout and stderr; and their last words.
+
+Bounded: a rank that writes megabytes without a newline is cut into pieces, the tail keeps 2 KiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import BinaryIO
+
+TAIL_BYTES = 2048
+_MAX_LINE_BYTES = 64 * 1024
+
+
+class Tail:
+    """The last TAIL_BYTES of a stream, as text."""
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def add(self, data: bytes) -> None:
+        self._data = (self._data + data)[-TAIL_BYTES:]
+
+    def text(self) -> str:
+        return self._data.decode(errors="replace").strip()
+
+
+class OutputPump:
+    """Reads one pipe until its end and writes whole lines, each behind `prefix`.
+
+    Call `start` in a running loop; `drained` is set at the end of the pipe.
+    """
+
+    def __init__(self, descriptor: int, prefix: str, target: BinaryIO, tail: Tail | None) -> None:
+        self._descriptor = descriptor
+        self._prefix = prefix.encode()
+        self._target = target
+        self._tail = tail
+        self._partial = b""
+        self.drained = asyncio.Event()
+
+    def start(self) -> None:
+        os.set_blocking(self._descriptor, False)
+        asyncio.get_running_loop().add_reader(self._descriptor, self._on_readable)
+
+    def close(self) -> None:
+        """Write what is left and close the pipe, also when a grandchild still holds the other end."""
+        if not self.drained.is_set():
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            if self._partial:
+                self._emit(self._partial + b"\n")
+                self._partial = b""
+            os.close(self._descriptor)
+            self.drained.set()
+
+    def _on_readable(self) -> None:
+        try:
+            data = os.read(self._descriptor, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self.close()
+            return
+        if self._tail is not None:
+            self._tail.add(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > _MAX_LINE_BYTES:
+            lines.append(self._partial)
+            self._partial = b""
+        if lines:
+            self._emit(b"".join(self._prefix + line + b"\n" for line in lines))
+
+    def _emit(self, data: bytes) -> None:
+        if data == self._partial + b"\n":
+            data = self._prefix + data
+        try:
+            self._target.write(data)
+            self._target.flush()
+        except (BrokenPipeError, ValueError):
+            # Nobody reads the log any more (`holdfast run | head`): training goes on.
+            self._target = open(os.devnull, "wb")  # noqa: SIM115

@@ -1,0 +1,286 @@
+"""The launcher's side of the fork server: start it, fork ranks and stores, hear of their ends, kill.
+
+asyncio; one instance a launcher. Everything that it started is dead after `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.launcher import wire
+from holdfast.launcher.command import Command
+from holdfast.launcher.forkserver import kill_group
+from holdfast.launcher.output import OutputPump, Tail
+from holdfast.settings import current_environment, single_thread_defaults
+from holdfast_core.errors import ConfigError, HoldfastError
+from holdfast_core.ids import Rank
+
+_DRAIN_SECONDS = 1.0
+"""How long the last lines of a dead rank are waited for."""
+
+
+class ForkServerError(HoldfastError):
+    """The fork server ended or could not do what was asked: nothing can be started any more."""
+
+
+@dataclass(slots=True)
+class RankProcess:
+    """One forked rank. `code` is None while it runs."""
+
+    key: str
+    rank: Rank
+    pumps: tuple[OutputPump, ...]
+    tail: Tail = field(default_factory=Tail)
+    pid: int | None = None
+    code: int | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def last_words(self) -> str:
+        return self.tail.text()
+
+
+class Processes:
+    """Owns the fork server and, through it, every process of this launcher."""
+
+    def __init__(self, command: Command, preload: Sequence[str]) -> None:
+        self._command = command
+        self._preload = tuple(preload)
+        self._serial = 0
+        self._ranks: dict[str, RankProcess] = {}
+        self._stores: dict[str, asyncio.Future[int]] = {}
+        self._store_pids: dict[str, int] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._ready: asyncio.Future[float] | None = None
+        self._closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_server_lost: Callable[[str], None] = lambda _: None
+
+    def start(self) -> None:
+        """Start the fork server; it imports torch meanwhile."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * wire.MAX_PACKET_BYTES)
+            self._server = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "holdfast.launcher.forkserver",
+                    str(theirs.fileno()),
+                    *self._preload,
+                ],
+                pass_fds=[theirs.fileno()],
+                env=single_thread_defaults(current_environment()),
+                stdin=subprocess.DEVNULL,
+            )
+        ours.setblocking(False)
+        self._socket = ours
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        loop.add_reader(ours, self._on_readable)
+
+    async def ready(self) -> float:
+        """Seconds that the preload took. Raises ConfigError when a module cannot be preloaded."""
+        if self._ready is None:
+            raise ForkServerError("the fork server was not started")
+        return await asyncio.shield(self._ready)
+
+    @property
+    def ranks(self) -> tuple[RankProcess, ...]:
+        return tuple(self._ranks.values())
+
+    async def fork_rank(self, rank: Rank, env: dict[str, str]) -> RankProcess:
+        """Returns when the request is sent; the process may not run yet."""
+        await self.ready()
+        key = self._next_key(f"rank{rank}")
+        out_read, out_write = os.pipe2(os.O_CLOEXEC)
+        err_read, err_write = os.pipe2(os.O_CLOEXEC)
+        tail = Tail()
+        prefix = f"[rank {rank}] "
+        process = RankProcess(
+            key,
+            rank,
+            (
+                OutputPump(out_read, prefix, sys.stdout.buffer, None),
+                OutputPump(err_read, prefix, sys.stderr.buffer, tail),
+            ),
+            tail,
+        )
+        try:
+            request = wire.ForkRank(key, self._command.kind.value, self._command.argv, env)
+            self._send(request, [out_write, err_write])
+        finally:
+            os.close(out_write)
+            os.close(err_write)
+        for pump in process.pumps:
+            pump.start()
+        self._ranks[key] = process
+        return process
+
+    async def fork_store(self, host: str) -> tuple[str, int]:
+        """Key and port of a process that hosts a TCPStore; it accepts connections when this returns."""
+        await self.ready()
+        key = self._next_key("store")
+        self._stores[key] = asyncio.get_running_loop().create_future()
+        self._send(wire.ForkStore(key, host), [])
+        return key, await self._stores[key]
+
+    def end_store(self, key: str) -> None:
+        pid = self._store_pids.get(key)
+        if pid is not None:
+            kill_group(pid)
+
+    def signal_ranks(self, number: signal.Signals) -> None:
+        """To every rank process itself, not to its group: what it started is its own to stop."""
+        for process in self._ranks.values():
+            if process.pid is not None and process.code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    async def end_ranks(self) -> None:
+        """SIGKILL to every rank's process group, at once; returns when all are reaped.
+
+        A rank that hangs in a collective ends by nothing else.
+        """
+        for process in self._ranks.values():
+            if process.pid is not None and process.code is None:
+                kill_group(process.pid)
+        for process in tuple(self._ranks.values()):
+            if process.pid is None and process.code is None:
+                # Asked for but not yet forked: it shows up and is killed then.
+                await self._kill_when_forked(process)
+            await process.ended.wait()
+        self._ranks.clear()
+
+    async def close(self) -> None:
+        """End everything, the fork server included."""
+        self._closing = True
+        if self._server is None or self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket)
+        for pid in self._living():
+            kill_group(pid)
+        self._socket.close()  # the server's own sign to kill what is left and leave
+        await asyncio.to_thread(self._join)
+        for process in self._ranks.values():
+            for pump in process.pumps:
+                pump.close()
+
+    def _living(self) -> list[int]:
+        pids = [p.pid for p in self._ranks.values() if p.pid is not None and p.code is None]
+        return pids + list(self._store_pids.values())
+
+    def _join(self) -> None:
+        if self._server is None:
+            return
+        try:
+            self._server.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+
+    async def _kill_when_forked(self, process: RankProcess) -> None:
+        while process.pid is None and not process.ended.is_set():
+            await asyncio.sleep(0.002)
+        if process.pid is not None and process.code is None:
+            kill_group(process.pid)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _next_key(self, what: str) -> str:
+        self._serial += 1
+        return f"{what}.{self._serial}"
+
+    def _send(self, message: wire.Message, descriptors: list[int]) -> None:
+        if self._socket is None:
+            raise ForkServerError("the fork server was not started")
+        try:
+            socket.send_fds(self._socket, [wire.encode(message)], descriptors)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ForkServerError("the fork server is gone: no rank can be started") from error
+
+    def _on_readable(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            packet = self._socket.recv(wire.MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            packet = b""
+        if not packet:
+            self._lost("the fork server ended by itself")
+            return
+        match wire.decode(packet):
+            case wire.Ready(seconds):
+                if self._ready is not None:
+                    self._ready.set_result(seconds)
+            case wire.Forked(key, pid, port):
+                self._forked(key, pid, port)
+            case wire.Reaped(key, _, code):
+                self._reaped(key, code)
+            case wire.Failed(key, message):
+                self._failed(key, message)
+            case wire.ForkRank() | wire.ForkStore():
+                self._lost("the fork server sent a request: the two do not fit together")
+
+    def _forked(self, key: str, pid: int, port: int) -> None:
+        if key in self._ranks:
+            self._ranks[key].pid = pid
+        elif key in self._stores:
+            self._store_pids[key] = pid
+            self._stores[key].set_result(port)
+
+    def _reaped(self, key: str, code: int) -> None:
+        self._store_pids.pop(key, None)
+        process = self._ranks.get(key)
+        if process is not None:
+            self._spawn(self._conclude(process, code))
+
+    async def _conclude(self, process: RankProcess, code: int) -> None:
+        """The rank is dead; take its last words from the pipes before anybody is told."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                for pump in process.pumps:
+                    await pump.drained.wait()
+        for pump in process.pumps:
+            pump.close()
+        process.code = code
+        process.ended.set()
+
+    def _failed(self, key: str, message: str) -> None:
+        if not key:
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_exception(ConfigError(f"holdfast run: {message}"))
+        elif key in self._stores:
+            self._stores[key].set_exception(ForkServerError(f"TCPStore process: {message}"))
+        elif key in self._ranks:
+            process = self._ranks[key]
+            process.tail.add(f"holdfast run: the rank could not be forked: {message}".encode())
+            self._spawn(self._conclude(process, 1))
+
+    def _lost(self, why: str) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+        error = ForkServerError(f"holdfast run: {why}")
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)
+        for waiting in self._stores.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+        for pid in self._living():
+            kill_group(pid)
+        if not self._closing:
+            self.on_server_lost(why)
