@@ -13,12 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
-from benchmarks.report import Figure, at_most, table, write
 from testbed import faults
 from testbed.driver import install, metrics
 from testbed.driver.jobs import Job, Training, job_manifest, prepare_namespace
 from testbed.driver.kube import Kube, wait_for
+
+from benchmarks.report import Figure, at_most, table, write
 
 NAMESPACE = "holdfast-bench"
 LONG = Training(workers=3, steps=100_000, sleep_per_step=0.05)
@@ -47,12 +49,12 @@ def measure_recoveries(kube: Kube, repetitions: int) -> list[Figure]:
     for turn in range(repetitions):
         worker = turn % LONG.workers
         _settle(job)
-        kills.append(recovery(job, lambda w=worker: _kill_rank(job, w), 60))
+        kills.append(recovery(job, partial(_kill_rank, job, worker), 60))
         _settle(job)
-        deletes.append(recovery(job, lambda w=worker: _delete_pod(job, w), 120))
+        deletes.append(recovery(job, partial(_delete_pod, job, worker), 120))
         _settle(job)
         node = job.node_of(worker)
-        nodes.append(recovery(job, lambda n=node: faults.kill_node(n), 180))
+        nodes.append(recovery(job, partial(faults.kill_node, node), 180))
         faults.heal_nodes()
         print(
             f"  {turn + 1}/{repetitions}: rank {kills[-1]:.1f} s, pod {deletes[-1]:.1f} s, "
@@ -104,11 +106,11 @@ def measure_memory(kube: Kube) -> Figure:
     return at_most("R5", values, "MiB", 150, what="operator resident memory, four jobs running")
 
 
-def _start(kube: Kube, name: str, training: Training, **options: int) -> Job:
+def _start(kube: Kube, name: str, training: Training, copies: int = 1) -> Job:
     job = Job(kube, NAMESPACE, name)
     if kube.get("TrainingJob", NAMESPACE, name) is not None:
         job.delete()
-    manifest = job_manifest(name, NAMESPACE, training, object_every=None, **options)
+    manifest = job_manifest(name, NAMESPACE, training, object_every=None, copies=copies)
     manifest["spec"]["failurePolicy"] = {"maxRestarts": 1000, "window": "1h"}
     job.start(manifest)
     job.wait_step(12)

@@ -25,9 +25,7 @@ class Figure:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def at_most(
-    id_: str, values: Sequence[float], unit: str, target: float, **details: Any
-) -> Figure:
+def at_most(id_: str, values: Sequence[float], unit: str, target: float, **details: Any) -> Figure:
     """The median of `values` must not exceed `target`; all values go into the details."""
     value = statistics.median(values)
     details["values"] = [round(v, 3) for v in values]
@@ -43,7 +41,10 @@ def write(name: str, figures: Sequence[Figure]) -> Path:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    rows = ["| id | value | unit | target | ok | repetitions | max |", "|---|---|---|---|---|---|---|"]
+    rows = [
+        "| id | value | unit | target | ok | repetitions | max |",
+        "|---|---|---|---|---|---|---|",
+    ]
     rows += [
         f"| {f.id} | {f.value} | {f.unit} | <= {f.target} | {'yes' if f.ok else 'NO'} "
         f"| {f.repetitions} | {f.details.get('max', '')} |"

@@ -89,7 +89,7 @@ class ClusterStage:
         point = status.get("restorePoint") or {}
         last = status.get("lastRecovery") or {}
         sources = {k: v for k, v in (point.get("sources") or {}).items() if v}
-        served = metrics.restored_from(self.job, status, self._pool)
+        served = metrics.served_by(metrics.gang(self.job, status, self._pool))
         return (
             point.get("step", 0),
             served or ", ".join(f"{k} x{v}" for k, v in sources.items()),

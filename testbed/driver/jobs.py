@@ -6,7 +6,6 @@ the oracle (oracle.py) judges that history, not only the end.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from dataclasses import dataclass, field
@@ -14,8 +13,10 @@ from typing import Any
 
 from kubernetes import client, watch
 from kubernetes.client.exceptions import ApiException
-from testbed.driver.kube import GROUP, VERSION, Kube, Object, is_true, show, wait_for
 from urllib3.exceptions import HTTPError
+
+from testbed.driver.digests import find_digests
+from testbed.driver.kube import GROUP, VERSION, Kube, Object, is_true, show, wait_for
 
 TRAINER_IMAGE = "holdfast/trainer-gpt:dev"
 STORE_NAME = "main"
@@ -320,16 +321,11 @@ class Job:
     # ---------------------------------------------------------------- the end
 
     def final_digests(self) -> dict[int, str]:
-        """Rank -> SHA-256 over model, optimizer, RNG and data position, as the trainers printed it."""
-        digests: dict[int, str] = {}
-        for worker in range(len(self.status["members"])):
-            text = self.kube.logs(self.namespace, self.pod_name(worker), "trainer")
-            for line in text.splitlines():
-                start = line.find('{"finalDigest"')
-                if start >= 0:
-                    entry = json.loads(line[start:])
-                    digests[int(entry["rank"])] = str(entry["finalDigest"])
-        return digests
+        """Rank -> SHA-256 of everything that was trained, as the trainers printed it."""
+        return find_digests(
+            self.kube.logs(self.namespace, self.pod_name(worker), "trainer")
+            for worker in range(len(self.status["members"]))
+        )
 
     def delete(self, timeout_seconds: float = 120) -> None:
         """Delete the job and wait until nothing of it is left but what Retain keeps."""

@@ -89,7 +89,7 @@ class Kube:
             raise
         return found
 
-    def list(self, kind: str, namespace: str) -> list[Object]:
+    def items(self, kind: str, namespace: str) -> list[Object]:
         found = self.custom.list_namespaced_custom_object(GROUP, VERSION, namespace, PLURALS[kind])
         items: list[Object] = found["items"]
         return items

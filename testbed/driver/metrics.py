@@ -43,9 +43,14 @@ def gang(job: Job, status: Object, pool: ThreadPoolExecutor) -> GangMetrics:
     found = GangMetrics()
     texts = pool.map(lambda name: job.kube.proxy_text(job.namespace, name, 7072, "metrics"), names)
     for text in texts:
-        for name, labels, value in parse(text or ""):
-            _add(found, name, labels, value)
+        collect(found, text or "")
     return found
+
+
+def collect(found: GangMetrics, text: str) -> None:
+    """Add what one sidecar says."""
+    for name, labels, value in parse(text):
+        _add(found, name, labels, value)
 
 
 def _add(found: GangMetrics, name: str, labels: dict[str, str], value: float) -> None:
@@ -62,12 +67,23 @@ def _add(found: GangMetrics, name: str, labels: dict[str, str], value: float) ->
         found.restored[rank] = labels["tier"]
 
 
-def restored_from(job: Job, status: Object, pool: ThreadPoolExecutor) -> str:
+def served_by(found: GangMetrics) -> str:
     """For people: `memory x3, peer x1`."""
     counts: dict[str, int] = {}
-    for tier in gang(job, status, pool).restored.values():
+    for tier in found.restored.values():
         counts[tier] = counts.get(tier, 0) + 1
     return ", ".join(f"{tier} x{n}" for tier, n in sorted(counts.items()))
+
+
+def trained_round(job: Job) -> int:
+    """The newest round in which any rank has finished a step; -1 for none."""
+    newest = -1
+    for pod in job.pods():
+        text = job.kube.proxy_text(job.namespace, pod["metadata"]["name"], 7072, "metrics")
+        for name, _, value in parse(text or ""):
+            if name == "holdfast_trained_round":
+                newest = max(newest, int(value))
+    return newest
 
 
 def image_id(kube: Kube) -> str:

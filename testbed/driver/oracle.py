@@ -163,7 +163,7 @@ def gather(job: Job, *, copies: int = 1) -> Evidence:
         history=[seen.status for seen in job.history],
         checkpoints=[
             item
-            for item in job.kube.list("Checkpoint", job.namespace)
+            for item in job.kube.items("Checkpoint", job.namespace)
             if item["spec"].get("jobRef", {}).get("name") == job.name
         ],
         stored=stored_objects(job.namespace, uid),

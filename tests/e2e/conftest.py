@@ -141,9 +141,9 @@ def _collect(kube: Kube, namespace: str | None, folder: Path) -> None:
                             text
                         )
         for kind in ("events", "trainingjobs,checkpoints,checkpointstores", "pods"):
+            kubectl = [f"{install.testbed_bin()}/kubectl", "--kubeconfig", kubeconfig_path()]
             done = subprocess.run(
-                [f"{install.testbed_bin()}/kubectl", "--kubeconfig", kubeconfig_path(), "-n", space]
-                + ["get", kind, "-o", "yaml"],
+                [*kubectl, "-n", space, "get", kind, "-o", "yaml"],
                 capture_output=True,
                 text=True,
             )

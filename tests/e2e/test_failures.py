@@ -177,7 +177,7 @@ def test_retained_checkpoint_starts_a_new_job(scenario):
     job.wait_persisted(40)
     job.delete()
     kept = max(
-        (c for c in scenario.kube.list("Checkpoint", scenario.namespace)),
+        (c for c in scenario.kube.items("Checkpoint", scenario.namespace)),
         key=lambda c: c["spec"]["step"],
     )
     again = scenario.start(name="again", restore_from=kept["metadata"]["name"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from testbed.driver.oracle import Evidence, compare_digests, judge
 
 MANIFEST = "b3:" + "1" * 64

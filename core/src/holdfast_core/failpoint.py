@@ -1,7 +1,7 @@
 """Named places where a test may stop, slow or fail this process. Without a hook they do nothing.
 
-The hook is installed only by `holdfast_core.testing.failpoints`, which no production module imports:
-in a release there is nothing that could turn a failpoint on.
+The hook is installed only by `holdfast_core.testing.failpoints`, which no production module
+imports: in a release there is nothing that could turn a failpoint on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _hook: Hook | None = None
 
 
 def failpoint(name: str) -> None:
-    """Mark a step of a protocol, e.g. `node.after_rename`. The hook may raise, sleep or never return."""
+    """Mark a step of a protocol, e.g. `node.after_rename`. The hook may raise, sleep, or exit."""
     if _hook is not None:
         _hook(name)
 

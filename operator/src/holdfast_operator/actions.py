@@ -1,7 +1,7 @@
 """The closed union of effects that a decision may ask for; `apply` is their only interpreter.
 
-Every action is idempotent: creates tolerate that the object exists, deletes that it is gone, status
-writes carry the resourceVersion that the decision was taken on. At most one status write a decision.
+Every action is idempotent: creates tolerate that the object exists, deletes that it is gone,
+status writes carry the resourceVersion that the decision was taken on. One of those a decision.
 """
 
 from __future__ import annotations
@@ -152,6 +152,8 @@ class CheckpointRecord:
     persisted: bool = False
     replicated: bool = False
     held: bool = False
+    finalizer: bool = False
+    """Our finalizer belongs on the object: its deletionPolicy is DeleteData and there is data."""
     message: str = ""
 
 

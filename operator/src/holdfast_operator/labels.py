@@ -1,4 +1,4 @@
-"""Every label, annotation, finalizer and field manager that the operator writes: one place, spelled once."""
+"""Every label, finalizer and field manager that the operator writes: one place, spelled once."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ DATA_FINALIZER = f"{GROUP}/delete-data"
 """On Checkpoints with deletionPolicy DeleteData only: data first, object after."""
 
 FIELD_MANAGER = "holdfast-operator"
+
+COMPONENT_STORE_PROBE = "store-probe"
+
+STORE_NAME = f"{GROUP}/store"
+"""Name of the CheckpointStore that a probe pod reads."""

@@ -1,9 +1,9 @@
 """What the operator knows about one job at one moment, as frozen values.
 
 `observe` assembles an `Observed` from reflectors and sidecar replies; `decide` reads nothing else.
-The effects that come out of it are in `actions`. Nothing here reads a clock, an environment or the API.
-Times named `_at` or `_since` of type float are monotonic seconds of this operator process and may be
-missing after it restarted; stamps of type datetime are UTC and decide no order.
+The effects that come out of it are in `actions`. Nothing here reads a clock, an environment or the
+API. Times named `_at` or `_since` of type float are monotonic seconds of this operator process and
+may be missing after it restarted; stamps of type datetime are UTC and decide no order.
 """
 
 from __future__ import annotations
@@ -250,10 +250,10 @@ class PodView:
     sidecar_started: bool = False
     sidecar_restarts: int = 0
     reason: str | None = None
-    """Evicted, OOMKilled, Preempting, NodeLost, Unschedulable...: the pod's or the trainer's last."""
+    """Evicted, OOMKilled, Unschedulable...: the pod's or the trainer's last."""
     message: str = ""
     disrupted: bool = False
-    """Condition DisruptionTarget is True: eviction, preemption, taint; looked at before exit codes."""
+    """Condition DisruptionTarget is True; looked at before exit codes."""
 
     @property
     def alive(self) -> bool:
@@ -317,6 +317,7 @@ class CheckpointView:
     manifest: Digest | None = None
     job_uid: JobUid | None = None
     """Whose keys in the store hold it; None: not recorded yet."""
+    job_namespace: str | None = None
     world_size: int | None = None
     hold: bool = False
     deletion_policy: str = "Retain"
@@ -383,6 +384,8 @@ class JobMemory:
     stop_asked_at: float | None = None
     """Since when suspend waits for the gang to save and stop."""
     asked: tuple[AskedSave, ...] = ()
+    round_sent_at: float | None = None
+    """When ROUND was last given out with addresses missing: repeated at most once a second."""
     levels_written_at: float | None = None
     counted_at: float | None = None
     """Up to when goodput was counted."""
@@ -410,7 +413,7 @@ class Observed:
     services: frozenset[str] = frozenset()
     """Names of Services of the job that are known to exist."""
     secrets: frozenset[str] = frozenset()
-    """Names of certificate Secrets that this process created or found created (they cannot be read)."""
+    """Certificate Secrets that this process created or found there (they cannot be read)."""
     memory: JobMemory = JobMemory()
 
     def pod(self, worker: Worker, birth_round: RestartRound) -> PodView | None:

@@ -36,9 +36,7 @@ Dispatch = Callable[[Caller, str, Any], Awaitable[Any]]
 
 def raise_refused(refused: Refused) -> None:
     if refused.code is Refusal.STALE_ROUND:
-        raise StaleRoundError(
-            refused.message, own_round=refused.round, own_version=refused.version
-        )
+        raise StaleRoundError(refused.message, own_round=refused.round, own_version=refused.version)
     if refused.code is Refusal.NOT_FOUND:
         raise NotFoundError(refused.message)
     raise RefusedError(refused.code, refused.message)

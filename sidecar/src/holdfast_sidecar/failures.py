@@ -1,4 +1,4 @@
-"""Troubles that last: kept until they are healthy again, reported to the coordinator, logged once."""
+"""Troubles that last: kept until healthy again, reported to the coordinator, logged once."""
 
 from __future__ import annotations
 

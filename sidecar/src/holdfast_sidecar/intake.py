@@ -12,8 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast_core.errors import FormatError, HoldfastError, NotFoundError, RefusedError
-from holdfast_core.errors import StaleRoundError
+from holdfast_core.errors import (
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    StaleRoundError,
+    UnavailableError,
+)
 from holdfast_core.ids import JobUid, Rank
 from holdfast_core.transfer.messages import (
     PROTOCOL_VERSION,
@@ -129,7 +135,7 @@ class Intake:
             await self._read(reader, connection)
         except FormatError as error:
             logs.warning("a local connection sent what is no frame: dropped", error=str(error))
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, UnavailableError):
             logs.info("a local connection broke", rank=connection.rank)
         finally:
             self._connections.discard(connection)

@@ -29,7 +29,7 @@ class RankLayouts:
         """The document is durable on the node tier when this returns.
         Raises NotFoundError, FormatError (too large), CorruptionError (another digest)."""
         if digest not in self._known:
-            await self._pools.write.run(self._store, digest)
+            await self._pools.meta.run(self._store, digest)
             self._known.add(digest)
 
     async def text(self, digest: Digest) -> str:

@@ -39,7 +39,7 @@ class StepEntry:
 
     @property
     def level(self) -> Level | None:
-        """The highest level with all those below it reached; persisted alone is enough of itself."""
+        """The highest level reached; persisted is one whether or not the copies are there."""
         if self.persisted:
             return Level.PERSISTED
         if self.local and self.copied:
@@ -72,7 +72,7 @@ class StepEntry:
 
 
 class Conflict(Exception):
-    """Another digest for a shard or a manifest that is known already: an alarm, never overwritten."""
+    """Another digest for a shard or manifest that is known already: an alarm, never overwritten."""
 
 
 class Ledger:
@@ -224,9 +224,7 @@ class Ledger:
     @property
     def pending(self) -> tuple[Step, ...]:
         """Steps that can still get further without anybody saving again."""
-        return tuple(
-            s for s, e in self.steps.items() if e.complete and not (e.local and e.copied)
-        )
+        return tuple(s for s, e in self.steps.items() if e.complete and not (e.local and e.copied))
 
     def overtaken(self) -> tuple[Step, ...]:
         """Committed steps whose copies fall behind: given up between the one being copied and the
@@ -236,7 +234,7 @@ class Ledger:
 
     def forget(self, steps: tuple[Step, ...]) -> None:
         """Pruned: a sender that repeats itself later must not bring them back."""
-        for step in steps:
+        for step in set(steps) - self.on_way_to_store:
             entry = self.steps.pop(step, None)
             if entry is not None:
                 self.forgotten[step] = entry.manifest_digest

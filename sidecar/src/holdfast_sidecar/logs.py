@@ -63,13 +63,14 @@ class Changed:
     def __init__(self) -> None:
         self._said: dict[str, str] = {}
 
-    def say(self, subject: str, message: str, **fields: Any) -> None:
+    def say(self, subject: str, message: str, *, calm: bool = False, **fields: Any) -> None:
+        """`calm`: nothing is wrong, it only takes its time."""
         if self._said.get(subject) == message:
             return
         if len(self._said) > 1000:
             self._said.clear()
         self._said[subject] = message
-        warning(message, subject=subject, **fields)
+        (info if calm else warning)(message, subject=subject, **fields)
 
     def healthy(self, subject: str) -> None:
         if self._said.pop(subject, None) is not None:

@@ -65,9 +65,7 @@ class Action:
     """Of a copy."""
 
 
-def next_actions(
-    shards: Iterable[OwnShard], targets: tuple[Worker, ...]
-) -> tuple[Action, ...]:
+def next_actions(shards: Iterable[OwnShard], targets: tuple[Worker, ...]) -> tuple[Action, ...]:
     """Everything that may be done now, oldest step first within each verb's turn.
 
     With no target REPLICATED is never told: the coordinator knows that no copies are assigned.
@@ -93,9 +91,7 @@ def next_actions(
     return tuple(actions)
 
 
-def startable(
-    actions: Iterable[Action], running: frozenset[Action]
-) -> tuple[Action, ...]:
+def startable(actions: Iterable[Action], running: frozenset[Action]) -> tuple[Action, ...]:
     """Of those, what does not run yet and may: one copy a target and one upload at a time, so that
     the oldest step gets the whole way and a slow peer holds up nobody else."""
     copying = {a.target for a in running if a.verb is Verb.COPY}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,25 +20,24 @@ class Pool:
 
     def __init__(self, name: str, threads: int) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._running: set[Future[object]] = set()
+        self._running: set[Future[Any]] = set()
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The call is queued before this first gives up control: a check made just before it
+        still holds when a later `drain` looks."""
         future = self._executor.submit(call, *args, **kwargs)
-        kept: Future[object] = future  # type: ignore[assignment]  # only waited for
-        self._running.add(kept)
-        future.add_done_callback(lambda _: self._running.discard(kept))
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
         return await asyncio.shield(asyncio.wrap_future(future))
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._running)
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Wait for the calls that run or wait now; False if the time ran out."""
         waiting = {asyncio.wrap_future(f) for f in tuple(self._running) if not f.cancelled()}
         if not waiting:
             return True
-        _, pending = await asyncio.wait(waiting, timeout=timeout_seconds)
+        done, pending = await asyncio.wait(waiting, timeout=timeout_seconds)
+        for future in done:
+            future.exception()  # whoever awaited the call has it; this look is only for asyncio
         return not pending
 
     def close(self) -> None:
@@ -48,16 +47,26 @@ class Pool:
 class Pools:
     """One pool for each kind of slowness, so that a hung store never holds up a local commit.
 
-    `write` runs what fences guard (shards, manifests, the round file); `read` everything that only
-    looks at the disk; `copy` and `store` talk to peers and to the object store.
+    `shard` writes and deletes shards; `meta` writes the round file, manifests and layouts (small: a
+    seal must not wait behind gigabytes for them); `read` only looks at the disk; `copy` sends to
+    peers; `fetch` brings back what ranks wait for; `store` uploads.
     """
 
     def __init__(self, *, disk: int, copy: int, store: int) -> None:
-        self.write = Pool("write", disk)
+        self.shard = Pool("shard", disk)
+        self.meta = Pool("meta", 1)
         self.read = Pool("read", disk)
         self.copy = Pool("copy", copy)
+        self.fetch = Pool("fetch", copy)
         self.store = Pool("store", store)
 
+    async def drain_writes(self, timeout_seconds: float) -> bool:
+        """No fenced write is on its way when this is True."""
+        results = await asyncio.gather(
+            self.shard.drain(timeout_seconds), self.meta.drain(timeout_seconds)
+        )
+        return all(results)
+
     def close(self) -> None:
-        for pool in (self.write, self.read, self.copy, self.store):
+        for pool in (self.shard, self.meta, self.read, self.copy, self.fetch, self.store):
             pool.close()

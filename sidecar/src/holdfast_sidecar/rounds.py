@@ -1,7 +1,7 @@
 """Which round this sidecar is in, and what that makes it refuse. Pure: no I/O, no clock.
 
-The refusal table lives here as data (`RULES`), and `refuse` reads it; tests/sidecar/test_refusals.py
-holds one case for each cell. Everything that writes passes through `refuse` first (I5).
+The refusal table lives here as data (`RULES`), and `refuse` reads it; tests/sidecar/test_refusals.py has
+one case for each cell. Everything that writes passes through `refuse` first (I5).
 
 States of one round: sealed (SEAL heard or the pod was born in it; no ROUND yet: nothing is written,
 reads are served) -> held (ROUND accepted; higher versions replace it) -> sealed for a newer one.
@@ -176,10 +176,9 @@ def fence(state: RoundState, round_: RestartRound) -> Refused | None:
     return None
 
 
-def refuse_copy(
-    state: RoundState, caller: Caller, round_: RestartRound, *, fits: bool
-) -> Refused | None:
-    """May `caller` put a copy here: the right round, a member, assigned, and room for it?"""
+def refuse_copy(state: RoundState, caller: Caller, round_: RestartRound) -> Refused | None:
+    """May `caller` put a copy here: the right round, a member, and assigned? (Whether there is room
+    is the node tier's to say.)"""
     refused = fence(state, round_)
     if refused is not None:
         return refused
@@ -195,10 +194,6 @@ def refuse_copy(
             Refusal.NOT_ASSIGNED,
             f"no copies of worker {member.worker} are assigned to worker {state.worker} "
             f"in round {state.round}",
-        )
-    if not fits:
-        return state.refused(
-            Refusal.NO_SPACE, f"the node volume of worker {state.worker} has no room for this copy"
         )
     return None
 
@@ -236,7 +231,7 @@ def _round_message(state: RoundState, message: Round) -> Refused | None:
     if message.round > state.round:
         return state.refused(
             Refusal.NOT_SEALED,
-            f"ROUND {message.round} without a SEAL: worker {state.worker} is in round {state.round}",
+            f"ROUND {message.round} without SEAL: worker {state.worker} is in round {state.round}",
         )
     newest = state.version if state.held is not None else state.version_floor - 1
     if message.version <= newest:
@@ -256,9 +251,7 @@ def _not_operator(state: RoundState, caller: Caller) -> Refused | None:
 
 
 def _not_member(state: RoundState, caller: Caller) -> Refused:
-    return state.refused(
-        Refusal.NOT_MEMBER, f"{caller.pod} is not a member of round {state.round}"
-    )
+    return state.refused(Refusal.NOT_MEMBER, f"{caller.pod} is not a member of round {state.round}")
 
 
 def _not_coordinator(state: RoundState) -> Refused:
@@ -271,9 +264,7 @@ def _not_coordinator(state: RoundState) -> Refused:
 
 def _is_coordinator_pod(state: RoundState, caller: Caller) -> bool:
     member = state.member_of_pod(caller.pod)
-    return (
-        member is not None and state.held is not None and member.worker == state.held.coordinator
-    )
+    return member is not None and state.held is not None and member.worker == state.held.coordinator
 
 
 def _sender(state: RoundState, caller: Caller, sender: From) -> Refused | None:

@@ -60,6 +60,8 @@ class Handler(Protocol):
 
     def metrics(self) -> bytes: ...
 
+    def flushed(self) -> bool: ...
+
 
 def caller_of(names: tuple[str, ...], job_uid: str) -> Caller | None:
     """Who a certificate's dNSNames speak for in this job; None for a stranger."""
@@ -114,7 +116,9 @@ class ControlServer:
 
         async def handle(request: web.Request, caller: Caller) -> Any:
             if (request.content_length or 0) > limit:
-                raise FormatError(f"{endpoint.path}: {request.content_length} bytes, at most {limit}")
+                raise FormatError(
+                    f"{endpoint.path}: {request.content_length} bytes, at most {limit}"
+                )
             message = loads(endpoint.request, await request.read(), limit_bytes=limit)
             return await self._handler.dispatch(caller, endpoint.path, message)
 
@@ -173,7 +177,8 @@ class ControlServer:
 
 
 class PlainServer:
-    """/healthz and /metrics without TLS: neither the kubelet nor Prometheus has a certificate."""
+    """/healthz, /metrics and /flushed (for the preStop hook) without TLS: neither the kubelet nor
+    Prometheus has a certificate. All of them only look."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -189,7 +194,12 @@ class PlainServer:
                 headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
             )
 
+        async def flushed(request: web.Request) -> web.Response:
+            done = self._handler.flushed()
+            return web.Response(status=200 if done else 503, text=f"{done}\n")
+
         app = web.Application(client_max_size=1024)
+        app.router.add_get("/flushed", flushed)
         app.router.add_get("/healthz", healthz)
         app.router.add_get("/metrics", metrics)
         self._runner, bound = await _serve(app, host, port, None)
@@ -226,4 +236,3 @@ def _number(request: web.Request, name: str, default: int | None) -> int:
 
 def _timeout(request: web.Request) -> float:
     return min(float(_number(request, "timeout", 0)), MAX_POLL_SECONDS)
-

@@ -13,6 +13,8 @@ from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, SidecarC
 
 TERMINATION_LOG = "HOLDFAST_TERMINATION_LOG"
 DEFAULT_TERMINATION_LOG = "/dev/termination-log"
+PORTS_FILE = "ports.json"
+"""In the shared volume: the ports that this sidecar listens on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Settings:
 
     @property
     def staged_dir(self) -> Path:
-        """What was staged in slots that are not durable yet: lets a restarted sidecar finish them."""
+        """What was staged and is not durable yet: lets a restarted sidecar finish it."""
         return self.shared / "staged"
 
     @property
@@ -81,6 +83,11 @@ def termination_log() -> Path:
 def shared_dir() -> Path:
     """For the exec probes, which need no more of the contract than the socket's folder."""
     return Path(os.environ.get("HOLDFAST_SHARED_DIR", "/holdfast/shared"))
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment, for a child (testing)."""
+    return dict(os.environ)
 
 
 def store_environment() -> tuple[str, str]:

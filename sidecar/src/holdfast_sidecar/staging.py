@@ -5,8 +5,8 @@
 2. One pass in a thread: digest and write. 3. The slot is free again, and the shard goes to `Flow`.
 A failure of 2 is told to the rank and reported; it never fails a step, and the slot is freed.
 
-What was staged is noted beside the slots (in the same tmpfs), so that a sidecar that restarts in the
-middle of 2 finishes it instead of leaving the slot owned for ever.
+What was staged is noted beside the slots (in the same tmpfs), so that a sidecar that restarts in
+the middle of 2 finishes it instead of leaving the slot owned for ever.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Stager:
         )
         started = self._clock.monotonic()
         try:
-            record = await self._pools.write.run(self._node.write_shard, header, slot)
+            record = await self._pools.shard.run(self._node.write_shard, header, slot)
         except (HoldfastError, OSError) as error:
             failure = self._failures.note(subject, TierName.NODE, error, step=message.step)
             failed = SaveFailed(
@@ -182,9 +182,7 @@ class Stager:
         self._on_outcome(outcome)
 
 
-def _check(
-    header: SlotHeader, message: Stage, *, expected: SlotState = SlotState.FULL
-) -> None:
+def _check(header: SlotHeader, message: Stage, *, expected: SlotState = SlotState.FULL) -> None:
     """The header is what counts: a torn or reused slot contradicts the message."""
     found = (header.state, header.round, header.step, header.payload_bytes)
     wanted = (expected, message.round, message.step, message.payload_bytes)
@@ -192,5 +190,3 @@ def _check(
         raise FormatError(
             f"slot {message.slot}: state, round, step, bytes are {found}, the message says {wanted}"
         )
-
-

@@ -1,4 +1,4 @@
-"""Background tasks of a component: kept alive, cancelled together, and never silent when they die."""
+"""Background tasks of a component: kept alive, cancelled together, never silent when they die."""
 
 from __future__ import annotations
 

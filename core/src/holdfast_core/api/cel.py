@@ -45,3 +45,21 @@ def cel_rules(*entries: dict[str, Any]) -> dict[str, Any]:
 def remedy(text: str) -> dict[str, Any]:
     """`json_schema_extra` of a numeric field with ge/le: the words that end its message."""
     return {REMEDY: text}
+
+
+def text(literal: str) -> str:
+    """A CEL string literal."""
+    escaped = literal.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def bounds(field: str, low: int | None, high: int | None, how_to_fix: str) -> dict[str, Any]:
+    """The rule of a numeric field with `ge` and `le`, with our message instead of the server's."""
+    if low is not None and high is not None:
+        expression, expected = f"self >= {low} && self <= {high}", f"{low} to {high}"
+    elif low is not None:
+        expression, expected = f"self >= {low}", f"at least {low}"
+    else:
+        expression, expected = f"self <= {high}", f"at most {high}"
+    message = text(f"{field} must be {expected}, got %d: {how_to_fix}")
+    return rule(expression, message_expression=f"{message}.format([self])")

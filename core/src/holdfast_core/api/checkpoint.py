@@ -7,7 +7,7 @@ with `spec.jobRef` only it is a request to save now.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_serializer, field_validator
 
@@ -105,7 +105,7 @@ class ShardCounts(ApiModel):
 
     @field_validator("summary", mode="before")
     @classmethod
-    def _never_read_back(cls, _: object) -> str:
+    def _never_read_back(cls, _: Any) -> str:
         return ""
 
     @field_serializer("summary")

@@ -235,7 +235,6 @@ class TrainingJob(ApiModel):
                     "records are made from it; choose a shorter or simpler name'"
                     ".format([self.metadata.name, self.metadata.name.size()])"
                 ),
-                field_path=".metadata.name",
             )
         )
     )

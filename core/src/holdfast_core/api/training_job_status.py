@@ -6,7 +6,7 @@ Absent means "none yet"; no sentinel values.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, field_serializer, field_validator
 
@@ -167,7 +167,7 @@ class WorkersStatus(ApiModel):
 
     @field_validator("summary", mode="before")
     @classmethod
-    def _never_read_back(cls, _: object) -> str:
+    def _never_read_back(cls, _: Any) -> str:
         return ""
 
     @field_serializer("summary")

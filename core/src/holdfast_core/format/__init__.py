@@ -1,1 +1,1 @@
-"""Bytes on disk and in the store: shard, layout, manifest, slot, keys. Pure: no I/O but on buffers."""
+"""Bytes on disk and in the store: shard, layout, manifest, slot, keys. Pure: buffers only."""

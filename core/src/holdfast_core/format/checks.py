@@ -1,4 +1,4 @@
-"""Typed reads from a parsed JSON value, with the path in every error. For the parsers of the format."""
+"""Typed reads from a parsed JSON value, with the path in every error, for this package's parsers."""
 
 from __future__ import annotations
 

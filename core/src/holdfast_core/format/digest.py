@@ -1,4 +1,4 @@
-"""CRC32C of chunks and BLAKE3 of documents and payloads. The two digests of the format, nothing else."""
+"""The two digests of the format: CRC32C of chunks, BLAKE3 of documents and payloads."""
 
 from __future__ import annotations
 

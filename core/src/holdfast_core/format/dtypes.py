@@ -48,5 +48,7 @@ def tensor_bytes(dtype: str, shape: Sequence[int], path: str) -> int:
     for length in shape:
         size *= length
         if size > MAX_TENSOR_BYTES:
-            raise FormatError(f"{path}: {dtype} {list(shape)} is more than {MAX_TENSOR_BYTES} bytes")
+            raise FormatError(
+                f"{path}: {dtype} {list(shape)} is more than {MAX_TENSOR_BYTES} bytes"
+            )
     return size

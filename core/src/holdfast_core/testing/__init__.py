@@ -1,1 +1,4 @@
-"""TODO-docstring."""
+"""Helpers for tests of every member: builders, failpoints, contract suites, certificates.
+
+Production code never imports from here.
+"""

@@ -49,8 +49,8 @@ class ControlPlane:
     """etcd and kube-apiserver with RBAC, as `with ControlPlane() as cp:`.
 
     No controller manager runs: no garbage collection, no service accounts' tokens but those asked
-    for by TokenRequest, no pods beyond their records. Namespaces get their `default` service account
-    from `create_namespace`. Ports are free ones of loopback; all files lie in one temporary folder.
+    for by TokenRequest, no pods beyond their records. `create_namespace` makes a namespace with its
+    `default` service account. Ports are free ones of loopback; all files lie in a temporary folder.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class ControlPlane:
         ]
 
     def _spawn(self, stack: ExitStack, name: str, command: list[str]) -> subprocess.Popen[bytes]:
-        log = stack.enter_context(open(self.dir / f"{name}.log", "ab"))
-        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        with open(self.dir / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         stack.callback(_end, process)
         return process
 

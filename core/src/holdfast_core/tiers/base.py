@@ -45,7 +45,7 @@ class ShardReader(Protocol):
 
     @property
     def fd(self) -> int:
-        """Descriptor of the whole shard file (file_bytes long), for sendfile and sendall of slices."""
+        """Descriptor of the whole shard file (file_bytes long), to sendfile or send in slices."""
         ...
 
     def read_payload_into(self, offset: int, buffer: memoryview) -> None:
@@ -137,14 +137,14 @@ class NodeTier(Protocol):
 
 
 class ObjectTier(Protocol):
-    """The object store. Keys: format.keys. `namespace` and `job_uid` name whose checkpoint it is."""
+    """The object store. Keys: format.keys. `namespace` and `job_uid`: whose checkpoint it is."""
 
     def upload_shard(self, namespace: str, reader: ShardReader) -> None:
         """Multipart or single PUT with signed CRC32C, HEAD after. Idempotent. Retries inside."""
         ...
 
     def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
-        """Ranged, resumed GETs into the writer that `open_writer(ref, file_bytes)` gives; commits."""
+        """Ranged, resumed GETs into the writer of `open_writer(ref, file_bytes)`; commits it."""
         ...
 
     def put_manifest(

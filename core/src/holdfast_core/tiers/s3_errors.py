@@ -22,6 +22,8 @@ from holdfast_core.errors import (
 )
 
 MAX_WORDS = 300
+_SHORTEST_SECRET = 6
+"""Shorter ones are no secrets, and blotting them out would eat the words around them."""
 _BAD_BYTES_CODES = frozenset(
     {
         "BadDigest",
@@ -155,6 +157,6 @@ def child_text(element: ElementTree.Element, name: str) -> str:
 
 def _clean(text: str, secrets: tuple[str, ...]) -> str:
     for secret in secrets:
-        if secret:
+        if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "***")
     return re.sub(r"[\x00-\x20\x7f]+", " ", text).strip()[:MAX_WORDS]

@@ -3,7 +3,7 @@
 The bytes of shards go through here, so nothing is copied that need not be and nothing is hashed.
 Knows neither S3 nor signatures, never retries, never follows a redirect. The standard library
 parses status lines, headers and chunked bodies; header size and count are bounded there, bodies
-here. Every failure of the transport is UnavailableError, except a certificate that does not verify.
+here. Every failure of the transport is UnavailableError, but a certificate that does not verify.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from holdfast_core.errors import ConfigError, CorruptionError, TierError, Unavai
 
 SLICE_BYTES = 1 << 20
 """TLS encrypts what one call hands over; larger calls only add latency to time-outs."""
+
+
+class CertificateError(TierError):
+    """The server's certificate does not verify: expired, another name, another authority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,7 @@ class HttpPool:
         self, method: str, target: str, headers: Mapping[str, str], body: Body | None = None
     ) -> HttpReply:
         """Send one request, return its answer whatever the status. Raises UnavailableError (the
-        outcome is then unknown), TierError for a certificate that does not verify, ConfigError."""
+        outcome is then unknown), CertificateError, ConfigError."""
         connection = self._take()
         try:
             with self.transport_errors(f"{method} {target.partition('?')[0]}"):
@@ -186,7 +190,7 @@ class HttpPool:
         try:
             yield
         except ssl.SSLCertVerificationError as error:
-            raise TierError(
+            raise CertificateError(
                 f"{doing} at {self.name}: the server's certificate does not verify: "
                 f"{error.verify_message}; check the CA certificate of the store and its dates"
             ) from error

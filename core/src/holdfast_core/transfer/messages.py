@@ -572,6 +572,8 @@ class WorkerReport:
     idle: bool = False
     """Nothing is staged, being copied or uploaded here."""
     saves_skipped: int = 0
+    instance: str = ""
+    """Names this life of the sender: when it changes, the coordinator tells it everything again."""
 
 
 @dataclass(frozen=True, slots=True)

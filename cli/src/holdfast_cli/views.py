@@ -1,0 +1,115 @@
+"""Objects as tables for a terminal. Pure: dicts in, rich renderables out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+TIERS = ("memory", "node", "peer", "object")
+BAR_CELLS = 24
+
+
+def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> RenderableType:
+    """One screen: levels, ranks x tiers map, last recovery, goodput, conditions that say no."""
+    status = job.get("status") or {}
+    head = Table.grid(padding=(0, 2))
+    workers = status.get("workers") or {}
+    persisted = status.get("lastPersisted") or {}
+    rows = (
+        ("phase", status.get("phase", "Pending")),
+        ("round", status.get("restartRound", "-")),
+        ("step", status.get("step", "-")),
+        ("committed", status.get("lastCommittedStep", "-")),
+        ("replicated", status.get("lastReplicatedStep", "-")),
+        ("persisted", persisted.get("step", "-")),
+        (
+            "workers",
+            f"{workers.get('ready', 0)}/{workers.get('total', job['spec'].get('workers'))}",
+        ),
+        ("restarts", status.get("restarts", 0)),
+        ("goodput", goodput_bar((status.get("goodput") or {}).get("ratio"))),
+        ("last recovery", recovery_line(status.get("lastRecovery"))),
+    )
+    for name, value in rows:
+        head.add_row(Text(name, style="dim"), str(value))
+    parts: list[RenderableType] = [Text(job["metadata"]["name"], style="bold"), head]
+    if tiers:
+        parts.append(tier_map(tiers))
+    for condition in status.get("conditions", []):
+        if (
+            condition["type"] in ("Accepted", "RemoteTierHealthy")
+            and condition["status"] == "False"
+        ):
+            parts.append(
+                Text(
+                    f"{condition['type']}: {condition['reason']}: {condition['message']}",
+                    style="red",
+                )
+            )
+    return Group(*parts)
+
+
+def tier_map(tiers: dict[int, dict[str, int]]) -> Table:
+    newest = max(step for held in tiers.values() for step in held.values())
+    table = Table(box=None, padding=(0, 2))
+    table.add_column("rank", justify="right", style="dim")
+    for tier in TIERS:
+        table.add_column(tier, justify="right")
+    for rank in sorted(tiers):
+        cells = [Text(str(rank))]
+        for tier in TIERS:
+            step = tiers[rank].get(tier)
+            style = "dim" if step is None else "green" if step == newest else "yellow"
+            cells.append(Text("·" if step is None else str(step), style=style))
+        table.add_row(*cells)
+    return table
+
+
+def goodput_bar(ratio: float | None) -> str:
+    if ratio is None:
+        return "-"
+    filled = round(max(0.0, min(1.0, ratio)) * BAR_CELLS)
+    return f"{'█' * filled}{'░' * (BAR_CELLS - filled)} {ratio:.1%}"
+
+
+def recovery_line(recovery: dict[str, Any] | None) -> str:
+    if not recovery:
+        return "none"
+    phases = ", ".join(
+        f"{key.removesuffix('Seconds')} {value:.1f} s"
+        for key, value in recovery.items()
+        if key.endswith("Seconds")
+    )
+    lost = recovery.get("lostSteps")
+    return f"{recovery.get('reason', '')}: {phases}" + (
+        "" if lost is None else f"; {lost} steps lost"
+    )
+
+
+def checkpoints_view(items: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2))
+    for column in ("NAME", "JOB", "STEP", "PHASE", "SIZE", "HELD"):
+        table.add_column(column)
+    for item in sorted(items, key=lambda i: i["spec"].get("step") or 0):
+        status = item.get("status") or {}
+        table.add_row(
+            item["metadata"]["name"],
+            item["spec"].get("jobRef", {}).get("name", "-"),
+            str(item["spec"].get("step", "-")),
+            status.get("phase", "-"),
+            size_text(status.get("bytes")),
+            "yes" if item["spec"].get("hold") else "",
+        )
+    return table
+
+
+def size_text(size_bytes: int | None) -> str:
+    if size_bytes is None:
+        return "-"
+    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.1f} {units[0]}"

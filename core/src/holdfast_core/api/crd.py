@@ -1,0 +1,105 @@
+"""The CustomResourceDefinitions, whole, from the models: names, columns, schema. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast_core.api.base import CATEGORY, GROUP, VERSION
+from holdfast_core.api.checkpoint import Checkpoint
+from holdfast_core.api.checkpoint_store import CheckpointStore
+from holdfast_core.api.schema import structural_schema
+from holdfast_core.api.training_job import TrainingJob
+
+Kind = type[TrainingJob] | type[Checkpoint] | type[CheckpointStore]
+
+KINDS: tuple[Kind, ...] = (TrainingJob, Checkpoint, CheckpointStore)
+"""Every kind of the API, in the order in which documents list them."""
+
+
+def _column(
+    name: str, type_: str, path: str, description: str, *, wide: bool = False
+) -> dict[str, Any]:
+    column: dict[str, Any] = {
+        "name": name,
+        "type": type_,
+        "jsonPath": path,
+        "description": description,
+    }
+    return {**column, "priority": 1} if wide else column
+
+
+_AGE = _column("Age", "date", ".metadata.creationTimestamp", "Time since it was created.")
+
+_COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
+    TrainingJob.KIND: (
+        _column("Phase", "string", ".status.phase", "Summary of the conditions."),
+        _column("Step", "integer", ".status.step", "Newest step that was trained."),
+        _column("Committed", "integer", ".status.lastCommittedStep", "Newest local commit."),
+        _column("Persisted", "integer", ".status.lastPersisted.step", "Newest step in the store."),
+        _column("Workers", "string", ".status.workers.summary", "Workers that train, of all."),
+        _column("Restarts", "integer", ".status.restarts", "Restarts of the gang."),
+        _column("Goodput", "number", ".status.goodput.ratio", "Share of kept training."),
+        _column("Replicated", "integer", ".status.lastReplicatedStep", "Newest copied.", wide=True),
+        _column("Round", "integer", ".status.restartRound", "Current restart round.", wide=True),
+        _AGE,
+    ),
+    Checkpoint.KIND: (
+        _column("Job", "string", ".spec.jobRef.name", "The TrainingJob."),
+        _column("Step", "integer", ".spec.step", "Optimizer step."),
+        _column("Phase", "string", ".status.phase", "Summary of the conditions."),
+        _column("Tiers", "string", ".status.shards.summary", "Shards: memory/node/peer/object."),
+        _column("Size", "integer", ".status.bytes", "Bytes of all shards."),
+        _column("Verified", "date", ".status.verifiedAt", "Time since all bytes were verified."),
+        _column("Hold", "boolean", ".spec.hold", "Kept whatever the policy.", wide=True),
+        _AGE,
+    ),
+    CheckpointStore.KIND: (
+        _column("Endpoint", "string", ".spec.s3.endpoint", "URL of the server."),
+        _column("Bucket", "string", ".spec.s3.bucket", "Name of the bucket."),
+        _column(
+            "Available",
+            "string",
+            '.status.conditions[?(@.type=="Available")].status',
+            "Whether the newest probe succeeded.",
+        ),
+        _column(
+            "Reason",
+            "string",
+            '.status.conditions[?(@.type=="Available")].reason',
+            "Why it is available or not.",
+            wide=True,
+        ),
+        _AGE,
+    ),
+}
+
+
+def crd(kind: Kind) -> dict[str, Any]:
+    """The CustomResourceDefinition of one kind. Raises ConfigError if its model cannot be one."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{kind.PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": kind.KIND,
+                "listKind": f"{kind.KIND}List",
+                "plural": kind.PLURAL,
+                "singular": kind.KIND.lower(),
+                "shortNames": [kind.SHORT_NAME],
+                "categories": [CATEGORY],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "subresources": {"status": {}},
+                    "additionalPrinterColumns": list(_COLUMNS[kind.KIND]),
+                    "schema": {"openAPIV3Schema": structural_schema(kind)},
+                }
+            ],
+        },
+    }

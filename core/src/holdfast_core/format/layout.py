@@ -1,0 +1,267 @@
+"""The layout of a whole checkpoint: which rank's shard holds which slice of which tensor.
+
+Merged from the ranks' layouts by a pure function, so that every coordinator writes the same bytes.
+Rewritten only when the structure changes; manifests name it by its BLAKE3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast_core.errors import FormatError
+from holdfast_core.format.canonical import dumps_canonical, loads_canonical
+from holdfast_core.format.checks import (
+    expect_digest,
+    expect_int,
+    expect_list,
+    expect_map,
+    expect_object,
+    expect_range,
+    expect_text,
+    expect_version,
+)
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes
+from holdfast_core.format.manifest import MAX_SHARDS
+from holdfast_core.format.rank_layout import (
+    RankLayout,
+    TensorSlice,
+    check_fqn,
+    check_ranges,
+    check_slice,
+    expect_shape,
+    parse_rank_layout,
+    range_json,
+    slice_json,
+)
+from holdfast_core.ids import ByteRange, Digest, Rank
+
+FORMAT_VERSION = 1
+
+_FIELDS = frozenset({"formatVersion", "ranks", "tensors", "objects"})
+_RANK_FIELDS = frozenset({"layout", "payloadBytes"})
+_TENSOR_FIELDS = frozenset({"dtype", "shape", "slices"})
+_SLICE_FIELDS = frozenset({"rank", "offsets", "lengths", "byteRange"})
+_OBJECT_FIELDS = frozenset({"rank", "byteRange"})
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What the layout says of one rank as a whole."""
+
+    layout: Digest
+    """Of the rank's own layout document; its shards' headers carry the same."""
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSlice:
+    """A box of a tensor and the bytes of one rank's payload that hold it."""
+
+    rank: Rank
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    byte_range: ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """A global tensor. Slices are in order of rank; replicated tensors have equal slices."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[PlacedSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedObject:
+    rank: Rank
+    byte_range: ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All ranks' layouts in one. `ranks` is indexed by rank."""
+
+    ranks: tuple[RankPart, ...]
+    tensors: dict[str, TensorLayout]
+    objects: dict[str, tuple[PlacedObject, ...]]
+    """Every rank that holds an object of this name, in order of rank."""
+
+    def to_bytes(self) -> bytes:
+        """The canonical document. Raises FormatError for what `parse_layout` would refuse."""
+        data = dumps_canonical(
+            {
+                "formatVersion": FORMAT_VERSION,
+                "ranks": [
+                    {"layout": part.layout, "payloadBytes": part.payload_bytes}
+                    for part in self.ranks
+                ],
+                "tensors": {fqn: _tensor_json(tensor) for fqn, tensor in self.tensors.items()},
+                "objects": {
+                    fqn: [
+                        {"rank": place.rank, "byteRange": range_json(place.byte_range)}
+                        for place in places
+                    ]
+                    for fqn, places in self.objects.items()
+                },
+            }
+        )
+        parse_layout(data)
+        return data
+
+
+def merge_layouts(documents: Iterable[bytes]) -> Layout:
+    """One layout from the documents of all ranks, in any order.
+
+    Raises FormatError if a rank is missing or there twice, or if two ranks disagree about a tensor.
+    """
+    parsed: dict[Rank, tuple[Digest, RankLayout]] = {}
+    for document in documents:
+        layout = parse_rank_layout(document)
+        if layout.rank in parsed:
+            raise FormatError(f"layout: rank {layout.rank} is there twice")
+        parsed[layout.rank] = (digest_of(document), layout)
+    if sorted(parsed) != list(range(len(parsed))):
+        raise FormatError(f"layout: ranks {sorted(parsed)[:10]} are not 0..{len(parsed) - 1}")
+    shapes: dict[str, TensorSlice] = {}
+    slices: dict[str, list[PlacedSlice]] = {}
+    objects: dict[str, list[PlacedObject]] = {}
+    for rank in sorted(parsed):
+        for fqn, item in parsed[rank][1].tensors.items():
+            first = shapes.setdefault(fqn, item)
+            if (first.dtype, first.shape) != (item.dtype, item.shape):
+                raise FormatError(
+                    f"layout: tensor {fqn!r} is {item.dtype} {list(item.shape)} on rank {rank}, "
+                    f"but {first.dtype} {list(first.shape)} on a rank before it"
+                )
+            placed = PlacedSlice(rank, item.offsets, item.lengths, item.byte_range)
+            slices.setdefault(fqn, []).append(placed)
+        for fqn, place in parsed[rank][1].objects.items():
+            objects.setdefault(fqn, []).append(PlacedObject(rank, place))
+    return Layout(
+        ranks=tuple(
+            RankPart(digest, layout.payload_bytes)
+            for digest, layout in (parsed[rank] for rank in sorted(parsed))
+        ),
+        tensors={
+            fqn: TensorLayout(first.dtype, first.shape, tuple(slices[fqn]))
+            for fqn, first in shapes.items()
+        },
+        objects={fqn: tuple(places) for fqn, places in objects.items()},
+    )
+
+
+def parse_layout(document: bytes) -> Layout:
+    """Raises FormatError, with the path, unless every size and offset fits every other."""
+    what = "layout"
+    root = loads_canonical(document, what)
+    if isinstance(root, dict) and "formatVersion" in root:
+        expect_version(root["formatVersion"], f"{what}.formatVersion", FORMAT_VERSION)
+    root = expect_object(root, what, _FIELDS)
+    ranks = tuple(
+        _rank_part(value, f"{what}.ranks[{index}]")
+        for index, value in enumerate(expect_list(root["ranks"], f"{what}.ranks", limit=MAX_SHARDS))
+    )
+    if not ranks:
+        raise FormatError(f"{what}.ranks: empty, expected one entry a rank")
+    tensors = {
+        check_fqn(fqn, f"{what}.tensors"): _tensor(
+            value, f"{what}.tensors[{fqn[:200]!r}]", len(ranks)
+        )
+        for fqn, value in expect_map(root["tensors"], f"{what}.tensors").items()
+    }
+    objects = {
+        check_fqn(fqn, f"{what}.objects"): _objects(
+            value, f"{what}.objects[{fqn[:200]!r}]", len(ranks)
+        )
+        for fqn, value in expect_map(root["objects"], f"{what}.objects").items()
+    }
+    layout = Layout(ranks, tensors, objects)
+    _check_payloads(layout)
+    return layout
+
+
+def _check_payloads(layout: Layout) -> None:
+    tensors: list[list[ByteRange]] = [[] for _ in layout.ranks]
+    objects: list[set[ByteRange]] = [set() for _ in layout.ranks]
+    for tensor in layout.tensors.values():
+        for item in tensor.slices:
+            tensors[item.rank].append(item.byte_range)
+    for places in layout.objects.values():
+        for place in places:
+            objects[place.rank].add(place.byte_range)
+    for rank, part in enumerate(layout.ranks):
+        check_ranges(tensors[rank], objects[rank], part.payload_bytes, f"layout of rank {rank}")
+
+
+def _rank_part(value: Any, path: str) -> RankPart:
+    entry = expect_object(value, path, _RANK_FIELDS)
+    return RankPart(
+        layout=expect_digest(entry["layout"], f"{path}.layout"),
+        payload_bytes=expect_int(
+            entry["payloadBytes"], f"{path}.payloadBytes", high=MAX_TENSOR_BYTES
+        ),
+    )
+
+
+def _tensor(value: Any, path: str, world_size: int) -> TensorLayout:
+    entry = expect_object(value, path, _TENSOR_FIELDS)
+    dtype = expect_text(entry["dtype"], f"{path}.dtype", limit=40)
+    element_bytes(dtype, f"{path}.dtype")
+    shape = expect_shape(entry["shape"], f"{path}.shape")
+    slices: list[PlacedSlice] = []
+    items = expect_list(entry["slices"], f"{path}.slices", limit=MAX_SHARDS)
+    for index, item in enumerate(items):
+        where = f"{path}.slices[{index}]"
+        fields = expect_object(item, where, _SLICE_FIELDS)
+        rank = _rank(fields["rank"], where, world_size, slices[-1].rank if slices else None)
+        checked = check_slice(
+            TensorSlice(
+                dtype=dtype,
+                shape=shape,
+                offsets=expect_shape(fields["offsets"], f"{where}.offsets"),
+                lengths=expect_shape(fields["lengths"], f"{where}.lengths"),
+                byte_range=expect_range(fields["byteRange"], f"{where}.byteRange"),
+            ),
+            where,
+        )
+        slices.append(PlacedSlice(rank, checked.offsets, checked.lengths, checked.byte_range))
+    return TensorLayout(dtype, shape, tuple(slices))
+
+
+def _objects(value: Any, path: str, world_size: int) -> tuple[PlacedObject, ...]:
+    places: list[PlacedObject] = []
+    for index, item in enumerate(expect_list(value, path, limit=MAX_SHARDS)):
+        where = f"{path}[{index}]"
+        fields = expect_object(item, where, _OBJECT_FIELDS)
+        rank = _rank(fields["rank"], where, world_size, places[-1].rank if places else None)
+        places.append(PlacedObject(rank, expect_range(fields["byteRange"], f"{where}.byteRange")))
+    return tuple(places)
+
+
+def _rank(value: Any, path: str, world_size: int, before: Rank | None) -> Rank:
+    rank = Rank(expect_int(value, f"{path}.rank", high=world_size - 1))
+    if before is not None and rank <= before:
+        raise FormatError(f"{path}.rank: {rank} after {before}, expected ranks in order, once")
+    return rank
+
+
+def _tensor_json(tensor: TensorLayout) -> dict[str, Any]:
+    return {
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "slices": [
+            {
+                "rank": item.rank,
+                **slice_json(
+                    TensorSlice(
+                        tensor.dtype, tensor.shape, item.offsets, item.lengths, item.byte_range
+                    )
+                ),
+            }
+            for item in tensor.slices
+        ],
+    }

@@ -1,0 +1,164 @@
+"""The manifest: the document whose existence makes a checkpoint exist. Deterministic and strict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.errors import FormatError
+from holdfast_core.format.canonical import dumps_canonical, loads_canonical
+from holdfast_core.format.checks import (
+    expect_digest,
+    expect_int,
+    expect_list,
+    expect_object,
+    expect_text,
+    expect_version,
+)
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
+from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP, checked_job_uid
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
+
+FORMAT_VERSION = 1
+MAX_SHARDS = 100_000
+
+_FIELDS = frozenset(
+    {
+        "formatVersion",
+        "job",
+        "step",
+        "restartRound",
+        "worldSize",
+        "parent",
+        "layout",
+        "shards",
+    }
+)
+_JOB_FIELDS = frozenset({"namespace", "name", "uid"})
+_SHARD_FIELDS = frozenset({"rank", "bytes", "blake3", "chunkTable"})
+
+
+@dataclass(frozen=True, slots=True)
+class JobIdentity:
+    namespace: str
+    name: str
+    uid: JobUid
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestShard:
+    """What a manifest says of one rank's shard."""
+
+    rank: Rank
+    payload_bytes: int
+    blake3: Digest
+    chunk_table: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One checkpoint. `shards` holds every rank once, in order."""
+
+    job: JobIdentity
+    step: Step
+    restart_round: RestartRound
+    world_size: int
+    parent: Digest | None
+    """Manifest that the round restored from; None if it started from the beginning."""
+    layout: Digest
+    """Of the layout document of all ranks."""
+    shards: tuple[ManifestShard, ...]
+
+    @property
+    def checkpoint(self) -> CheckpointId:
+        return CheckpointId(self.step, self.restart_round)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(shard.payload_bytes for shard in self.shards)
+
+    def ref(self, rank: Rank) -> ShardRef:
+        """Raises FormatError for a rank outside of the world."""
+        if not 0 <= rank < self.world_size:
+            raise FormatError(f"manifest {self.checkpoint}: no rank {rank} among {self.world_size}")
+        shard = self.shards[rank]
+        return ShardRef(self.job.uid, self.step, self.restart_round, shard.rank, shard.blake3)
+
+    def to_bytes(self) -> bytes:
+        """The canonical document. Raises FormatError for what `parse_manifest` would refuse."""
+        data = dumps_canonical(
+            {
+                "formatVersion": FORMAT_VERSION,
+                "job": {
+                    "namespace": self.job.namespace,
+                    "name": self.job.name,
+                    "uid": self.job.uid,
+                },
+                "step": self.step,
+                "restartRound": self.restart_round,
+                "worldSize": self.world_size,
+                "parent": self.parent,
+                "layout": self.layout,
+                "shards": [
+                    {
+                        "rank": shard.rank,
+                        "bytes": shard.payload_bytes,
+                        "blake3": shard.blake3,
+                        "chunkTable": shard.chunk_table,
+                    }
+                    for shard in self.shards
+                ],
+            }
+        )
+        parse_manifest(data)
+        return data
+
+
+def manifest_digest(document: bytes) -> Digest:
+    """The checkpoint's digest: BLAKE3 of the document."""
+    return digest_of(document)
+
+
+def parse_manifest(document: bytes) -> Manifest:
+    """Raises FormatError, with the path, for anything that `Manifest.to_bytes` does not write."""
+    what = "manifest"
+    root = loads_canonical(document, what)
+    if isinstance(root, dict) and "formatVersion" in root:
+        expect_version(root["formatVersion"], f"{what}.formatVersion", FORMAT_VERSION)
+    root = expect_object(root, what, _FIELDS)
+    job = expect_object(root["job"], f"{what}.job", _JOB_FIELDS)
+    uid = JobUid(expect_text(job["uid"], f"{what}.job.uid", limit=128))
+    world_size = expect_int(root["worldSize"], f"{what}.worldSize", low=1, high=MAX_SHARDS)
+    entries = expect_list(root["shards"], f"{what}.shards", limit=MAX_SHARDS)
+    if len(entries) != world_size:
+        raise FormatError(f"{what}.shards: {len(entries)} shards for worldSize {world_size}")
+    parent = root["parent"]
+    return Manifest(
+        job=JobIdentity(
+            namespace=expect_text(job["namespace"], f"{what}.job.namespace", limit=253),
+            name=expect_text(job["name"], f"{what}.job.name", limit=253),
+            uid=checked_job_uid(uid),
+        ),
+        step=Step(expect_int(root["step"], f"{what}.step", high=MAX_STEP)),
+        restart_round=RestartRound(
+            expect_int(root["restartRound"], f"{what}.restartRound", high=MAX_ROUND)
+        ),
+        world_size=world_size,
+        parent=None if parent is None else expect_digest(parent, f"{what}.parent"),
+        layout=expect_digest(root["layout"], f"{what}.layout"),
+        shards=tuple(_shard(entry, index) for index, entry in enumerate(entries)),
+    )
+
+
+def _shard(value: object, index: int) -> ManifestShard:
+    path = f"manifest.shards[{index}]"
+    entry = expect_object(value, path, _SHARD_FIELDS)
+    rank = expect_int(entry["rank"], f"{path}.rank", high=MAX_RANK)
+    if rank != index:
+        raise FormatError(f"{path}.rank: {rank}, expected {index} (every rank once, in order)")
+    return ManifestShard(
+        rank=Rank(rank),
+        payload_bytes=expect_int(entry["bytes"], f"{path}.bytes", high=MAX_TENSOR_BYTES),
+        blake3=expect_digest(entry["blake3"], f"{path}.blake3"),
+        chunk_table=expect_digest(entry["chunkTable"], f"{path}.chunkTable"),
+    )

@@ -1,0 +1,169 @@
+"""Digests of a payload and verification of a shard file while its bytes go by. Pure, one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast_core.errors import CorruptionError
+from holdfast_core.format.digest import Blake3, crc32c
+from holdfast_core.format.record import CHUNK_BYTES, ShardHeader, ShardRecord
+from holdfast_core.format.shard import (
+    HEAD_PREFIX,
+    Trailer,
+    check_trailer,
+    expect_zeros,
+    file_bytes,
+    head_bytes_of,
+    record_of,
+    trailer_offset,
+    unpack_head,
+    unpack_trailer,
+)
+from holdfast_core.ids import ShardRef
+
+
+class PayloadDigester:
+    """Chunk CRCs and BLAKE3 of a payload that arrives in order, in pieces of any size."""
+
+    __slots__ = ("_blake3", "_chunk_bytes", "_crcs", "_current", "_filled")
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._blake3 = Blake3()
+        self._crcs: list[int] = []
+        self._current = 0
+        self._filled = 0
+
+    def update(self, data: memoryview) -> None:
+        self._blake3.update(data)
+        position = 0
+        while position < len(data):
+            piece = data[position : position + self._chunk_bytes - self._filled]
+            self._current = crc32c(piece, self._current)
+            self._filled += len(piece)
+            position += len(piece)
+            if self._filled == self._chunk_bytes:
+                self._close_chunk()
+
+    def finish(self, header: ShardHeader) -> tuple[ShardRecord, tuple[int, ...]]:
+        if self._filled:
+            self._close_chunk()
+        return record_of(header, self._blake3.digest(), self._crcs), tuple(self._crcs)
+
+    def _close_chunk(self) -> None:
+        self._crcs.append(self._current)
+        self._current = 0
+        self._filled = 0
+
+
+class ShardStream:
+    """Verifies a shard file that arrives in order: identity as soon as the head is there, digests
+    when it is whole. Every error is a CorruptionError and means: this copy is bad."""
+
+    __slots__ = ("_digester", "_expected_bytes", "_header", "_held", "_position", "_ref", "_stop")
+
+    def __init__(self, ref: ShardRef, expected_bytes: int) -> None:
+        self._ref = ref
+        self._expected_bytes = expected_bytes
+        self._held = bytearray()
+        self._position = 0
+        self._stop = HEAD_PREFIX.size
+        self._header: ShardHeader | None = None
+        self._digester = PayloadDigester(CHUNK_BYTES)
+
+    @property
+    def position(self) -> int:
+        """Bytes of the file taken so far."""
+        return self._position
+
+    def feed(self, data: memoryview) -> None:
+        if self._position + len(data) > self._expected_bytes:
+            raise CorruptionError(
+                f"shard of {self._ref}: more than the {self._expected_bytes} bytes announced"
+            )
+        taken = 0
+        while taken < len(data):
+            if self._header is None:
+                taken += self._feed_head(data[taken:])
+            else:
+                taken += self._feed_body(self._header, data[taken:])
+
+    def finish(self) -> Trailer:
+        """Raises CorruptionError unless the file is whole and is what the ref names."""
+        if self._header is None:
+            raise CorruptionError(f"shard of {self._ref}: ends within its head")
+        if self._position != self._expected_bytes:
+            raise CorruptionError(
+                f"shard of {self._ref}: {self._position} bytes of {self._expected_bytes}"
+            )
+        record, crcs = self._digester.finish(self._header)
+        trailer = unpack_trailer(bytes(self._held))
+        check_trailer(self._header, trailer, self._expected_bytes)
+        check_same(record, crcs, trailer)
+        check_ref(trailer.record, self._ref)
+        return trailer
+
+    def _feed_head(self, data: memoryview) -> int:
+        piece = data[: self._stop - len(self._held)]
+        self._held += piece
+        self._position += len(piece)
+        if len(self._held) < self._stop:
+            return len(piece)
+        if self._stop == HEAD_PREFIX.size:
+            self._stop = head_bytes_of(self._held)
+            return len(piece)
+        header = unpack_head(bytes(self._held))
+        check_identity(header, self._ref)
+        if file_bytes(header) != self._expected_bytes:
+            raise CorruptionError(
+                f"shard of {self._ref}: its head means {file_bytes(header)} bytes, "
+                f"{self._expected_bytes} were announced"
+            )
+        self._header = header
+        self._digester = PayloadDigester(header.chunk_bytes)
+        self._held.clear()
+        return len(piece)
+
+    def _feed_body(self, header: ShardHeader, data: memoryview) -> int:
+        payload_start = self._stop
+        payload_stop = payload_start + header.payload_bytes
+        if self._position < payload_stop:
+            piece = data[: payload_stop - self._position]
+            self._digester.update(piece)
+        elif self._position < trailer_offset(header):
+            piece = data[: trailer_offset(header) - self._position]
+            expect_zeros(piece, f"shard of {self._ref}")
+        else:
+            piece = data
+            self._held += piece
+        self._position += len(piece)
+        return len(piece)
+
+
+def check_identity(header: ShardHeader, ref: ShardRef) -> None:
+    """The head is of the shard that was asked for; a renamed or misdirected file is refused."""
+    found = (header.job_uid, header.step, header.round, header.rank)
+    expected = (ref.job_uid, ref.step, ref.round, ref.rank)
+    if found != expected:
+        raise CorruptionError(
+            f"shard: the file says (job, step, round, rank) = {found}, expected {expected}"
+        )
+
+
+def check_ref(record: ShardRecord, ref: ShardRef) -> None:
+    check_identity(record.header, ref)
+    if record.blake3 != ref.blake3:
+        raise CorruptionError(f"shard of {ref}: the file says its payload is {record.blake3}")
+
+
+def check_same(record: ShardRecord, crcs: Sequence[int], trailer: Trailer) -> None:
+    """What was computed is what the trailer says."""
+    if tuple(crcs) != trailer.chunk_crcs:
+        bad = [i for i, (a, b) in enumerate(zip(crcs, trailer.chunk_crcs, strict=True)) if a != b]
+        raise CorruptionError(
+            f"shard of {trailer.record.ref}: CRC32C of chunks {bad[:8]} does not match"
+        )
+    if record.blake3 != trailer.record.blake3:
+        raise CorruptionError(
+            f"shard of {trailer.record.ref}: BLAKE3 of the payload is {record.blake3}"
+        )

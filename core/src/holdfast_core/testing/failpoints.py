@@ -1,0 +1,112 @@
+"""Turns failpoints on in a process under test: `name=panic|sleep:SECONDS|err[@n]`, by commas.
+
+`panic` ends the process at once (as SIGKILL would), `sleep` blocks the thread, `err` raises an
+OSError EIO. `@n` means the n-th time only (from 1); without it, every time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from holdfast_core.errors import ConfigError
+from holdfast_core.failpoint import set_hook
+
+VARIABLE = "HOLDFAST_FAILPOINTS"
+PANIC_EXIT_CODE = 86
+
+
+class Action(StrEnum):
+    PANIC = "panic"
+    SLEEP = "sleep"
+    ERR = "err"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    name: str
+    action: Action
+    seconds: float = 0.0
+    at: int | None = None
+    """Which hit of the failpoint, from 1; None: every one."""
+
+
+def parse_rules(text: str) -> tuple[Rule, ...]:
+    """Raises ConfigError naming the rule that is wrong."""
+    return tuple(_rule(part) for part in text.split(",") if part)
+
+
+class Failpoints:
+    """The hook: counts hits, acts on the rules. Thread-safe."""
+
+    def __init__(self, rules: tuple[Rule, ...]) -> None:
+        self._rules = rules
+        self._hits: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str) -> None:
+        with self._lock:
+            self._hits[name] += 1
+            hit = self._hits[name]
+        for rule in self._rules:
+            if rule.name == name and rule.at in (None, hit):
+                _act(rule)
+
+    def hits(self, name: str) -> int:
+        with self._lock:
+            return self._hits[name]
+
+
+def install_from_env(env: Mapping[str, str]) -> Failpoints | None:
+    """Install what HOLDFAST_FAILPOINTS says; the entry points of test processes call it."""
+    text = env.get(VARIABLE)
+    if not text:
+        return None
+    points = Failpoints(parse_rules(text))
+    set_hook(points)
+    return points
+
+
+@contextmanager
+def failpoints(text: str) -> Iterator[Failpoints]:
+    """Rules for the length of a `with`, in this process."""
+    points = Failpoints(parse_rules(text))
+    set_hook(points)
+    try:
+        yield points
+    finally:
+        set_hook(None)
+
+
+def _rule(part: str) -> Rule:
+    name, _, rest = part.partition("=")
+    rest, _, at = rest.partition("@")
+    action, _, seconds = rest.partition(":")
+    try:
+        return Rule(
+            name.strip(),
+            Action(action),
+            float(seconds) if seconds else 0.0,
+            int(at) if at else None,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"{VARIABLE}: {part!r} is no rule; expected name=panic|sleep:SECONDS|err[@n]"
+        ) from error
+
+
+def _act(rule: Rule) -> None:
+    match rule.action:
+        case Action.PANIC:
+            os._exit(PANIC_EXIT_CODE)
+        case Action.SLEEP:
+            time.sleep(rule.seconds)
+        case Action.ERR:
+            raise OSError(errno.EIO, f"failpoint {rule.name}")

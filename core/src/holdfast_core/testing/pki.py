@@ -1,0 +1,115 @@
+"""A certificate authority for tests: ECDSA P-256 leaves with one dNSName, good for an hour."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from holdfast_core.clock import SystemClock
+
+_PEM = serialization.Encoding.PEM
+
+
+class Authority:
+    """One CA; its key lives in this object only."""
+
+    def __init__(self, name: str = "holdfast-test-ca") -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _name(name)
+        self._certificate = (
+            _builder(self._name, self._name, self._key, timedelta(hours=1))
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(sign_certificates=True), critical=True)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False
+            )
+            .sign(self._key, hashes.SHA256())
+        )
+
+    @property
+    def certificate_pem(self) -> bytes:
+        return self._certificate.public_bytes(_PEM)
+
+    @property
+    def key_pem(self) -> bytes:
+        return _key_pem(self._key)
+
+    def leaf(
+        self, *dns_names: str, lifetime: timedelta = timedelta(hours=1)
+    ) -> tuple[bytes, bytes]:
+        """(certificate, key) as PEM, for server and client alike."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = _builder(_name("holdfast-test"), self._name, key, lifetime)
+        certificate = (
+            builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(sign_certificates=False), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage(
+                    [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+                ),
+                critical=False,
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+                critical=False,
+            )
+            .add_extension(
+                x509.SubjectAlternativeName([x509.DNSName(name) for name in dns_names]),
+                critical=False,
+            )
+            .sign(self._key, hashes.SHA256())
+        )
+        return certificate.public_bytes(_PEM), _key_pem(key)
+
+    def write_leaf(
+        self, directory: Path, dns_name: str, *, lifetime: timedelta = timedelta(hours=1)
+    ) -> Path:
+        """Write ca.crt, tls.crt and tls.key into `directory` (made if needed); returns it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        certificate, key = self.leaf(dns_name, lifetime=lifetime)
+        (directory / "ca.crt").write_bytes(self.certificate_pem)
+        (directory / "tls.crt").write_bytes(certificate)
+        (directory / "tls.key").write_bytes(key)
+        return directory
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, lifetime: timedelta
+) -> x509.CertificateBuilder:
+    now = SystemClock().utc_now()
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=5))
+        .not_valid_after(now + lifetime)
+    )
+
+
+def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not sign_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=sign_certificates,
+        crl_sign=sign_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )

@@ -1,0 +1,158 @@
+"""An object tier in a directory: a shared file system as the store, or none at all (`make demo-local`).
+
+Same keys and bytes as in an S3 store. put-if-absent is link(2), which fails where the name exists;
+a file is complete before it gets its name. `StoreConfig.endpoint` names it as `file:///path`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from holdfast_core.errors import AlreadyExistsError, NotFoundError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.keys import (
+    MANIFESTS,
+    ManifestKey,
+    job_prefix,
+    layout_key,
+    manifest_key,
+    parse_key,
+    shard_key,
+    shards_prefix,
+)
+from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
+from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord
+from holdfast_core.tiers.disk import TEMP_PREFIX, disk_errors, fsync_directory
+
+SCHEME = "file://"
+SLICE_BYTES = 4 << 20
+_numbers = itertools.count()
+
+
+def directory_of(endpoint: str) -> Path | None:
+    """The directory that an endpoint names; None for a server."""
+    return Path(endpoint.removeprefix(SCHEME)) if endpoint.startswith(SCHEME) else None
+
+
+class DirectoryObjectTier:
+    """Implements tiers.base.ObjectTier. Safe for many threads and processes."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def upload_shard(self, namespace: str, reader: ShardReader) -> None:
+        record = reader.record
+        path = self._path(namespace, record.header.job_uid, shard_key(record.ref))
+        if path.exists():
+            return
+        with disk_errors(f"store of {path}"):
+            self._publish(path, _slices(reader.fd, record.file_bytes))
+
+    def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
+        path = self._path(namespace, ref.job_uid, shard_key(ref))
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{path}: not in the store") from error
+        try:
+            with disk_errors(f"read of {path}"):
+                size = os.fstat(fd).st_size
+                writer = open_writer(ref, size)
+                try:
+                    for data in _slices(fd, size):
+                        writer.write(data)
+                    return writer.commit()
+                except BaseException:
+                    writer.abort()
+                    raise
+        finally:
+            os.close(fd)
+
+    def put_manifest(
+        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes
+    ) -> Digest:
+        return self._put(namespace, job_uid, manifest_key(checkpoint), document)
+
+    def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
+        return self._get(namespace, job_uid, manifest_key(checkpoint))
+
+    def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]:
+        root = self._root / job_prefix(namespace, job_uid)
+        found = []
+        for path in (root / MANIFESTS).glob("*/*.json"):
+            key = parse_key(str(path.relative_to(root)))
+            if isinstance(key, ManifestKey):
+                found.append(key.checkpoint)
+        return tuple(sorted(found))
+
+    def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
+        return self._put(namespace, job_uid, layout_key(digest_of(document)), document)
+
+    def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes:
+        return self._get(namespace, job_uid, layout_key(digest))
+
+    def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        manifest = self._path(namespace, job_uid, manifest_key(checkpoint))
+        shards = self._path(namespace, job_uid, shards_prefix(checkpoint))
+        with disk_errors(f"delete of {manifest}"):
+            manifest.unlink(missing_ok=True)
+            for path in shards.glob("*.shard"):
+                path.unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ files
+
+    def _path(self, namespace: str, job_uid: JobUid, key: str) -> Path:
+        return self._root / job_prefix(namespace, job_uid) / key
+
+    def _get(self, namespace: str, job_uid: JobUid, key: str) -> bytes:
+        path = self._path(namespace, job_uid, key)
+        try:
+            return path.read_bytes()
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{path}: not in the store") from error
+
+    def _put(self, namespace: str, job_uid: JobUid, key: str, document: bytes) -> Digest:
+        path = self._path(namespace, job_uid, key)
+        with disk_errors(f"store of {path}"):
+            self._publish(path, iter((memoryview(document),)))
+            found = path.read_bytes()
+        if found != document:
+            raise AlreadyExistsError(f"{path}: another document is there")
+        return digest_of(document)
+
+    def _publish(self, path: Path, data: Iterator[memoryview]) -> None:
+        """Write, fsync, link under the final name if that is free, fsync the directory."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp = path.parent / f"{TEMP_PREFIX}{os.getpid()}-{next(_numbers)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temp, flags, 0o600)
+        try:
+            for part in data:
+                _write_all(lambda rest: os.write(fd, rest), part)
+            os.fsync(fd)
+            try:
+                os.link(temp, path)
+            except FileExistsError:
+                return
+            fsync_directory(path.parent)
+        finally:
+            os.close(fd)
+            temp.unlink(missing_ok=True)
+
+
+def _slices(fd: int, size: int) -> Iterator[memoryview]:
+    offset = 0
+    while offset < size:
+        data = os.pread(fd, min(SLICE_BYTES, size - offset), offset)
+        if not data:
+            raise OSError(f"file ends at {offset}, expected {size} bytes")
+        offset += len(data)
+        yield memoryview(data)
+
+
+def _write_all(write: Callable[[memoryview], int], data: memoryview) -> None:
+    while data:
+        data = data[write(data) :]

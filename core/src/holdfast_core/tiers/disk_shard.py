@@ -1,0 +1,258 @@
+"""One pass of a payload to a file, and the reader that verifies it. Used by the node tier alone."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from holdfast_core.errors import CorruptionError, NotFoundError
+from holdfast_core.failpoint import failpoint
+from holdfast_core.format.digest import crc32c
+from holdfast_core.format.record import ShardHeader, ShardRecord
+from holdfast_core.format.shard import (
+    BLOCK_BYTES,
+    FOOTER,
+    Trailer,
+    align,
+    check_trailer,
+    expect_zeros,
+    head_bytes,
+    head_bytes_of,
+    pack_head,
+    pack_trailer,
+    trailer_bytes,
+    trailer_offset,
+    unpack_head,
+    unpack_trailer,
+)
+from holdfast_core.format.stream import PayloadDigester, check_ref, check_same
+from holdfast_core.ids import ShardRef
+from holdfast_core.tiers.base import PayloadSource
+from holdfast_core.tiers.disk import (
+    BufferPool,
+    PoisonedError,
+    disk_errors,
+    read_at,
+    write_at,
+)
+
+WRITE_BYTES = 16 << 20
+"""Of one O_DIRECT write: measured as the size from which larger ones are no faster."""
+
+
+def write_payload(
+    fd: int, header: ShardHeader, source: PayloadSource, buffers: BufferPool
+) -> tuple[ShardRecord, tuple[int, ...]]:
+    """Write head, payload and trailer. While one block is on its way to the disk, the next is read
+    and digested. Raises OSError of the disk and whatever `source` raises."""
+    start = head_bytes(header)
+    digester = PayloadDigester(header.chunk_bytes)
+    position = 0
+    with ExitStack() as stack:
+        blocks = (stack.enter_context(buffers.take()), stack.enter_context(buffers.take()))
+        writer = stack.enter_context(ThreadPoolExecutor(1, "holdfast-node-write"))
+        pending: Future[None] = writer.submit(_write_small, fd, pack_head(header), 0, buffers)
+        turn = 0
+        while position < header.payload_bytes:
+            length = min(buffers.size_bytes, header.payload_bytes - position)
+            view = blocks[turn][:length]
+            source.read_into(position, view)
+            digester.update(view)
+            padded = blocks[turn][: align(length)]
+            padded[length:] = bytes(len(padded) - length)
+            pending.result()
+            pending = writer.submit(write_at, fd, padded, start + position)
+            if position == 0:
+                failpoint("node.mid_write")
+            position += length
+            turn ^= 1
+        pending.result()
+        record, crcs = digester.finish(header)
+        trailer = pack_trailer(header, record.blake3, crcs)
+        _write_small(fd, trailer, trailer_offset(header), buffers)
+    return record, crcs
+
+
+def read_back(
+    fd: int, record: ShardRecord, crcs: tuple[int, ...], chunks: range, buffers: BufferPool
+) -> None:
+    """Read head, trailer and these chunks from the disk, past the page cache, and compare.
+    Raises PoisonedError."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    header = record.header
+    try:
+        if read_small(fd, 0, head_bytes(header), buffers) != pack_head(header):
+            raise PoisonedError(
+                f"read-back of {record.ref}: the head differs from what was written"
+            )
+        trailer = read_small(fd, trailer_offset(header), trailer_bytes(header), buffers)
+        if unpack_trailer(trailer) != Trailer(record, crcs):
+            raise PoisonedError(f"read-back of {record.ref}: the trailer differs")
+        for chunk in chunks:
+            if _chunk_crc(fd, header, chunk, buffers) != crcs[chunk]:
+                raise PoisonedError(f"read-back of {record.ref}: chunk {chunk} differs")
+    except (CorruptionError, OSError) as error:
+        raise PoisonedError(f"read-back of {record.ref}: {error}") from error
+
+
+def read_small(fd: int, offset: int, length: int, buffers: BufferPool) -> bytes:
+    """Bytes through an aligned buffer, so that O_DIRECT descriptors work too; short at the end."""
+    parts: list[bytes] = []
+    with buffers.take() as buffer:
+        while length > 0:
+            wanted = min(length, buffers.size_bytes)
+            got = min(read_at(fd, buffer[: align(wanted)], offset), wanted)
+            parts.append(bytes(buffer[:got]))
+            if got < wanted:
+                break
+            offset += got
+            length -= got
+    return b"".join(parts)
+
+
+def _write_small(fd: int, data: bytes, offset: int, buffers: BufferPool) -> None:
+    with buffers.take() as buffer:
+        for start in range(0, len(data), buffers.size_bytes):
+            piece = data[start : start + buffers.size_bytes]
+            buffer[: len(piece)] = piece
+            write_at(fd, buffer[: len(piece)], offset + start)
+
+
+def _chunk_crc(fd: int, header: ShardHeader, chunk: int, buffers: BufferPool) -> int:
+    offset = chunk * header.chunk_bytes
+    stop = min(offset + header.chunk_bytes, header.payload_bytes)
+    crc = 0
+    start = head_bytes(header)
+    with buffers.take() as buffer:
+        while offset < stop:
+            length = min(stop - offset, buffers.size_bytes)
+            got = read_at(fd, buffer[: align(length)], start + offset)
+            crc = crc32c(buffer[: min(got, length)], crc)
+            offset += length
+    return crc
+
+
+def read_record(fd: int, path: Path, buffers: BufferPool) -> Trailer:
+    """Head and trailer of an open file, compared with each other and with its length. Raises
+    CorruptionError; FormatError where a newer release wrote it."""
+    size = os.fstat(fd).st_size
+    if size < 2 * BLOCK_BYTES or size % BLOCK_BYTES:
+        raise CorruptionError(f"shard {path.name}: {size} bytes are no whole shard file")
+    with disk_errors(f"reading shard {path}"):
+        first = read_small(fd, 0, BLOCK_BYTES, buffers)
+        # The prefix is checked before its length is believed.
+        from_head = _checked_head_bytes(first, size)
+        head = first if from_head == BLOCK_BYTES else read_small(fd, 0, from_head, buffers)
+        header = unpack_head(head)
+        start = trailer_offset(header)
+        length = trailer_bytes(header)
+        if start + length != size:
+            raise CorruptionError(
+                f"shard {path.name}: {size} bytes, its head means {start + length}"
+            )
+        return check_trailer(header, unpack_trailer(read_small(fd, start, length, buffers)), size)
+
+
+def _checked_head_bytes(first: bytes, size: int) -> int:
+    length = head_bytes_of(first)
+    if length + FOOTER.size > size:
+        raise CorruptionError(f"shard head: {length} bytes in a file of {size}")
+    return length
+
+
+class DiskShardReader:
+    """An open shard file. The descriptor stays valid when the file is pruned meanwhile."""
+
+    def __init__(self, fd: int, path: Path, trailer: Trailer, buffers: BufferPool) -> None:
+        self._fd = fd
+        self._path = path
+        self._trailer = trailer
+        self._buffers = buffers
+        self._start = head_bytes(trailer.record.header)
+        self._closed = False
+
+    @classmethod
+    def open(cls, path: Path, ref: ShardRef, buffers: BufferPool) -> Self:
+        """Raises NotFoundError; CorruptionError if head, tail or identity are not of `ref`."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"shard of {ref}: no file {path}") from error
+        try:
+            trailer = read_record(fd, path, buffers)
+            check_ref(trailer.record, ref)
+            return cls(fd, path, trailer, buffers)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def record(self) -> ShardRecord:
+        return self._trailer.record
+
+    @property
+    def chunk_crcs(self) -> tuple[int, ...]:
+        return self._trailer.chunk_crcs
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def read_payload_into(self, offset: int, buffer: memoryview) -> None:
+        header = self.record.header
+        stop = offset + len(buffer)
+        whole = stop == header.payload_bytes or stop % header.chunk_bytes == 0
+        if offset % header.chunk_bytes or not whole or stop > header.payload_bytes:
+            raise ValueError(
+                f"read of [{offset}, {stop}) is not on chunk boundaries ({header.chunk_bytes}) of "
+                f"a payload of {header.payload_bytes}"
+            )
+        for position in range(0, len(buffer), header.chunk_bytes):
+            view = buffer[position : position + header.chunk_bytes]
+            with disk_errors(f"reading shard {self._path}"):
+                got = read_at(self._fd, view, self._start + offset + position)
+            chunk = (offset + position) // header.chunk_bytes
+            if got != len(view) or crc32c(view) != self.chunk_crcs[chunk]:
+                raise CorruptionError(
+                    f"shard {self._path}: CRC32C of chunk {chunk} does not match ({got} bytes read)"
+                )
+
+    def verify(self) -> None:
+        header = self.record.header
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        again = read_record(self._fd, self._path, self._buffers)
+        digester = PayloadDigester(header.chunk_bytes)
+        with self._buffers.take() as buffer:
+            stop = align(header.payload_bytes)
+            for position in range(0, stop, self._buffers.size_bytes):
+                view = buffer[: min(self._buffers.size_bytes, stop - position)]
+                with disk_errors(f"reading shard {self._path}"):
+                    got = read_at(self._fd, view, self._start + position)
+                if got != len(view):
+                    raise CorruptionError(f"shard {self._path}: ends within its payload")
+                length = min(len(view), header.payload_bytes - position)
+                digester.update(view[:length])
+                expect_zeros(view[length:], f"shard {self._path}")
+        record, crcs = digester.finish(header)
+        check_same(record, crcs, again)
+        check_same(record, crcs, self._trailer)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

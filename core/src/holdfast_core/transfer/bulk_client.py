@@ -1,0 +1,269 @@
+"""The calling side of the bulk wire: copies to peers, shards and ranges from peers.
+
+Blocking; call it from a bounded pool of threads. Each call opens one connection at a time, resumes
+where the last one broke, and gives up after a bounded number of attempts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    TierError,
+    UnavailableError,
+)
+from holdfast_core.format.record import ShardRecord
+from holdfast_core.ids import ByteRange, RestartRound, ShardRef
+from holdfast_core.tiers.base import CopyWriter, OpenWriter, ShardReader
+from holdfast_core.transfer.bulk import (
+    DATA_BYTES,
+    MAX_DATA_BYTES,
+    BulkFrame,
+    BulkOptions,
+    Kind,
+    Status,
+    connection_error,
+    raise_reply,
+    receive_data,
+    receive_frame,
+    send_data,
+    send_frame,
+    tune,
+)
+
+T = TypeVar("T")
+
+_BACKOFF_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    address: str
+    port: int
+    server_hostname: str
+    ssl_context: ssl.SSLContext
+    options: BulkOptions
+
+    def __str__(self) -> str:
+        return f"{self.server_hostname} ({self.address}:{self.port})"
+
+
+def send_copy(
+    address: str,
+    port: int,
+    server_hostname: str,
+    ssl_context: ssl.SSLContext,
+    round: RestartRound,
+    reader: ShardReader,
+    *,
+    options: BulkOptions | None = None,
+) -> None:
+    """Copy a shard to a peer; returns when it is durable there, or was before.
+
+    Raises StaleRoundError, RefusedError, CapacityError (full over there), CorruptionError (the
+    bytes were refused: verify the own shard), AccessDeniedError, UnavailableError after all
+    attempts.
+    """
+    peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
+    record = reader.record
+    request = BulkFrame(Kind.PUT_COPY, record.ref, round, length=record.file_bytes)
+    _with_attempts(peer, lambda: _put(peer, request, reader))
+
+
+def fetch_shard(
+    address: str,
+    port: int,
+    server_hostname: str,
+    ssl_context: ssl.SSLContext,
+    round: RestartRound,
+    ref: ShardRef,
+    open_writer: OpenWriter,
+    *,
+    options: BulkOptions | None = None,
+) -> ShardRecord:
+    """Fetch a whole shard file into the writer that `open_writer` gives, and commit it.
+
+    Raises NotFoundError, CorruptionError (the peer's copy is bad: try another source),
+    RefusedError, CapacityError, AccessDeniedError, UnavailableError after all attempts. Nothing
+    stays behind.
+    """
+    peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
+    writer: CopyWriter | None = None
+
+    def attempt() -> ShardRecord:
+        nonlocal writer
+        offset = 0 if writer is None else writer.offset
+        request = BulkFrame(Kind.GET_SHARD, ref, round, offset=offset)
+        with _connect(peer) as sock:
+            send_frame(sock, request)
+            reply = _expect_reply(sock, peer, request)
+            if writer is None:
+                writer = open_writer(ref, reply.length)
+            _receive_all(sock, peer, request, ByteRange(offset, reply.length), writer.write)
+        return writer.commit()
+
+    try:
+        return _with_attempts(peer, attempt)
+    finally:
+        if writer is not None:
+            writer.abort()
+
+
+def fetch_range(
+    address: str,
+    port: int,
+    server_hostname: str,
+    ssl_context: ssl.SSLContext,
+    round: RestartRound,
+    ref: ShardRef,
+    byte_range: ByteRange,
+    *,
+    options: BulkOptions | None = None,
+) -> bytes:
+    """Bytes [start, stop) of a shard's payload; the peer checks the chunks they lie in before it
+    sends. Raises what `fetch_shard` raises."""
+    peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
+    request = BulkFrame(
+        Kind.GET_RANGE, ref, round, offset=byte_range.start, length=byte_range.length_bytes
+    )
+
+    def attempt() -> bytes:
+        parts = bytearray()
+        with _connect(peer) as sock:
+            send_frame(sock, request)
+            _expect_reply(sock, peer, request)
+            _receive_all(sock, peer, request, byte_range, parts.extend)
+        return bytes(parts)
+
+    return _with_attempts(peer, attempt)
+
+
+def _put(peer: _Peer, request: BulkFrame, reader: ShardReader) -> None:
+    with _connect(peer) as sock:
+        send_frame(sock, request)
+        reply = _expect_reply(sock, peer, request)
+        if reply.status is Status.HAVE:
+            return
+        if reply.offset > request.length:
+            raise FormatError(
+                f"bulk: {peer} wants to go on from {reply.offset} of {request.length}"
+            )
+        try:
+            _send_all(sock, peer, request, reader, reply.offset)
+        except OSError as error:
+            _raise_last_words(sock, peer, request)
+            raise connection_error(error, f"bulk: sending {request.ref} to {peer}") from error
+        sock.settimeout(peer.options.reply_seconds)
+        _expect_reply(sock, peer, request)
+
+
+def _send_all(
+    sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame, reader: ShardReader, offset: int
+) -> None:
+    buffer = memoryview(bytearray(DATA_BYTES))
+    early = select.poll()
+    early.register(sock, select.POLLIN)
+    while offset < request.length:
+        if early.poll(0):
+            # The receiver speaks before it has everything: it refuses the rest.
+            _expect_reply(sock, peer, request)
+            raise FormatError(f"bulk: {peer} acknowledged {request.ref} at {offset} of its bytes")
+        view = buffer[: min(DATA_BYTES, request.length - offset)]
+        got = _read(reader, view, offset)
+        if got == 0:
+            raise CorruptionError(f"shard of {request.ref}: the file ends at {offset}")
+        if peer.options.throttle is not None:
+            peer.options.throttle(got)
+        send_data(sock, request, offset, view[:got])
+        offset += got
+
+
+def _read(reader: ShardReader, view: memoryview, offset: int) -> int:
+    """Apart, so that an error of the own disk is not taken for one of the network."""
+    try:
+        return os.preadv(reader.fd, [view], offset)
+    except OSError as error:
+        raise TierError(f"reading the shard of {reader.record.ref}: {error}") from error
+
+
+def _raise_last_words(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> None:
+    """A receiver that refuses closes while we still send; its REPLY may have come before that."""
+    try:
+        sock.settimeout(1.0)
+        reply = receive_frame(sock)
+    except (OSError, FormatError):
+        return
+    if reply is not None and reply.kind is Kind.REPLY:
+        raise_reply(reply, f"bulk: sending {request.ref} to {peer}")
+
+
+def _receive_all(
+    sock: ssl.SSLSocket,
+    peer: _Peer,
+    request: BulkFrame,
+    wanted: ByteRange,
+    take: Callable[[memoryview], object],
+) -> None:
+    buffer = memoryview(bytearray(MAX_DATA_BYTES))
+    offset = wanted.start
+    while offset < wanted.stop:
+        frame = receive_frame(sock)
+        if frame is None:
+            raise ConnectionResetError("the other side closed within the shard")
+        if frame.kind is Kind.REPLY:
+            raise_reply(frame, f"bulk: reading {request.ref} from {peer}")
+        room = buffer[: min(len(buffer), wanted.stop - offset)]
+        data = receive_data(sock, frame, request.ref, offset, room)
+        if peer.options.throttle is not None:
+            peer.options.throttle(len(data))
+        take(data)
+        offset += len(data)
+
+
+def _expect_reply(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> BulkFrame:
+    reply = receive_frame(sock)
+    if reply is None:
+        raise ConnectionResetError("the other side closed before its reply")
+    if reply.kind is not Kind.REPLY or reply.ref != request.ref:
+        raise FormatError(f"bulk: {peer} answered {request.kind.name} with {reply.kind.name}")
+    raise_reply(reply, f"bulk: {request.kind.name} of {request.ref} at {peer}")
+    return reply
+
+
+@contextmanager
+def _connect(peer: _Peer) -> Iterator[ssl.SSLSocket]:
+    """A connection whose certificate was verified; OSErrors inside become errors of the tree."""
+    try:
+        with socket.create_connection(
+            (peer.address, peer.port), timeout=peer.options.connect_seconds
+        ) as plain:
+            tune(plain)
+            with peer.ssl_context.wrap_socket(plain, server_hostname=peer.server_hostname) as sock:
+                sock.settimeout(peer.options.io_seconds)
+                yield sock
+    except OSError as error:
+        raise connection_error(error, f"bulk: {peer}") from error
+
+
+def _with_attempts(peer: _Peer, attempt: Callable[[], T]) -> T:
+    last: HoldfastError | None = None
+    for number in range(peer.options.attempts):
+        if number:
+            time.sleep(random.uniform(0, _BACKOFF_SECONDS * 2**number))
+        try:
+            return attempt()
+        except UnavailableError as error:
+            last = error
+    raise UnavailableError(f"gave up after {peer.options.attempts} attempts: {last}") from last

@@ -1,0 +1,357 @@
+"""The serving side of the bulk wire: takes peers' copies, gives shards to rehydrating members.
+
+Decides nothing: who may put and get is the handler's. Threads are bounded, every wait has an end,
+and a copy whose connection broke waits a while for its sender to come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.errors import (
+    CapacityError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    RefusedError,
+    UnavailableError,
+)
+from holdfast_core.ids import ByteRange, RestartRound, ShardRef
+from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
+from holdfast_core.transfer.bulk import (
+    DATA_BYTES,
+    MAX_DATA_BYTES,
+    BulkFrame,
+    Kind,
+    Status,
+    error_reply,
+    receive_data,
+    receive_frame,
+    send_data,
+    send_frame,
+    tune,
+)
+from holdfast_core.transfer.messages import Refusal
+from holdfast_core.transfer.tls import peer_name
+
+_DRAIN_BYTES = 16 << 20
+_DRAIN_SECONDS = 2.0
+
+
+class BulkHandler(Protocol):
+    """What the sidecar decides. Called in threads; must be quick and thread-safe."""
+
+    def authorize_put(
+        self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
+    ) -> None:
+        """Called before a copy and again before it is committed. Raises RefusedError,
+        StaleRoundError."""
+        ...
+
+    def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
+        """Raises RefusedError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BulkLimits:
+    connections: int = 32
+    handshake_seconds: float = 10.0
+    io_seconds: float = 30.0
+    idle_seconds: float = 60.0
+    """Between two requests of one connection."""
+    parked_copies: int = 8
+    parked_seconds: float = 60.0
+    """How long a broken copy waits for its sender."""
+
+
+class BulkServer:
+    """`start`, then `port`, then `close`. One thread accepts, one serves each connection."""
+
+    def __init__(
+        self,
+        handler: BulkHandler,
+        tier: NodeTier,
+        context: ssl.SSLContext,
+        *,
+        host: str = "",
+        port: int = 0,
+        limits: BulkLimits | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._handler = handler
+        self._tier = tier
+        self._context = context
+        self._address = (host, port)
+        self._limits = limits or BulkLimits()
+        self._copies = _Copies(tier, self._limits, clock or SystemClock())
+        self._slots = threading.BoundedSemaphore(self._limits.connections)
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._open: dict[threading.Thread, socket.socket] = {}
+        self._closing = threading.Event()
+
+    def start(self) -> None:
+        """Listen. Raises ConfigError where the port is taken."""
+        try:
+            self._listener = socket.create_server(self._address, backlog=128)
+        except OSError as error:
+            raise ConfigError(f"bulk server on {self._address}: {error}") from error
+        self._acceptor = threading.Thread(target=self._accept, name="bulk-accept", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def port(self) -> int:
+        if self._listener is None:
+            raise ConfigError("bulk server: not started")
+        return int(self._listener.getsockname()[1])
+
+    def drop_parked(self) -> None:
+        """Give up copies whose connections broke; their bytes are freed."""
+        self._copies.drop_all()
+
+    def close(self) -> None:
+        """End all connections; copies that were on their way leave nothing behind."""
+        self._closing.set()
+        listener = self._listener
+        if listener is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+            listener.close()
+        with self._lock:
+            threads = dict(self._open)
+        for sock in threads.values():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in (*threads, self._acceptor):
+            if thread is not None:
+                thread.join(self._limits.io_seconds)
+        self._copies.drop_all()
+
+    def _accept(self) -> None:
+        listener = self._listener
+        if listener is None:
+            return
+        while not self._closing.is_set():
+            # A slot first: what comes over the limit waits in the backlog, not in a thread.
+            if not self._slots.acquire(timeout=0.5):
+                continue
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                self._slots.release()
+                # Out of descriptors is no reason to stop listening; a closed listener is.
+                self._closing.wait(0.1)
+                continue
+            thread = threading.Thread(target=self._serve, args=(sock,), name="bulk", daemon=True)
+            with self._lock:
+                self._open[thread] = sock
+            thread.start()
+
+    def _serve(self, plain: socket.socket) -> None:
+        try:
+            with plain:
+                plain.settimeout(self._limits.handshake_seconds)
+                tune(plain)
+                with self._context.wrap_socket(plain, server_side=True) as sock:
+                    self._converse(sock, peer_name(sock))
+        except (OSError, HoldfastError):
+            # The caller sees its connection end and says why it cared; a stranger is not logged.
+            return
+        finally:
+            self._slots.release()
+            with self._lock:
+                self._open.pop(threading.current_thread(), None)
+
+    def _converse(self, sock: ssl.SSLSocket, peer: str) -> None:
+        while not self._closing.is_set():
+            sock.settimeout(self._limits.idle_seconds)
+            request = receive_frame(sock)
+            if request is None:
+                return
+            sock.settimeout(self._limits.io_seconds)
+            try:
+                self._answer(sock, peer, request)
+            except HoldfastError as error:
+                send_frame(sock, error_reply(request, error))
+                _drain(sock)
+                return
+
+    def _answer(self, sock: ssl.SSLSocket, peer: str, request: BulkFrame) -> None:
+        match request.kind:
+            case Kind.PUT_COPY:
+                self._take_copy(sock, peer, request)
+            case Kind.GET_SHARD:
+                self._handler.authorize_get(peer, request.ref)
+                with self._open_shard(request.ref) as reader:
+                    _give_file(sock, request, reader)
+            case Kind.GET_RANGE:
+                self._handler.authorize_get(peer, request.ref)
+                with self._open_shard(request.ref) as reader:
+                    self._give_range(sock, request, reader)
+            case Kind.DATA | Kind.REPLY:
+                raise FormatError(f"bulk: {request.kind.name} is no request")
+
+    def _open_shard(self, ref: ShardRef) -> ShardReader:
+        try:
+            return self._tier.open_shard(ref)
+        except CorruptionError as error:
+            self._tier.quarantine(ref, str(error))
+            raise
+
+    def _take_copy(self, sock: ssl.SSLSocket, peer: str, request: BulkFrame) -> None:
+        self._handler.authorize_put(peer, request.round, request.ref, request.length)
+        if self._tier.find(request.ref) is not None:
+            send_frame(sock, BulkFrame(Kind.REPLY, request.ref, request.round, Status.HAVE))
+            return
+        writer = self._copies.begin(request.ref, request.length)
+        parked = False
+        try:
+            send_frame(
+                sock, BulkFrame(Kind.REPLY, request.ref, request.round, offset=writer.offset)
+            )
+            try:
+                _receive_copy(sock, request, writer)
+            except _BrokenTransferError:
+                parked = True  # the bytes so far are good: the sender may come back for the rest
+                raise
+            self._handler.authorize_put(peer, request.round, request.ref, request.length)
+            writer.commit()
+        finally:
+            self._copies.end(request.ref, request.length, writer if parked else None)
+            if not parked:
+                writer.abort()
+        send_frame(sock, BulkFrame(Kind.REPLY, request.ref, request.round))
+
+    def _give_range(self, sock: ssl.SSLSocket, request: BulkFrame, reader: ShardReader) -> None:
+        header = reader.record.header
+        stop = request.offset + request.length
+        if stop > header.payload_bytes:
+            raise FormatError(
+                f"bulk: range [{request.offset}, {stop}) of a payload of {header.payload_bytes}"
+            )
+        send_frame(sock, BulkFrame(Kind.REPLY, request.ref, request.round, length=request.length))
+        buffer = memoryview(bytearray(min(header.chunk_bytes, header.payload_bytes)))
+        first = request.offset - request.offset % header.chunk_bytes
+        for start in range(first, stop, header.chunk_bytes):
+            chunk = buffer[: min(header.chunk_bytes, header.payload_bytes - start)]
+            try:
+                reader.read_payload_into(start, chunk)
+            except CorruptionError as error:
+                self._tier.quarantine(request.ref, str(error))
+                raise
+            piece = ByteRange(max(start, request.offset), min(start + len(chunk), stop))
+            for offset in range(piece.start, piece.stop, DATA_BYTES):
+                end = min(offset + DATA_BYTES, piece.stop)
+                send_data(sock, request, offset, chunk[offset - start : end - start])
+
+
+class _BrokenTransferError(UnavailableError):
+    """The connection failed, not the disk: what arrived is good."""
+
+
+class _Copies:
+    """Copies on their way in: at most one writer a shard, broken ones parked for their senders."""
+
+    def __init__(self, tier: NodeTier, limits: BulkLimits, clock: Clock) -> None:
+        self._tier = tier
+        self._limits = limits
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._active: set[ShardRef] = set()
+        self._parked: dict[tuple[ShardRef, int], tuple[CopyWriter, float]] = {}
+
+    def begin(self, ref: ShardRef, file_bytes: int) -> CopyWriter:
+        """Raises RefusedError Busy while another connection sends this shard; CapacityError."""
+        with self._lock:
+            self._expire()
+            if ref in self._active:
+                raise RefusedError(Refusal.BUSY, f"another connection sends {ref} already")
+            self._active.add(ref)
+            parked = self._parked.pop((ref, file_bytes), None)
+        if parked is not None:
+            return parked[0]
+        try:
+            return self._begin(ref, file_bytes)
+        except BaseException:
+            with self._lock:
+                self._active.discard(ref)
+            raise
+
+    def _begin(self, ref: ShardRef, file_bytes: int) -> CopyWriter:
+        try:
+            return self._tier.begin_copy(ref, file_bytes)
+        except CapacityError:
+            self.drop_all()  # what nobody came back for must not keep a live copy out
+            return self._tier.begin_copy(ref, file_bytes)
+
+    def end(self, ref: ShardRef, file_bytes: int, parked: CopyWriter | None) -> None:
+        with self._lock:
+            self._active.discard(ref)
+            if parked is not None:
+                self._parked[(ref, file_bytes)] = (parked, self._clock.monotonic())
+            self._expire()
+
+    def drop_all(self) -> None:
+        with self._lock:
+            writers = [writer for writer, _ in self._parked.values()]
+            self._parked.clear()
+        for writer in writers:
+            writer.abort()
+
+    def _expire(self) -> None:
+        oldest = self._clock.monotonic() - self._limits.parked_seconds
+        for key, (writer, since) in list(self._parked.items()):
+            if since < oldest or len(self._parked) > self._limits.parked_copies:
+                del self._parked[key]
+                writer.abort()
+
+
+def _receive_copy(sock: ssl.SSLSocket, request: BulkFrame, writer: CopyWriter) -> None:
+    buffer = memoryview(bytearray(MAX_DATA_BYTES))
+    while writer.offset < request.length:
+        try:
+            frame = receive_frame(sock)
+            if frame is None:
+                raise _BrokenTransferError(f"copy of {request.ref}: the sender closed within it")
+            data = receive_data(sock, frame, request.ref, writer.offset, buffer)
+        except (OSError, UnavailableError) as error:
+            raise _BrokenTransferError(f"copy of {request.ref}: {error}") from error
+        writer.write(data)
+
+
+def _give_file(sock: ssl.SSLSocket, request: BulkFrame, reader: ShardReader) -> None:
+    size = reader.record.file_bytes
+    if request.offset > size:
+        raise FormatError(f"bulk: offset {request.offset} of a file of {size} bytes")
+    send_frame(
+        sock,
+        BulkFrame(Kind.REPLY, request.ref, request.round, offset=request.offset, length=size),
+    )
+    buffer = memoryview(bytearray(DATA_BYTES))
+    offset = request.offset
+    while offset < size:
+        got = os.preadv(reader.fd, [buffer[: min(DATA_BYTES, size - offset)]], offset)
+        if got == 0:
+            raise CorruptionError(f"shard of {request.ref}: the file ends at {offset} of {size}")
+        send_data(sock, request, offset, buffer[:got])
+        offset += got
+
+
+def _drain(sock: ssl.SSLSocket) -> None:
+    """Read what the caller still sends, or the reset that close causes would eat our REPLY."""
+    sock.settimeout(_DRAIN_SECONDS)
+    buffer = bytearray(64 << 10)
+    left = _DRAIN_BYTES
+    with contextlib.suppress(OSError):
+        while left > 0 and (count := sock.recv_into(buffer)) > 0:
+            left -= count

@@ -1,0 +1,244 @@
+"""The story as processes on this machine: no cluster, no root, a directory as the store.
+
+What decides is the product's operator code (`decide`, `apply`); what stores, copies and restores is
+the product's sidecar; what trains is the example trainer under the product's launcher. Only the
+cluster is played (local_cluster.py). "A node" here is a pod that is killed without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import urllib.request
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from testbed.driver import metrics
+from testbed.driver.digests import find_digests
+
+from demo.local_cluster import LocalCluster, Place
+from demo.recorder import Act, Sample
+from holdfast_core.clock import SystemClock
+from holdfast_core.contract import StoreConfig
+from holdfast_core.ids import JobUid
+from holdfast_core.testing.pki import Authority
+from holdfast_operator.model import JobSpecView, JobStatusView, JobView, StoreView
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKERS = 4
+STEPS = 160
+INTERVAL = 10
+OBJECT_EVERY = 20
+TRAIN = ROOT / "examples/gpt"
+
+
+def _command(sleep_per_step: float) -> tuple[str, ...]:
+    arguments = ["--steps", str(STEPS), "--layers", "2", "--width", "64", "--final-digest", "-"]
+    arguments += ["--sleep-per-step", str(sleep_per_step)]
+    launcher = [sys.executable, "-m", "holdfast", "run", "--"]
+    return (*launcher, sys.executable, str(TRAIN / "train.py"), *arguments)
+
+
+class Run:
+    """One job on one local cluster, driven by a loop in a thread of its own."""
+
+    def __init__(self, base: Path, shm: Path, name: str, sleep_per_step: float, store: bool):
+        self.base = base / name
+        self.memory = shm / name
+        clock = SystemClock()
+        view = None
+        if store:
+            endpoint = f"file://{self.base / 'store'}"
+            config = StoreConfig(endpoint, False, "checkpoints", "demo", "")
+            view = StoreView("main", config, available=True)
+        template = {
+            "spec": {
+                "containers": [
+                    {"name": "trainer", "image": "local", "command": ["holdfast", "run"]}
+                ]
+            }
+        }
+        spec = JobSpecView(
+            workers=WORKERS,
+            procs_per_worker=1,
+            template=template,
+            interval_steps=INTERVAL,
+            store="main" if store else None,
+            object_every_steps=OBJECT_EVERY if store else None,
+            suspect_after=timedelta(seconds=2),
+            max_restarts=100,
+        )
+        job = JobView(
+            "demo", name, JobUid(str(uuid.uuid4())), "1", 1, spec, JobStatusView(), clock.utc_now()
+        )
+        place = Place(
+            self.memory,
+            self.base / "node",
+            self.base / "certs",
+            self.base / "keys",
+            self.base / "logs",
+            TRAIN,
+        )
+        self.cluster = LocalCluster(job, place, _command(sleep_per_step), view, Authority())
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self.cluster.run())
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            return
+
+    def close(self) -> None:
+        if self._task is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+            self._thread.join(10)
+        for pod in list(self.cluster.pods.values()):
+            pod.delete()
+        shutil.rmtree(self.memory, ignore_errors=True)
+
+    @property
+    def failed(self) -> bool:
+        return self._task is not None and self._task.done()
+
+    def digests(self) -> dict[int, str]:
+        return find_digests(pod.output() for pod in self.cluster.pods.values())
+
+    def explain(self) -> str:
+        lines = [f"status: {self.cluster.job.status}", *self.cluster.events[-20:]]
+        for path in sorted(self.cluster.place.log_folder.glob("*.log")):
+            tail = path.read_text(errors="replace").splitlines()[-6:]
+            lines += [f"--- {path}", *tail]
+        if self.failed and self._task is not None:
+            lines.append(f"the loop ended: {self._task.exception()!r}")
+        return "\n".join(lines)
+
+
+class LocalStage:
+    total_steps = STEPS
+
+    def __init__(self) -> None:
+        self.base = ROOT / "build" / "demo-local"
+        shutil.rmtree(self.base, ignore_errors=True)
+        tmpfs = Path("/dev/shm")
+        self.shm = Path(
+            tempfile.mkdtemp(prefix="holdfast-demo-", dir=tmpfs if tmpfs.is_dir() else None)
+        )
+        self.run = Run(self.base, self.shm, "gpt", 0.05, store=True)
+
+    def reference_digests(self, say: Callable[[str], None]) -> dict[int, str]:
+        say("an uninterrupted run first, to compare with")
+        run = Run(self.base, self.shm, "reference", 0.0, store=False)
+        run.start()
+        try:
+            clock = SystemClock()
+            deadline = clock.monotonic() + 180
+            while run.cluster.job.status.phase != "Succeeded":
+                if clock.monotonic() > deadline or run.failed:
+                    raise AssertionError(f"the uninterrupted run did not end\n{run.explain()}")
+                threading.Event().wait(0.1)
+            return run.digests()
+        finally:
+            run.close()
+
+    def start(self) -> None:
+        self.run.start()
+
+    def sample(self) -> Sample:
+        status = self.run.cluster.job.status
+        seen = metrics.GangMetrics()
+        for pod in list(self.run.cluster.pods.values()):
+            port = pod.metrics_port()
+            if port is None:
+                continue
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2) as reply:
+                    metrics.collect(seen, reply.read().decode())
+            except OSError:
+                continue
+        persisted = status.last_persisted
+        committed = [s for s in (seen.committed, status.last_committed_step) if s is not None]
+        return Sample(
+            at_seconds=0.0,
+            phase=status.phase or "Pending",
+            round=status.restart_round or 0,
+            step=seen.step if seen.step is not None else status.step,
+            loss=seen.loss,
+            committed=max(committed, default=None),
+            persisted=None if persisted is None else persisted.step,
+            tiers=seen.tiers,
+        )
+
+    def acts(self) -> list[tuple[Act, Callable[[], None]]]:
+        return [
+            (Act("pod deleted", "worker 2's pod with memory and node tier", "peer"), self._pod),
+            (Act("rank killed", "the process of rank 1 (SIGKILL)", "memory"), self._rank),
+            (Act("node killed", "worker 3's processes and volumes, at once", "peer"), self._node),
+            (Act("all copies removed", "every pod with memory and node tier", "object"), self._all),
+        ]
+
+    def _member(self, worker: int) -> str:
+        return f"gpt-{worker}-r{self.run.cluster.job.status.members[worker]}"
+
+    def _pod(self) -> None:
+        self.run.cluster.delete(self._member(2))
+
+    def _rank(self) -> None:
+        for pid in self.run.cluster.pods[self._member(1)].rank_pids():
+            os.kill(pid, signal.SIGKILL)
+
+    def _node(self) -> None:
+        self.run.cluster.delete(self._member(3))
+
+    def _all(self) -> None:
+        for name in list(self.run.cluster.pods):
+            self.run.cluster.delete(name)
+
+    def recovery(self) -> tuple[int | None, str, dict[str, float]]:
+        status = self.run.cluster.job.status
+        point, last = status.restore_point, status.last_recovery
+        phases: dict[str, float] = {}
+        if last is not None:
+            for name in ("detect", "seal", "schedule", "rehydrate", "rendezvous", "first_step"):
+                value = getattr(last, f"{name}_seconds")
+                if value is not None:
+                    phases[name.replace("_", " ")] = value
+        seen = self.sample_tiers()
+        return (None if point is None else point.step or 0, seen, phases)
+
+    def sample_tiers(self) -> str:
+        seen = metrics.GangMetrics()
+        for pod in list(self.run.cluster.pods.values()):
+            port = pod.metrics_port()
+            if port is not None:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=2) as reply:
+                    metrics.collect(seen, reply.read().decode())
+        return metrics.served_by(seen)
+
+    def is_complete(self) -> bool:
+        if self.run.failed or self.run.cluster.job.status.phase == "Failed":
+            raise AssertionError(self.run.explain())
+        return self.run.cluster.job.status.phase == "Succeeded"
+
+    def final_digests(self) -> dict[int, str]:
+        return self.run.digests()
+
+    def explain(self) -> str:
+        return self.run.explain()
+
+    def close(self) -> None:
+        self.run.close()
+        shutil.rmtree(self.shm, ignore_errors=True)

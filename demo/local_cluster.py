@@ -1,0 +1,411 @@
+"""The operator's `decide` and `apply` over local processes instead of Kubernetes.
+
+Everything that decides is the product's; what stands in here is the cluster: job status in memory
+(with a resourceVersion that is checked), pods as processes (local_pods.py), calls by mutual TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from demo.local_pods import LocalPod, PodSpec
+from holdfast_core.clock import SystemClock
+from holdfast_core.contract import operator_dns_name, peer_dns_name
+from holdfast_core.ids import Digest, RestartRound, Worker
+from holdfast_core.testing.pki import Authority
+from holdfast_core.transfer.codec import dumps, loads
+from holdfast_core.transfer.messages import (
+    Ask,
+    CoordinatorState,
+    Inventory,
+    Ok,
+    Prune,
+    PruneReply,
+    Seal,
+)
+from holdfast_operator.actions import (
+    AskSave,
+    AskStop,
+    CheckpointRecord,
+    CreateCertificates,
+    EmitEvent,
+    PruneObject,
+    SealWorker,
+    SendRound,
+    round_digest,
+)
+from holdfast_operator.apply import apply
+from holdfast_operator.decide import decide
+from holdfast_operator.effects import ConflictError
+from holdfast_operator.model import (
+    AckedRound,
+    CheckpointView,
+    JobMemory,
+    JobStatusView,
+    JobView,
+    NodeView,
+    Now,
+    Observed,
+    PodPhase,
+    PodView,
+    Reachable,
+    SidecarView,
+    StoreView,
+)
+from holdfast_operator.render.pod import SidecarSettings
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Place:
+    """Folders of one local cluster."""
+
+    memory_root: Path
+    disk_root: Path
+    certs_root: Path
+    keys: Path
+    log_folder: Path
+    workdir: Path
+
+
+@dataclass(slots=True)
+class LocalCluster:
+    """Implements holdfast_operator.effects.Effects, and observes."""
+
+    job: JobView
+    place: Place
+    command: tuple[str, ...]
+    store: StoreView | None
+    authority: Authority
+    pods: dict[str, LocalPod] = field(default_factory=dict)
+    nodes: dict[str, NodeView] = field(default_factory=dict)
+    sidecars: dict[str, SidecarView] = field(default_factory=dict)
+    checkpoints: dict[str, CheckpointView] = field(default_factory=dict)
+    services: set[str] = field(default_factory=set)
+    secrets: set[str] = field(default_factory=set)
+    coordinator: CoordinatorState | None = None
+    acted_version: int = 0
+    events: list[str] = field(default_factory=list)
+    memory: JobMemory = field(default_factory=JobMemory)
+    clock: SystemClock = field(default_factory=SystemClock)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _session: aiohttp.ClientSession | None = None
+    _tls: ssl.SSLContext | bool = True
+    _calls: set[str] = field(default_factory=set)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """observe -> decide -> apply until cancelled."""
+        folder = self.place.certs_root / "operator"
+        self.authority.write_leaf(folder, operator_dns_name(self.job.uid))
+        context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        self._tls = context
+        async with aiohttp.ClientSession() as session:
+            self._session = session
+            poll = asyncio.create_task(self._poll_coordinator())
+            try:
+                while True:
+                    self._wake.clear()
+                    await self.one_pass()
+                    try:
+                        await asyncio.wait_for(self._wake.wait(), 0.2)
+                    except TimeoutError:
+                        continue
+            finally:
+                poll.cancel()
+                for task in self._tasks:
+                    task.cancel()
+
+    async def one_pass(self) -> None:
+        now = Now(self.clock.monotonic(), self.clock.utc_now())
+        decision = decide(self.observe(), now)
+        self.memory = decision.memory
+        if decision.acted_version is not None:
+            self.acted_version = decision.acted_version
+        try:
+            applied = await apply(decision, self.observe(), self, SidecarSettings(image="local"))
+        except ConflictError:
+            self._wake.set()
+            return
+        for failed in applied.failed:
+            self.events.append(f"{type(failed.action).__name__}: {failed.error}")
+
+    def observe(self) -> Observed:
+        return Observed(
+            job=self.job,
+            pods=tuple(self._pod_view(p) for p in self.pods.values()),
+            sidecars=tuple(self.sidecars.values()),
+            nodes=self.nodes,
+            coordinator=self.coordinator,
+            checkpoints=tuple(self.checkpoints.values()),
+            store=self.store,
+            services=frozenset(self.services),
+            secrets=frozenset(self.secrets),
+            memory=self.memory,
+        )
+
+    def _pod_view(self, pod: LocalPod) -> PodView:
+        node = f"node-{pod.spec.worker}"
+        self.nodes.setdefault(node, NodeView(node, labels={"kubernetes.io/hostname": node}))
+        address = pod.address()
+        return PodView(
+            name=pod.spec.name,
+            uid=pod.spec.uid,
+            worker=pod.spec.worker,
+            birth_round=pod.spec.birth_round,
+            phase=PodPhase(pod.phase),
+            ip=address,
+            node=node,
+            terminating=pod.terminating,
+            ready=address is not None,
+            trainer_exit_code=pod.exit_code,
+            trainer_restarts=pod.trainer_restarts,
+            sidecar_started=address is not None,
+            sidecar_restarts=pod.sidecar_restarts,
+        )
+
+    # ------------------------------------------------------------ faults of the demo
+
+    def delete(self, name: str) -> None:
+        self.pods.pop(name).delete()
+        self._wake.set()
+
+    # ------------------------------------------------------------ effects on Kubernetes
+
+    async def write_job_status(
+        self, job: JobView, resource_version: str, status: JobStatusView
+    ) -> None:
+        if resource_version != self.job.resource_version:
+            raise ConflictError(f"status of {job.name}: {resource_version} is not the newest")
+        version = str(int(self.job.resource_version) + 1)
+        self.job = replace(self.job, status=status, resource_version=version)
+        self._wake.set()
+
+    async def delete_job(self, job: JobView) -> None:
+        raise AssertionError("the demo's job has no time to live")
+
+    async def pod_is_gone(self, job: JobView, name: str) -> bool:
+        return name not in self.pods
+
+    async def create_pod(self, job: JobView, body: Mapping[str, Any]) -> None:
+        name = body["metadata"]["name"]
+        if name in self.pods:
+            return
+        worker, birth = _identity(job.name, name)
+        certs = self.place.certs_root / name
+        pod = LocalPod(
+            PodSpec(
+                name=name,
+                uid=str(uuid.uuid4()),
+                job_uid=job.uid,
+                job=job.name,
+                namespace=job.namespace,
+                worker=worker,
+                birth_round=birth,
+                store=self.store.config.to_json() if self.store is not None else "",
+                command=self.command,
+                memory_root=self.place.memory_root,
+                disk_root=self.place.disk_root,
+                certs=certs,
+                keys=self.place.keys,
+                log_folder=self.place.log_folder,
+                workdir=self.place.workdir,
+            )
+        )
+        self.pods[name] = pod
+        await asyncio.to_thread(pod.start)
+        self._wake.set()
+
+    async def delete_pod(self, job: JobView, name: str, uid: str, *, force: bool) -> None:
+        pod = self.pods.get(name)
+        if pod is not None and pod.spec.uid == uid:
+            del self.pods[name]
+            await asyncio.to_thread(pod.delete)
+
+    async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
+        self.services.add(body["metadata"]["name"])
+
+    async def create_certificates(self, job: JobView, action: CreateCertificates) -> None:
+        for pod in action.pods:
+            self.authority.write_leaf(self.place.certs_root / pod, peer_dns_name(pod, job.uid))
+        self.secrets.add(action.secret)
+        self._wake.set()
+
+    async def delete_certificates(self, job: JobView, secret: str) -> None:
+        self.secrets.discard(secret)
+
+    async def create_checkpoint(
+        self, job: JobView, body: Mapping[str, Any], record: CheckpointRecord
+    ) -> None:
+        name = body["metadata"]["name"]
+        self.checkpoints.setdefault(
+            name,
+            CheckpointView(name, str(uuid.uuid4()), "1", job.name, self.clock.utc_now()),
+        )
+        await self.update_checkpoint(job, name, self.checkpoints[name].resource_version, record)
+
+    async def update_checkpoint(
+        self, job: JobView, name: str, resource_version: str, record: CheckpointRecord
+    ) -> None:
+        known = self.checkpoints[name]
+        checkpoint = record.checkpoint
+        self.checkpoints[name] = replace(
+            known,
+            resource_version=str(int(known.resource_version) + 1),
+            step=known.step if checkpoint is None else checkpoint.step,
+            round=known.round if checkpoint is None else checkpoint.round,
+            manifest=record.manifest,
+            job_uid=record.job_uid,
+            world_size=record.world_size,
+            phase=record.phase,
+            persisted=record.persisted,
+            payload_bytes=record.payload_bytes,
+        )
+        self._wake.set()
+
+    async def delete_checkpoint(self, job: JobView, name: str, uid: str) -> None:
+        self.checkpoints.pop(name, None)
+
+    async def emit(self, job: JobView, event: EmitEvent) -> None:
+        self.events.append(f"{event.reason}: {event.message}")
+
+    # ------------------------------------------------------------ effects on sidecars
+
+    async def seal(self, job: JobView, action: SealWorker) -> None:
+        async def call() -> None:
+            found = await self._post(
+                action.address, action.pod, "/v1/seal", Seal(action.round), Inventory
+            )
+            self._heard(action.pod_uid, found, sealed=action.round)
+
+        self._start(f"seal {action.pod} {action.round}", action.worker, action.pod_uid, call())
+
+    async def send_round(self, job: JobView, action: SendRound) -> None:
+        async def call() -> None:
+            message = action.message
+            found = await self._post(action.address, action.pod, "/v1/round", message, Inventory)
+            self._heard(action.pod_uid, found, sealed=message.round)
+            view = self.sidecars[action.pod_uid]
+            acked = AckedRound(
+                message.round,
+                message.version,
+                Digest(round_digest(message)),
+                action.sidecar_restarts,
+            )
+            self.sidecars[action.pod_uid] = replace(view, acked=acked)
+
+        self._start(f"round {action.pod}", action.worker, action.pod_uid, call())
+
+    async def ask_save(self, job: JobView, action: AskSave) -> None:
+        await self._post(
+            action.address, action.pod, "/v1/save-now", Ask(action.round, action.token), Ok
+        )
+
+    async def ask_stop(self, job: JobView, action: AskStop) -> None:
+        await self._post(
+            action.address, action.pod, "/v1/stop", Ask(action.round, action.token), Ok
+        )
+
+    async def prune(self, job: JobView, action: PruneObject) -> PruneReply:
+        message = Prune(action.round, (action.checkpoint,))
+        return await self._post(action.address, action.pod, "/v1/prune", message, PruneReply)
+
+    def _start(self, key: str, worker: Worker, uid: str, call: Any) -> None:
+        """One call of a kind at a time; a pass never waits for a network."""
+        self.sidecars.setdefault(uid, SidecarView(worker, uid))
+        if key in self._calls:
+            call.close()
+            return
+        self._calls.add(key)
+
+        async def guarded() -> None:
+            try:
+                await call
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                view = self.sidecars[uid]
+                since = view.unreachable_since or self.clock.monotonic()
+                self.sidecars[uid] = replace(view, reachable=Reachable.NO, unreachable_since=since)
+            finally:
+                self._calls.discard(key)
+                self._wake.set()
+
+        task = asyncio.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _heard(self, uid: str, inventory: Inventory, *, sealed: RestartRound) -> None:
+        view = self.sidecars[uid]
+        self.sidecars[uid] = replace(
+            view,
+            reachable=Reachable.YES,
+            unreachable_since=None,
+            inventory=inventory,
+            sealed_round=max(sealed, inventory.round),
+        )
+
+    async def _post(self, address: str, pod: str, path: str, message: Any, reply: type[T]) -> T:
+        assert self._session is not None
+        url = f"https://{address.rpartition(':')[0]}{path}"
+        async with self._session.post(
+            url,
+            data=dumps(message),
+            ssl=self._tls,
+            server_hostname=peer_dns_name(pod, self.job.uid),
+            timeout=aiohttp.ClientTimeout(total=60),
+        ) as response:
+            body = await response.read()
+            if response.status != 200:
+                self.events.append(f"{path} to {pod}: {response.status} {body.decode()}")
+                raise aiohttp.ClientError(f"{path}: {response.status}")
+            return loads(reply, body)
+
+    async def _poll_coordinator(self) -> None:
+        while True:
+            worker = self.job.status.coordinator
+            pod = next(
+                (
+                    p
+                    for p in self.pods.values()
+                    if worker is not None
+                    and p.spec.worker == worker
+                    and p.spec.birth_round == self.job.status.members[worker]
+                ),
+                None,
+            )
+            address = pod.address() if pod is not None else None
+            if pod is None or address is None or self._session is None:
+                await asyncio.sleep(0.1)
+                continue
+            try:
+                async with self._session.get(
+                    f"https://{address.rpartition(':')[0]}/v1/state",
+                    params={"since": str(self.acted_version), "timeout": "5"},
+                    ssl=self._tls,
+                    server_hostname=peer_dns_name(pod.spec.name, self.job.uid),
+                    timeout=aiohttp.ClientTimeout(total=10),
+                ) as response:
+                    body = await response.read()
+                    if response.status == 200:
+                        self.coordinator = loads(CoordinatorState, body)
+                        self._wake.set()
+                    else:
+                        await asyncio.sleep(0.2)
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                await asyncio.sleep(0.2)
+
+
+def _identity(job: str, pod: str) -> tuple[Worker, RestartRound]:
+    worker, _, birth = pod.removeprefix(f"{job}-").partition("-r")
+    return Worker(int(worker)), RestartRound(int(birth))

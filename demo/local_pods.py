@@ -1,0 +1,217 @@
+"""Pods of the local demo: a sidecar and a launcher as plain processes, and what a kubelet does to them.
+
+Each pod has its own shared folder (tmpfs) and node folder; deleting it kills both processes and
+removes both folders, as deleting a pod with emptyDirs does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast_core.contract import PodContract, SidecarContract
+from holdfast_core.ids import JobUid, RestartRound, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class PodSpec:
+    name: str
+    uid: str
+    job_uid: JobUid
+    job: str
+    namespace: str
+    worker: Worker
+    birth_round: RestartRound
+    store: str
+    """StoreConfig as JSON, "" without an object tier."""
+    command: tuple[str, ...]
+    """Of the trainer container."""
+    memory_root: Path
+    """A tmpfs folder."""
+    disk_root: Path
+    certs: Path
+    keys: Path
+    log_folder: Path
+    workdir: Path
+
+
+@dataclass(slots=True)
+class LocalPod:
+    """One pod. `phase` follows its processes; `gone` after delete."""
+
+    spec: PodSpec
+    phase: str = "Running"
+    exit_code: int | None = None
+    trainer_restarts: int = 0
+    sidecar_restarts: int = 0
+    terminating: bool = False
+    sidecar: subprocess.Popen[bytes] | None = None
+    trainer: subprocess.Popen[bytes] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _supervisor: threading.Thread | None = None
+
+    @property
+    def shared(self) -> Path:
+        return self.spec.memory_root / self.spec.name
+
+    @property
+    def node(self) -> Path:
+        return self.spec.disk_root / self.spec.name
+
+    def start(self) -> None:
+        self.shared.mkdir(parents=True, exist_ok=True)
+        self.node.mkdir(parents=True, exist_ok=True)
+        self.sidecar = self._start_sidecar()
+        self.trainer = self._start_trainer()
+        self._supervisor = threading.Thread(target=self._supervise, daemon=True)
+        self._supervisor.start()
+
+    def address(self) -> str | None:
+        """ip:control:bulk once the sidecar has bound its ports."""
+        try:
+            ports = json.loads((self.shared / "ports.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return f"127.0.0.1:{ports['control']}:{ports['bulk']}"
+
+    def metrics_port(self) -> int | None:
+        try:
+            return int(json.loads((self.shared / "ports.json").read_text())["metrics"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def rank_pids(self) -> list[int]:
+        """Processes of this pod whose title says that they are a rank."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdecimal():
+                continue
+            try:
+                title = (entry / "cmdline").read_bytes()
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if b"holdfast-rank" in title and str(self.shared).encode() in environment:
+                found.append(int(entry.name))
+        return found
+
+    def delete(self) -> None:
+        """SIGKILL both containers and take the volumes away."""
+        with self._lock:
+            self.terminating = True
+        for process in (self.trainer, self.sidecar):
+            _kill_tree(process)
+        shutil.rmtree(self.shared, ignore_errors=True)
+        shutil.rmtree(self.node, ignore_errors=True)
+
+    def output(self) -> str:
+        try:
+            return (self.spec.log_folder / f"{self.spec.name}.trainer.log").read_text()
+        except OSError:
+            return ""
+
+    # ------------------------------------------------------------ processes
+
+    def _start_sidecar(self) -> subprocess.Popen[bytes]:
+        contract = SidecarContract(
+            job_uid=self.spec.job_uid,
+            job=self.spec.job,
+            namespace=self.spec.namespace,
+            worker=self.spec.worker,
+            birth_round=self.spec.birth_round,
+            procs_per_worker=1,
+            shared_dir=str(self.shared),
+            pod_name=self.spec.name,
+            pod_ip="127.0.0.1",
+            node_dir=str(self.node),
+            node_capacity_bytes=0,
+            certs_dir=str(self.spec.certs),
+            store_dir=str(self.spec.keys),
+            store=self.spec.store,
+            control_port=0,
+            bulk_port=0,
+            metrics_port=0,
+        )
+        return self._spawn(
+            "sidecar", [sys.executable, "-m", "holdfast_sidecar", "serve"], contract.to_env()
+        )
+
+    def _start_trainer(self) -> subprocess.Popen[bytes]:
+        contract = PodContract(
+            job_uid=self.spec.job_uid,
+            job=self.spec.job,
+            namespace=self.spec.namespace,
+            worker=self.spec.worker,
+            birth_round=self.spec.birth_round,
+            procs_per_worker=1,
+            shared_dir=str(self.shared),
+        )
+        return self._spawn("trainer", list(self.spec.command), contract.to_env())
+
+    def _spawn(
+        self, container: str, command: list[str], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        path = self.spec.log_folder / f"{self.spec.name}.{container}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                env={**os.environ, **environment, "POD_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"},
+                cwd=self.spec.workdir,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def _supervise(self) -> None:
+        """What the kubelet does: OnFailure for the trainer, Always for the sidecar while it lives."""
+        while True:
+            time.sleep(0.1)
+            with self._lock:
+                if self.terminating or self.trainer is None or self.sidecar is None:
+                    return
+                code = self.trainer.poll()
+                if code == 0:
+                    self.phase, self.exit_code = "Succeeded", 0
+                    self.sidecar.send_signal(signal.SIGTERM)
+                    return
+                if code is not None:
+                    self.trainer_restarts += 1
+                    self.trainer = self._start_trainer()
+                if self.sidecar.poll() is not None:
+                    self.sidecar_restarts += 1
+                    self.sidecar = self._start_sidecar()
+
+
+def _kill_tree(process: subprocess.Popen[bytes] | None) -> None:
+    """SIGKILL a container: every process that descends from its first one."""
+    if process is None:
+        return
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    doomed, queue = [], [process.pid]
+    while queue:
+        pid = queue.pop()
+        doomed.append(pid)
+        queue.extend(children.get(pid, []))
+    for pid in doomed:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()

@@ -1,0 +1,256 @@
+"""A certificate authority for each job, and the leaves that its pods and this operator show.
+
+1. The authority's key lies in a Secret of the operator's own namespace, never in a tenant's.
+2. The pods that are born in a round find their leaves in one immutable Secret of the job's namespace.
+3. A leaf lives LEAF_LIFE; at two thirds of it the operator sends a new one to the sidecar.
+The operator's own leaf for a job lives in memory. Keys are never logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from holdfast_core.clock import Clock
+from holdfast_core.contract import operator_dns_name, peer_dns_name
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import JobUid
+from holdfast_core.transfer.messages import Certificate
+from holdfast_operator import labels, logs
+from holdfast_operator.cluster import Cluster
+from holdfast_operator.kube_access import load_leaf
+from holdfast_operator.render.names import certificate_items
+
+LEAF_LIFE = timedelta(hours=24)
+CA_LIFE = timedelta(days=3650)
+RENEW_AT = 2 / 3
+_BACKDATE = timedelta(minutes=5)
+"""Nodes whose clocks are a little behind must accept a fresh leaf."""
+_CA_LABEL = "holdfast.dev/certificate-authority"
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """Certificate and private key, PEM."""
+
+    certificate: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Certificate and private key, PEM."""
+
+    certificate: str
+    key: str
+
+
+def new_authority(job_uid: str, now: datetime) -> Authority:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"holdfast {job_uid}"[:64])])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATE)
+        .not_valid_after(now + CA_LIFE)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return Authority(_pem(certificate), _key_pem(key))
+
+
+def new_leaf(authority: Authority, dns_name: str, now: datetime) -> Leaf:
+    """A leaf for one dNSName, good as client and as server."""
+    issuer = x509.load_pem_x509_certificate(authority.certificate.encode())
+    issuer_key = serialization.load_pem_private_key(authority.key.encode(), None)
+    if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):
+        raise HoldfastError("the key of the job's authority is not an elliptic-curve key")
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([]))
+        .issuer_name(issuer.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATE)
+        .not_valid_after(now + LEAF_LIFE)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(
+            x509.ExtendedKeyUsage(
+                [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+            ),
+            critical=False,
+        )
+        # Critical: the subject is empty (RFC 5280, 4.2.1.6).
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name)]), critical=True)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
+            critical=False,
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+    return Leaf(_pem(certificate), _key_pem(key))
+
+
+def secret_data(
+    authority: Authority, job_uid: str, pods: Iterable[str], now: datetime
+) -> dict[str, str]:
+    """Keys and texts of the Secret of a round: see render.names.certificate_items."""
+    data: dict[str, str] = {}
+    for pod in pods:
+        leaf = new_leaf(authority, peer_dns_name(pod, job_uid), now)
+        files = {"ca.crt": authority.certificate, "tls.crt": leaf.certificate, "tls.key": leaf.key}
+        data.update({key: files[path] for key, path in certificate_items(pod)})
+    return data
+
+
+def client_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
+    """TLS 1.3 with both sides authenticated by the job's authority alone."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(cadata=authority.certificate)
+    load_leaf(context, leaf.certificate, leaf.key)
+    return context
+
+
+def ca_secret_name(job_uid: str) -> str:
+    return f"holdfast-ca-{job_uid}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    context: ssl.SSLContext
+    renew_at: datetime
+
+
+class Certificates:
+    """Authorities by job, read from the operator's namespace or created there at first use."""
+
+    def __init__(self, cluster: Cluster, namespace: str, clock: Clock) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+        self._clock = clock
+        self._authorities: dict[str, Authority] = {}
+        self._clients: dict[str, _Client] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def round_data(self, job_uid: JobUid, pods: Iterable[str]) -> dict[str, str]:
+        """Contents of the Secret with the leaves of these pods."""
+        authority = await self._authority(job_uid)
+        now = self._clock.utc_now()
+        return await asyncio.to_thread(secret_data, authority, job_uid, tuple(pods), now)
+
+    async def renewed(self, job_uid: JobUid, pod: str) -> Certificate:
+        """A new leaf for a pod, as the sidecar takes it."""
+        authority = await self._authority(job_uid)
+        leaf = await asyncio.to_thread(
+            new_leaf, authority, peer_dns_name(pod, job_uid), self._clock.utc_now()
+        )
+        return Certificate(leaf.certificate, leaf.key)
+
+    async def client(self, job_uid: JobUid) -> ssl.SSLContext:
+        """What the operator shows to the job's sidecars; another object after each renewal."""
+        known = self._clients.get(job_uid)
+        now = self._clock.utc_now()
+        if known is not None and now < known.renew_at:
+            return known.context
+        authority = await self._authority(job_uid)
+        leaf = await asyncio.to_thread(new_leaf, authority, operator_dns_name(job_uid), now)
+        client = _Client(client_context(authority, leaf), now + LEAF_LIFE * RENEW_AT)
+        self._clients[job_uid] = client
+        return client.context
+
+    async def forget(self, job_uid: JobUid) -> None:
+        """The job is gone: its authority goes too. Raises ApiError."""
+        self._authorities.pop(job_uid, None)
+        self._clients.pop(job_uid, None)
+        self._locks.pop(job_uid, None)
+        await self._cluster.delete_secret(self._namespace, ca_secret_name(job_uid))
+
+    async def sweep(self, living: set[str]) -> None:
+        """Delete authorities of jobs that vanished while no operator ran. Raises ApiError."""
+        wanted = {ca_secret_name(uid) for uid in living}
+        for name in await self._cluster.secret_names(self._namespace, f"{_CA_LABEL}=true"):
+            if name not in wanted:
+                logs.info(f"deleting Secret {name}: its job is gone")
+                await self._cluster.delete_secret(self._namespace, name)
+
+    async def _authority(self, job_uid: JobUid) -> Authority:
+        async with self._locks.setdefault(job_uid, asyncio.Lock()):
+            known = self._authorities.get(job_uid)
+            if known is None:
+                known = await self._read(job_uid) or await self._create(job_uid)
+                self._authorities[job_uid] = known
+            return known
+
+    async def _read(self, job_uid: JobUid) -> Authority | None:
+        name = ca_secret_name(job_uid)
+        data = await self._cluster.get_secret(self._namespace, name)
+        if data is None:
+            return None
+        if "ca.crt" not in data or "ca.key" not in data:
+            raise HoldfastError(
+                f"Secret {self._namespace}/{name} has keys {sorted(data)}, expected ca.crt and "
+                "ca.key: delete it together with the job"
+            )
+        return Authority(data["ca.crt"], data["ca.key"])
+
+    async def _create(self, job_uid: JobUid) -> Authority:
+        name = ca_secret_name(job_uid)
+        fresh = await asyncio.to_thread(new_authority, job_uid, self._clock.utc_now())
+        metadata = {
+            "labels": {
+                labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
+                labels.JOB_UID: job_uid,
+                _CA_LABEL: "true",
+            }
+        }
+        data = {"ca.crt": fresh.certificate, "ca.key": fresh.key}
+        created = await self._cluster.create_secret(self._namespace, name, data, metadata)
+        if not created.existed:
+            return fresh
+        found = await self._read(job_uid)  # another operator was faster: its authority counts
+        if found is None:
+            raise HoldfastError(f"Secret {self._namespace}/{name} was there and is gone again")
+        return found
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    ).decode()

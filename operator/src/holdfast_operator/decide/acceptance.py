@@ -1,0 +1,128 @@
+"""Problems of a spec that the CRD's own rules cannot see: they keep the first round from beginning.
+
+A job that runs is not stopped by them: its store is RemoteTierHealthy's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
+from holdfast_operator.decide.status import Note
+from holdfast_operator.decide.world import World
+from holdfast_operator.reasons import Reason
+
+VOLUME_PREFIX = "holdfast-"
+"""Volumes of that prefix are ours."""
+
+
+def find_problem(world: World) -> Note | None:
+    """The first problem, None if the job can be run. STORE_NOT_PROBED passes by waiting."""
+    return (
+        template_problem(world.observed.job.spec.template)
+        or _store_problem(world)
+        or _restore_from_problem(world)
+    )
+
+
+def template_problem(template: Mapping[str, Any]) -> Note | None:
+    spec = template.get("spec")
+    containers = _maps(spec, "containers")
+    trainers = [c for c in containers if c.get("name") == TRAINER_CONTAINER]
+    if len(trainers) != 1:
+        names = ", ".join(str(c.get("name")) for c in containers) or "none"
+        return _invalid(
+            f"spec.template has {len(trainers)} containers named {TRAINER_CONTAINER}, exactly one "
+            f"is expected (found: {names}): name the container that runs the training so"
+        )
+    others = containers + _maps(spec, "initContainers")
+    if any(c.get("name") == SIDECAR_CONTAINER for c in others):
+        return _invalid(f"spec.template has a container named {SIDECAR_CONTAINER}: choose another")
+    taken = [v for v in _maps(spec, "volumes") if str(v.get("name")).startswith(VOLUME_PREFIX)]
+    if taken:
+        return _invalid(
+            f"spec.template has a volume named {taken[0].get('name')}: names that start with "
+            f"{VOLUME_PREFIX} are the operator's, choose another"
+        )
+    command = _words(trainers[0].get("command"))
+    if command and not uses_launcher(command + _words(trainers[0].get("args"))):
+        return _invalid(
+            "the command of container trainer does not start its processes with the launcher, so "
+            f"a lost rank could not be restarted: found {' '.join(command)[:200]!r}, put "
+            "`holdfast run --` before it"
+        )
+    return None
+
+
+def uses_launcher(words: Sequence[str]) -> bool:
+    """`holdfast run`, `python -m holdfast.run`, or a shell line that holds one of them."""
+    for index, word in enumerate(words):
+        if "holdfast.run" in word or "holdfast run" in word:
+            return True
+        is_launcher = word == "holdfast" or word.endswith("/holdfast")
+        if is_launcher and index + 1 < len(words) and words[index + 1] == "run":
+            return True
+    return False
+
+
+def _store_problem(world: World) -> Note | None:
+    name = world.observed.job.spec.store
+    if name is None:
+        return None
+    store = world.observed.store
+    if store is None:
+        words = f"CheckpointStore {name} is not in namespace {world.observed.job.namespace}"
+        return Note(Reason.STORE_NOT_FOUND, f"{words}: create it, or correct storeRef")
+    if store.available is None:
+        return Note(Reason.STORE_NOT_PROBED, f"CheckpointStore {name} is being probed")
+    if not store.available:
+        return Note(Reason.STORE_UNAVAILABLE, f"CheckpointStore {name}: {store.message}")
+    return None
+
+
+def _restore_from_problem(world: World) -> Note | None:
+    job = world.observed.job
+    name = job.spec.restore_from
+    if name is None:
+        return None
+    source = next((c for c in world.observed.checkpoints if c.name == name), None)
+    if source is None:
+        words = f"spec.restoreFrom names Checkpoint {name}, which is not in namespace"
+        return Note(Reason.CHECKPOINT_NOT_FOUND, f"{words} {job.namespace}")
+    problem = None
+    if job.spec.store is None:
+        problem = "this job has no checkpoint.object.storeRef to read it from"
+    elif source.deleting:
+        problem = "it is being deleted"
+    elif source.quarantined:
+        problem = "it is quarantined"
+    elif source.phase != "Committed" or source.manifest is None or source.job_uid is None:
+        problem = f"its phase is {source.phase or 'unknown'}, expected Committed"
+    elif not source.persisted:
+        problem = "it is not in an object store"
+    if problem is not None:
+        words = f"Checkpoint {name} of spec.restoreFrom cannot be restored: {problem}"
+        return Note(Reason.CHECKPOINT_NOT_RESTORABLE, words)
+    if source.world_size != job.spec.world_size:
+        return Note(
+            Reason.WORLD_SIZE_MISMATCH,
+            f"Checkpoint {name} was saved by {source.world_size} ranks, this job has "
+            f"{job.spec.world_size}: set workers and procsPerWorker so that they match",
+        )
+    return None
+
+
+def _invalid(message: str) -> Note:
+    return Note(Reason.INVALID_TEMPLATE, message)
+
+
+def _maps(parent: Any, key: str) -> list[Mapping[str, Any]]:
+    items = parent.get(key) if isinstance(parent, Mapping) else None
+    if not isinstance(items, Sequence) or isinstance(items, str):
+        return []
+    return [item for item in items if isinstance(item, Mapping)]
+
+
+def _words(value: Any) -> list[str]:
+    return [str(v) for v in value] if isinstance(value, Sequence) else []

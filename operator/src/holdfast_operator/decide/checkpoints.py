@@ -1,0 +1,347 @@
+"""Checkpoint objects: the projection of commits, requests to save, retention, deletes. Pure.
+
+1. The commit is lastPersisted in the job's status (committable); it does not move on until the
+   previous one's object exists.
+2. The object is a projection: created after the commit, repaired on every pass.
+3. A request (an object with jobRef alone) is handed to the coordinator, and becomes the record of
+   the first commit above the step that was trained when it was asked.
+4. Retention: phase Deleting first, then the order to the store, then the object. Never the restore
+   point, the newest commit or a held one; never before the round's own first replicated commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from holdfast_core.api import CheckpointPhase
+from holdfast_core.ids import CheckpointId, Step
+from holdfast_core.transfer.messages import RestorePoint
+from holdfast_operator.actions import (
+    Action,
+    AskSave,
+    CheckpointRecord,
+    CreateCheckpointObject,
+    DeleteCheckpoint,
+    PruneObject,
+    UpdateCheckpointStatus,
+)
+from holdfast_operator.decide.world import World, on_lineage
+from holdfast_operator.model import (
+    AskedSave,
+    CheckpointView,
+    JobMemory,
+    Now,
+    PersistedView,
+)
+from holdfast_operator.render.names import checkpoint_name
+
+MIN_KEPT = 2
+"""A newest checkpoint that turns out unreadable needs one before it (R16)."""
+PRUNES_PER_PASS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    actions: tuple[Action, ...]
+    memory: JobMemory
+
+
+def own_checkpoints(world: World) -> tuple[CheckpointView, ...]:
+    """Those of this very job; a former job of the same name left others."""
+    job = world.observed.job
+    return tuple(
+        c for c in world.observed.checkpoints if c.job == job.name and c.job_uid in (None, job.uid)
+    )
+
+
+def pending_commit(world: World) -> PersistedView | None:
+    """What the coordinator persisted and the status does not say yet."""
+    state = world.coordinator
+    status = world.status
+    if state is None or state.last_persisted is None or status.restore_point is None:
+        return None
+    point = state.last_persisted
+    if point.step is None or point.round is None or point.manifest is None:
+        return None
+    if point.job_uid not in (None, world.observed.job.uid):
+        return None
+    found = PersistedView(point.step, point.round, point.manifest)
+    last = status.last_persisted
+    if last is not None and (found.step, found.round) <= (last.step, last.round):
+        return None
+    return found if on_lineage(found.id, status.lineage) else None
+
+
+def has_object(world: World, checkpoint: CheckpointId) -> bool:
+    return any(c.id == checkpoint for c in own_checkpoints(world))
+
+
+def committable(world: World) -> PersistedView | None:
+    """The commit that may be written now: the one before it has its object."""
+    last = world.status.last_persisted
+    if last is not None and not has_object(world, last.id):
+        return None
+    return pending_commit(world)
+
+
+def plan(world: World, memory: JobMemory, now: Now) -> CheckpointPlan:
+    """What to do about Checkpoint objects while the round runs or starts."""
+    requests, memory = _requests(world, memory, now)
+    actions = [*_projection(world, now, requests), *requests, *_finalizers(world, now)]
+    actions.extend(_deletes(world))
+    actions.extend(_retention(world, now))
+    return CheckpointPlan(tuple(actions), memory)
+
+
+def expire_requests(world: World) -> tuple[Action, ...]:
+    """The job has ended: what was asked for and not saved will not be."""
+    return tuple(
+        UpdateCheckpointStatus(
+            c.name,
+            c.resource_version,
+            CheckpointRecord(
+                phase=CheckpointPhase.EXPIRED, message="the job ended before this was saved"
+            ),
+        )
+        for c in own_checkpoints(world)
+        if c.step is None and not c.deleting and c.phase != CheckpointPhase.EXPIRED
+    )
+
+
+# --------------------------------------------------------------------------- projection
+
+
+def _projection(world: World, now: Now, requests: list[Action]) -> list[Action]:
+    last = world.status.last_persisted
+    if last is None or has_object(world, last.id):
+        return []
+    becomes = any(
+        isinstance(a, UpdateCheckpointStatus) and a.record.checkpoint == last.id for a in requests
+    )
+    if becomes:
+        return []
+    name = checkpoint_name(world.observed.job.name, last.id)
+    return [
+        CreateCheckpointObject(
+            name=name,
+            checkpoint=last.id,
+            deletion_policy="Retain",
+            record=_record(world, last, now),
+        )
+    ]
+
+
+def _record(world: World, last: PersistedView, now: Now) -> CheckpointRecord:
+    job = world.observed.job
+    state = world.coordinator
+    size = 0
+    point = None if state is None else state.last_persisted
+    if (
+        state is not None
+        and point is not None
+        and (point.step, point.round) == (last.step, last.round)
+    ):
+        size = state.last_persisted_bytes
+    parents = [e for e in world.status.lineage if e.round == last.round]
+    return CheckpointRecord(
+        phase=CheckpointPhase.COMMITTED,
+        checkpoint=last.id,
+        manifest=last.manifest,
+        payload_bytes=size,
+        world_size=job.spec.procs_per_worker * len(world.members),
+        job_uid=job.uid,
+        parent=parents[0].base_manifest if parents else None,
+        committed_at=now.utc,
+        persisted=True,
+        replicated=True,
+    )
+
+
+# --------------------------------------------------------------------------- requests
+
+
+def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], JobMemory]:
+    coordinator = world.coordinator_member()
+    state = world.coordinator
+    open_ = [
+        c
+        for c in own_checkpoints(world)
+        if c.step is None and not c.deleting and c.phase != CheckpointPhase.EXPIRED
+    ]
+    asked = {
+        a.name: a
+        for a in memory.asked
+        if a.round == world.round and any(c.name == a.name for c in open_)
+    }
+    actions: list[Action] = []
+    for checkpoint in open_:
+        known = asked.get(checkpoint.name)
+        done = None if known is None else _fulfilled(world, known)
+        if done is not None:
+            record = replace(
+                _record(world, done, now),
+                started_at=checkpoint.started_at,
+                persisted=world.observed.job.spec.store is not None,
+                held=checkpoint.hold,
+            )
+            actions.append(
+                UpdateCheckpointStatus(checkpoint.name, checkpoint.resource_version, record)
+            )
+            continue
+        if known is not None or state is None or not state.running or state.finished:
+            continue
+        if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
+            continue
+        trained = [p.step for p in state.progress]
+        asked[checkpoint.name] = AskedSave(
+            checkpoint.name, world.round, Step(max(trained)) if trained else None
+        )
+        actions.append(
+            AskSave(
+                coordinator.worker,
+                coordinator.pod.name,
+                coordinator.pod.ip,
+                world.round,
+                token=checkpoint.name,
+            )
+        )
+        if checkpoint.phase != CheckpointPhase.IN_PROGRESS:
+            record = CheckpointRecord(
+                phase=CheckpointPhase.IN_PROGRESS, started_at=now.utc, held=checkpoint.hold
+            )
+            actions.append(
+                UpdateCheckpointStatus(checkpoint.name, checkpoint.resource_version, record)
+            )
+    return actions, replace(memory, asked=tuple(asked.values()))
+
+
+def _fulfilled(world: World, asked: AskedSave) -> PersistedView | None:
+    """The commit that a request becomes the record of, at the level that the job has."""
+    spec = world.observed.job.spec
+    state = world.coordinator
+    if spec.store is not None:
+        found = world.status.last_persisted
+    else:
+        point = None if state is None else state.last_replicated
+        if point is None or point.step is None or point.round is None or point.manifest is None:
+            return None
+        found = PersistedView(point.step, point.round, point.manifest)
+    if found is None or found.round != world.round:
+        return None
+    return found if asked.after_step is None or found.step > asked.after_step else None
+
+
+# --------------------------------------------------------------------------- retention, deletes
+
+
+def _finalizers(world: World, now: Now) -> list[Action]:
+    """Objects whose data must go with them hold our finalizer as long as there is data."""
+    return [
+        UpdateCheckpointStatus(c.name, c.resource_version, replace(_as_record(c), finalizer=True))
+        for c in own_checkpoints(world)
+        if c.deletion_policy == "DeleteData"
+        and c.phase == CheckpointPhase.COMMITTED
+        and c.persisted
+        and not c.has_finalizer
+        and not c.deleting
+    ]
+
+
+def _as_record(view: CheckpointView) -> CheckpointRecord:
+    """What the object says already."""
+    return CheckpointRecord(
+        phase=view.phase,
+        checkpoint=view.id,
+        manifest=view.manifest,
+        payload_bytes=view.payload_bytes,
+        world_size=view.world_size,
+        job_uid=view.job_uid,
+        started_at=view.started_at,
+        committed_at=view.committed_at,
+        persisted=view.persisted,
+        replicated=True,
+        held=view.hold,
+        finalizer=view.has_finalizer,
+    )
+
+
+def _protected(world: World) -> set[CheckpointId]:
+    status = world.status
+    found: set[CheckpointId] = set()
+    if status.last_persisted is not None:
+        found.add(status.last_persisted.id)
+    point = status.restore_point
+    if point is not None and point.step is not None and point.round is not None:
+        found.add(CheckpointId(point.step, point.round))
+    return found
+
+
+def may_prune(world: World) -> bool:
+    """Nothing goes between a seal and the round's first replicated commit."""
+    state = world.coordinator
+    if state is None or world.status.restore_point is None:
+        return False
+    points = (state.last_replicated, state.last_persisted)
+    return any(p is not None and p.round == world.round for p in points)
+
+
+def _deletes(world: World) -> list[Action]:
+    """Objects that people delete: with their data, where they ask for it."""
+    actions: list[Action] = []
+    for checkpoint in own_checkpoints(world):
+        if not checkpoint.deleting or not checkpoint.has_finalizer:
+            continue
+        keep = checkpoint.deletion_policy != "DeleteData" or checkpoint.hold
+        if keep or checkpoint.id is None or not checkpoint.persisted:
+            actions.append(DeleteCheckpoint(checkpoint.name, checkpoint.uid))
+        elif checkpoint.id not in _protected(world):
+            actions.extend(_prune(world, checkpoint))
+    return actions
+
+
+def _retention(world: World, now: Now) -> list[Action]:
+    if not may_prune(world):
+        return []
+    status = world.status
+    protected = _protected(world)
+    records = [
+        (id_, c)
+        for c in own_checkpoints(world)
+        if (id_ := c.id) is not None and c.persisted and not c.deleting
+    ]
+    doomed = [c for _, c in records if c.phase == CheckpointPhase.DELETING]
+    committed = [(i, c) for i, c in records if c.phase == CheckpointPhase.COMMITTED]
+    on = sorted({i for i, _ in committed if on_lineage(i, status.lineage)}, reverse=True)
+    kept = set(on[: max(MIN_KEPT, world.observed.job.spec.keep_last)]) | protected
+    kept |= {i for i, c in committed if c.hold}  # an id may have two objects, one of them held
+    actions: list[Action] = []
+    for checkpoint in doomed[:PRUNES_PER_PASS]:
+        actions.extend(_prune(world, checkpoint))
+    excess = [c for i, c in committed if i not in kept]
+    for checkpoint in excess[:PRUNES_PER_PASS]:
+        record = replace(
+            _as_record(checkpoint),
+            phase=CheckpointPhase.DELETING,
+            message="pruned by spec.checkpoint.retention",
+        )
+        actions.append(UpdateCheckpointStatus(checkpoint.name, checkpoint.resource_version, record))
+    return actions
+
+
+def _prune(world: World, checkpoint: CheckpointView) -> list[Action]:
+    coordinator = world.coordinator_member()
+    if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
+        return []
+    if not coordinator.alive or not may_prune(world) or checkpoint.id is None:
+        return []
+    return [
+        PruneObject(
+            worker=coordinator.worker,
+            pod=coordinator.pod.name,
+            address=coordinator.pod.ip,
+            round=world.round,
+            name=checkpoint.name,
+            uid=checkpoint.uid,
+            checkpoint=RestorePoint(checkpoint.step, checkpoint.round, checkpoint.manifest),
+        )
+    ]

@@ -1,0 +1,244 @@
+"""What counts as a failure of the gang, whether it counts against the budget, and what it means.
+
+1. A disruption (node lost, pod deleted, eviction) is looked at before exit codes and never counts.
+2. A container or image that cannot be had is no failure: waiting costs no restart.
+3. The restart of a sidecar's container alone is no failure: ROUND is repeated to it.
+4. A pod that is being deleted may save and stop first, for DRAIN_SECONDS, while its gang trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import Worker
+from holdfast_operator.decide.times import seconds_since
+from holdfast_operator.decide.world import MemberState, World
+from holdfast_operator.model import JobMemory, Now, PodPhase, PodView, RestartRecord
+from holdfast_operator.reasons import Reason
+
+DRAIN_SECONDS = 15.0
+"""Half of the default grace period: enough for one step and one save, short enough to go on."""
+SIDECAR_SILENT_SECONDS = 90.0
+"""Above the wait for holders, so that the restore point is decided before a pod is given up."""
+ALL_SILENT_SECONDS = 300.0
+"""Without one sidecar that answers, the silence is probably the operator's own network."""
+MAX_TRAINER_RESTARTS = 2
+"""Then the kubelet's back-off grows to minutes: a new pod is faster."""
+
+CANNOT_START = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "ErrImageNeverPull",
+        "InvalidImageName",
+        "ImageInspectError",
+        "RegistryUnavailable",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "StartError",
+    }
+)
+"""Words of the kubelet for containers that may come when somebody mends the image or the pod."""
+_EVICTED = frozenset({"Evicted", "Preempting", "Preempted", "TerminationByKubelet", "Shutdown"})
+
+_SEVERITY = (
+    Reason.STATUS_BEHIND,
+    Reason.NODE_LOST,
+    Reason.POD_EVICTED,
+    Reason.POD_LOST,
+    Reason.OOM_KILLED,
+    Reason.TRAINER_RESTARTING,
+    Reason.POD_FAILED,
+    Reason.RANK_FAILED,
+    Reason.RESTORE_FAILED,
+    Reason.SIDECAR_UNREACHABLE,
+    Reason.POD_SUCCEEDED_EARLY,
+)
+"""The reason of a round is the first of these among its failures: causes before consequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One thing that is wrong with one worker, or with the gang (worker None)."""
+
+    reason: Reason
+    message: str
+    worker: Worker | None = None
+    disruption: bool = False
+    exit_code: int | None = None
+    replace_pod: bool = False
+    confirm_gone: str | None = None
+    """Pod whose absence is all that this rests on."""
+
+
+def find_failures(world: World, memory: JobMemory, now: Now) -> tuple[Failure, ...]:
+    """Everything that makes a new round necessary, causes first; empty while all is well."""
+    found: list[Failure] = []
+    sealed = world.highest_sealed
+    if sealed is not None and sealed > world.round:
+        words = f"a sidecar is sealed for round {sealed}, the status says {world.round}"
+        found.append(Failure(Reason.STATUS_BEHIND, words, disruption=True))
+    for member in world.members:
+        failure = _of_member(world, member, memory, now)
+        if failure is not None:
+            found.append(failure)
+    found.extend(_of_ranks(world))
+    state = world.coordinator
+    if state is not None and state.cannot_restore:
+        found.append(Failure(Reason.RESTORE_FAILED, state.cannot_restore))
+    return tuple(sorted(found, key=lambda f: _SEVERITY.index(f.reason)))
+
+
+def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -> Failure | None:
+    chosen = world.status.restore_point is not None
+    pod = member.pod
+    if pod is None:
+        if not chosen and member.birth_round == world.round:
+            return None  # not created yet: nothing can be lost with it
+        name = f"worker {member.worker}, born in round {member.birth_round}"
+        return Failure(
+            Reason.POD_LOST,
+            f"the pod of {name} is gone",
+            member.worker,
+            disruption=True,
+            replace_pod=True,
+            confirm_gone=_gone_name(world, member),
+        )
+    if member.node_lost:
+        words = f"node {pod.node} of pod {pod.name} is silent and its sidecar does not answer"
+        return Failure(Reason.NODE_LOST, words, member.worker, disruption=True, replace_pod=True)
+    if pod.disrupted or (pod.phase is PodPhase.FAILED and pod.reason in _EVICTED):
+        if pod.terminating and _may_drain(world, pod, memory, now):
+            return None
+        words = f"pod {pod.name}: {pod.reason or 'disrupted'}: {pod.message}".rstrip(": ")
+        return Failure(Reason.POD_EVICTED, words, member.worker, disruption=True, replace_pod=True)
+    if pod.terminating:
+        if _may_drain(world, pod, memory, now):
+            return None
+        words = f"pod {pod.name} is being deleted"
+        return Failure(Reason.POD_LOST, words, member.worker, disruption=True, replace_pod=True)
+    return _of_container(world, member, pod, now)
+
+
+def _of_container(world: World, member: MemberState, pod: PodView, now: Now) -> Failure | None:
+    worker = member.worker
+    if pod.phase is PodPhase.FAILED:
+        oom = pod.reason == "OOMKilled"
+        words = f"pod {pod.name} failed: {pod.reason or 'no reason given'}: {pod.message}"
+        return Failure(
+            Reason.OOM_KILLED if oom else Reason.POD_FAILED,
+            words.rstrip(": "),
+            worker,
+            exit_code=pod.trainer_exit_code,
+            replace_pod=True,
+        )
+    if pod.phase is PodPhase.SUCCEEDED:
+        if world.status.restore_point is not None:
+            return None  # the finish barrier: the others follow
+        words = f"pod {pod.name} ended before round {world.round} began to run"
+        return Failure(Reason.POD_SUCCEEDED_EARLY, words, worker, disruption=True, replace_pod=True)
+    if pod.trainer_restarts > MAX_TRAINER_RESTARTS:
+        words = f"the trainer of pod {pod.name} restarted {pod.trainer_restarts} times"
+        return Failure(
+            Reason.OOM_KILLED if pod.reason == "OOMKilled" else Reason.TRAINER_RESTARTING,
+            words,
+            worker,
+            exit_code=pod.trainer_exit_code,
+            replace_pod=True,
+        )
+    return _of_sidecar(world, member, pod, now)
+
+
+def _of_sidecar(world: World, member: MemberState, pod: PodView, now: Now) -> Failure | None:
+    """Silence matters only while the round cannot start without an answer: training that runs goes
+    on without an operator."""
+    sidecar = member.sidecar
+    if (
+        sidecar is None
+        or sidecar.unreachable_since is None
+        or member.reachable
+        or world.status.is_true(JobCondition.RUNNING)
+        or pod.phase is not PodPhase.RUNNING
+        or pod.waiting_reason in CANNOT_START
+    ):
+        return None
+    silent = seconds_since(sidecar.unreachable_since, now)
+    limit = (
+        SIDECAR_SILENT_SECONDS if any(m.reachable for m in world.members) else ALL_SILENT_SECONDS
+    )
+    if silent < limit:
+        return None
+    words = f"the sidecar of pod {pod.name} has not answered for {silent:.0f} s"
+    return Failure(Reason.SIDECAR_UNREACHABLE, words, member.worker, replace_pod=True)
+
+
+def _may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
+    """The gang is told to save and stop at the next boundary when one of its pods is deleted.
+    Sealing it at once would lose the steps since the last save."""
+    state = world.coordinator
+    if (
+        world.status.restore_point is None
+        or state is None
+        or not state.running
+        or state.finished
+        or state.dead
+        or pod.phase is not PodPhase.RUNNING
+        or pod.trainer_exit_code is not None
+    ):
+        return False
+    since = dict(memory.terminating_since).get(pod.uid)
+    return seconds_since(since, now) < DRAIN_SECONDS
+
+
+def _of_ranks(world: World) -> list[Failure]:
+    state = world.coordinator
+    if state is None or world.status.restore_point is None:
+        return []
+    found = []
+    for dead in state.dead:
+        member = world.member(dead.worker)
+        oom = member is not None and member.pod is not None and member.pod.reason == "OOMKilled"
+        words = f"rank {dead.rank} ended with code {dead.code}"
+        if dead.message:
+            words += f": {dead.message}"
+        found.append(
+            Failure(
+                Reason.OOM_KILLED if oom else Reason.RANK_FAILED,
+                words,
+                dead.worker,
+                exit_code=dead.code,
+            )
+        )
+    return found
+
+
+def _gone_name(world: World, member: MemberState) -> str:
+    return f"{world.observed.job.name}-{member.worker}-r{member.birth_round}"
+
+
+def is_disruption(failures: tuple[Failure, ...]) -> bool:
+    """One disruption explains the others: ranks die when a peer is taken away."""
+    return any(f.disruption for f in failures)
+
+
+def failing_rule(world: World, failures: tuple[Failure, ...]) -> Failure | None:
+    """The failure that failurePolicy.rules say ends the job."""
+    if is_disruption(failures):
+        return None
+    codes = {code for rule in world.observed.job.spec.rules for code in rule.on_exit_codes}
+    return next((f for f in failures if f.exit_code in codes), None)
+
+
+def counted_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
+    """Those of status.recentRestarts that are still inside the window."""
+    start = now.utc - world.observed.job.spec.restart_window
+    return tuple(r for r in world.status.recent_restarts if r.at > start)
+
+
+def budget_spent(world: World, failures: tuple[Failure, ...], now: Now) -> bool:
+    """One more restart would be over failurePolicy.maxRestarts."""
+    if is_disruption(failures):
+        return False
+    return len(counted_restarts(world, now)) >= world.observed.job.spec.max_restarts

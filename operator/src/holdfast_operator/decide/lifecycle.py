@@ -1,0 +1,181 @@
+"""Beginning and end of a job: acceptance, suspension, completion, failure, deadlines. Pure.
+
+Each rule answers what the status becomes, or None where it has nothing to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from holdfast_core.api import JobCondition
+from holdfast_operator.actions import Action, AskStop, DeleteJob, DeletePod
+from holdfast_operator.decide.checkpoints import has_object, pending_commit
+from holdfast_operator.decide.failure import Failure, budget_spent, failing_rule
+from holdfast_operator.decide.status import Note, set_condition
+from holdfast_operator.decide.world import World
+from holdfast_operator.model import JobStatusView, Now, PodPhase
+from holdfast_operator.reasons import Reason
+
+EXIT_GRACE = timedelta(seconds=60)
+"""After Complete the launchers are released; pods that still run then are deleted."""
+
+
+def is_over(status: JobStatusView) -> bool:
+    return status.is_true(JobCondition.COMPLETE) or status.is_true(JobCondition.FAILED)
+
+
+def accepted(world: World, now: Now, problem: Note | None) -> JobStatusView:
+    note = problem or Note(Reason.ACCEPTED, "the spec can be run")
+    waiting = problem is not None and problem.reason == Reason.STORE_NOT_PROBED
+    value = None if waiting else problem is None
+    generation = world.observed.job.generation
+    return set_condition(world.status, JobCondition.ACCEPTED, value, note, now, generation)
+
+
+# --------------------------------------------------------------------------- the end
+
+
+def failed(world: World, now: Now, note: Note) -> JobStatusView:
+    generation = world.observed.job.generation
+    status = replace(world.status, completion_time=now.utc)
+    for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
+        if status.condition(kind) is not None:
+            status = set_condition(status, kind, False, note, now, generation)
+    return set_condition(status, JobCondition.FAILED, True, note, now, generation)
+
+
+def failure_of_job(world: World, failures: tuple[Failure, ...], now: Now) -> Note | None:
+    """Why the job ends here instead of restarting; None: it restarts."""
+    rule = failing_rule(world, failures)
+    if rule is not None:
+        return Note(Reason.EXIT_CODE_RULE, f"failurePolicy.rules say FailJob: {rule.message}")
+    if budget_spent(world, failures, now):
+        spec = world.observed.job.spec
+        window = int(spec.restart_window.total_seconds())
+        return Note(
+            Reason.BACKOFF_LIMIT_EXCEEDED,
+            f"more than {spec.max_restarts} restarts within {window} s; the newest: "
+            f"{failures[0].message}",
+        )
+    return None
+
+
+def deadline_passed(world: World, now: Now) -> Note | None:
+    job = world.observed.job
+    start = world.status.start_time
+    if job.spec.active_deadline is None or start is None:
+        return None
+    if now.utc - start < job.spec.active_deadline:
+        return None
+    seconds = int(job.spec.active_deadline.total_seconds())
+    return Note(Reason.DEADLINE_EXCEEDED, f"activeDeadlineSeconds {seconds} has passed")
+
+
+def completed(world: World, now: Now) -> JobStatusView | None:
+    """The status that ends the job well: every rank returned 0 and every commit is recorded, or
+    every pod ended well. Ranks that a drain stopped return 0 too: a pod on its way out counts as
+    not completed."""
+    job = world.observed.job
+    status = world.status
+    state = world.coordinator
+    pods = [m.pod for m in world.members]
+    all_ended = bool(pods) and all(p is not None and p.phase is PodPhase.SUCCEEDED for p in pods)
+    finished = (
+        state is not None
+        and state.finished
+        and status.restore_point is not None
+        and not state.dead
+        and all(m.pod is not None and not m.pod.terminating for m in world.members)
+    )
+    if not (finished or all_ended) or not everything_recorded(world):
+        return None
+    note = Note(Reason.COMPLETED, "every rank returned 0")
+    status = replace(status, completion_time=now.utc)
+    for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
+        if status.condition(kind) is not None:
+            status = set_condition(status, kind, False, note, now, job.generation)
+    return set_condition(status, JobCondition.COMPLETE, True, note, now, job.generation)
+
+
+def everything_recorded(world: World) -> bool:
+    """The newest commit of the store is in the status, and its object exists."""
+    last = world.status.last_persisted
+    return pending_commit(world) is None and (last is None or has_object(world, last.id))
+
+
+def after_the_end(world: World, now: Now) -> list[Action]:
+    """Pods that have no business any more; the ones that ended stay for their logs."""
+    status = world.status
+    ended = status.completion_time or now.utc
+    failed_ = status.is_true(JobCondition.FAILED)
+    overdue = failed_ or now.utc - ended >= EXIT_GRACE
+    members = {m.pod.uid for m in world.members if m.pod is not None}
+    actions: list[Action] = []
+    for pod in world.observed.pods:
+        lost = world.observed.node_lost(pod)
+        running = pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+        unwanted = pod.uid not in members or (running and overdue) or lost
+        if unwanted and (lost or not pod.terminating):
+            actions.append(DeletePod(pod.name, pod.uid, force=lost))
+    ttl = world.observed.job.spec.ttl_after_finished
+    if ttl is not None and now.utc - ended >= ttl:
+        actions.append(DeleteJob(world.observed.job.uid))
+    return actions
+
+
+# --------------------------------------------------------------------------- suspension
+
+
+def suspended(world: World, now: Now) -> JobStatusView:
+    job = world.observed.job
+    note = Note(Reason.SUSPENDED, "spec.suspend is true: saved as far as there was something to")
+    status = world.status
+    for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
+        if status.condition(kind) is not None:
+            status = set_condition(status, kind, False, note, now, job.generation)
+    return set_condition(status, JobCondition.SUSPENDED, True, note, now, job.generation)
+
+
+def nothing_to_save(world: World) -> bool:
+    """No step was ever trained or committed: the pods can go at once."""
+    status = world.status
+    return (
+        status.step is None
+        and status.last_committed_step is None
+        and (status.restore_point is None or status.restore_point.step is None)
+        and not status.is_true(JobCondition.RUNNING)
+        and (world.coordinator is None or not world.coordinator.progress)
+    )
+
+
+def stopped_and_saved(world: World) -> bool:
+    """The gang saved, stopped, and what it saved is where it survives the loss of all pods."""
+    state = world.coordinator
+    ended = bool(world.members) and all(
+        m.pod is not None and m.pod.phase is PodPhase.SUCCEEDED for m in world.members
+    )
+    return (ended or (state is not None and state.finished)) and everything_recorded(world)
+
+
+def ask_stop(world: World) -> list[Action]:
+    coordinator = world.coordinator_member()
+    if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
+        return []
+    return [
+        AskStop(
+            coordinator.worker,
+            coordinator.pod.name,
+            coordinator.pod.ip,
+            world.round,
+            token=f"suspend-{world.observed.job.generation}",
+        )
+    ]
+
+
+def delete_all_pods(world: World) -> list[Action]:
+    return [
+        DeletePod(p.name, p.uid, force=world.observed.node_lost(p))
+        for p in world.observed.pods
+        if not p.terminating or world.observed.node_lost(p)
+    ]

@@ -1,0 +1,73 @@
+"""Which worker keeps a copy of whose shards. Pure: the same placement for the same nodes.
+
+Workers are laid out domain by domain and shifted by the size of the largest domain, which leaves
+every domain and gives each worker the same number of copies. Where one domain holds more than half
+of the gang no such shift exists: its members use the others in turn, and each other when there is
+no other domain (a copy on the same node still survives the pod).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+
+from holdfast_core.ids import Worker
+from holdfast_core.transfer.messages import CopyAssignment
+
+
+def place_copies(domains: tuple[str, ...], copies: int) -> tuple[CopyAssignment, ...]:
+    """domains: the topology domain of each worker. At most workers - 1 copies of each."""
+    count = len(domains)
+    copies = min(copies, count - 1)
+    if copies <= 0:
+        return ()
+    order = sorted(range(count), key=lambda w: (domains[w], w))
+    largest = max(Counter(domains).values())
+    found: list[CopyAssignment] = []
+    for position, source in enumerate(order):
+        for target in _targets(order, domains, position, largest, copies):
+            found.append(CopyAssignment(Worker(source), Worker(target)))
+    return tuple(sorted(found, key=lambda a: (a.source, a.target)))
+
+
+def _targets(
+    order: list[int], domains: tuple[str, ...], position: int, largest: int, copies: int
+) -> list[int]:
+    source = order[position]
+    chosen: list[int] = []
+    used = {domains[source]}
+    for candidate in _candidates(order, domains, position, largest):
+        if domains[candidate] not in used:  # another domain for every copy, while there is one
+            chosen.append(candidate)
+            used.add(domains[candidate])
+        if len(chosen) == copies:
+            return chosen
+    for candidate in _candidates(order, domains, position, largest):
+        if candidate not in chosen:
+            chosen.append(candidate)
+        if len(chosen) == copies:
+            return chosen
+    return chosen
+
+
+def _candidates(
+    order: list[int], domains: tuple[str, ...], position: int, largest: int
+) -> Iterator[int]:
+    """Every other worker once, the best target first."""
+    count = len(order)
+    if 2 * largest <= count:
+        shifts = chain(
+            range(largest, count - largest + 1),
+            range(1, largest),
+            range(count - largest + 1, count),
+        )
+        yield from (order[(position + shift) % count] for shift in shifts)
+        return
+    own = domains[order[position]]
+    elsewhere = [w for w in order if domains[w] != own]
+    turn = position % len(elsewhere) if elsewhere else 0
+    yield from elsewhere[turn:]
+    yield from elsewhere[:turn]
+    near = (order[(position + shift) % count] for shift in range(1, count))
+    yield from (w for w in near if domains[w] == own)

@@ -1,0 +1,277 @@
+"""How conditions, levels, goodput and the phase follow from what was observed. Pure.
+
+`refresh` is applied to every status that is written, whatever the reason of the write: so one write
+a pass carries everything. Levels alone are written at most every LEVELS_EVERY_SECONDS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from holdfast_core.api import JobCondition, JobPhase
+from holdfast_core.ids import Step, TierName
+from holdfast_core.transfer.messages import CoordinatorState, RestorePoint
+from holdfast_operator.decide.world import World
+from holdfast_operator.model import (
+    Condition,
+    GoodputView,
+    JobMemory,
+    JobStatusView,
+    Now,
+    RecoveryView,
+)
+from holdfast_operator.reasons import Reason
+
+LEVELS_EVERY_SECONDS = 10.0
+"""etcd must not see a write for every step of every job."""
+MAX_MESSAGE_CHARACTERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Why the round does not run yet: reason and message of Running=False."""
+
+    reason: str
+    message: str
+
+
+def set_condition(
+    status: JobStatusView,
+    kind: JobCondition,
+    value: bool | None,
+    note: Note,
+    now: Now,
+    generation: int,
+) -> JobStatusView:
+    """The status with that condition; the transition stamp moves only when the value does."""
+    old = status.condition(kind)
+    moved = old is None or old.status is not value
+    new = Condition(
+        type=kind,
+        status=value,
+        reason=note.reason,
+        message=note.message[:MAX_MESSAGE_CHARACTERS],
+        last_transition=now.utc if moved or old is None else old.last_transition,
+        observed_generation=generation,
+    )
+    if old is None:
+        return replace(status, conditions=(*status.conditions, new))
+    return replace(
+        status, conditions=tuple(new if c.type == kind else c for c in status.conditions)
+    )
+
+
+def compute_phase(status: JobStatusView) -> str:
+    """For people only."""
+    if status.is_true(JobCondition.FAILED):
+        return JobPhase.FAILED
+    if status.is_true(JobCondition.COMPLETE):
+        return JobPhase.SUCCEEDED
+    if status.is_true(JobCondition.SUSPENDED):
+        return JobPhase.SUSPENDED
+    if status.is_true(JobCondition.RESTARTING):
+        return JobPhase.RESTARTING
+    if status.is_true(JobCondition.RUNNING):
+        return JobPhase.RUNNING
+    return JobPhase.PENDING if status.restart_round is None else JobPhase.STARTING
+
+
+def refresh(
+    world: World, now: Now, memory: JobMemory, status: JobStatusView, note: Note | None = None
+) -> JobStatusView:
+    """`status` with everything brought up to date that follows from the observation."""
+    job = world.observed.job
+    status = with_levels(status, world)
+    status = _with_goodput(status, world, memory, now)
+    status = _with_running(status, world, memory, now, note)
+    status = _with_tier_conditions(status, world, now)
+    ready = sum(1 for m in world.members if m.pod is not None and m.pod.ready and m.alive)
+    return replace(
+        status,
+        workers_ready=ready if status.restart_round is not None else 0,
+        workers_total=job.spec.workers,
+        phase=compute_phase(status),
+        observed_generation=job.generation,
+    )
+
+
+def with_levels(status: JobStatusView, world: World) -> JobStatusView:
+    """Step and levels as the coordinator of this very round tells them; they never go down here."""
+    state = world.coordinator
+    if state is None or status.restart_round != state.round or status.restore_point is None:
+        return status
+    trained = [p.step for p in state.progress]
+    step = min(trained) if trained else None
+    return replace(
+        status,
+        step=_higher(status.step, step),
+        last_committed_step=_higher(status.last_committed_step, _step(state.last_local)),
+        last_replicated_step=_higher(status.last_replicated_step, _step(state.last_replicated)),
+    )
+
+
+def _step(point: RestorePoint | None) -> Step | None:
+    return None if point is None else point.step
+
+
+def _higher(old: Step | None, new: Step | None) -> Step | None:
+    if old is None or new is None:
+        return new if old is None else old
+    return max(old, new)
+
+
+def _with_running(
+    status: JobStatusView, world: World, memory: JobMemory, now: Now, note: Note | None
+) -> JobStatusView:
+    generation = world.observed.job.generation
+    if (
+        status.restart_round is None
+        or status.is_true(JobCondition.SUSPENDED)
+        or status.is_true(JobCondition.COMPLETE)
+        or status.is_true(JobCondition.FAILED)
+    ):
+        return status
+    state = world.coordinator
+    begun = status.restart_round == world.status.restart_round
+    if begun and state is not None and state.running and status.restore_point is not None:
+        if not status.is_true(JobCondition.RUNNING):
+            status = replace(status, last_recovery=_recovery(status, state, memory))
+        words = f"round {status.restart_round}: every rank has finished a step"
+        status = set_condition(
+            status, JobCondition.RUNNING, True, Note(Reason.TRAINING, words), now, generation
+        )
+        if status.condition(JobCondition.RESTARTING) is not None:
+            done = Note(Reason.RECOVERED, f"round {status.restart_round} runs")
+            status = set_condition(status, JobCondition.RESTARTING, False, done, now, generation)
+        return status
+    if status.is_true(JobCondition.RUNNING) and note is None:
+        # The coordinator is silent for the moment: that alone does not stop training.
+        return status
+    why = note or Note(Reason.STARTING, f"round {status.restart_round} starts")
+    return set_condition(status, JobCondition.RUNNING, False, why, now, generation)
+
+
+def _recovery(
+    status: JobStatusView, state: CoordinatorState, memory: JobMemory
+) -> RecoveryView | None:
+    """Durations of the round that has just begun to run. Round 0 recovers from nothing."""
+    begun = status.last_recovery
+    if begun is None or begun.round != status.restart_round:
+        return begun
+    known = memory if memory.round == status.restart_round else JobMemory()
+    return replace(
+        begun,
+        detect_seconds=_between(known.failure_before_round_at, known.round_seen_at),
+        seal_seconds=_between(known.round_seen_at, known.sealed_at),
+        schedule_seconds=_between(known.round_seen_at, known.scheduled_at),
+        rehydrate_seconds=state.times.rehydrate_seconds,
+        rendezvous_seconds=state.times.rendezvous_seconds,
+        first_step_seconds=state.times.first_step_seconds,
+    )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round(max(0.0, end - start), 3)
+
+
+def _with_goodput(
+    status: JobStatusView, world: World, memory: JobMemory, now: Now
+) -> JobStatusView:
+    """Time since the last count goes to training while Running holds, else to recovery."""
+    if status.restart_round is None or status.completion_time is not None:
+        return status
+    old = status.goodput or GoodputView()
+    elapsed = 0.0 if memory.counted_at is None else max(0.0, now.monotonic - memory.counted_at)
+    running = world.status.is_true(JobCondition.RUNNING)
+    blocked = blocked_seconds(world)
+    new = replace(
+        old,
+        training_seconds=old.training_seconds + (elapsed if running else 0.0),
+        recovery_seconds=old.recovery_seconds + (0.0 if running else elapsed),
+        checkpoint_seconds=old.checkpoint_seconds
+        + (0.0 if blocked is None else max(0.0, blocked - memory.blocked_counted_seconds)),
+    )
+    return replace(status, goodput=with_ratio(new))
+
+
+def with_ratio(goodput: GoodputView) -> GoodputView:
+    """Share of all time that went into training that was kept and not blocked by saves."""
+    total = goodput.training_seconds + goodput.recovery_seconds
+    kept = goodput.training_seconds - goodput.checkpoint_seconds - goodput.lost_work_seconds
+    return replace(goodput, ratio=1.0 if total <= 0 else min(1.0, max(0.0, kept / total)))
+
+
+def blocked_seconds(world: World) -> float | None:
+    """Trainer time that saves have cost in this round: the gang waits for its slowest rank."""
+    state = world.coordinator
+    if state is None or not state.progress:
+        return None
+    return max(p.blocked_seconds for p in state.progress)
+
+
+def _with_tier_conditions(status: JobStatusView, world: World, now: Now) -> JobStatusView:
+    job = world.observed.job
+    state = world.coordinator
+    failures = () if state is None else state.failures
+    local = next((f for f in failures if f.tier is not TierName.OBJECT), None)
+    if local is not None:
+        note = Note(local.reason, local.message)
+        status = set_condition(
+            status, JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, note, now, job.generation
+        )
+    elif state is not None and state.last_local is not None and state.last_local.step is not None:
+        note = Note(Reason.COMMITTED, "the newest save is committed")
+        status = set_condition(
+            status, JobCondition.LAST_CHECKPOINT_SUCCEEDED, True, note, now, job.generation
+        )
+    if job.spec.store is None:
+        return status
+    store = world.observed.store
+    remote = next((f for f in failures if f.tier is TierName.OBJECT), None)
+    if store is None:
+        words = f"CheckpointStore {job.spec.store} is not there"
+        healthy, note = False, Note(Reason.STORE_NOT_FOUND, words)
+    elif store.available is False:
+        healthy, note = False, Note(Reason.STORE_UNAVAILABLE, store.message)
+    elif remote is not None:
+        healthy, note = False, Note(remote.reason, remote.message)
+    elif store.available is None:
+        return status
+    else:
+        healthy, note = True, Note(Reason.STORE_HEALTHY, f"CheckpointStore {store.name} works")
+    return set_condition(
+        status, JobCondition.REMOTE_TIER_HEALTHY, healthy, note, now, job.generation
+    )
+
+
+def must_write(old: JobStatusView, new: JobStatusView, memory: JobMemory, now: Now) -> bool:
+    """Changed truths at once; levels, goodput and mere words when the last write is old enough."""
+    if _durable(old) != _durable(new):
+        return True
+    if old == new:
+        return False
+    last = memory.levels_written_at
+    return last is None or now.monotonic - last >= LEVELS_EVERY_SECONDS
+
+
+def _durable(status: JobStatusView) -> JobStatusView:
+    return replace(
+        status,
+        step=None,
+        # The first commit is a truth of its own: from then on the job never starts from nothing.
+        last_committed_step=None if status.last_committed_step is None else Step(0),
+        last_replicated_step=None,
+        goodput=None,
+        conditions=tuple(replace(c, message="", observed_generation=0) for c in status.conditions),
+    )
+
+
+def after_write(memory: JobMemory, world: World, now: Now) -> JobMemory:
+    """Memory once a status write was asked for: goodput up to now is in it."""
+    blocked = blocked_seconds(world)
+    return replace(
+        memory,
+        levels_written_at=now.monotonic,
+        counted_at=now.monotonic,
+        blocked_counted_seconds=memory.blocked_counted_seconds if blocked is None else blocked,
+    )

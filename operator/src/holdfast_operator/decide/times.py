@@ -1,0 +1,64 @@
+"""What one operator process remembers between passes, brought forward. Pure.
+
+Only waits and measured durations rest on it: after a restart of the operator they start again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_operator.decide.world import World
+from holdfast_operator.model import JobMemory, Now
+
+
+def advance(world: World, now: Now) -> JobMemory:
+    """The memory of this pass: first sightings are stamped, what belongs to an older round goes."""
+    old = world.observed.memory
+    status = world.status
+    at = now.monotonic
+    memory = old
+    if old.round != status.restart_round or old.round_seen_at is None:
+        memory = JobMemory(
+            round=status.restart_round,
+            round_seen_at=at,
+            failure_before_round_at=old.failure_seen_at,
+            levels_written_at=old.levels_written_at,
+            counted_at=old.counted_at,
+            asked=old.asked,
+            stop_asked_at=old.stop_asked_at,
+        )
+    if memory.counted_at is None and status.restart_round is not None:
+        memory = replace(memory, counted_at=at)
+    known = dict(memory.terminating_since)
+    terminating = tuple(
+        (pod.uid, known.get(pod.uid, at)) for pod in world.observed.pods if pod.terminating
+    )
+    if terminating != memory.terminating_since:
+        memory = replace(memory, terminating_since=terminating)
+    if status.restart_round is None:
+        return memory
+    round_ = status.restart_round
+    members = world.members
+    if memory.sealed_at is None and all(m.sealed_for(round_) for m in members):
+        memory = replace(memory, sealed_at=at)
+    if memory.scheduled_at is None and all(
+        m.pod is not None and (m.pod.sidecar_started or m.reachable) for m in members
+    ):
+        memory = replace(memory, scheduled_at=at)
+    if memory.chosen_seen_at is None and status.restore_point is not None:
+        memory = replace(memory, chosen_seen_at=at)
+    return memory
+
+
+def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:
+    """Stamp the first sight of a failure; forget one that went away by itself."""
+    if failing and memory.failure_seen_at is None:
+        return replace(memory, failure_seen_at=now.monotonic)
+    if not failing and memory.failure_seen_at is not None:
+        return replace(memory, failure_seen_at=None)
+    return memory
+
+
+def seconds_since(start: float | None, now: Now) -> float:
+    """Seconds since a remembered moment; 0 where it is not remembered."""
+    return 0.0 if start is None else now.monotonic - start

@@ -1,0 +1,128 @@
+"""Questions about an Observed that several rules ask. Pure; knows no action."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from holdfast_core.ids import CheckpointId, RestartRound, Worker
+from holdfast_core.transfer.messages import CoordinatorState
+from holdfast_operator.model import (
+    JobStatusView,
+    LineageEntry,
+    Observed,
+    PodView,
+    Reachable,
+    SidecarView,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberState:
+    """One worker of the current round: its birth round, its pod and its sidecar, where known."""
+
+    worker: Worker
+    birth_round: RestartRound
+    pod: PodView | None
+    sidecar: SidecarView | None
+    node_lost: bool
+
+    @property
+    def alive(self) -> bool:
+        return self.pod is not None and self.pod.alive and not self.node_lost
+
+    @property
+    def reachable(self) -> bool:
+        return self.sidecar is not None and self.sidecar.reachable is Reachable.YES
+
+    def sealed_for(self, round_: RestartRound) -> bool:
+        """A pod's birth round seals it; a survivor must have said so itself."""
+        if self.birth_round >= round_:
+            return True
+        sidecar = self.sidecar
+        if sidecar is None:
+            return False
+        known = [r for r in (sidecar.sealed_round, inventory_round(sidecar)) if r is not None]
+        return bool(known) and max(known) >= round_
+
+
+def inventory_round(sidecar: SidecarView) -> RestartRound | None:
+    return None if sidecar.inventory is None else sidecar.inventory.round
+
+
+@dataclass(frozen=True)
+class World:
+    """An Observed with its lookups made once: a gang may have thousands of pods."""
+
+    observed: Observed
+
+    @property
+    def status(self) -> JobStatusView:
+        return self.observed.job.status
+
+    @property
+    def round(self) -> RestartRound:
+        """Only for callers that know that a round was begun."""
+        return self.status.restart_round or RestartRound(0)
+
+    @cached_property
+    def members(self) -> tuple[MemberState, ...]:
+        by_key: dict[tuple[int, int], PodView] = {}
+        for pod in self.observed.pods:
+            key = (pod.worker, pod.birth_round)
+            known = by_key.get(key)
+            if known is None or (pod.alive and not known.alive):
+                by_key[key] = pod
+        sidecars = {s.pod_uid: s for s in self.observed.sidecars}
+        found = []
+        for index, birth in enumerate(self.status.members):
+            member_pod = by_key.get((index, birth))
+            sidecar = None if member_pod is None else sidecars.get(member_pod.uid)
+            lost = member_pod is not None and self.observed.node_lost(member_pod)
+            found.append(MemberState(Worker(index), birth, member_pod, sidecar, lost))
+        return tuple(found)
+
+    @cached_property
+    def obsolete_pods(self) -> tuple[PodView, ...]:
+        """Pods that status.members does not mean: of replaced workers, or of no round at all."""
+        wanted = {m.pod.uid for m in self.members if m.pod is not None}
+        return tuple(p for p in self.observed.pods if p.uid not in wanted)
+
+    @cached_property
+    def coordinator(self) -> CoordinatorState | None:
+        """The coordinator's state, if it speaks of the current round."""
+        state = self.observed.coordinator
+        if state is None or state.round != self.status.restart_round:
+            return None
+        return state
+
+    @cached_property
+    def highest_sealed(self) -> RestartRound | None:
+        """The highest round that any sidecar of the job says it is sealed for."""
+        rounds = [
+            r
+            for s in self.observed.sidecars
+            for r in (s.sealed_round, inventory_round(s))
+            if r is not None
+        ]
+        return max(rounds, default=None)
+
+    def member(self, worker: Worker) -> MemberState | None:
+        return self.members[worker] if worker < len(self.members) else None
+
+    def coordinator_member(self) -> MemberState | None:
+        worker = self.status.coordinator
+        return None if worker is None else self.member(worker)
+
+
+def on_lineage(checkpoint: CheckpointId, lineage: tuple[LineageEntry, ...]) -> bool:
+    """(s, r) is a candidate only if for every later round r' s <= baseStep(r').
+
+    A later round that started from the very beginning leaves nothing of the rounds before it.
+    """
+    for entry in lineage:
+        if entry.round <= checkpoint.round:
+            continue
+        if entry.base_step is None or checkpoint.step > entry.base_step:
+            return False
+    return True

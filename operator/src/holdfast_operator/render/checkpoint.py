@@ -1,0 +1,31 @@
+"""The Checkpoint object of a commit. No ownerReference: it must outlive its job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast_core.api import API_VERSION, Checkpoint
+from holdfast_operator import labels
+from holdfast_operator.actions import CreateCheckpointObject
+from holdfast_operator.model import JobView
+from holdfast_operator.render.metadata import job_labels
+
+
+def render_checkpoint(job: JobView, action: CreateCheckpointObject) -> dict[str, Any]:
+    metadata: dict[str, Any] = {
+        "name": action.name,
+        "namespace": job.namespace,
+        "labels": job_labels(job),
+    }
+    if action.deletion_policy == "DeleteData":
+        metadata["finalizers"] = [labels.DATA_FINALIZER]
+    return {
+        "apiVersion": API_VERSION,
+        "kind": Checkpoint.KIND,
+        "metadata": metadata,
+        "spec": {
+            "jobRef": {"name": job.name},
+            "step": action.checkpoint.step,
+            "deletionPolicy": action.deletion_policy,
+        },
+    }

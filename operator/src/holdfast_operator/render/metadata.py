@@ -1,0 +1,39 @@
+"""Labels and owner references that all objects of a job carry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast_core.api import API_VERSION, TrainingJob
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_operator import labels
+from holdfast_operator.model import JobView
+
+
+def job_labels(job: JobView) -> dict[str, str]:
+    return {
+        labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
+        labels.JOB_NAME: job.name,
+        labels.JOB_UID: job.uid,
+    }
+
+
+def worker_labels(job: JobView, worker: Worker, birth_round: RestartRound) -> dict[str, str]:
+    return {
+        **job_labels(job),
+        labels.COMPONENT: labels.COMPONENT_WORKER,
+        labels.WORKER: str(worker),
+        labels.BIRTH_ROUND: str(birth_round),
+    }
+
+
+def owner_reference(job: JobView) -> dict[str, Any]:
+    """Controller reference: deleting the job collects the object."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": TrainingJob.KIND,
+        "name": job.name,
+        "uid": job.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }

@@ -1,0 +1,297 @@
+"""A worker's pod: the user's template, plus what Holdfast needs of it. Pure.
+
+What is added: the native sidecar, the shared memory between it and the trainer, its node volume,
+its certificates and the store's keys, the pod contract's environment. What the template says wins
+where it says something; the operator adds no privilege to it, and fills in the restricted Pod
+Security profile where it is silent.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast_core.api import parse_quantity_bytes
+from holdfast_core.contract import (
+    CERTS_DIR,
+    CONTROL_PORT,
+    METRICS_PORT,
+    NODE_DIR,
+    SHARED_DIR,
+    SIDECAR_CONTAINER,
+    STORE_DIR,
+    TRAINER_CONTAINER,
+    PodContract,
+    SidecarContract,
+)
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_operator import labels
+from holdfast_operator.model import JobView, StoreView
+from holdfast_operator.render.metadata import owner_reference, worker_labels
+from holdfast_operator.render.names import (
+    certificate_items,
+    certificates_secret_name,
+    pod_name,
+    service_name,
+)
+
+HOLDFAST_GROUP = 65532
+"""fsGroup of the volumes, and the sidecar's user: trainer and sidecar share files by group."""
+
+SHARED_VOLUME = "holdfast-shared"
+NODE_VOLUME = "holdfast-node"
+CERTS_VOLUME = "holdfast-certs"
+STORE_VOLUME = "holdfast-store"
+POD_IP_VARIABLE = "HOLDFAST_POD_IP"
+
+
+def _default_resources() -> dict[str, Any]:
+    return {
+        "requests": {"cpu": "100m", "memory": "256Mi"},
+        "limits": {"memory": "1Gi"},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarSettings:
+    """What the installation says about the sidecar."""
+
+    image: str
+    pull_policy: str = "IfNotPresent"
+    resources: Mapping[str, Any] = field(default_factory=_default_resources)
+    """No CPU limit by default: throttling lengthens the time until a step is durable."""
+    drain_command: tuple[str, ...] = ("holdfast-sidecar", "pre-stop")
+    probe_command: tuple[str, ...] = ("holdfast-sidecar", "healthz")
+
+
+def render_pod(
+    job: JobView,
+    worker: Worker,
+    birth_round: RestartRound,
+    store: StoreView | None,
+    sidecar: SidecarSettings,
+) -> dict[str, Any]:
+    """The body of the pod. The template has passed acceptance."""
+    template = copy.deepcopy(dict(job.spec.template))
+    user_meta = template.get("metadata") or {}
+    spec: dict[str, Any] = dict(template.get("spec") or {})
+    name = pod_name(job.name, worker, birth_round)
+    containers = [dict(c) for c in spec.get("containers") or []]
+    trainer = next(c for c in containers if c.get("name") == TRAINER_CONTAINER)
+    _complete_trainer(trainer, job, worker, birth_round)
+    spec["containers"] = containers
+    spec["initContainers"] = [
+        _sidecar_container(job, worker, birth_round, store, sidecar, name),
+        *(spec.get("initContainers") or []),
+    ]
+    spec["volumes"] = [
+        *(spec.get("volumes") or []),
+        *_volumes(job, name, birth_round, store, trainer),
+    ]
+    spec["restartPolicy"] = "OnFailure"
+    spec["hostname"] = name
+    spec["subdomain"] = service_name(job.name)
+    spec["automountServiceAccountToken"] = False
+    spec["securityContext"] = _pod_security(spec.get("securityContext") or {})
+    spec["affinity"] = _spread(spec.get("affinity") or {}, job)
+    metadata = {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": {**(user_meta.get("labels") or {}), **worker_labels(job, worker, birth_round)},
+        "ownerReferences": [owner_reference(job)],
+    }
+    if user_meta.get("annotations"):
+        metadata["annotations"] = dict(user_meta["annotations"])
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+# --------------------------------------------------------------------------- trainer
+
+
+def _complete_trainer(
+    trainer: dict[str, Any], job: JobView, worker: Worker, birth_round: RestartRound
+) -> None:
+    contract = PodContract(
+        job_uid=job.uid,
+        job=job.name,
+        namespace=job.namespace,
+        worker=worker,
+        birth_round=birth_round,
+        procs_per_worker=job.spec.procs_per_worker,
+        shared_dir=SHARED_DIR,
+        slots=job.spec.slots,
+    )
+    ours = contract.to_env()
+    trainer["env"] = [
+        *(e for e in trainer.get("env") or [] if e.get("name") not in ours),
+        *_env(ours),
+    ]
+    trainer["volumeMounts"] = [
+        *(trainer.get("volumeMounts") or []),
+        {"name": SHARED_VOLUME, "mountPath": SHARED_DIR},
+    ]
+    if "securityContext" not in trainer:
+        trainer["securityContext"] = {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def _env(values: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [{"name": k, "value": v} for k, v in values.items()]
+
+
+# --------------------------------------------------------------------------- sidecar
+
+
+def _sidecar_container(
+    job: JobView,
+    worker: Worker,
+    birth_round: RestartRound,
+    store: StoreView | None,
+    settings: SidecarSettings,
+    name: str,
+) -> dict[str, Any]:
+    contract = SidecarContract(
+        job_uid=job.uid,
+        job=job.name,
+        namespace=job.namespace,
+        worker=worker,
+        birth_round=birth_round,
+        procs_per_worker=job.spec.procs_per_worker,
+        shared_dir=SHARED_DIR,
+        pod_name=name,
+        pod_ip="",
+        node_dir=NODE_DIR,
+        node_capacity_bytes=job.spec.node_size_limit_bytes,
+        certs_dir=CERTS_DIR,
+        store_dir=STORE_DIR,
+        store="" if store is None else store.config.to_json(),
+    )
+    values = contract.to_env()
+    values.pop(POD_IP_VARIABLE)
+    mounts: list[dict[str, Any]] = [
+        {"name": SHARED_VOLUME, "mountPath": SHARED_DIR},
+        {"name": NODE_VOLUME, "mountPath": NODE_DIR},
+        {"name": CERTS_VOLUME, "mountPath": CERTS_DIR, "readOnly": True},
+    ]
+    if _store_sources(store):
+        mounts.append({"name": STORE_VOLUME, "mountPath": STORE_DIR, "readOnly": True})
+    return {
+        "name": SIDECAR_CONTAINER,
+        "image": settings.image,
+        "imagePullPolicy": settings.pull_policy,
+        # Always: a native sidecar, which starts before the trainer and does not keep the pod alive.
+        "restartPolicy": "Always",
+        "env": [
+            {"name": POD_IP_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            *_env(values),
+        ],
+        "ports": [
+            {"name": "control", "containerPort": CONTROL_PORT},
+            {"name": "metrics", "containerPort": METRICS_PORT},
+        ],
+        "startupProbe": {
+            # The socket listens. Not the restore barrier: a long rehydration is no failed start.
+            "exec": {"command": list(settings.probe_command)},
+            "periodSeconds": 1,
+            "timeoutSeconds": 5,
+            "failureThreshold": 120,
+        },
+        "lifecycle": {"preStop": {"exec": {"command": list(settings.drain_command)}}},
+        "resources": copy.deepcopy(dict(settings.resources)),
+        "volumeMounts": mounts,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": HOLDFAST_GROUP,
+            "runAsGroup": HOLDFAST_GROUP,
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+
+
+# --------------------------------------------------------------------------- volumes
+
+
+def _volumes(
+    job: JobView,
+    name: str,
+    birth_round: RestartRound,
+    store: StoreView | None,
+    trainer: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    shared: dict[str, Any] = {"medium": "Memory"}
+    limit = job.spec.shared_memory_bytes or _memory_limit_bytes(trainer)
+    if limit is not None:
+        shared["sizeLimit"] = str(limit)
+    items = [{"key": k, "path": path} for k, path in certificate_items(name)]
+    volumes: list[dict[str, Any]] = [
+        {"name": SHARED_VOLUME, "emptyDir": shared},
+        {"name": NODE_VOLUME, "emptyDir": {"sizeLimit": str(job.spec.node_size_limit_bytes)}},
+        {
+            "name": CERTS_VOLUME,
+            "secret": {
+                "secretName": certificates_secret_name(job.name, birth_round),
+                "defaultMode": 0o440,
+                "items": items,
+            },
+        },
+    ]
+    sources = _store_sources(store)
+    if sources:
+        volumes.append(
+            {"name": STORE_VOLUME, "projected": {"defaultMode": 0o440, "sources": sources}}
+        )
+    return volumes
+
+
+def _store_sources(store: StoreView | None) -> list[dict[str, Any]]:
+    """The store's Secrets as one folder: accessKey, secretKey... and the authority's ca.crt."""
+    sources: list[dict[str, Any]] = []
+    if store is not None and store.credentials_secret is not None:
+        sources.append({"secret": {"name": store.credentials_secret}})
+    if store is not None and store.ca_secret is not None:
+        items = [{"key": "ca.crt", "path": "ca.crt"}]
+        sources.append({"secret": {"name": store.ca_secret, "items": items}})
+    return sources
+
+
+def _memory_limit_bytes(trainer: Mapping[str, Any]) -> int | None:
+    limits = (trainer.get("resources") or {}).get("limits") or {}
+    return parse_quantity_bytes(str(limits["memory"])) if "memory" in limits else None
+
+
+# --------------------------------------------------------------------------- placement, security
+
+
+def _pod_security(user: Mapping[str, Any]) -> dict[str, Any]:
+    """The restricted profile where the template is silent. A template that asks for root is for the
+    namespace's Pod Security to refuse, not for the operator to contradict."""
+    context: dict[str, Any] = {"fsGroup": HOLDFAST_GROUP}
+    if user.get("runAsUser") != 0:
+        context["runAsNonRoot"] = True
+    context["seccompProfile"] = {"type": "RuntimeDefault"}
+    return {**context, **copy.deepcopy(dict(user))}
+
+
+def _spread(user: Mapping[str, Any], job: JobView) -> dict[str, Any]:
+    """Prefer other nodes than those of the job's other workers: a lost node then costs one worker,
+    and every peer copy finds another node."""
+    affinity = copy.deepcopy(dict(user))
+    anti = dict(affinity.get("podAntiAffinity") or {})
+    key = "preferredDuringSchedulingIgnoredDuringExecution"
+    term = {
+        "weight": 100,
+        "podAffinityTerm": {
+            "labelSelector": {"matchLabels": {labels.JOB_UID: job.uid}},
+            "topologyKey": "kubernetes.io/hostname",
+        },
+    }
+    anti[key] = [*(anti.get(key) or []), term]
+    affinity["podAntiAffinity"] = anti
+    return affinity

@@ -1,0 +1,32 @@
+"""The headless Service of a gang: stable DNS names for people and frameworks; nothing of ours waits
+for a DNS record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast_core.contract import CONTROL_PORT
+from holdfast_operator import labels
+from holdfast_operator.model import JobView
+from holdfast_operator.render.metadata import job_labels, owner_reference
+from holdfast_operator.render.names import service_name
+
+
+def render_service(job: JobView) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": service_name(job.name),
+            "namespace": job.namespace,
+            "labels": job_labels(job),
+            "ownerReferences": [owner_reference(job)],
+        },
+        "spec": {
+            "clusterIP": "None",
+            # Ranks meet before any of them is ready.
+            "publishNotReadyAddresses": True,
+            "selector": {labels.JOB_UID: job.uid},
+            "ports": [{"name": "control", "port": CONTROL_PORT, "protocol": "TCP"}],
+        },
+    }

@@ -1,0 +1,86 @@
+"""Everything that the operator is told by its environment, read once at the start.
+
+The only module of the operator that reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from holdfast_core.errors import ConfigError
+
+SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one operator process."""
+
+    sidecar_image: str
+    """Image of the sidecar container and of store probes."""
+    operator_namespace: str
+    """Where the jobs' certificate authorities are kept."""
+    sidecar_image_pull_policy: str = "IfNotPresent"
+    watch_namespaces: tuple[str, ...] = ()
+    """Empty: all namespaces."""
+    metrics_port: int = 8080
+    health_port: int = 8081
+    log_level: str = "info"
+    workers: int = 8
+    """Jobs that are worked on at the same time."""
+    kubeconfig: str | None = None
+    """Path of a kubeconfig file; None: the service account of the pod."""
+    api_server: str | None = None
+    """https://host:port from the pod's environment; None outside of a cluster."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Self:
+        """Raises ConfigError that names the variable."""
+        source = os.environ if env is None else env
+        namespaces = source.get("HOLDFAST_WATCH_NAMESPACES", "").replace(",", " ").split()
+        level = source.get("HOLDFAST_LOG_LEVEL", "info").lower()
+        if level not in _LEVELS:
+            raise ConfigError(f"HOLDFAST_LOG_LEVEL={level!r}: expected one of {', '.join(_LEVELS)}")
+        return cls(
+            sidecar_image=_required(source, "HOLDFAST_SIDECAR_IMAGE"),
+            operator_namespace=_required(source, "HOLDFAST_OPERATOR_NAMESPACE"),
+            sidecar_image_pull_policy=source.get(
+                "HOLDFAST_SIDECAR_IMAGE_PULL_POLICY", "IfNotPresent"
+            ),
+            watch_namespaces=tuple(sorted(set(namespaces))),
+            metrics_port=_whole_number(source, "HOLDFAST_METRICS_PORT", 8080),
+            health_port=_whole_number(source, "HOLDFAST_HEALTH_PORT", 8081),
+            log_level=level,
+            workers=_whole_number(source, "HOLDFAST_WORKERS", 8),
+            kubeconfig=source.get("KUBECONFIG") or None,
+            api_server=_api_server(source),
+        )
+
+
+def _api_server(source: Mapping[str, str]) -> str | None:
+    host = source.get("KUBERNETES_SERVICE_HOST")
+    if not host:
+        return None
+    bracketed = f"[{host}]" if ":" in host else host
+    return f"https://{bracketed}:{source.get('KUBERNETES_SERVICE_PORT', '443')}"
+
+
+def _required(source: Mapping[str, str], name: str) -> str:
+    value = source.get(name, "")
+    if not value:
+        raise ConfigError(f"environment variable {name} is not set: the chart sets it; set it too")
+    return value
+
+
+def _whole_number(source: Mapping[str, str], name: str, default: int) -> int:
+    raw = source.get(name)
+    if raw is None or raw == "":
+        return default
+    if not raw.isdecimal():
+        raise ConfigError(f"{name}={raw!r}: expected a whole number >= 0")
+    return int(raw)

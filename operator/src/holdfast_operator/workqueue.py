@@ -1,0 +1,118 @@
+"""Keys to work on: each at most once in the queue, never by two workers at the same time.
+
+An event is only a key. A key that is added while it is being worked on is worked on again after.
+A handler that raises gets its key back after a growing, jittered delay. Knows nothing of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, TypeVar
+
+from holdfast_core.clock import Clock
+
+K = TypeVar("K", bound=Hashable)
+
+FIRST_RETRY_SECONDS = 0.1
+MAX_RETRY_SECONDS = 15.0
+
+
+class WorkQueue(Generic[K]):
+    """Bounded by the number of distinct keys."""
+
+    def __init__(
+        self, clock: Clock, on_error: Callable[[K, Exception], None], jitter: random.Random
+    ) -> None:
+        self._clock = clock
+        self._on_error = on_error
+        self._jitter = jitter
+        self._ready: asyncio.Queue[K] = asyncio.Queue()
+        self._waiting: set[K] = set()
+        self._active: set[K] = set()
+        self._again: set[K] = set()
+        self._delayed: dict[K, tuple[float, asyncio.Task[None]]] = {}
+        self._failures: dict[K, int] = {}
+
+    @property
+    def depth(self) -> int:
+        """Keys that wait for a worker."""
+        return self._ready.qsize()
+
+    def add(self, key: K) -> None:
+        """Work on it as soon as a worker is free. Call from the loop's thread."""
+        if key in self._active:
+            self._again.add(key)
+        elif key not in self._waiting:
+            self._waiting.add(key)
+            self._ready.put_nowait(key)
+
+    def add_after(self, key: K, seconds: float) -> None:
+        """Add it later; of several delays of one key the earliest counts."""
+        if seconds <= 0:
+            self.add(key)
+            return
+        due = self._clock.monotonic() + seconds
+        known = self._delayed.get(key)
+        if known is not None:
+            if known[0] <= due:
+                return
+            known[1].cancel()
+        self._delayed[key] = (due, asyncio.create_task(self._delay(key, seconds)))
+
+    def forget(self, key: K) -> None:
+        """The object is gone: no delay, no memory of failures."""
+        self._failures.pop(key, None)
+        known = self._delayed.pop(key, None)
+        if known is not None:
+            known[1].cancel()
+
+    async def run(self, workers: int, handle: Callable[[K], Awaitable[None]]) -> None:
+        """Work until cancelled. `handle` may raise: its key comes back later."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(workers):
+                    group.create_task(self._work(handle))
+        finally:
+            for _, task in self._delayed.values():
+                task.cancel()
+            self._delayed.clear()
+
+    async def _work(self, handle: Callable[[K], Awaitable[None]]) -> None:
+        while True:
+            key = await self._take()
+            try:
+                await handle(key)
+                self._failures.pop(key, None)
+            except Exception as error:  # noqa: BLE001 - one bad job must not stop the others
+                self._on_error(key, error)
+                self.add_after(key, self._retry_delay(key))
+            finally:
+                self._done(key)
+
+    async def _take(self) -> K:
+        key = await self._ready.get()
+        self._waiting.discard(key)
+        self._active.add(key)
+        known = self._delayed.pop(key, None)
+        if known is not None:
+            known[1].cancel()  # the pass that begins now says anew when it wants to be called
+        return key
+
+    def _done(self, key: K) -> None:
+        self._active.discard(key)
+        if key in self._again:
+            self._again.discard(key)
+            self.add(key)
+
+    def _retry_delay(self, key: K) -> float:
+        count = self._failures.get(key, 0)
+        self._failures[key] = count + 1
+        full = min(FIRST_RETRY_SECONDS * 2.0 ** min(count, 20), MAX_RETRY_SECONDS)
+        return full * (0.5 + self._jitter.random() / 2)
+
+    async def _delay(self, key: K, seconds: float) -> None:
+        await self._clock.sleep(seconds)
+        self._delayed.pop(key, None)
+        self.add(key)

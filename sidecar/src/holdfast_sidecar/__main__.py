@@ -1,0 +1,63 @@
+"""Entry point: the sidecar itself and the commands that the pod's probes and hooks run.
+
+holdfast-sidecar [serve]      run (SIGTERM: flush, then leave)
+holdfast-sidecar healthz      exit 0 iff the socket accepts (startupProbe)
+holdfast-sidecar pre-stop     wait until everything handed over is safe, bounded
+holdfast-sidecar probe-store  probe the object store, leave the report for the kubelet
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from holdfast_core.errors import HoldfastError
+from holdfast_sidecar import logs
+from holdfast_sidecar.app import serve
+from holdfast_sidecar.hooks import healthz, pre_stop, probe_store
+from holdfast_sidecar.settings import Settings, shared_dir, store_environment, termination_log
+
+
+def _serve() -> int:
+    settings = Settings.from_env()
+    contract = settings.contract
+    logs.configure(
+        job=contract.job,
+        namespace=contract.namespace,
+        worker=contract.worker,
+        pod=contract.pod_name,
+    )
+    return asyncio.run(serve(settings))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code of the command; 2 for a wrong environment, with what is wrong on stderr."""
+    parser = argparse.ArgumentParser(prog="holdfast-sidecar")
+    parser.add_argument(
+        "command",
+        nargs="?",
+        default="serve",
+        choices=("serve", "healthz", "pre-stop", "probe-store"),
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=25.0, help="seconds that pre-stop waits at most"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        match options.command:
+            case "healthz":
+                return healthz(shared_dir())
+            case "pre-stop":
+                return pre_stop(shared_dir(), timeout_seconds=options.timeout)
+            case "probe-store":
+                return probe_store(*store_environment(), termination_log())
+            case _:
+                return _serve()
+    except HoldfastError as error:
+        sys.stderr.write(f"holdfast-sidecar {options.command}: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

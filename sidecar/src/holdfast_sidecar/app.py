@@ -1,0 +1,275 @@
+"""One sidecar process: opens everything, wires it, serves until it is told to stop.
+
+Order of start: node tier and round record, certificates, bulk and control servers (reads are served
+from here on), the socket, the reporter. A ROUND makes it write. On SIGTERM it finishes what is on
+its way, within a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.ids import RestartRound
+from holdfast_core.tiers.base import ObjectTier
+from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.tiers.s3_credentials import FileCredentials
+from holdfast_sidecar import logs
+from holdfast_sidecar.bulk import BulkPeers, BulkServing
+from holdfast_sidecar.certificates import Certificates
+from holdfast_sidecar.client import Peers
+from holdfast_sidecar.control import Control
+from holdfast_sidecar.failures import Failures
+from holdfast_sidecar.fill import Filler
+from holdfast_sidecar.flow import Flow
+from holdfast_sidecar.gang import LocalGang
+from holdfast_sidecar.intake import Intake
+from holdfast_sidecar.layouts import RankLayouts
+from holdfast_sidecar.lifecycle import Lifecycle
+from holdfast_sidecar.local import Local
+from holdfast_sidecar.metrics import Metrics
+from holdfast_sidecar.parts import Keeper, Parts
+from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.rehydrate import Rehydrator
+from holdfast_sidecar.report import Reporter, Sources
+from holdfast_sidecar.rounds import RoundState
+from holdfast_sidecar.server import ControlServer, PlainServer
+from holdfast_sidecar.settings import PORTS_FILE, Settings
+from holdfast_sidecar.staging import Stager
+from holdfast_sidecar.starter import Starter
+
+_LISTEN = "0.0.0.0"
+_IDLE_POLL_SECONDS = 0.2
+
+
+class Sidecar:
+    """`start`, then `wait_idle` and `close`; one at a time for each node directory."""
+
+    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
+        self._settings = settings
+        self._clock = clock or SystemClock()
+        self._stack = AsyncExitStack()
+        self._parts: Parts | None = None
+
+    async def start(self) -> None:
+        """Raises ConfigError and TierError when the pod is not as its contract says."""
+        settings = self._settings
+        contract = settings.contract
+        pools = Pools(
+            disk=settings.disk_threads, copy=settings.copy_threads, store=settings.store_threads
+        )
+        self._stack.callback(pools.close)
+        node = DiskNodeTier(settings.node_dir, capacity_bytes=contract.node_capacity_bytes)
+        opened = await pools.meta.run(node.open)
+        logs.info("node tier is open", shards=opened.shards, quarantined=list(opened.quarantined))
+        keeper = Keeper(await pools.meta.run(_first_state, settings, node))
+        store = self._open_store()
+        certificates = Certificates(contract)
+        await pools.meta.run(certificates.load)
+
+        local = Local()
+        parts = self._assemble(keeper, pools, node, store, certificates, local)
+        self._parts = parts
+        lifecycle = Lifecycle(parts)
+        control = Control(parts, lifecycle, local, certificates)
+        parts.on_restored = lifecycle.on_restored
+        local.parts = parts
+
+        bulk = BulkServing(contract, node, certificates, keeper.current)
+        bulk_port = await pools.read.run(bulk.start, _LISTEN, contract.bulk_port)
+        self._stack.push_async_callback(pools.read.run, bulk.close)
+        server = ControlServer(control, contract.job_uid, certificates.server)
+        control_port = await server.start(_LISTEN, contract.control_port)
+        self._stack.push_async_callback(server.close)
+        plain = PlainServer(control)
+        metrics_port = await plain.start(_LISTEN, contract.metrics_port)
+        self._stack.push_async_callback(plain.close)
+        await parts.peers.start(control.dispatch)
+        self._stack.push_async_callback(parts.peers.close)
+        self._stack.push_async_callback(control.close)
+        self._stack.push_async_callback(lifecycle.close)
+        self._stack.push_async_callback(parts.flow.reset)
+        self._stack.push_async_callback(parts.rehydrator.reset)
+        self._stack.push_async_callback(parts.starter.reset)
+        parts.reporter.start()
+        self._stack.push_async_callback(parts.reporter.close)
+        _write_ports(settings, control_port, bulk_port, metrics_port)
+        await parts.intake.start()
+        self._stack.push_async_callback(parts.intake.close)
+        logs.info(
+            "listening",
+            control=control_port,
+            bulk=bulk_port,
+            metrics=metrics_port,
+            round=keeper.state.round,
+        )
+
+    def _open_store(self) -> ObjectTier | None:
+        contract = self._settings.contract
+        config = contract.store_config()
+        if config is None:
+            return None
+        credentials = FileCredentials(contract.store_dir)
+        tier = S3ObjectTier(config, credentials, ca_file=credentials.ca_file)
+        self._stack.callback(tier.close)
+        return tier
+
+    def _assemble(
+        self,
+        keeper: Keeper,
+        pools: Pools,
+        node: DiskNodeTier,
+        store: ObjectTier | None,
+        certificates: Certificates,
+        local: Local,
+    ) -> Parts:
+        settings, clock = self._settings, self._clock
+        contract = settings.contract
+        metrics = Metrics()
+
+        def changed() -> None:
+            if self._parts is not None:
+                self._parts.reporter.changed()
+
+        def restored() -> None:
+            changed()
+            if self._parts is not None:
+                self._parts.on_restored()
+
+        failures = Failures(changed)
+        peers = Peers(
+            contract, certificates.client, keeper.current, call_seconds=settings.call_seconds
+        )
+        bulk = BulkPeers(node, certificates, peers, keeper.current)
+        layouts = RankLayouts(settings.layouts_dir, node, pools)
+        gang = LocalGang(contract.worker)
+        intake = Intake(settings.socket_path, contract.job_uid, local)
+        stager = Stager(settings, node, layouts, pools, failures, metrics, clock, local.staged)
+        flow = Flow(
+            settings,
+            keeper.current,
+            node,
+            store,
+            peers=peers,
+            bulk=bulk,
+            layouts=layouts,
+            pools=pools,
+            failures=failures,
+            metrics=metrics,
+            clock=clock,
+            on_change=changed,
+        )
+        rehydrator = Rehydrator(
+            settings,
+            keeper.current,
+            node,
+            store,
+            peers=peers,
+            bulk=bulk,
+            pools=pools,
+            metrics=metrics,
+            clock=clock,
+            on_change=restored,
+        )
+        filler = Filler(settings, node, rehydrator, stager, pools, metrics, changed)
+        starter = Starter(
+            settings,
+            keeper.current,
+            gang,
+            intake,
+            peers,
+            clock,
+            restored=lambda: rehydrator.restored is not None,
+            on_change=changed,
+        )
+        sources = Sources(gang, flow, stager, rehydrator, starter, failures)
+        return Parts(
+            settings,
+            clock,
+            keeper,
+            pools,
+            node,
+            store,
+            peers,
+            failures,
+            metrics,
+            gang,
+            intake,
+            stager,
+            flow,
+            rehydrator,
+            filler,
+            starter,
+            Reporter(settings, keeper.current, sources, peers, clock),
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Nothing that was handed over still has to become durable, be copied or uploaded."""
+        parts = self._parts
+        return parts is None or parts.idle
+
+    async def wait_idle(self, timeout_seconds: float) -> bool:
+        deadline = self._clock.monotonic() + timeout_seconds
+        while not self.idle:
+            if self._clock.monotonic() >= deadline:
+                return False
+            await self._clock.sleep(_IDLE_POLL_SECONDS)
+        return True
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+def _first_state(settings: Settings, node: DiskNodeTier) -> RoundState:
+    """The round of a process that just started: the birth round seals it, the record may know a
+    newer one."""
+    contract = settings.contract
+    found = node.read_round()
+    recorded, version = (RestartRound(-1), 0) if found is None else found
+    round_ = max(contract.birth_round, recorded)
+    return RoundState(
+        contract.worker,
+        contract.procs_per_worker,
+        round_,
+        version_floor=version if recorded == round_ else 0,
+    )
+
+
+def _write_ports(settings: Settings, control: int, bulk: int, metrics: int) -> None:
+    """For the exec probes, and for whoever had ports chosen by asking for port 0."""
+    path = settings.shared / PORTS_FILE
+    temporary = Path(f"{path}.tmp")
+    temporary.write_text(json.dumps({"control": control, "bulk": bulk, "metrics": metrics}))
+    temporary.replace(path)
+
+
+async def serve(settings: Settings) -> int:
+    """Run until SIGTERM or SIGINT, then flush within the bound. A second signal ends it at once."""
+    stop = asyncio.Event()
+    again = asyncio.Event()
+
+    def signalled() -> None:
+        (again if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled)
+    sidecar = Sidecar(settings)
+    try:
+        await sidecar.start()
+        await stop.wait()
+        logs.info("stopping: finishing what is on its way")
+        flush = asyncio.ensure_future(sidecar.wait_idle(settings.flush_seconds))
+        hurry = asyncio.ensure_future(again.wait())
+        await asyncio.wait({flush, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (flush, hurry):
+            task.cancel()
+    finally:
+        await sidecar.close()
+    return 0

@@ -1,0 +1,124 @@
+"""Bulk connections between sidecars: what this one takes and gives, and copies to and from others.
+
+Serving runs in the bulk server's threads; they only read the fencing state, which is replaced whole
+and never changed in place. Calls block: run them in a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast_core.contract import SidecarContract
+from holdfast_core.errors import RefusedError
+from holdfast_core.ids import RestartRound, ShardRef, ranks_of
+from holdfast_core.tiers.base import NodeTier, ShardRecord
+from holdfast_core.transfer.bulk_client import fetch_shard, send_copy
+from holdfast_core.transfer.bulk_server import BulkServer
+from holdfast_core.transfer.messages import Member, Refusal
+from holdfast_sidecar.certificates import Certificates
+from holdfast_sidecar.client import Peers, raise_refused
+from holdfast_sidecar.rounds import Caller, RoundState, refuse_copy
+from holdfast_sidecar.server import caller_of
+
+
+class BulkServing:
+    """BulkHandler: copies only from assigned members of the round that is held; reads for any pod
+    of the job, in any state."""
+
+    def __init__(
+        self,
+        contract: SidecarContract,
+        node: NodeTier,
+        certificates: Certificates,
+        current: Callable[[], RoundState],
+    ) -> None:
+        self._contract = contract
+        self._node = node
+        self._certificates = certificates
+        self._current = current
+        self._server: BulkServer | None = None
+
+    def start(self, host: str, port: int) -> int:
+        """Returns the port bound. Raises ConfigError."""
+        self._server = BulkServer(self, self._node, self._certificates.server, host=host, port=port)
+        self._server.start()
+        return self._server.port
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def authorize_put(
+        self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
+    ) -> None:
+        """Raises StaleRoundError, RefusedError."""
+        state = self._current()
+        caller = self._caller(peer_dns_name)
+        refused = refuse_copy(state, caller, round)
+        if refused is not None:
+            raise_refused(refused)
+        member = state.member_of_pod(caller.pod)
+        own = member is not None and ref.rank in ranks_of(
+            member.worker, self._contract.procs_per_worker
+        )
+        if not own or ref.job_uid != self._contract.job_uid:
+            raise RefusedError(
+                Refusal.NOT_ASSIGNED, f"{caller.pod} may not put a copy of rank {ref.rank}"
+            )
+
+    def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
+        """Raises RefusedError for a stranger."""
+        self._caller(peer_dns_name)
+
+    def _caller(self, peer_dns_name: str) -> Caller:
+        caller = caller_of((peer_dns_name,), self._contract.job_uid)
+        if caller is None:
+            raise RefusedError(
+                Refusal.NOT_MEMBER,
+                f"{peer_dns_name!r} names nobody of job {self._contract.job_uid}",
+            )
+        return caller
+
+
+class BulkPeers:
+    """Calls other members' bulk servers."""
+
+    def __init__(
+        self,
+        node: NodeTier,
+        certificates: Certificates,
+        peers: Peers,
+        current: Callable[[], RoundState],
+    ) -> None:
+        self._node = node
+        self._certificates = certificates
+        self._peers = peers
+        self._current = current
+
+    def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> None:
+        """Durable at the member when it returns. Raises what bulk_client.send_copy raises, and
+        NotFoundError, CorruptionError for the own shard."""
+        endpoint = self._peers.endpoint(member)
+        with self._node.open_shard(ref) as reader:
+            send_copy(
+                endpoint.host,
+                endpoint.bulk_port,
+                self._peers.server_name(member),
+                self._certificates.client,
+                round_,
+                reader,
+            )
+
+    def fetch(self, member: Member, ref: ShardRef) -> ShardRecord:
+        """Verified and durable on this node when it returns. Raises NotFoundError,
+        CorruptionError (the member's copy is bad), UnavailableError, CapacityError."""
+        endpoint = self._peers.endpoint(member)
+        return fetch_shard(
+            endpoint.host,
+            endpoint.bulk_port,
+            self._peers.server_name(member),
+            self._certificates.client,
+            self._current().round,
+            ref,
+            self._node.begin_copy,
+        )

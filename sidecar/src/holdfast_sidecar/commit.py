@@ -1,0 +1,495 @@
+"""The coordinator of a round: decides that a step is committed, and at which level.
+
+1. PREPARED by every rank -> manifest (deterministic: any coordinator writes the same bytes).
+2. Manifest durable on the own node tier, then on every member's: level local.
+3. REPLICATED by every rank: level replicated; older steps may be pruned.
+4. UPLOADED by every rank -> layout, then manifest, put-if-absent in the store: level persisted.
+It decides nothing about rounds. Its memory can be rebuilt: members repeat what they said when they
+see a new life of it (`instance`), and inventories show which manifests exist.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import AlreadyExistsError, FormatError, HoldfastError, RefusedError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.ids import CheckpointId, Digest, Level, RestartRound, Step, TierName, Worker
+from holdfast_core.tiers.base import NodeTier, ObjectTier
+from holdfast_core.transfer.messages import (
+    Ask,
+    CoordinatorState,
+    Inventory,
+    ManifestDocument,
+    Ok,
+    Prepared,
+    PreparedReply,
+    Prune,
+    PruneReply,
+    Refusal,
+    Replicated,
+    RestorePoint,
+    Round,
+    Uploaded,
+    WorkerReport,
+)
+from holdfast_sidecar import logs
+from holdfast_sidecar.backoff import Backoff
+from holdfast_sidecar.client import Peers
+from holdfast_sidecar.documents import Builder, shard_infos
+from holdfast_sidecar.failures import Failures
+from holdfast_sidecar.gathered import Gathered
+from holdfast_sidecar.ledger import Conflict, Ledger, StepEntry
+from holdfast_sidecar.outbox import Outbox
+from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.prune import protected_steps, prunable
+from holdfast_sidecar.settings import Settings
+from holdfast_sidecar.tasks import Tasks
+from holdfast_sidecar.versioned import Versioned
+
+_SHOWN_STEPS = 16
+
+
+class Coordinator:
+    """Lives while this sidecar is named coordinator in the round that is held."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        message: Round,
+        node: NodeTier,
+        store: ObjectTier | None,
+        *,
+        peers: Peers,
+        pools: Pools,
+        failures: Failures,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._contract = settings.contract
+        self._message = message
+        self._node = node
+        self._store = store
+        self._peers = peers
+        self._pools = pools
+        self._failures = failures
+        self._clock = clock
+        self._tasks = Tasks()
+        workers = tuple(Worker(w) for w in range(message.workers))
+        world_size = message.workers * self._contract.procs_per_worker
+        self._ledger = Ledger(
+            message.round, world_size, workers, expects_copies=_expects_copies(message)
+        )
+        self._gathered = Gathered(frozenset(workers), world_size, clock.monotonic())
+        self._builder = Builder(self._contract, message)
+        self._older: set[CheckpointId] = set()
+        """Committed in older rounds, on this round's lineage: what retention counts besides."""
+        self._last_persisted = message.last_persisted
+        self._last_persisted_bytes = 0
+        self._persist_after: Step | None = None
+        """A save was asked for: persist the first step committed above this one."""
+        self._done_at: float | None = None
+        self._finished_version: int | None = None
+        self._gave_up = False
+        self._versioned = Versioned()
+        self.instance = secrets.token_hex(8)
+        self._outbox = Outbox(settings, peers, self._ledger, clock, self._acknowledged)
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        self._outbox.start(self._message)
+        for worker in self._ledger.workers:
+            self._tasks.spawn(self._rebuild(worker), f"rebuild from {worker}")
+        if self._store is not None:
+            self._tasks.spawn(self._persist_loop(), "persist")
+        self._tasks.spawn(self._finish_loop(), "finish")
+
+    def update(self, message: Round) -> None:
+        """A higher version of the same round."""
+        complete = all(m.address for m in message.members)
+        if complete and not all(m.address for m in self._message.members):
+            self._gathered.started = self._clock.monotonic()
+        self._message = message
+        self._ledger.expects_copies = _expects_copies(message)
+        self._outbox.update(message)
+        self._changed()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is on its way to a level that it can still reach by itself."""
+        return not self._ledger.pending and not self._ledger.on_way_to_store
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        await self._outbox.close()
+        self._versioned.close()
+
+    # ------------------------------------------------------------------ what members say
+
+    def prepared(self, message: Prepared) -> PreparedReply:
+        """Raises RefusedError: CONFLICT for another digest, BAD_REQUEST for an old step."""
+        base = self._message.restore_point.step
+        if base is not None and message.step <= base:
+            raise RefusedError(
+                Refusal.BAD_REQUEST,
+                f"step {message.step} is not above the restore point (step {base})",
+            )
+        if message.step in self._ledger.forgotten:
+            return PreparedReply(committed=self._ledger.forgotten[message.step])
+        if message.rank_layout is not None:
+            self._builder.learn(message.layout, message.rank_layout)
+        if not self._builder.knows(message.layout):
+            return PreparedReply(need_layout=True)
+        with _Conflicts():
+            entry = self._ledger.prepared(message.step, message.shard, message.layout)
+        if entry.complete and entry.manifest is None:
+            self._commit(entry)
+        self._changed()
+        return PreparedReply(committed=entry.manifest_digest)
+
+    def replicated(self, message: Replicated) -> Ok:
+        if message.step not in self._ledger.forgotten:
+            with _Conflicts():
+                risen = self._ledger.replicated(message.step, message.rank, message.blake3)
+            if risen:
+                self._retain()
+            self._changed()
+        return Ok(message.round, self.instance)
+
+    def uploaded(self, message: Uploaded) -> Ok:
+        if message.step not in self._ledger.forgotten:
+            with _Conflicts():
+                self._ledger.uploaded(message.step, message.rank, message.blake3)
+            self._changed()
+        return Ok(message.round, self.instance)
+
+    def report(self, message: WorkerReport) -> Ok:
+        before = self._gathered.reports.get(message.worker)
+        if before is not None and before.instance != message.instance:
+            self._outbox.repeat(message.worker)
+        urgent = self._gathered.heard(message, self._clock.monotonic())
+        self._changed(urgent=urgent)
+        return Ok(message.round, self.instance)
+
+    def ask(self, path: str, message: Ask) -> Ok:
+        """Save-now and stop; told to the sidecar of rank 0. A token counts once."""
+        if self._outbox.ask(path, message):
+            steps = [p.step for p in self._gathered.progress] or [Step(-1)]
+            base = self._message.restore_point.step
+            self._persist_after = max(*steps, Step(-1) if base is None else base)
+        return Ok(message.round, self.instance)
+
+    async def prune(self, message: Prune) -> PruneReply:
+        """Deletes from the object store, manifests first. Raises RefusedError (PROTECTED)."""
+        if self._store is None:
+            raise RefusedError(Refusal.NOT_FOUND, "this job has no object store")
+        for point in message.checkpoints:
+            self._may_leave_store(point)
+        deleted: list[RestorePoint] = []
+        for point in message.checkpoints:
+            if point.step is None or point.round is None:
+                continue
+            await self._pools.store.run(
+                self._store.delete_checkpoint,
+                point.job_namespace or self._contract.namespace,
+                point.job_uid or self._contract.job_uid,
+                CheckpointId(point.step, point.round),
+            )
+            deleted.append(point)
+        return PruneReply(tuple(deleted))
+
+    def _may_leave_store(self, point: RestorePoint) -> None:
+        newest = self._last_persisted
+        kept = protected_steps(self._message) | self._ledger.on_way_to_store
+        if newest is not None and newest.step is not None:
+            kept |= {newest.step}
+        if point.step in kept or point.job_uid not in (None, self._contract.job_uid):
+            raise RefusedError(
+                Refusal.PROTECTED,
+                f"step {point.step} is the restore point, held, the newest persisted one, on its "
+                "way to the store, or another job's",
+            )
+
+    # ------------------------------------------------------------------ what the operator sees
+
+    async def state(
+        self, since: int, timeout_seconds: float, *, acknowledges: bool
+    ) -> CoordinatorState:
+        """The state once it is newer than `since`, or after the time-out."""
+        if acknowledges:
+            self._versioned.acknowledge(since)
+            self._release()
+        await self._versioned.wait_above(since, timeout_seconds)
+        state = self._state()
+        if acknowledges:
+            self._versioned.delivered(state.version)
+        return state
+
+    def _state(self) -> CoordinatorState:
+        gathered = self._gathered
+        return CoordinatorState(
+            version=self._versioned.version,
+            round=self._message.round,
+            steps=self._ledger.states(_SHOWN_STEPS),
+            last_local=_point(self._ledger.newest(Level.LOCAL)),
+            last_replicated=_point(self._ledger.newest(Level.REPLICATED)),
+            last_persisted=self._last_persisted,
+            last_persisted_bytes=self._last_persisted_bytes,
+            dead=gathered.dead,
+            progress=gathered.progress,
+            tiers=gathered.tiers,
+            failures=tuple(dict.fromkeys((*gathered.failures, *self._failures.current))),
+            times=gathered.times,
+            running=gathered.running,
+            cannot_restore=gathered.cannot_restore,
+            finished=self._finished_version is not None,
+            saves_skipped=gathered.saves_skipped,
+        )
+
+    def _changed(self, *, urgent: bool = True) -> None:
+        self._versioned.bump(urgent=urgent)
+        self._outbox.wake()
+
+    # ------------------------------------------------------------------ commit
+
+    def _commit(self, entry: StepEntry) -> None:
+        """All ranks are prepared: build the manifest; members get it from the outbox."""
+        try:
+            built = self._builder.build(entry)
+        except HoldfastError as error:
+            self._failures.note(
+                f"manifest of step {entry.step}", TierName.NODE, error, step=entry.step
+            )
+            return
+        entry.layout = built.layout
+        with _Conflicts():
+            self._ledger.committed(entry.step, built.manifest, built.digest, built.shards)
+        logs.info("manifest built", step=entry.step, round=entry.round, manifest=built.digest)
+
+    def _acknowledged(self, step: Step, worker: Worker) -> None:
+        """A member has the manifest on its disk."""
+        if step not in self._ledger.steps:
+            return
+        if not self._ledger.acknowledged(step, worker):
+            self._changed()
+            return
+        logs.info("committed locally", step=step, round=self._message.round)
+        self._ledger.settle_replicated(step)
+        if self._due(step):
+            self._request_upload(step)
+        if self._ledger.steps[step].copied:
+            self._retain()
+        elif gone := self._ledger.overtaken():
+            self._outbox.prune(gone)
+        self._changed()
+
+    def _retain(self) -> None:
+        """A step has all its copies: name what may be pruned now."""
+        mine = [s for s, e in self._ledger.steps.items() if e.local and e.copied]
+        abandoned = [s for s, e in self._ledger.steps.items() if not e.complete]
+        persisted = self._last_persisted
+        protected = protected_steps(self._message) | self._ledger.on_way_to_store
+        if persisted is not None and persisted.step is not None:
+            protected |= {persisted.step}
+        gone = prunable(
+            [*mine, *(c.step for c in self._older)],
+            abandoned,
+            keep_last=self._message.policy.keep_last,
+            protected=protected,
+        )
+        self._older = {c for c in self._older if c.step not in gone}
+        self._outbox.prune(gone)
+
+    async def _rebuild(self, worker: Worker) -> None:
+        """Learn which manifests exist from a member's inventory."""
+        backoff = self._backoff()
+        while True:
+            try:
+                inventory = await self._peers.get(worker, "/v1/inventory", Inventory)
+                break
+            except HoldfastError:
+                await self._clock.sleep(backoff.next_seconds())
+        base = self._message.restore_point.step
+        for found in inventory.manifests:
+            if found.round < self._message.round and base is not None and found.step <= base:
+                self._older.add(CheckpointId(found.step, found.round))
+            elif found.round == self._message.round:
+                await self._adopt(worker, found.step, found.round, found.manifest)
+        self._changed()
+
+    async def _adopt(
+        self, worker: Worker, step: Step, round_: RestartRound, digest: Digest
+    ) -> None:
+        """A manifest of this round that an earlier life (or another coordinator) wrote."""
+        entry = self._ledger.steps.get(step)
+        if step in self._ledger.forgotten or (entry is not None and entry.manifest is not None):
+            return
+        try:
+            query = {"step": str(step), "round": str(round_)}
+            answer = await self._peers.get(worker, "/v1/manifest", ManifestDocument, query=query)
+            document = answer.manifest.encode()
+            if digest_of(document) != digest:
+                raise FormatError(f"manifest of step {step} is not the {digest} that was listed")
+            with _Conflicts():
+                entry = self._ledger.committed(step, document, digest, shard_infos(document))
+            if answer.layout is not None:
+                entry.layout = answer.layout.encode()
+        except HoldfastError as error:
+            logs.warning("a manifest was not adopted", step=step, error=str(error))
+
+    # ------------------------------------------------------------------ the object store
+
+    def _due(self, step: Step) -> bool:
+        if self._store is None:
+            return False
+        persisted = self._last_persisted
+        if (
+            persisted is not None
+            and persisted.round == self._message.round
+            and (persisted.step is not None and persisted.step >= step)
+        ):
+            return False
+        if self._persist_after is not None and step > self._persist_after:
+            self._persist_after = None
+            return True
+        every = self._message.policy.object_every_steps
+        return every is not None and step % every == 0
+
+    def _request_upload(self, step: Step) -> None:
+        dropped = self._ledger.request_upload(step)
+        if dropped is not None:
+            self._failures.note_text(
+                "uploads that were overtaken",
+                TierName.OBJECT,
+                "Superseded",
+                f"step {dropped} waited for the store and gave way to step {step}",
+                step=dropped,
+            )
+
+    async def _persist_loop(self) -> None:
+        """One step at a time: ask for the shards, then write layout and manifest."""
+        backoff = self._backoff()
+        while True:
+            await self._versioned.wait_tick()
+            step = self._ledger.next_upload()
+            if step is None:
+                continue
+            entry = self._ledger.steps[step]
+            if entry.manifest is None:
+                continue
+            self._outbox.persist(entry.step)
+            if len(entry.uploaded) < entry.world_size:
+                continue
+            try:
+                await self._put_manifest(entry)
+            except AlreadyExistsError as error:
+                self._failures.note(
+                    "manifests in the store", TierName.OBJECT, error, step=entry.step
+                )
+                self._ledger.upload_ended(entry.step, persisted=False)
+            except HoldfastError as error:
+                self._failures.note(
+                    "manifests in the store", TierName.OBJECT, error, step=entry.step
+                )
+                await self._clock.sleep(backoff.next_seconds())
+            else:
+                backoff.reset()
+                self._failures.healthy("manifests in the store")
+                self._failures.healthy("uploads that were overtaken")
+                self._persisted(entry)
+            self._changed()
+
+    async def _put_manifest(self, entry: StepEntry) -> None:
+        if self._store is None or entry.manifest is None:
+            return
+        namespace, job_uid = self._contract.namespace, self._contract.job_uid
+        checkpoint = CheckpointId(entry.step, entry.round)
+        layout = entry.layout or await self._layout_of(entry.manifest)
+        await self._pools.store.run(self._store.put_layout, namespace, job_uid, layout)
+        await self._pools.store.run(
+            self._store.put_manifest, namespace, job_uid, checkpoint, entry.manifest
+        )
+
+    async def _layout_of(self, manifest: bytes) -> bytes:
+        return await self._pools.read.run(self._node.get_layout, parse_manifest(manifest).layout)
+
+    def _persisted(self, entry: StepEntry) -> None:
+        self._ledger.upload_ended(entry.step, persisted=True)
+        before = self._last_persisted
+        if before is None or before.step is None or before.step < entry.step:
+            self._last_persisted = replace(entry.point())
+            self._last_persisted_bytes = entry.payload_bytes
+        logs.info("persisted", step=entry.step, round=entry.round)
+
+    # ------------------------------------------------------------------ finish
+
+    async def _finish_loop(self) -> None:
+        """All ranks returned 0: get the newest step to every level it is to reach, say so, and
+        release the pods once the operator has recorded it."""
+        while self._finished_version is None:
+            await self._versioned.wait_tick(at_most_seconds=5.0)
+            if not self._gathered.done:
+                continue
+            if self._done_at is None:
+                self._done_at = self._clock.monotonic()
+            newest = self._ledger.newest(Level.LOCAL)
+            if self._store is not None and newest is not None and not self._gave_up:
+                self._request_upload(newest.step)
+                self._versioned.tick()
+            waited = self._clock.monotonic() - self._done_at
+            if waited > self._settings.finish_give_up_seconds and not self._gave_up:
+                self._give_up()
+            if self._settled():
+                self._finished_version = self._versioned.bump(urgent=True)
+                logs.info("finished", round=self._message.round)
+
+    def _settled(self) -> bool:
+        if self._gave_up:
+            return True
+        return self._gathered.idle and self.idle
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        steps = self._ledger.give_up_uploads()
+        self._failures.note_text(
+            "uploads at the end",
+            TierName.OBJECT,
+            "GaveUp",
+            f"steps {list(steps)} were not persisted within "
+            f"{self._settings.finish_give_up_seconds:.0f} s after the last rank returned",
+            step=steps[-1] if steps else None,
+        )
+
+    def _release(self) -> None:
+        if self._finished_version is not None and self._versioned.acknowledged(
+            self._finished_version
+        ):
+            self._outbox.release()
+
+    def _backoff(self) -> Backoff:
+        return Backoff(self._settings.backoff_first_seconds, self._settings.backoff_last_seconds)
+
+
+def _expects_copies(message: Round) -> bool:
+    """Without an assignment (one worker, or 0 copies asked for) local implies replicated."""
+    return message.policy.peer_copies > 0 and bool(message.copies)
+
+
+def _point(entry: StepEntry | None) -> RestorePoint | None:
+    return None if entry is None else entry.point()
+
+
+class _Conflicts:
+    """Turns the ledger's alarm into the refusal of the protocol."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Conflict):
+            logs.warning("conflicting digests", error=str(error))
+            raise RefusedError(Refusal.CONFLICT, str(error)) from error

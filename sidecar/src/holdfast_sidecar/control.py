@@ -1,0 +1,235 @@
+"""What the operator and the other sidecars say on the control port, and what it sets off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError, RefusedError
+from holdfast_core.format.manifest import Manifest, parse_manifest
+from holdfast_core.ids import CheckpointId, JobUid, Level, RestartRound, ShardRef, TierName
+from holdfast_core.transfer.messages import (
+    Ask,
+    Certificate,
+    CoordinatorState,
+    Inventory,
+    LevelNotice,
+    ManifestDocument,
+    ManifestPut,
+    Ok,
+    PersistRequest,
+    Prepared,
+    Prune,
+    Refusal,
+    Rendezvous,
+    Replicated,
+    Round,
+    Seal,
+    Suspect,
+    Uploaded,
+    WorkerReport,
+)
+from holdfast_sidecar import logs
+from holdfast_sidecar.certificates import Certificates
+from holdfast_sidecar.client import raise_refused
+from holdfast_sidecar.commit import Coordinator
+from holdfast_sidecar.documents import check_put
+from holdfast_sidecar.lifecycle import Lifecycle
+from holdfast_sidecar.local import Local
+from holdfast_sidecar.parts import Parts
+from holdfast_sidecar.prune import delete_orphans, delete_steps, protected_steps
+from holdfast_sidecar.rounds import Caller, RoundState, refuse, refuse_rendezvous, refuse_state
+from holdfast_sidecar.tasks import Tasks
+
+
+class Control:
+    """Handler of the control server, and of requests to the own worker."""
+
+    def __init__(
+        self, parts: Parts, lifecycle: Lifecycle, local: Local, certificates: Certificates
+    ) -> None:
+        self._parts = parts
+        self._lifecycle = lifecycle
+        self._local = local
+        self._certificates = certificates
+        self._tasks = Tasks()
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    @property
+    def state(self) -> RoundState:
+        return self._parts.keeper.state
+
+    # ------------------------------------------------------------------ reads
+
+    async def inventory(self) -> Inventory:
+        return await self._lifecycle.inventory()
+
+    async def coordinator_state(
+        self, caller: Caller, since: int, timeout_seconds: float
+    ) -> CoordinatorState:
+        refused = refuse_state(self.state)
+        if refused is not None:
+            raise_refused(refused)
+        return await self._coordinator().state(since, timeout_seconds, acknowledges=caller.operator)
+
+    async def rendezvous(self, round_: RestartRound, timeout_seconds: float) -> Rendezvous:
+        refused = refuse_rendezvous(self.state, round_)
+        if refused is not None:
+            raise_refused(refused)
+        return await self._parts.starter.rendezvous(round_, timeout_seconds)
+
+    async def manifest(self, job_uid: JobUid | None, checkpoint: CheckpointId) -> ManifestDocument:
+        parts = self._parts
+        uid = job_uid or parts.settings.contract.job_uid
+        document = await parts.pools.read.run(parts.node.get_manifest, uid, checkpoint)
+        try:
+            digest = parse_manifest(document).layout
+            layout = (await parts.pools.read.run(parts.node.get_layout, digest)).decode()
+        except NotFoundError:
+            layout = None
+        return ManifestDocument(document.decode(), layout)
+
+    def metrics(self) -> bytes:
+        parts = self._parts
+        parts.metrics.level(pending=parts.flow.pending, round_=self.state.round)
+        return parts.metrics.render()
+
+    def flushed(self) -> bool:
+        return self._parts.flushed
+
+    # ------------------------------------------------------------------ words
+
+    async def dispatch(self, caller: Caller, path: str, message: Any) -> Any:
+        """Serve one message. Raises what the refusal table says first."""
+        match message:
+            case Seal():
+                if message.round > self.state.round:
+                    self._check(caller, message)
+                    self._local.sealed()
+                return await self._lifecycle.seal(caller, message)
+            case Round():
+                return await self._lifecycle.round(caller, message)
+        self._check(caller, message)
+        match message:
+            case Prepared():
+                return self._coordinator().prepared(message)
+            case Replicated():
+                return self._coordinator().replicated(message)
+            case Uploaded():
+                return self._coordinator().uploaded(message)
+            case WorkerReport():
+                return self._coordinator().report(message)
+            case Prune():
+                return await self._coordinator().prune(message)
+            case Ask():
+                return self._ask(caller, path, message)
+            case ManifestPut():
+                return await self._put_manifest(message)
+            case LevelNotice():
+                return self._level(message)
+            case PersistRequest():
+                self._parts.flow.want(message.step, message.step_round)
+            case Suspect():
+                await self._suspect(message)
+            case Certificate():
+                await self._parts.pools.meta.run(self._certificates.renew, message)
+            case _:
+                raise RefusedError(
+                    Refusal.BAD_REQUEST, f"{type(message).__name__} is not served here"
+                )
+        return Ok(self.state.round)
+
+    def _check(self, caller: Caller, message: Any) -> None:
+        refused = refuse(self.state, caller, message)
+        if refused is not None:
+            raise_refused(refused)
+
+    def _coordinator(self) -> Coordinator:
+        coordinator = self._parts.coordinator
+        if coordinator is None:
+            raise RefusedError(
+                Refusal.NOT_COORDINATOR, f"worker {self.state.worker} does not coordinate"
+            )
+        return coordinator
+
+    def _ask(self, caller: Caller, path: str, message: Ask) -> Ok:
+        if caller.operator:
+            return self._coordinator().ask(path, message)
+        self._local.ask(path, message)
+        return Ok(self.state.round)
+
+    async def _put_manifest(self, message: ManifestPut) -> Ok:
+        """Durable here when it returns. Checked and queued without a pause in between, so that a
+        SEAL that comes later waits for it."""
+        parts = self._parts
+        manifest = check_put(message, parts.settings.contract)
+        try:
+            await parts.pools.meta.run(self._write_manifest, message, manifest)
+        except AlreadyExistsError as error:
+            parts.failures.note_text(
+                f"manifest of step {message.step}",
+                TierName.NODE,
+                "Conflict",
+                str(error),
+                step=message.step,
+            )
+            raise RefusedError(Refusal.CONFLICT, str(error)) from error
+        return Ok(message.round)
+
+    def _write_manifest(self, message: ManifestPut, manifest: Manifest) -> None:
+        node = self._parts.node
+        if message.layout is not None:
+            node.put_layout(message.layout.encode())
+        node.put_manifest(manifest.job.uid, manifest.checkpoint, message.manifest.encode())
+
+    def _level(self, message: LevelNotice) -> Ok:
+        self._local.level(message)
+        if message.prune:
+            self._parts.flow.forget(message.prune)
+        if message.prune or message.level is not Level.LOCAL:
+            self._tasks.spawn(self._prune(message), "prune")
+        return Ok(message.round)
+
+    async def _prune(self, message: LevelNotice) -> None:
+        """Never what this round protects, whoever names it; and nothing while sealed."""
+        parts = self._parts
+        held = parts.keeper.state.held
+        if held is None or held.round != message.round:
+            return
+        protected = protected_steps(held)
+        uid = parts.settings.contract.job_uid
+        await parts.pools.shard.run(
+            delete_steps, parts.node, uid, frozenset(message.prune) - protected
+        )
+        if message.level is not Level.LOCAL:
+            await parts.pools.shard.run(
+                delete_orphans,
+                parts.node,
+                uid,
+                before=held.round,
+                below=message.step,
+                protected=protected,
+            )
+
+    async def _suspect(self, message: Suspect) -> None:
+        """Somebody got bad bytes of this shard from here: read the own copy back."""
+        ref = ShardRef(
+            message.job_uid, message.step, message.step_round, message.rank, message.blake3
+        )
+        self._tasks.spawn(self._verify(ref), "verify")
+
+    async def _verify(self, ref: ShardRef) -> None:
+        parts = self._parts
+        try:
+            await parts.pools.read.run(self._verify_blocking, ref)
+        except CorruptionError as error:
+            parts.metrics.corruption(TierName.NODE)
+            logs.warning("quarantined a bad copy", rank=ref.rank, step=ref.step, error=str(error))
+            await parts.pools.meta.run(parts.node.quarantine, ref, str(error))
+        except NotFoundError:
+            return
+
+    def _verify_blocking(self, ref: ShardRef) -> None:
+        with self._parts.node.open_shard(ref) as reader:
+            reader.verify()

@@ -1,0 +1,200 @@
+"""SEAL and ROUND: how a sidecar moves from one round to the next (docs/protocol.md).
+
+SEAL: 1. the new round is in force in memory, so that nothing of the old one is accepted any more;
+2. it is durable; 3. everything that worked for the old round is stopped; 4. the ranks are ended;
+5. slots that were handed over are written; 6. the inventory is the reply.
+ROUND: 1. durable; 2. in force; 3. a new round begins: off-lineage steps are deleted, rehydration,
+rendezvous, coordinator; a higher version only changes members, copies and the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import RestartRound, TierName
+from holdfast_core.transfer.messages import Inventory, Round, Seal
+from holdfast_sidecar import logs
+from holdfast_sidecar.client import raise_refused
+from holdfast_sidecar.commit import Coordinator
+from holdfast_sidecar.flow import own_shard
+from holdfast_sidecar.inventory import held_manifests, held_shards
+from holdfast_sidecar.parts import Parts
+from holdfast_sidecar.prune import delete_off_lineage
+from holdfast_sidecar.rounds import Caller, refuse
+from holdfast_sidecar.tasks import Tasks
+
+
+class Lifecycle:
+    """One SEAL or ROUND at a time."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._lock = asyncio.Lock()
+        self._tasks = Tasks()
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        if self._parts.coordinator is not None:
+            await self._parts.coordinator.close()
+
+    # ------------------------------------------------------------------ SEAL
+
+    async def seal(self, caller: Caller, message: Seal) -> Inventory:
+        """Idempotent for the round that is sealed already. Raises StaleRoundError."""
+        parts = self._parts
+        self._check(caller, message)
+        if message.round > parts.keeper.state.round:
+            logs.info("sealed", round=message.round)
+            parts.keeper.state = parts.keeper.state.sealed_for(message.round)
+        async with self._lock:
+            self._check(caller, message)
+            await self._settle_seal(message.round)
+            return await self.inventory()
+
+    async def _settle_seal(self, round_: RestartRound) -> None:
+        """Also run again for a repeated SEAL: each part is quick when there is nothing to do."""
+        parts = self._parts
+        if parts.keeper.state.held is not None or parts.keeper.state.round != round_:
+            return
+        await self._record(round_, 0)
+        if parts.coordinator is not None:
+            coordinator, parts.coordinator = parts.coordinator, None
+            await coordinator.close()
+        await asyncio.gather(parts.flow.reset(), parts.rehydrator.reset(), parts.starter.reset())
+        await parts.starter.end_ranks(round_)
+        settle = parts.settings.settle_seconds
+        if not await parts.stager.settle(settle):
+            logs.warning("writes of the old round are not done", seconds=settle)
+        await parts.pools.drain_writes(settle)
+        parts.gang.reset()
+        parts.failures.clear()
+
+    async def _record(self, round_: RestartRound, version: int) -> None:
+        parts = self._parts
+        held = await parts.pools.read.run(parts.node.read_round)
+        if held is not None and held >= (round_, version):
+            return
+        await parts.pools.meta.run(parts.node.write_round, round_, version)
+
+    # ------------------------------------------------------------------ ROUND
+
+    async def round(self, caller: Caller, message: Round) -> Inventory:
+        """Raises StaleRoundError, RefusedError (NOT_SEALED, NOT_NEWER)."""
+        async with self._lock:
+            self._check(caller, message)
+            parts = self._parts
+            before = parts.keeper.state.held
+            await self._record(message.round, message.version)
+            parts.keeper.state = parts.keeper.state.holding(message)
+            parts.metrics.level(pending=parts.flow.pending, round_=message.round)
+            if before is None:
+                logs.info("round begins", round=message.round, step=message.restore_point.step)
+                await self._begin(message)
+            else:
+                await self._continue(before, message)
+            return await self.inventory()
+
+    def _check(self, caller: Caller, message: Seal | Round) -> None:
+        refused = refuse(self._parts.keeper.state, caller, message)
+        if refused is not None:
+            raise_refused(refused)
+
+    async def _begin(self, message: Round) -> None:
+        parts = self._parts
+        uid = parts.settings.contract.job_uid
+        await parts.pools.shard.run(delete_off_lineage, parts.node, uid, message)
+        await self._resume_own_shards(message.round)
+        parts.stager.recover(parts.keeper.state)
+        self._coordinate(message)
+        parts.rehydrator.begin(message)
+        parts.starter.begin()
+        parts.reporter.changed()
+
+    async def _continue(self, before: Round, message: Round) -> None:
+        parts = self._parts
+        if before.coordinator != message.coordinator:
+            if parts.coordinator is not None:
+                coordinator, parts.coordinator = parts.coordinator, None
+                await coordinator.close()
+            self._coordinate(message)
+            parts.flow.retell()
+        elif parts.coordinator is not None:
+            parts.coordinator.update(message)
+        parts.rehydrator.kick()
+        parts.starter.evaluate()
+        parts.flow.wake()
+        parts.reporter.changed()
+
+    def _coordinate(self, message: Round) -> None:
+        parts = self._parts
+        if message.coordinator != parts.keeper.state.worker:
+            return
+        parts.coordinator = Coordinator(
+            parts.settings,
+            message,
+            parts.node,
+            parts.store,
+            peers=parts.peers,
+            pools=parts.pools,
+            failures=parts.failures,
+            clock=parts.clock,
+        )
+        parts.coordinator.start()
+
+    async def _resume_own_shards(self, round_: RestartRound) -> None:
+        """After a restart of this process in the middle of a round: own shards of it that are on
+        the node tier go on from there."""
+        parts = self._parts
+        own = parts.keeper.state.own_ranks
+        uid = parts.settings.contract.job_uid
+        for record in await parts.pools.read.run(parts.node.list_shards):
+            header = record.header
+            if (header.job_uid, header.round) == (uid, round_) and header.rank in own:
+                parts.flow.add(own_shard(record))
+
+    async def restored(self) -> None:
+        """The restore point is here: copy its own shards again to targets that lack them, and see
+        whether the ranks may start."""
+        parts = self._parts
+        restored = parts.rehydrator.restored
+        if restored is None:
+            return
+        for ref in restored.refs.values():
+            if ref.job_uid != parts.settings.contract.job_uid:
+                continue
+            record = await parts.pools.read.run(parts.node.find, ref)
+            if record is not None and record.header.round != parts.keeper.state.round:
+                parts.flow.add(replace(own_shard(record), reported=False))
+        parts.starter.evaluate()
+
+    def on_restored(self) -> None:
+        self._tasks.spawn(self.restored(), "restored")
+
+    # ------------------------------------------------------------------ inventory
+
+    async def inventory(self) -> Inventory:
+        parts = self._parts
+        uid = parts.settings.contract.job_uid
+        manifests = await parts.pools.read.run(held_manifests, parts.node, uid)
+        shards = await parts.pools.read.run(
+            held_shards, parts.node, uid, parts.settings.slots_dir, dict(parts.stager.memory)
+        )
+        try:
+            free = await parts.pools.read.run(parts.node.free_bytes)
+            parts.metrics.free(free)
+        except HoldfastError as error:
+            parts.failures.note("node volume", TierName.NODE, error)
+            free = 0
+        state = parts.keeper.state
+        return Inventory(
+            worker=state.worker,
+            pod=parts.settings.contract.pod_name,
+            round=state.round,
+            version=state.version,
+            manifests=manifests,
+            shards=shards,
+            free_bytes=free,
+            running_round=parts.gang.running_round,
+        )

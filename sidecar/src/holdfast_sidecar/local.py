@@ -1,0 +1,166 @@
+"""What the launcher and the ranks say on the pod's socket, and what it sets off."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from holdfast_core.errors import FormatError, RefusedError
+from holdfast_core.ids import Level, Rank
+from holdfast_core.transfer.messages import (
+    Ask,
+    Ended,
+    Exited,
+    Fill,
+    Finish,
+    FinishReply,
+    HelloReply,
+    LevelNotice,
+    LevelReached,
+    LocalRole,
+    Progress,
+    Refusal,
+    Restore,
+    SaveRequested,
+    Stage,
+    StopRequested,
+    StoreAddress,
+)
+from holdfast_sidecar.flow import own_shard
+from holdfast_sidecar.intake import Connection
+from holdfast_sidecar.parts import Parts
+from holdfast_sidecar.rounds import RoundState, fence
+from holdfast_sidecar.staging import Outcome
+from holdfast_sidecar.verbs import STOP
+
+
+class Local:
+    """LocalHandler of the intake. `parts` is set before the socket opens."""
+
+    parts: Parts
+
+    def __init__(self) -> None:
+        self._released = asyncio.Event()
+        self._asked: list[SaveRequested | StopRequested] = []
+
+    @property
+    def state(self) -> RoundState:
+        return self.parts.keeper.state
+
+    # ------------------------------------------------------------------ connections
+
+    def hello(self, connection: Connection) -> HelloReply:
+        state = self.state
+        hello = connection.hello
+        if hello is not None:
+            # After the reply, which the other side waits for before it reads pushes.
+            loop = asyncio.get_running_loop()
+            if hello.role is LocalRole.LAUNCHER:
+                loop.call_soon(self.parts.starter.hello, hello)
+            elif hello.rank == 0:
+                loop.call_soon(self._ask_again, connection)
+        return HelloReply(state.round, None if state.held is None else state.held.policy)
+
+    def gone(self, connection: Connection) -> None:
+        hello = connection.hello
+        if hello is not None and hello.role is LocalRole.LAUNCHER:
+            if self.parts.intake.launcher is None:
+                self.parts.starter.gone(connection)
+            self.parts.reporter.changed()
+
+    # ------------------------------------------------------------------ requests
+
+    async def request(self, connection: Connection, message: Any) -> Any:
+        match message:
+            case Stage():
+                return await self.parts.stager.stage(self.state, message)
+            case Restore():
+                return self.parts.filler.restore(self.state, message)
+            case Fill():
+                return await self.parts.filler.fill(self.state, message)
+            case Finish():
+                return await self._finish(message)
+            case _:
+                raise FormatError(f"{type(message).__name__} is no request of this socket")
+
+    async def _finish(self, message: Finish) -> FinishReply:
+        """Answered when the gang's last step is where it has to be and the operator knows."""
+        refused = fence(self.state, message.round)
+        if refused is not None:
+            raise RefusedError(refused.code, refused.message)
+        self.parts.gang.done = True
+        self.parts.reporter.changed()
+        released = self._released
+        await released.wait()
+        if self.state.round != message.round:
+            raise RefusedError(Refusal.STALE_ROUND, f"round {message.round} was sealed meanwhile")
+        return FinishReply(True)
+
+    # ------------------------------------------------------------------ pushes
+
+    def notify(self, connection: Connection, message: Any) -> None:
+        parts = self.parts
+        match message:
+            case Progress() if message.round == self.state.round and self._own(message.rank):
+                parts.gang.progressed(message)
+                parts.metrics.stalled(message.blocked_seconds, message.saves_skipped)
+            case Exited() if message.round == self.state.round and self._own(message.rank):
+                parts.gang.exited(message)
+            case Ended():
+                parts.starter.ended(message.round)
+                parts.starter.evaluate()
+            case StoreAddress():
+                parts.starter.store_address(message.round, message.port)
+            case Progress() | Exited():
+                return  # of an older round: its ranks are being ended
+            case _:
+                raise FormatError(f"{type(message).__name__} is no push of this socket")
+        parts.reporter.changed()
+
+    def _own(self, rank: Rank) -> bool:
+        return rank in self.state.own_ranks
+
+    # ------------------------------------------------------------------ from the other components
+
+    def staged(self, outcome: Outcome) -> None:
+        """A slot was written, or could not be."""
+        if outcome.failed is not None:
+            self.parts.intake.push_rank(outcome.stage.rank, outcome.failed)
+        elif (
+            outcome.record is not None
+            and self.state.held is not None
+            and outcome.record.header.round == self.state.round
+        ):
+            self.parts.flow.add(own_shard(outcome.record))
+        self.parts.reporter.changed()
+
+    def level(self, message: LevelNotice) -> None:
+        """Tell the ranks; release Finish when the coordinator says so."""
+        if message.released:
+            self._released.set()
+            return
+        reached = LevelReached(message.step, message.step_round, message.level)
+        for rank in self.state.own_ranks:
+            self.parts.intake.push_rank(Rank(rank), reached)
+        if message.level is Level.LOCAL:
+            self._asked = [a for a in self._asked if isinstance(a, StopRequested)]
+
+    def ask(self, path: str, message: Ask) -> None:
+        """For rank 0; kept, so that a rank 0 that connects later hears it too."""
+        kind = StopRequested if path == STOP else SaveRequested
+        request = kind(message.round, message.token)
+        if request in self._asked:
+            return
+        self._asked.append(request)
+        self.parts.intake.push_rank(Rank(0), request)
+
+    def _ask_again(self, connection: Connection) -> None:
+        for request in self._asked:
+            if request.round == self.state.round:
+                connection.push(request)
+
+    def sealed(self) -> None:
+        """A newer round: whoever waits for the end of the old one is told no."""
+        released, self._released = self._released, asyncio.Event()
+        released.set()
+        self._asked = []

@@ -1,0 +1,251 @@
+"""What the coordinator still has to tell each member. Level-triggered, one message at a time for
+each member: a hung one holds up nobody else, and after a failure the same rules say
+what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError, StaleRoundError
+from holdfast_core.ids import Level, Step, Worker
+from holdfast_core.transfer.messages import (
+    Ask,
+    LevelNotice,
+    ManifestPut,
+    Ok,
+    PersistRequest,
+    Round,
+)
+from holdfast_sidecar import logs
+from holdfast_sidecar.backoff import Backoff
+from holdfast_sidecar.client import Peers
+from holdfast_sidecar.ledger import Ledger, StepEntry
+from holdfast_sidecar.settings import Settings
+from holdfast_sidecar.tasks import Tasks
+
+_ORDER = {None: 0, Level.LOCAL: 1, Level.REPLICATED: 2, Level.PERSISTED: 3}
+
+
+@dataclass(slots=True)
+class _Told:
+    """What one member has acknowledged."""
+
+    levels: dict[Step, Level] = field(default_factory=dict)
+    persists: set[Step] = field(default_factory=set)
+    pruned: int = 0
+    asks: int = 0
+    released: bool = False
+    layouts: set[bytes] = field(default_factory=set)
+    """Layout documents that it got with a manifest."""
+
+    def asked(self) -> None:
+        self.asks += 1
+
+    def was_released(self) -> None:
+        self.released = True
+
+
+class Outbox:
+    def __init__(
+        self,
+        settings: Settings,
+        peers: Peers,
+        ledger: Ledger,
+        clock: Clock,
+        on_manifest: Callable[[Step, Worker], None],
+    ) -> None:
+        self._settings = settings
+        self._own = settings.contract.worker
+        self._peers = peers
+        self._ledger = ledger
+        self._clock = clock
+        self._on_manifest = on_manifest
+        self._tasks = Tasks()
+        self._wakes: dict[Worker, asyncio.Event] = {}
+        self._told: dict[Worker, _Told] = {}
+        self._asks: list[tuple[str, Ask]] = []
+        self._prunes: list[Step] = []
+        self._persist: set[Step] = set()
+        self._released = False
+        self._released_at: float | None = None
+        self._message: Round | None = None
+
+    def start(self, message: Round) -> None:
+        self._message = message
+        for worker in self._ledger.workers:
+            self._told[worker] = _Told()
+            self._wakes[worker] = asyncio.Event()
+            self._tasks.spawn(self._serve(worker), f"outbox of worker {worker}")
+
+    def update(self, message: Round) -> None:
+        """A higher version: a member's pod may be another one, which has heard nothing."""
+        before = self._message
+        self._message = message
+        pods = {} if before is None else {m.worker: m.pod for m in before.members}
+        for member in message.members:
+            if pods.get(member.worker) != member.pod and member.worker in self._told:
+                self._told[member.worker] = _Told()
+        self.wake()
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    def wake(self) -> None:
+        for event in self._wakes.values():
+            event.set()
+
+    # ------------------------------------------------------------------ what is to be told
+
+    def ask(self, path: str, message: Ask) -> bool:
+        """False for a token that was asked before in this round."""
+        if (path, message) in self._asks:
+            return False
+        self._asks.append((path, message))
+        self.wake()
+        return True
+
+    def prune(self, steps: tuple[Step, ...]) -> None:
+        if steps:
+            self._ledger.forget(steps)
+            self._prunes.extend(steps)
+            self.wake()
+
+    def persist(self, step: Step) -> None:
+        if step not in self._persist:
+            self._persist.add(step)
+            self.wake()
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            self._released_at = self._clock.monotonic()
+            self.wake()
+
+    def repeat(self, worker: Worker) -> None:
+        """A new life of this member: it has forgotten everything but what is on its disk."""
+        told = _Told()
+        told.pruned = self._told[worker].pruned
+        self._told[worker] = told
+        self.wake()
+
+    # ------------------------------------------------------------------ one member
+
+    async def _serve(self, worker: Worker) -> None:
+        settings = self._settings
+        backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
+        changed = logs.Changed()
+        while True:
+            self._wakes[worker].clear()
+            chosen = self._next(worker)
+            if chosen is None:
+                await self._wait(worker)
+                continue
+            message, path, acknowledged = chosen
+            try:
+                await self._peers.call(worker, message, Ok, path=path)
+            except StaleRoundError:
+                return
+            except HoldfastError as error:
+                changed.say(f"worker {worker}", f"{type(message).__name__}: {error}")
+                await self._clock.sleep(backoff.next_seconds())
+            else:
+                backoff.reset()
+                changed.healthy(f"worker {worker}")
+                acknowledged()
+                self.wake()
+
+    async def _wait(self, worker: Worker) -> None:
+        """The own release waits for a time, so only then a timer is needed besides the events."""
+        limit = 0.5 if self._released and worker == self._own else None
+        try:
+            async with asyncio.timeout(limit):
+                await self._wakes[worker].wait()
+        except TimeoutError:
+            return
+
+    def _next(self, worker: Worker) -> tuple[Any, str | None, Callable[[], None]] | None:
+        """The next message for this member, its path if not the usual one, and what its
+        acknowledgement changes."""
+        told = self._told[worker]
+        round_ = self._ledger.round
+        if worker == 0 and told.asks < len(self._asks):
+            path, ask = self._asks[told.asks]
+            return ask, path, told.asked
+        for step in sorted(self._ledger.steps):
+            entry = self._ledger.steps[step]
+            put = self._manifest_for(worker, entry)
+            if put is not None:
+                return put, None, self._manifest_told(worker, entry)
+            if step in self._persist and entry.local and step not in told.persists:
+                request = PersistRequest(round_, step, entry.round)
+                return request, None, functools.partial(told.persists.add, step)
+            if (level := entry.level) is not None and _ORDER[told.levels.get(step)] < _ORDER[level]:
+                return self._notice(worker, step, level)
+        if told.pruned < len(self._prunes) and (newest := self._newest()) is not None:
+            return self._notice(worker, newest.step, newest.level or Level.LOCAL)
+        if self._may_release(worker) and not told.released:
+            return self._release_notice(worker)
+        return None
+
+    def _manifest_for(self, worker: Worker, entry: StepEntry) -> ManifestPut | None:
+        """The own node tier first: a manifest that anybody else has is surely here too."""
+        if entry.manifest is None or worker in entry.acknowledged:
+            return None
+        if worker != self._own and self._own not in entry.acknowledged:
+            return None
+        layout = entry.layout
+        known = layout is None or layout in self._told[worker].layouts
+        return ManifestPut(
+            self._ledger.round,
+            entry.step,
+            entry.manifest.decode(),
+            None if known or layout is None else layout.decode(),
+        )
+
+    def _manifest_told(self, worker: Worker, entry: StepEntry) -> Callable[[], None]:
+        told, layout = self._told[worker], entry.layout
+
+        def acknowledged() -> None:
+            if layout is not None:
+                told.layouts.add(layout)
+            self._on_manifest(entry.step, worker)
+
+        return acknowledged
+
+    def _notice(
+        self, worker: Worker, step: Step, level: Level
+    ) -> tuple[LevelNotice, None, Callable[[], None]]:
+        told = self._told[worker]
+        count = len(self._prunes)
+        prune = tuple(self._prunes[told.pruned : count])
+
+        def acknowledged() -> None:
+            told.levels[step] = level
+            told.pruned = count
+
+        notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, prune)
+        return notice, None, acknowledged
+
+    def _newest(self) -> StepEntry | None:
+        return self._ledger.newest(Level.LOCAL)
+
+    def _may_release(self, worker: Worker) -> bool:
+        """The own pod last: it goes when the others know, or when waiting for them is over."""
+        if not self._released or self._released_at is None:
+            return False
+        others = [t.released for w, t in self._told.items() if w != self._own]
+        waited = self._clock.monotonic() - self._released_at
+        return worker != self._own or all(others) or waited > self._settings.release_seconds
+
+    def _release_notice(self, worker: Worker) -> tuple[LevelNotice, None, Callable[[], None]]:
+        newest = self._newest()
+        step = Step(0) if newest is None else newest.step
+        level = Level.LOCAL if newest is None or newest.level is None else newest.level
+        notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, released=True)
+        return notice, None, self._told[worker].was_released

@@ -1,0 +1,71 @@
+"""The components of one sidecar, made once and handed to what serves requests. No behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast_core.clock import Clock
+from holdfast_core.tiers.base import ObjectTier
+from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_sidecar.client import Peers
+from holdfast_sidecar.commit import Coordinator
+from holdfast_sidecar.failures import Failures
+from holdfast_sidecar.fill import Filler
+from holdfast_sidecar.flow import Flow
+from holdfast_sidecar.gang import LocalGang
+from holdfast_sidecar.intake import Intake
+from holdfast_sidecar.metrics import Metrics
+from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.rehydrate import Rehydrator
+from holdfast_sidecar.report import Reporter
+from holdfast_sidecar.rounds import RoundState
+from holdfast_sidecar.settings import Settings
+from holdfast_sidecar.staging import Stager
+from holdfast_sidecar.starter import Starter
+
+
+class Keeper:
+    """The one place that holds the fencing state; everybody reads it when they need it."""
+
+    def __init__(self, state: RoundState) -> None:
+        self.state = state
+
+    def current(self) -> RoundState:
+        return self.state
+
+
+@dataclass(slots=True)
+class Parts:
+    settings: Settings
+    clock: Clock
+    keeper: Keeper
+    pools: Pools
+    node: DiskNodeTier
+    store: ObjectTier | None
+    peers: Peers
+    failures: Failures
+    metrics: Metrics
+    gang: LocalGang
+    intake: Intake
+    stager: Stager
+    flow: Flow
+    rehydrator: Rehydrator
+    filler: Filler
+    starter: Starter
+    reporter: Reporter
+    coordinator: Coordinator | None = None
+    on_restored: Callable[[], None] = lambda: None
+    """Set once the lifecycle exists."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing handed over still has to become durable, be copied or uploaded by this pod."""
+        return self.stager.idle and self.flow.idle
+
+    @property
+    def flushed(self) -> bool:
+        """Idle, and no rank of this pod can hand over anything more: preStop may end."""
+        running = self.gang.running_round is not None and not self.gang.done
+        busy = self.coordinator is not None and not self.coordinator.idle
+        return self.idle and not running and not busy

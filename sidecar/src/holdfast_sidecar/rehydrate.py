@@ -1,0 +1,278 @@
+"""Brings the own ranks' shards of the restore point to this node before the ranks start.
+
+Per shard: node tier, then every other member, then the object store; each copy is verified, a bad
+one is quarantined where it lies, and the next source is tried. What was tried is told in
+`cannot_restore` and tried again until the operator chooses differently: never starts from nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import Manifest, parse_manifest
+from holdfast_core.ids import CheckpointId, JobUid, Rank, ShardRef, TierName
+from holdfast_core.tiers.base import NodeTier, ObjectTier
+from holdfast_core.transfer.messages import (
+    ManifestDocument,
+    Member,
+    Ok,
+    RestorePoint,
+    Round,
+    Suspect,
+)
+from holdfast_sidecar import logs
+from holdfast_sidecar.backoff import Backoff
+from holdfast_sidecar.bulk import BulkPeers
+from holdfast_sidecar.client import Peers
+from holdfast_sidecar.metrics import Metrics
+from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.rounds import RoundState
+from holdfast_sidecar.settings import Settings
+from holdfast_sidecar.tasks import Tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What the ranks of this pod restore from; `manifest` is None without a restore point."""
+
+    point: RestorePoint
+    manifest: Manifest | None
+    refs: dict[Rank, ShardRef]
+    payload_bytes: dict[Rank, int]
+    sources: dict[Rank, TierName]
+    """Tier that each shard came from when this round began."""
+
+
+class Rehydrator:
+    """One at a time: the restore point of the round that is held."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        current: Callable[[], RoundState],
+        node: NodeTier,
+        store: ObjectTier | None,
+        *,
+        peers: Peers,
+        bulk: BulkPeers,
+        pools: Pools,
+        metrics: Metrics,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._contract = settings.contract
+        self._settings = settings
+        self._current = current
+        self._node = node
+        self._store = store
+        self._peers = peers
+        self._bulk = bulk
+        self._pools = pools
+        self._metrics = metrics
+        self._clock = clock
+        self._on_change = on_change
+        self._tasks = Tasks()
+        self._kick = asyncio.Event()
+        self.restored: Restored | None = None
+        self.cannot_restore = ""
+        self.seconds: float | None = None
+
+    async def reset(self) -> None:
+        await self._tasks.cancel()
+        self.restored = None
+        self.cannot_restore = ""
+        self.seconds = None
+
+    def begin(self, message: Round) -> None:
+        """Call once a round; `kick` when members change."""
+        self._tasks.spawn(self._until_done(message.restore_point), "rehydrate")
+
+    def kick(self) -> None:
+        self._kick.set()
+
+    async def refetch(self, rank: Rank) -> TierName:
+        """The node's copy turned out bad and is quarantined: fetch it again.
+        Raises NotFoundError with everything that was tried."""
+        restored = self.restored
+        if restored is None or rank not in restored.refs:
+            raise NotFoundError(f"rank {rank} has no shard to restore in this round")
+        tried: list[str] = []
+        tier = await self._shard(restored.refs[rank], restored.point, tried)
+        if tier is None:
+            self.cannot_restore = "; ".join(tried)
+            self._on_change()
+            raise NotFoundError(f"rank {rank} cannot be restored: {self.cannot_restore}")
+        restored.sources[rank] = tier
+        return tier
+
+    async def _until_done(self, point: RestorePoint) -> None:
+        started = self._clock.monotonic()
+        backoff = Backoff(self._settings.backoff_first_seconds, self._settings.backoff_last_seconds)
+        while True:
+            self._kick.clear()
+            tried: list[str] = []
+            restored = await self._attempt(point, tried)
+            if restored is not None:
+                self.restored = restored
+                self.cannot_restore = ""
+                self.seconds = self._clock.monotonic() - started
+                self._metrics.recovered("rehydrate", self.seconds)
+                logs.info(
+                    "restore point is here",
+                    step=point.step,
+                    sources={str(r): str(t) for r, t in restored.sources.items()},
+                )
+                self._on_change()
+                return
+            if (text := "; ".join(tried)) != self.cannot_restore:
+                self.cannot_restore = text
+                logs.warning("cannot restore yet", step=point.step, tried=text)
+                self._on_change()
+            try:
+                await asyncio.wait_for(self._kick.wait(), backoff.next_seconds())
+            except TimeoutError:
+                continue
+
+    async def _attempt(self, point: RestorePoint, tried: list[str]) -> Restored | None:
+        if point.step is None or point.round is None:
+            return Restored(point, None, {}, {}, {})
+        manifest = await self._manifest(point, CheckpointId(point.step, point.round), tried)
+        if manifest is None:
+            return None
+        state = self._current()
+        if manifest.world_size != state.world_size:
+            tried.append(
+                f"step {point.step} was saved by {manifest.world_size} ranks, this round has "
+                f"{state.world_size}: its shards belong to other ranks"
+            )
+            return None
+        job_uid = self._job_uid(point)
+        records = {s.rank: s for s in manifest.shards}
+        own = [Rank(r) for r in state.own_ranks]
+        refs = {r: ShardRef(job_uid, point.step, point.round, r, records[r].blake3) for r in own}
+        found = await asyncio.gather(*(self._shard(refs[r], point, tried) for r in own))
+        sources = {r: tier for r, tier in zip(own, found, strict=True) if tier is not None}
+        if len(sources) < len(own):
+            return None
+        sizes = {r: records[r].payload_bytes for r in own}
+        return Restored(point, manifest, refs, sizes, sources)
+
+    def _job_uid(self, point: RestorePoint) -> JobUid:
+        return point.job_uid or self._contract.job_uid
+
+    def _others(self) -> tuple[Member, ...]:
+        """Every other member, the holders of own copies first."""
+        state = self._current()
+        if state.held is None:
+            return ()
+        targets = state.copy_targets()
+        others = [m for m in state.held.members if m.worker != state.worker]
+        return tuple(sorted(others, key=lambda m: (m.worker not in targets, m.worker)))
+
+    # ------------------------------------------------------------------ manifest
+
+    async def _manifest(
+        self, point: RestorePoint, checkpoint: CheckpointId, tried: list[str]
+    ) -> Manifest | None:
+        job_uid = self._job_uid(point)
+        try:
+            document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
+            return self._accept(document, point)
+        except HoldfastError as error:
+            tried.append(f"manifest in the node tier: {error}")
+        query = {
+            "step": str(checkpoint.step),
+            "round": str(checkpoint.round),
+            "jobUid": str(job_uid),
+        }
+        for member in self._others():
+            try:
+                answer = await self._peers.get(
+                    member.worker, "/v1/manifest", ManifestDocument, query=query
+                )
+                document = answer.manifest.encode()
+                manifest = self._accept(document, point)
+                layout = answer.layout.encode() if answer.layout is not None else None
+                await self._keep(job_uid, checkpoint, document, layout, manifest)
+                return manifest
+            except HoldfastError as error:
+                tried.append(f"manifest at worker {member.worker}: {error}")
+        if self._store is None:
+            return None
+        namespace = point.job_namespace or self._contract.namespace
+        try:
+            document = await self._pools.fetch.run(
+                self._store.get_manifest, namespace, job_uid, checkpoint
+            )
+            manifest = self._accept(document, point)
+            layout = await self._pools.fetch.run(
+                self._store.get_layout, namespace, job_uid, manifest.layout
+            )
+            await self._keep(job_uid, checkpoint, document, layout, manifest)
+            return manifest
+        except HoldfastError as error:
+            tried.append(f"manifest in the object store: {error}")
+            return None
+
+    def _accept(self, document: bytes, point: RestorePoint) -> Manifest:
+        """Raises CorruptionError unless it is the very document that the restore point names."""
+        found = digest_of(document)
+        if point.manifest is not None and found != point.manifest:
+            raise CorruptionError(f"digest {found}, the restore point names {point.manifest}")
+        return parse_manifest(document)
+
+    async def _keep(
+        self,
+        job_uid: JobUid,
+        checkpoint: CheckpointId,
+        document: bytes,
+        layout: bytes | None,
+        manifest: Manifest,
+    ) -> None:
+        if layout is not None and digest_of(layout) == manifest.layout:
+            await self._pools.meta.run(self._node.put_layout, layout)
+        await self._pools.meta.run(self._node.put_manifest, job_uid, checkpoint, document)
+
+    # ------------------------------------------------------------------ shards
+
+    async def _shard(self, ref: ShardRef, point: RestorePoint, tried: list[str]) -> TierName | None:
+        """Where it is or came from; None when every source failed (`tried` says how)."""
+        if await self._pools.read.run(self._node.find, ref) is not None:
+            return TierName.NODE
+        tried.append(f"rank {ref.rank}: not in the node tier")
+        for member in self._others():
+            try:
+                await self._pools.fetch.run(self._bulk.fetch, member, ref)
+                return TierName.PEER
+            except CorruptionError as error:
+                self._metrics.corruption(TierName.PEER)
+                tried.append(f"rank {ref.rank}: bad copy at worker {member.worker}: {error}")
+                self._tasks.spawn(self._suspect(member, ref), "suspect")
+            except (HoldfastError, OSError) as error:
+                tried.append(f"rank {ref.rank}: worker {member.worker}: {error}")
+        if self._store is None:
+            return None
+        namespace = point.job_namespace or self._contract.namespace
+        try:
+            await self._pools.fetch.run(
+                self._store.download_shard, namespace, ref, self._node.begin_copy
+            )
+            return TierName.OBJECT
+        except CorruptionError as error:
+            self._metrics.corruption(TierName.OBJECT)
+            tried.append(f"rank {ref.rank}: bad copy in the object store: {error}")
+        except (HoldfastError, OSError) as error:
+            tried.append(f"rank {ref.rank}: object store: {error}")
+        return None
+
+    async def _suspect(self, member: Member, ref: ShardRef) -> None:
+        message = Suspect(ref.job_uid, ref.step, ref.round, ref.rank, ref.blake3)
+        try:
+            await self._peers.call(member.worker, message, Ok)
+        except HoldfastError as error:
+            logs.warning("a bad copy was not reported", worker=member.worker, error=str(error))

@@ -1,0 +1,257 @@
+"""The kind cluster: created, started again after a crash, or created anew; its pod network; its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+
+from testbed import nodeimage
+from testbed.config import CLUSTER, CONTROL_PLANE, KINDEST_NODE, NODES, PACKAGE, Bed, digest
+from testbed.shell import BedError, answers, each, run
+
+_CNI = {
+    "cniVersion": "1.0.0",
+    "name": "holdfast",
+    "plugins": [
+        {"type": "ptp", "ipMasq": False, "mtu": 1500},
+        {"type": "portmap", "capabilities": {"portMappings": True}},
+    ],
+}
+
+
+class ClusterAction(StrEnum):
+    USE = "use"
+    START = "start"
+    CREATE = "create"
+    RECREATE = "recreate"
+
+
+def decide_cluster(
+    containers: Mapping[str, str], *, expected: tuple[str, ...], same_inputs: bool, api_answers: bool
+) -> tuple[ClusterAction, str]:
+    """What to do with what is there: containers are node names with Docker's state, and why."""
+    if not containers:
+        return ClusterAction.CREATE, "there is none"
+    if set(containers) != set(expected):
+        return ClusterAction.RECREATE, "its nodes are not those that are wanted"
+    if not same_inputs:
+        return ClusterAction.RECREATE, "it was made from other inputs, or not to its end"
+    stopped = sorted(name for name, state in containers.items() if state != "running")
+    if stopped:
+        return ClusterAction.START, f"stopped: {', '.join(stopped)}"
+    if not api_answers:
+        return ClusterAction.START, "its API server does not answer"
+    return ClusterAction.USE, "it works"
+
+
+def kind_config(bed: Bed) -> str:
+    """kind's configuration. JSON is YAML, so no YAML library is needed."""
+    nodes: list[dict[str, object]] = []
+    for name in NODES:
+        node: dict[str, object] = {"role": "control-plane" if name == CONTROL_PLANE else "worker"}
+        if bed.local:
+            store = {"hostPath": str(bed.nodes / name), "containerPath": "/var/lib/containerd"}
+            node["extraMounts"] = [store]
+        nodes.append(node)
+    networking: dict[str, object] = {"ipFamily": "ipv4", "apiServerAddress": "127.0.0.1"}
+    patches = []
+    if bed.local:
+        networking["disableDefaultCNI"] = True
+        patches.append(
+            "kind: KubeletConfiguration\n"
+            f"failCgroupV1: {json.dumps(Path('/sys/fs/cgroup/cgroup.controllers').exists())}\n"
+            "featureGates: {KubeletInUserNamespace: true}\n"
+        )
+    return json.dumps(
+        {
+            "kind": "Cluster",
+            "apiVersion": "kind.x-k8s.io/v1alpha4",
+            "networking": networking,
+            "kubeadmConfigPatches": patches,
+            "nodes": nodes,
+        },
+        indent=1,
+    )
+
+
+def containers(bed: Bed) -> dict[str, str]:
+    """Node containers by name, with their state (running, exited, paused, created, dead)."""
+    words = ["docker", "ps", "-a", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}"]
+    out = run([*words, "--format", "{{.Names}} {{.State}}"], env=bed.environment())
+    return dict(line.split() for line in out.splitlines())
+
+
+def kubectl(bed: Bed, *words: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
+    data = None if stdin is None else stdin.encode()
+    command = ["kubectl", *words]
+    return run(command, env=bed.environment(), stdin=data, timeout_seconds=timeout_seconds)
+
+
+def api_answers(bed: Bed) -> bool:
+    command = ["kubectl", "get", "--raw", "/readyz", "--request-timeout=5s"]
+    return bed.kubeconfig.is_file() and answers(command, env=bed.environment(), seconds=10)
+
+
+def wait_for_api(bed: Bed, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not api_answers(bed):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1)
+    return True
+
+
+def inputs(bed: Bed) -> str:
+    image = nodeimage.node_tag() if bed.local else KINDEST_NODE
+    return digest(kind_config(bed), image, PACKAGE / "cluster.py")
+
+
+def up(bed: Bed, log: Path) -> str:
+    """Have the cluster with all nodes Ready and pods that reach each other."""
+    stamp = bed.stamps / "cluster"
+    state = containers(bed)
+    action, reason = decide_cluster(
+        state,
+        expected=NODES,
+        same_inputs=stamp.is_file() and stamp.read_text() == inputs(bed),
+        api_answers=api_answers(bed),
+    )
+    if action is ClusterAction.START:
+        start_all(bed, state)
+        if not wait_for_api(bed, 60):
+            action, reason = ClusterAction.RECREATE, f"{reason}; no API 60 s after a start"
+    if action in (ClusterAction.CREATE, ClusterAction.RECREATE):
+        create(bed, log)
+    if action is not ClusterAction.USE:
+        connect_nodes(bed)
+    wait_ready(bed)
+    stamp.write_text(inputs(bed))
+    return f"{action}: {reason}"
+
+
+def start_all(bed: Bed, state: Mapping[str, str]) -> None:
+    paused = [name for name, value in state.items() if value == "paused"]
+    if paused:
+        run(["docker", "unpause", *paused], env=bed.environment())
+    first = [CONTROL_PLANE, *(name for name in state if name != CONTROL_PLANE)]
+    run(["docker", "start", *first], env=bed.environment(), check=False)
+
+
+def create(bed: Bed, log: Path) -> None:
+    delete(bed)
+    if bed.local:
+        each(lambda name: nodeimage.link_template(bed, name), NODES)
+    config = bed.root / "kind.json"
+    config.write_text(kind_config(bed))
+    image = nodeimage.node_tag() if bed.local else KINDEST_NODE
+    words = ["kind", "create", "cluster", "--name", CLUSTER, "--config", config, "--image", image]
+    run([*words, "--kubeconfig", bed.kubeconfig], env=bed.environment(), log=log)
+    if bed.local:
+        pin_addresses(bed)
+
+
+def delete(bed: Bed) -> None:
+    (bed.stamps / "cluster").unlink(missing_ok=True)
+    env = bed.environment()
+    command = ["kind", "delete", "cluster", "--name", CLUSTER, "--kubeconfig", bed.kubeconfig]
+    run(command, env=env, check=False)
+    left = list(containers(bed))
+    if left:
+        run(["docker", "rm", "-f", "-v", *left], env=env)
+    shutil.rmtree(bed.nodes, ignore_errors=True)
+
+
+def addresses(bed: Bed) -> dict[str, str]:
+    """Each running node's address."""
+    form = '{{.Name}} {{with index .NetworkSettings.Networks "kind"}}{{.IPAddress}}{{end}}'
+    out = run(["docker", "inspect", "-f", form, *NODES], env=bed.environment())
+    pairs = [line.lstrip("/").split() for line in out.splitlines()]
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+
+def pin_addresses(bed: Bed) -> None:
+    """Give each worker its present address for good: Docker would give a restarted node another."""
+    for node, address in addresses(bed).items():
+        if node != CONTROL_PLANE:
+            run(["docker", "network", "disconnect", "kind", node], env=bed.environment())
+            words = ["docker", "network", "connect", "--ip", address, "kind", node]
+            run(words, env=bed.environment())
+
+
+def pod_networks(bed: Bed) -> dict[str, str]:
+    """Each node's pod CIDR. Waits: the controller manager gives them after the nodes have joined."""
+    form = '{range .items[*]}{.metadata.name}={.spec.podCIDR}{"\\n"}{end}'
+    deadline = time.monotonic() + 60
+    while True:
+        out = kubectl(bed, "get", "nodes", "-o", f"jsonpath={form}")
+        found = dict(line.split("=", 1) for line in out.split())
+        if len([cidr for cidr in found.values() if cidr]) == len(NODES):
+            return found
+        if time.monotonic() > deadline:
+            raise BedError(f"nodes without a pod network: {found}")
+        time.sleep(0.5)
+
+
+def routes_script(node: str, networks: Mapping[str, str], hosts: Mapping[str, str]) -> str:
+    """Commands that route every other node's pods to it; the node runs them at every start."""
+    return "".join(
+        f"ip route replace {networks[other]} via {hosts[other]}\n"
+        for other in sorted(networks)
+        if other != node and other in hosts
+    )
+
+
+def cni_config(network: str) -> str:
+    plugins = json.loads(json.dumps(_CNI))
+    plugins["plugins"][0]["ipam"] = {
+        "type": "host-local",
+        "dataDir": "/run/cni-ipam",
+        "routes": [{"dst": "0.0.0.0/0"}],
+        "ranges": [[{"subnet": network}]],
+    }
+    return json.dumps(plugins)
+
+
+def connect_nodes(bed: Bed) -> None:
+    """The pod network of local mode: a CNI configuration and routes in every running node.
+
+    With the machine's own engine kind's network does it, and this does nothing.
+    """
+    if not bed.local:
+        return
+    networks, hosts = pod_networks(bed), addresses(bed)
+
+    def apply(node: str) -> None:
+        script = (
+            "set -e; mkdir -p /etc/holdfast /etc/cni/net.d\n"
+            f"cat > /etc/holdfast/routes <<'END'\n{routes_script(node, networks, hosts)}END\n"
+            f"cat > /etc/cni/net.d/10-holdfast.conflist <<'END'\n{cni_config(networks[node])}\nEND\n"
+            "sh /etc/holdfast/routes\n"
+        )
+        in_node(bed, node, script)
+
+    each(apply, hosts)
+
+
+def in_node(bed: Bed, node: str, script: str, *, timeout_seconds: float = 60) -> str:
+    """Run a shell script inside a node; return what it printed."""
+    command = ["docker", "exec", "-i", node, "sh"]
+    data = script.encode()
+    return run(command, env=bed.environment(), stdin=data, timeout_seconds=timeout_seconds)
+
+
+def wait_ready(bed: Bed, seconds: int = 180) -> None:
+    wait = [f"--timeout={seconds}s", "wait", "--for=condition=Ready", "node", "--all"]
+    kubectl(bed, *wait, timeout_seconds=seconds + 10)
+    rollout = ["rollout", "status", "deploy/coredns", "-n", "kube-system", f"--timeout={seconds}s"]
+    kubectl(bed, *rollout, timeout_seconds=seconds + 10)
+
+
+def describe(bed: Bed) -> str:
+    form = "custom-columns=NODE:.metadata.name,READY:.status.conditions[?(@.type=='Ready')].status"
+    return re.sub(r"(?m)^", "  ", kubectl(bed, "get", "nodes", "-o", form).rstrip())

@@ -1,0 +1,237 @@
+"""A Docker engine of our own, where the machine has none: started, reused after a crash, stopped.
+
+It listens on a Unix socket only, and its bridges are cut off from every network but this machine's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from enum import StrEnum
+from pathlib import Path
+
+from testbed import host
+from testbed.config import DOCKER_SUITE, KINDEST_NODE, Bed, bed_root
+from testbed.shell import BedError, answers, run
+
+DEBS = ("docker.io", "docker-cli", "docker-buildx", "tini-static")
+BRIDGE = "br-holdfast"
+SUBNET = "172.18.0.0/16"
+_DISABLED = (
+    "io.containerd.grpc.v1.cri",
+    "io.containerd.cri.v1.images",
+    "io.containerd.cri.v1.runtime",
+    "io.containerd.nri.v1.nri",
+    "io.containerd.podsandbox.controller.v1.podsandbox",
+    "io.containerd.internal.v1.opt",
+)
+
+
+class EngineAction(StrEnum):
+    USE = "use"
+    START = "start"
+    RESTART = "restart"
+
+
+def decide_engine(*, answers: bool, dockerd_alive: bool, containerd_alive: bool) -> EngineAction:
+    """What to do with the engine. A half-dead one is stopped first: Docker waits for containerd."""
+    if answers and dockerd_alive and containerd_alive:
+        return EngineAction.USE
+    if dockerd_alive or containerd_alive:
+        return EngineAction.RESTART
+    return EngineAction.START
+
+
+def detect(root: Path) -> Bed:
+    """Which mode this machine allows; asked once, then kept in <root>/mode (delete it to ask again)."""
+    mode = os.environ.get("HOLDFAST_TESTBED_MODE", "")
+    kept = root / "mode"
+    if not mode and kept.is_file():
+        mode = kept.read_text().strip()
+    if not mode:
+        env = dict(os.environ)
+        works = answers(["docker", "info"], env=env) and answers(
+            ["docker", "pull", "-q", KINDEST_NODE], env=env, seconds=600
+        )
+        mode = "registry" if works else "local"
+    if mode not in ("registry", "local"):
+        raise BedError(f"HOLDFAST_TESTBED_MODE={mode}", "say registry or local, or unset it")
+    root.mkdir(parents=True, exist_ok=True)
+    kept.write_text(mode)
+    return Bed(bed_root(), local=mode == "local")
+
+
+def install(bed: Bed, log: Path) -> None:
+    host.unpack_debs(bed, DEBS, bed.engine, log=log, suite=DOCKER_SUITE)
+    plugins = bed.root / "docker-config/cli-plugins"
+    plugins.mkdir(parents=True, exist_ok=True)
+    link = plugins / "docker-buildx"
+    link.unlink(missing_ok=True)
+    link.symlink_to(bed.engine / "usr/libexec/docker/cli-plugins/docker-buildx")
+
+
+def containerd_config(*, root: Path, state: Path, socket: Path) -> str:
+    """A containerd without Kubernetes' part, for Docker or for filling the nodes' image store."""
+    return (
+        f'version = 2\nroot = "{root}"\nstate = "{state}"\n'
+        f"disabled_plugins = {json.dumps(_DISABLED)}\n"
+        f'[grpc]\n  address = "{socket}"\n'
+    )
+
+
+def _daemon_config(bed: Bed) -> dict[str, object]:
+    return {
+        "data-root": str(bed.data / "docker"),
+        "exec-root": str(bed.run / "docker"),
+        "pidfile": str(bed.run / "docker.pid"),
+        "hosts": [f"unix://{bed.docker_socket}"],
+        "containerd": str(bed.run / "containerd.sock"),
+        "storage-driver": "overlay2",
+        "exec-opts": ["native.cgroupdriver=cgroupfs"],
+        "default-cgroupns-mode": "private",
+        "log-opts": {"max-size": "10m"},
+        "userland-proxy-path": str(bed.engine / "usr/sbin/docker-proxy"),
+        "init-path": str(bed.engine / "usr/bin/tini-static"),
+        "ip-forward-no-drop": True,
+        "dns": ["127.0.0.1"],
+        "ipv6": False,
+        "shutdown-timeout": 5,
+    }
+
+
+def our_process(bed: Bed, name: str) -> int | None:
+    """Pid of our `dockerd` or `containerd`: its pid file may be stale, its number taken by another."""
+    file = bed.run / ("docker.pid" if name == "dockerd" else f"{name}.pid")
+    try:
+        pid = int(file.read_text())
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, ValueError, IndexError):
+        return None
+    return pid if name in command and str(bed.root) in command and state != "Z" else None
+
+
+def is_up(bed: Bed) -> bool:
+    return answers(["docker", "info"], env=bed.environment())
+
+
+def start(bed: Bed, log: Path) -> str:
+    """Have a working engine: use it, or clear what a crash left and start it."""
+    action = decide_engine(
+        answers=is_up(bed),
+        dockerd_alive=our_process(bed, "dockerd") is not None,
+        containerd_alive=our_process(bed, "containerd") is not None,
+    )
+    if action is not EngineAction.USE:
+        if action is EngineAction.RESTART:
+            stop_processes(bed)
+        for stale in ("docker.pid", "containerd.pid", "docker.sock", "containerd.sock"):
+            (bed.run / stale).unlink(missing_ok=True)
+        _launch(bed, log)
+    _cut_off_bridges(bed, log)
+    host.raise_inotify_limits()
+    return run(["docker", "version", "-f", "Docker {{.Server.Version}}"], env=bed.environment()).strip()
+
+
+def _launch(bed: Bed, log: Path) -> None:
+    socket = bed.run / "containerd.sock"
+    config = bed.root / "containerd.toml"
+    state = bed.run / "containerd"
+    config.write_text(containerd_config(root=bed.data / "containerd", state=state, socket=socket))
+    daemon = bed.root / "daemon.json"
+    daemon.write_text(json.dumps(_daemon_config(bed), indent=1))
+    pid = _daemon(bed, [bed.bin / "containerd", "-c", config], "containerd")
+    (bed.run / "containerd.pid").write_text(str(pid))
+    _wait(socket.exists, 20, bed.logs / "containerd.log", "containerd")
+    _daemon(bed, [bed.engine / "usr/sbin/dockerd", "--config-file", daemon], "dockerd")
+    _wait(lambda: is_up(bed), 60, bed.logs / "dockerd.log", "dockerd")
+
+
+def _daemon(bed: Bed, command: list[str | Path], name: str) -> int:
+    with (bed.logs / f"{name}.log").open("ab") as out:
+        return subprocess.Popen(
+            [str(word) for word in command],
+            env=bed.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            cwd="/",
+        ).pid
+
+
+def _wait(ready: object, seconds: float, log: Path, name: str) -> None:
+    assert callable(ready)
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > deadline:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
+            raise BedError(
+                f"{name} is not up after {seconds:.0f} s; {log} ends with:\n{tail}",
+                "python3 -m testbed down, then up again",
+            )
+        time.sleep(0.1)
+
+
+def _cut_off_bridges(bed: Bed, log: Path) -> None:
+    """Create kind's network, and refuse what its bridges would send beyond this machine."""
+    env = bed.environment()
+    if not answers(["docker", "network", "inspect", "kind"], env=env):
+        name = f"com.docker.network.bridge.name={BRIDGE}"
+        create = ["docker", "network", "create", "-d", "bridge", "-o", name, "--subnet", SUBNET]
+        run([*create, "kind"], env=env, log=log)
+    route = run(["ip", "-o", "route", "get", "192.0.2.1"], check=False)
+    if not (outside := re.search(r" dev (\S+)", route)):
+        return
+    for bridge in (BRIDGE, "docker0"):
+        rule = ["DOCKER-USER", "-i", bridge, "-o", outside.group(1), "-j", "REJECT"]
+        if not answers(["iptables", "-C", *rule], env=env):
+            run(["iptables", "-I", *rule], log=log)
+
+
+def stop_processes(bed: Bed) -> None:
+    for name in ("dockerd", "containerd"):
+        pid = our_process(bed, name)
+        if pid is None:
+            continue
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while our_process(bed, name) is not None:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+
+
+def stop(bed: Bed) -> None:
+    """Stop our engine and take its rules and bridges away. Images and builds stay."""
+    if is_up(bed):
+        run(["docker", "network", "rm", "kind"], env=bed.environment(), check=False)
+    stop_processes(bed)
+    for table in ("filter", "nat", "raw"):
+        _remove_rules(table)
+    for bridge in (BRIDGE, "docker0"):
+        run(["ip", "link", "del", bridge], check=False)
+
+
+def _remove_rules(table: str) -> None:
+    rules = run(["iptables", "-t", table, "-S"], check=False).splitlines()
+    for rule in rules_to_delete(rules):
+        run(["iptables", "-t", table, *shlex.split(rule)], check=False)
+
+
+def rules_to_delete(rules: list[str]) -> list[str]:
+    """iptables arguments that undo Docker's chains: jumps first, then contents, then the chains."""
+    jumps = [
+        rule.replace("-A ", "-D ", 1)
+        for rule in rules
+        if rule.startswith("-A ")
+        and not rule.startswith("-A DOCKER")
+        and (re.search(r"-j DOCKER", rule) or re.search(r"-s 172\.1[78]\.0\.0/16 ", rule))
+    ]
+    chains = [rule.split()[1] for rule in rules if rule.startswith("-N DOCKER")]
+    return [*jumps, *(f"-F {chain}" for chain in chains), *(f"-X {chain}" for chain in chains)]

@@ -1,0 +1,307 @@
+"""The kind node image and all that a node pulls, from our own binaries (local mode only).
+
+The images' content and unpacked layers go into one containerd folder, `template`. A node gets hard
+links to it as its /var/lib/containerd: gigabytes per node cost seconds and no disk, and the nodes
+share one page cache.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from testbed import config, engine, host, tools
+from testbed.config import KUBERNETES, NODE_SUITE, PACKAGE, Bed, digest
+from testbed.shell import BedError, pipe, run
+from testbed.steps import Step
+
+ROOTFS_IMAGE = "holdfast/node-rootfs:dev"
+NODE_PACKAGES = (
+    "systemd conntrack iptables nftables iproute2 ethtool util-linux mount kmod libseccomp2 pigz "
+    "e2fsprogs bash ca-certificates curl jq procps socat iputils-ping"
+).split()
+BASE_PACKAGES = ["python3", "ca-certificates"]
+TORCH_PACKAGES = [*BASE_PACKAGES, "python3-torch", "python3-numpy"]
+_PATH = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_ROUTES_UNIT = """\
+[Unit]
+Description=Pod routes to the other nodes, again after every start of the node
+Before=kubelet.service
+ConditionPathExists=/etc/holdfast/routes
+[Service]
+Type=oneshot
+ExecStart=/bin/sh /etc/holdfast/routes
+[Install]
+WantedBy=multi-user.target
+"""
+NODE_BINARIES = {
+    "usr/local/bin": ("containerd", "containerd-shim-runc-v2", "ctr", "crictl"),
+    "usr/local/sbin": ("runc",),
+    "usr/bin": ("kubeadm", "kubelet", "kubectl"),
+    "opt/cni/bin": ("host-local", "loopback", "ptp", "portmap"),
+}
+
+
+def node_tag() -> str:
+    """Changes with the Kubernetes version and with what this module puts into the image."""
+    return f"holdfast/node:{KUBERNETES}-{_inputs()[:8]}"
+
+
+def _inputs() -> str:
+    sets = [s for s in tools.TOOL_SETS if s.name not in ("helm", "minio", "mc")]
+    folders = [s.folder for s in sets]
+    return digest(PACKAGE / "nodeimage.py", *folders, *map(repr, sets))
+
+
+def import_rootfs(bed: Bed, folder: Path, tag: str, log: Path, *changes: str) -> None:
+    """A one-layer image of a file system."""
+    # fmt: off
+    tar = ["tar", "-C", folder, "--numeric-owner", "--exclude=./dev/*", "--exclude=./proc/*",
+           "--exclude=./sys/*", "-c", "."]
+    # fmt: on
+    words = [word for change in (_PATH, *changes) for word in ("-c", change)]
+    with log.open("a") as file:
+        file.write(f"import {folder} as {tag}\n")
+    pipe(tar, ["docker", "import", *words, "-", tag], env=bed.environment())
+
+
+def build_image(
+    bed: Bed, tag: str, base: str, binaries: dict[str, str], log: Path, *lines: str
+) -> None:
+    """`base` plus binaries of ours, each at the path it maps to."""
+    context = bed.work / "context" / tag.replace("/", "_").replace(":", "_")
+    shutil.rmtree(context, ignore_errors=True)
+    context.mkdir(parents=True)
+    text = [f"FROM {base}"]
+    for name, path in binaries.items():
+        (context / name).hardlink_to(bed.bin / name)
+        text.append(f"COPY --chmod=0755 {name} {path}")
+    (context / "Dockerfile").write_text("\n".join([*text, _PATH, *lines]) + "\n")
+    run(["docker", "build", "-q", "-t", tag, context], env=bed.environment(), log=log)
+    shutil.rmtree(context)
+
+
+def kind_source() -> Path:
+    return tools.module_folder("kind", "sigs.k8s.io/kind")
+
+
+def storage_constants() -> tuple[dict[str, str], str]:
+    """Image names and the manifest of kind's default storage class."""
+    text = (kind_source() / "pkg/build/nodeimage/const_storage.go").read_text()
+    names = dict(re.findall(r'^const (\w+) = "([^"]*)"', text, re.M))
+    body = text.split("const defaultStorageManifest = `", 1)[1]
+    return names, re.sub(r"` \+ (\w+) \+ `", lambda m: names[m.group(1)], body).split("`")[0]
+
+
+def component_images(bed: Bed, log: Path) -> list[str]:
+    """Build what kubeadm and kind expect to find on a node; return the names."""
+    command = [bed.bin / "kubeadm", "config", "images", "list", "--kubernetes-version", KUBERNETES]
+    listed = run(command, log=log).split()
+
+    def name_of(part: str) -> str:
+        return next(name for name in listed if f"/{part}:" in name)
+
+    built: list[str] = []
+    for part in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "etcd"):
+        build_image(bed, name_of(part), "scratch", {part: f"/usr/local/bin/{part}"}, log)
+        built.append(name_of(part))
+    proxy = {"kube-proxy": "/usr/local/bin/kube-proxy"}
+    build_image(bed, name_of("kube-proxy"), ROOTFS_IMAGE, proxy, log)
+    for part, path in (("coredns", "/coredns"), ("pause", "/pause")):
+        build_image(bed, name_of(part), "scratch", {part: path}, log, f'ENTRYPOINT ["{path}"]')
+        built.append(name_of(part))
+    names, _ = storage_constants()
+    provisioner, path = names["storageProvisionerImage"], "/usr/local/bin/local-path-provisioner"
+    binaries = {"local-path-provisioner": path}
+    build_image(bed, provisioner, "scratch", binaries, log, f'ENTRYPOINT ["{path}"]')
+    run(["docker", "tag", ROOTFS_IMAGE, names["storageHelperImage"]], env=bed.environment())
+    return [*built, name_of("kube-proxy"), provisioner, names["storageHelperImage"]]
+
+
+def minio_image(bed: Bed, base: str, log: Path) -> None:
+    binaries = {name: f"/usr/local/bin/{name}" for name in ("minio", "mc")}
+    lines = ["USER 65532:65532", 'ENTRYPOINT ["minio"]']
+    build_image(bed, config.MINIO_IMAGE, base, binaries, log, *lines)
+
+
+def build_template(bed: Bed, log: Path) -> str:
+    """All images, content and unpacked, in one containerd folder that nodes link to."""
+    images = component_images(bed, log)
+    minio_image(bed, config.BASE_IMAGE, log)
+    images += [config.MINIO_IMAGE, config.BASE_IMAGE, config.TORCH_BASE_IMAGE]
+    shutil.rmtree(bed.template, ignore_errors=True)
+    state = bed.run / "template"
+    shutil.rmtree(state, ignore_errors=True)
+    state.mkdir(parents=True)
+    socket, file = state / "c.sock", state / "config.toml"
+    file.write_text(
+        engine.containerd_config(root=bed.template, state=state / "state", socket=socket)
+    )
+    with log.open("ab") as out:
+        daemon = subprocess.Popen(
+            [str(bed.bin / "containerd"), "-c", str(file)],
+            env=bed.environment(),
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+        )
+    try:
+        deadline = time.monotonic() + 20
+        while not socket.exists():
+            if time.monotonic() > deadline or daemon.poll() is not None:
+                raise BedError("the containerd that fills the nodes' image store did not start")
+            time.sleep(0.1)
+        ctr = [bed.bin / "ctr", "-a", socket, "-n", "k8s.io", "images", "import", "-"]
+        pipe(["docker", "save", *images], ctr, env=bed.environment())
+    finally:
+        daemon.terminate()
+        daemon.wait()
+        shutil.rmtree(state, ignore_errors=True)
+    shutil.rmtree(bed.template / "tmpmounts", ignore_errors=True)
+    return f"{len(images)} images"
+
+
+def link_template(bed: Bed, node: str) -> Path:
+    """A node's own containerd folder: hard links to the template, its databases copied."""
+    target = bed.nodes / node
+    shutil.rmtree(target, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    run(["cp", "-al", bed.template, target])
+    for database in target.glob("io.containerd.*/*.db"):
+        copy = database.with_suffix(".copy")
+        shutil.copy2(database, copy)
+        copy.rename(database)
+    return target
+
+
+def build_node_image(bed: Bed, log: Path) -> None:
+    """Debian, kind's own node files (its Go module has them), our binaries and the routes unit."""
+    rootfs, source = bed.work / "node", kind_source()
+    shutil.rmtree(rootfs, ignore_errors=True)
+    run(["cp", "-a", bed.rootfs / "node", rootfs], log=log)
+    files = source / "images/base/files"
+    for file in files.rglob("*"):
+        relative = file.relative_to(files)
+        if file.is_file() and relative.parts[0] != "LICENSES":
+            _install(file, rootfs / relative, executable="bin" in relative.parts)
+    _systemd(rootfs, log)
+    for folder, names in NODE_BINARIES.items():
+        for name in names:
+            _install(bed.bin / name, rootfs / folder / name, executable=True)
+    _containerd(bed, rootfs)
+    (rootfs / "etc/kubernetes/manifests").mkdir(parents=True, exist_ok=True)
+    (rootfs / "kind/version").write_text(KUBERNETES)
+    manifests = rootfs / "kind/manifests"
+    manifests.mkdir(parents=True, exist_ok=True)
+    (manifests / "default-storage.yaml").write_text(storage_constants()[1])
+    # fmt: off
+    import_rootfs(bed, rootfs, node_tag(), log, "ENV container=docker", "STOPSIGNAL SIGRTMIN+3",
+                  'ENTRYPOINT ["/usr/local/bin/entrypoint","/sbin/init"]')
+    # fmt: on
+    shutil.rmtree(rootfs)
+
+
+def _install(source: Path, target: Path, *, executable: bool) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    target.chmod(0o755 if executable else 0o644)
+
+
+def _systemd(rootfs: Path, log: Path) -> None:
+    """What kind's images/base/Dockerfile does to systemd, and our unit."""
+    units = rootfs / "lib/systemd/system"
+    doomed = [
+        *units.glob("sysinit.target.wants/systemd-tmpfiles-setup.service"),
+        *(f for t in ("multi-user", "local-fs", "basic") for f in units.glob(f"{t}.target.wants/*")),
+        *(rootfs / "etc/systemd/system").glob("*.wants/*"),
+        *(f for name in ("udev", "initctl") for f in units.glob(f"sockets.target.wants/*{name}*")),
+    ]
+    for file in doomed:
+        file.unlink()
+    with (rootfs / "etc/systemd/journald.conf").open("a") as conf:
+        conf.write("ReadKMsg=no\n")
+    init = rootfs / "sbin/init"
+    init.unlink(missing_ok=True)
+    init.symlink_to("/lib/systemd/systemd")
+    unit = "holdfast-routes.service"
+    (rootfs / "etc/systemd/system" / unit).write_text(_ROUTES_UNIT)
+    services = ["kubelet.service", "containerd.service", "undo-mount-hacks.service", unit]
+    run(["chroot", rootfs, "systemctl", "enable", *services], log=log)
+    run(["chroot", rootfs, "systemctl", "mask", "systemd-binfmt.service"], log=log)
+
+
+def _containerd(bed: Bed, rootfs: Path) -> None:
+    spec = run([bed.bin / "ctr", "oci", "spec"])
+    program = (
+        ".hooks.createContainer[.hooks.createContainer|length] |= "
+        '. + {"path": "/kind/bin/mount-product-files.sh"} | del(.process.rlimits)'
+    )
+    base = run(["chroot", rootfs, "jq", program], stdin=spec.encode())
+    (rootfs / "etc/containerd/cri-base.json").write_text(base)
+    file = rootfs / "etc/containerd/config.toml"
+    text = file.read_text()
+    # This machine may not lower a process's oom_score_adj; with `true` containerd does not try.
+    text = text.replace("restrict_oom_score_adj = false", "restrict_oom_score_adj = true")
+    pause = f"registry.k8s.io/pause:{tools.PAUSE_VERSION}"
+    file.write_text(re.sub(r'sandbox_image = ".*"', f'sandbox_image = "{pause}"', text))
+
+
+def image_exists(bed: Bed, tag: str) -> bool:
+    return bool(run(["docker", "images", "-q", tag], env=bed.environment()).strip())
+
+
+def rootfs_step(bed: Bed, name: str, suite: str, packages: Sequence[str], tag: str) -> Step:
+    def action(log: Path) -> None:
+        folder = host.debootstrap(bed, name, suite, packages, log)
+        strip(folder)
+        import_rootfs(bed, folder, tag, log)
+        if name != "node":
+            shutil.rmtree(folder)
+
+    return Step(
+        f"{name} image",
+        action,
+        inputs=(name, suite, *packages, tag),
+        outputs=[bed.rootfs / name] if name == "node" else [],
+        present=lambda: image_exists(bed, tag),
+        advice="debootstrap needs Debian's mirror",
+    )
+
+
+def strip(rootfs: Path) -> None:
+    """Drop what only compiling or testing needs: 150 MB of torch."""
+    packages = "usr/lib/python3/dist-packages"
+    tests = ("usr/lib/libtorch-test", f"{packages}/torch/bin", f"{packages}/torch/test")
+    for folder in ("usr/include", "usr/lib/gcc", "usr/lib/python3.13/test", *tests):
+        shutil.rmtree(rootfs / folder, ignore_errors=True)
+    for file in (rootfs / "usr/lib").rglob("*.a"):
+        if file.is_file() and not file.is_symlink():
+            file.unlink()
+
+
+def image_steps(bed: Bed) -> list[Step]:
+    sets = [s for s in tools.TOOL_SETS if s.name not in ("helm",)]
+    binaries = digest(*(s.folder for s in sets), *map(repr, sets))
+    code = digest(PACKAGE / "nodeimage.py")
+    bases = (*BASE_PACKAGES, *TORCH_PACKAGES)
+    return [
+        rootfs_step(bed, "node", NODE_SUITE, NODE_PACKAGES, ROOTFS_IMAGE),
+        rootfs_step(bed, "base", config.OFFLINE_SUITE, BASE_PACKAGES, config.BASE_IMAGE),
+        rootfs_step(bed, "torch", config.OFFLINE_SUITE, TORCH_PACKAGES, config.TORCH_BASE_IMAGE),
+        Step(
+            "node's images",
+            lambda log: build_template(bed, log),
+            (binaries, code, *bases),
+            [bed.template / "io.containerd.metadata.v1.bolt/meta.db"],
+        ),
+        Step(
+            "kind node image",
+            lambda log: build_node_image(bed, log),
+            (_inputs(), code),
+            present=lambda: image_exists(bed, node_tag()),
+        ),
+    ]

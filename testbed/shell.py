@@ -1,0 +1,86 @@
+"""Child processes: a failure says what ran, where its log is and how it ended."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class BedError(Exception):
+    """The test bed cannot go on. `advice` says what to try."""
+
+    def __init__(self, message: str, advice: str = "") -> None:
+        super().__init__(message)
+        self.advice = advice
+
+
+def run(
+    command: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    log: Path | None = None,
+    stdin: bytes | None = None,
+    timeout_seconds: float | None = None,
+    check: bool = True,
+) -> str:
+    """Run a command; return what it printed on stdout. With `log`, all output is appended there."""
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(
+            words,
+            env=env,
+            cwd=cwd,
+            input=stdin,
+            stdin=None if stdin is not None else subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_seconds,
+        )
+    except FileNotFoundError as error:
+        raise BedError(f"{words[0]} is not on this machine", "run: python3 -m testbed up") from error
+    except subprocess.TimeoutExpired as error:
+        raise BedError(f"{' '.join(words)[:300]}: no end after {timeout_seconds} s") from error
+    out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    if log is not None:
+        with log.open("a") as file:
+            file.write(f"$ {' '.join(words)[:2000]}\n{out}{err}")
+    if check and done.returncode:
+        tail = "\n".join((out + err).strip().splitlines()[-15:])
+        raise BedError(f"{' '.join(words)[:300]}: exit {done.returncode}\n{tail}")
+    return out
+
+
+def answers(command: Sequence[str | Path], *, env: Mapping[str, str], seconds: float = 20) -> bool:
+    """Whether the command exits 0 in time."""
+    try:
+        run(command, env=env, timeout_seconds=seconds)
+    except BedError:
+        return False
+    return True
+
+
+def pipe(producer: Sequence[str | Path], consumer: Sequence[str | Path], **kwargs: object) -> str:
+    """`producer | consumer`, both must succeed; return the consumer's stdout."""
+    env = kwargs.get("env")
+    assert env is None or isinstance(env, dict)
+    with subprocess.Popen(list(map(str, producer)), stdout=subprocess.PIPE, env=env) as first:
+        done = subprocess.run(list(map(str, consumer)), stdin=first.stdout, capture_output=True, env=env)
+        if first.stdout is not None:
+            first.stdout.close()
+    if first.returncode or done.returncode:
+        end = done.stderr.decode(errors="replace")[-1500:]
+        raise BedError(f"{producer[0]} | {consumer[0]}: {first.returncode}, {done.returncode}\n{end}")
+    return done.stdout.decode()
+
+
+def each(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """`call` on every item at once, results in order; the first error is raised."""
+    work = list(items)
+    with ThreadPoolExecutor(max_workers=max(1, len(work))) as pool:
+        return list(pool.map(call, work))

@@ -1,0 +1,78 @@
+"""Steps with stamps: done work is known by a hash of what went into it, so `up` resumes anywhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from testbed.config import Bed, digest
+from testbed.shell import BedError
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One piece of work. `inputs` is hashed into the stamp; `outputs` must exist for it to count.
+
+    `action` gets its log file and returns a note to print, or nothing. A step with `always` has no
+    stamp: it looks at the live state itself (engine, cluster) and is quick when all is well.
+    `present` asks whether a result that is no file (an image) is still there.
+    """
+
+    name: str
+    action: Callable[[Path], str | None]
+    inputs: Sequence[str | bytes | Path] = ()
+    outputs: Sequence[Path] = ()
+    present: Callable[[], bool] | None = None
+    always: bool = False
+    advice: str = ""
+
+
+def is_done(step: Step, stamps: Path) -> bool:
+    if step.always:
+        return False
+    stamp = stamps / step.name
+    if not stamp.is_file() or stamp.read_text() != digest(*step.inputs):
+        return False
+    if not all(path.exists() for path in step.outputs):
+        return False
+    return step.present is None or step.present()
+
+
+def run_steps(steps: Sequence[Step], bed: Bed) -> None:
+    """Run what is not done, in order. BedError says which step failed, its log and what to try."""
+    bed.prepare()
+    for number, step in enumerate(steps, 1):
+        label = f"[{number}/{len(steps)}] {step.name}"
+        if is_done(step, bed.stamps):
+            print(f"{label}: done before", flush=True)
+            continue
+        print(f"{label} ...", end=" ", flush=True)
+        started = time.monotonic()
+        log = bed.logs / f"{step.name.replace(' ', '-').replace('/', '-')}.log"
+        log.write_text("")
+        (bed.stamps / step.name).unlink(missing_ok=True)
+        try:
+            note = step.action(log)
+        except (BedError, OSError) as error:
+            print("FAILED", flush=True)
+            raise failure(step, log, error) from error
+        if not step.always:
+            (bed.stamps / step.name).write_text(digest(*step.inputs))
+        print(f"{time.monotonic() - started:.0f} s{f' ({note})' if note else ''}", flush=True)
+
+
+def failure(step: Step, log: Path, error: Exception) -> BedError:
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    tail = "\n".join(f"    {line[:300]}" for line in text.splitlines()[-12:])
+    advice = (error.advice if isinstance(error, BedError) else "") or step.advice
+    parts = [f"step '{step.name}' failed: {error}", f"  log: {log}"]
+    if tail:
+        parts.append(f"  it ends with:\n{tail}")
+    return BedError("\n".join(parts), advice or "run the same command again: finished steps are kept")
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

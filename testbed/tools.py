@@ -1,0 +1,161 @@
+"""Every binary of the test bed, built from the pinned Go modules in testbed/tools/<set>/.
+
+Each set has a go.mod and go.sum of its own, so versions are pinned and verified and one tool's
+dependencies do not move another's. Builds are read-only: a wrong go.sum fails, it is not mended.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from testbed import host
+from testbed.config import KUBERNETES, PACKAGE, Bed
+from testbed.shell import run
+from testbed.steps import Step
+
+_VERSION = "k8s.io/component-base/version"
+_CONTAINERD = "github.com/containerd/containerd/v2/cmd"
+_CNI = "github.com/containernetworking/plugins/plugins"
+PAUSE_VERSION = "3.10.2"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSet:
+    """A folder under tools/: binaries by name, each with the package that it is built from."""
+
+    name: str
+    packages: dict[str, str]
+    ldflags: str = ""
+    tags: str = ""
+    registry: bool = False
+    """Needed with the machine's own Docker engine, too."""
+
+    @property
+    def folder(self) -> Path:
+        return PACKAGE / "tools" / self.name
+
+
+TOOL_SETS = (
+    ToolSet(
+        "kubernetes",
+        {
+            name: f"k8s.io/kubernetes/cmd/{name}"
+            for name in (
+                "kube-apiserver",
+                "kube-controller-manager",
+                "kube-scheduler",
+                "kubelet",
+                "kube-proxy",
+                "kubectl",
+                "kubeadm",
+            )
+        },
+        ldflags=f"-X {_VERSION}.gitVersion={KUBERNETES} -X {_VERSION}.gitMajor=1"
+        f" -X {_VERSION}.gitMinor={KUBERNETES.split('.')[1]}",
+        registry=True,
+    ),
+    ToolSet("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}, registry=True),
+    ToolSet("helm", {"helm": "helm.sh/helm/v4/cmd/helm"}, registry=True),
+    ToolSet("minio", {"minio": "github.com/minio/minio"}, registry=True),
+    ToolSet("mc", {"mc": "github.com/minio/mc"}, registry=True),
+    ToolSet("kind", {"kind": "sigs.k8s.io/kind"}, registry=True),
+    ToolSet(
+        "containerd",
+        {n: f"{_CONTAINERD}/{n}" for n in ("containerd", "containerd-shim-runc-v2", "ctr")},
+        tags="no_aufs no_zfs no_btrfs no_devmapper",
+    ),
+    ToolSet(
+        "runc",
+        {"runc": "github.com/opencontainers/runc"},
+        tags="seccomp netgo osusergo",
+        ldflags="-extldflags -static -X main.version=1.5.2",
+    ),
+    ToolSet(
+        "cni",
+        {
+            "loopback": f"{_CNI}/main/loopback",
+            "ptp": f"{_CNI}/main/ptp",
+            "host-local": f"{_CNI}/ipam/host-local",
+            "portmap": f"{_CNI}/meta/portmap",
+        },
+    ),
+    ToolSet("crictl", {"crictl": "sigs.k8s.io/cri-tools/cmd/crictl"}),
+    ToolSet("coredns", {"coredns": "github.com/coredns/coredns"}),
+    ToolSet(
+        "local-path-provisioner",
+        {"local-path-provisioner": "github.com/rancher/local-path-provisioner"},
+    ),
+)
+
+
+def go_environment(*, cgo: bool) -> dict[str, str]:
+    """The caller's Go settings (proxy, caches) without flags that would change what is built."""
+    return {**os.environ, "GOFLAGS": "-mod=readonly", "CGO_ENABLED": "1" if cgo else "0"}
+
+
+def module_folder(tool_set: str, module: str) -> Path:
+    """Where the source of a pinned module is unpacked."""
+    folder, env = PACKAGE / "tools" / tool_set, go_environment(cgo=False)
+    run(["go", "mod", "download", module], cwd=folder, env=env)
+    return Path(run(["go", "list", "-m", "-f", "{{.Dir}}", module], cwd=folder, env=env).strip())
+
+
+def build(bed: Bed, tools: ToolSet, log: Path) -> None:
+    env = go_environment(cgo=tools.name == "runc")
+    if tools.name == "runc":
+        env["PKG_CONFIG_PATH"] = str(_libseccomp(bed, log))
+    for binary, package in tools.packages.items():
+        target = bed.bin / f".{binary}.new"
+        run(
+            # fmt: off
+            ["go", "build", "-trimpath", "-buildvcs=false", "-tags", tools.tags,
+             "-ldflags", f"-s -w {tools.ldflags}".strip(), "-o", target, package],
+            # fmt: on
+            cwd=tools.folder,
+            env=env,
+            log=log,
+        )
+        target.rename(bed.bin / binary)
+
+
+def _libseccomp(bed: Bed, log: Path) -> Path:
+    """Debian's static libseccomp, unpacked beside; sandboxes without seccomp are refused."""
+    prefix = host.unpack_debs(bed, ["libseccomp-dev"], bed.work / "seccomp", log=log) / "usr"
+    found = next(prefix.rglob("libseccomp.pc"))
+    library = found.parent.parent
+    settings = {"prefix": prefix, "libdir": library, "includedir": prefix / "include"}
+    lines = [
+        f"{key}={settings[key]}" if (key := line.split("=")[0]) in settings else line
+        for line in found.read_text().splitlines()
+    ]
+    found.write_text("\n".join(lines) + "\n")
+    return found.parent
+
+
+def build_pause(bed: Bed, log: Path) -> None:
+    source = module_folder("kubernetes", "k8s.io/kubernetes") / "build/pause/linux/pause.c"
+    flags = ["-Os", "-Wall", "-static", f"-DVERSION={PAUSE_VERSION}"]
+    run(["gcc", *flags, "-o", bed.bin / "pause", source], log=log)
+
+
+def tool_steps(bed: Bed) -> list[Step]:
+    """What the mode needs, longest first; each is skipped while its go.mod, go.sum and flags stay."""
+
+    def step(tools: ToolSet) -> Step:
+        return Step(
+            f"build {tools.name}",
+            lambda log: build(bed, tools, log),
+            inputs=(tools.folder, repr(tools)),
+            outputs=[bed.bin / name for name in tools.packages],
+            advice="needs Go >= 1.26 with a module proxy (runc also gcc); is the disk full?",
+        )
+
+    steps = [step(tools) for tools in TOOL_SETS if bed.local or tools.registry]
+    if bed.local:
+        pinned = (PACKAGE / "tools/kubernetes", PAUSE_VERSION)
+        steps.append(
+            Step("build pause", lambda log: build_pause(bed, log), pinned, [bed.bin / "pause"])
+        )
+    return steps

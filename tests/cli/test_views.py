@@ -1,0 +1,78 @@
+"""What a person sees: each view from a plain object, on sound and on sparse input."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from holdfast_cli.views import checkpoints_view, goodput_bar, recovery_line, size_text, status_view
+
+JOB = {
+    "metadata": {"name": "gpt"},
+    "spec": {"workers": 2},
+    "status": {
+        "phase": "Running",
+        "restartRound": 1,
+        "step": 57,
+        "lastCommittedStep": 50,
+        "lastPersisted": {"step": 40, "round": 1},
+        "workers": {"ready": 2, "total": 2},
+        "goodput": {"ratio": 0.75},
+        "lastRecovery": {"reason": "PodLost", "sealSeconds": 0.3, "lostSteps": 7},
+        "conditions": [
+            {
+                "type": "RemoteTierHealthy",
+                "status": "False",
+                "reason": "AccessDenied",
+                "message": "403 SignatureDoesNotMatch",
+            }
+        ],
+    },
+}
+
+
+def shown(renderable) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_status_shows_levels_tiers_and_what_is_wrong():
+    text = shown(status_view(JOB, {0: {"memory": 50, "node": 50}, 1: {"node": 40}}))
+    for expected in ("gpt", "Running", "57", "50", "40", "2/2", "75.0%", "AccessDenied", "memory"):
+        assert expected in text
+
+
+def test_status_of_a_job_that_nobody_touched_yet():
+    text = shown(status_view({"metadata": {"name": "new"}, "spec": {"workers": 3}}, {}))
+    assert "Pending" in text and "0/3" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(None, "-"), (0, "0.0 B"), (1023, "1023.0 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")],
+)
+def test_sizes(size, text):
+    assert size_text(size) == text
+
+
+def test_goodput_bar_is_bounded():
+    assert goodput_bar(None) == "-"
+    assert goodput_bar(1.4).startswith("█" * 24)
+    assert "░" * 24 in goodput_bar(-1)
+
+
+def test_recovery_line_names_phases_and_lost_steps():
+    assert recovery_line(None) == "none"
+    assert recovery_line(JOB["status"]["lastRecovery"]) == "PodLost: seal 0.3 s; 7 steps lost"
+
+
+def test_checkpoints_are_listed_by_step():
+    items = [
+        {"metadata": {"name": "b"}, "spec": {"step": 20, "jobRef": {"name": "gpt"}}},
+        {"metadata": {"name": "a"}, "spec": {"step": 10, "hold": True}, "status": {"bytes": 2048}},
+    ]
+    text = shown(checkpoints_view(items))
+    assert text.index("a ") < text.index("b ") and "2.0 KiB" in text and "yes" in text

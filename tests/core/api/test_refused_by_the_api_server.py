@@ -1,0 +1,342 @@
+"""What people get wrong is refused by the API server, in words that name field, value and remedy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from holdfast_core.testing.api_objects import (
+    ABSENT,
+    checkpoint_object,
+    job_object,
+    merged,
+    store_object,
+)
+from holdfast_core.testing.control_plane import ControlPlane, ControlPlaneError
+
+pytestmark = pytest.mark.integration
+
+
+def trainer(**changes: Any) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": "trainer", "image": "example/trainer:1", **changes}]}}
+
+
+def ckpt(**changes: Any) -> dict[str, Any]:
+    return job_object(checkpoint=changes)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no workers": (
+        job_object(workers=0),
+        ["spec.workers:", "workers must be 1 to 4096, got 0: say how many pods train together"],
+    ),
+    "too many workers": (job_object(workers=5000), ["workers must be 1 to 4096, got 5000"]),
+    "no processes": (
+        job_object(procsPerWorker=0),
+        ["spec.procsPerWorker:", "procsPerWorker must be 1 to 64, got 0", "number of GPUs"],
+    ),
+    "interval of zero": (
+        ckpt(interval={"steps": 0}),
+        ["spec.checkpoint.interval.steps:", "must be 1 to 1000000000, got 0"],
+    ),
+    "no interval": (ckpt(interval=ABSENT), ["spec.checkpoint.interval: Required value"]),
+    "no slot": (
+        ckpt(memory={"slots": 0}),
+        ["spec.checkpoint.memory.slots:", "must be 1 to 8, got 0", "one save overlap"],
+    ),
+    "nine slots": (ckpt(memory={"slots": 9}), ["checkpoint.memory.slots must be 1 to 8, got 9"]),
+    "memory limit is no quantity": (
+        ckpt(memory={"sizeLimit": "8 Gi"}),
+        ['checkpoint.memory.sizeLimit is "8 Gi", expected a quantity of bytes', "example 8Gi"],
+    ),
+    "node limit is no quantity": (
+        ckpt(node={"volume": {"emptyDir": {"sizeLimit": "20GB"}}}),
+        ["spec.checkpoint.node.volume.emptyDir.sizeLimit:", 'is "20GB"', "write for example 20Gi"],
+    ),
+    "node limit is zero": (
+        ckpt(node={"volume": {"emptyDir": {"sizeLimit": "0"}}}),
+        ['emptyDir.sizeLimit is "0", expected a quantity of bytes above zero'],
+    ),
+    "as many copies as workers": (
+        job_object(workers=2, checkpoint={"peer": {"copies": 2}}),
+        [
+            "spec.checkpoint.peer.copies:",
+            "checkpoint.peer.copies is 2, but a shard has only 1 other workers to go to "
+            "(workers: 2): lower copies or add workers",
+        ],
+    ),
+    "a copy with one worker, by default of peer": (
+        job_object(workers=1, checkpoint={"peer": {}}),
+        ["checkpoint.peer.copies is 1, but a shard has only 0 other workers"],
+    ),
+    "four copies": (
+        ckpt(peer={"copies": 4}),
+        ["checkpoint.peer.copies must be 0 to 3, got 4: 1 survives the loss of any one node"],
+    ),
+    "negative copies": (ckpt(peer={"copies": -1}), ["must be 0 to 3, got -1"]),
+    "encryption off": (
+        ckpt(peer={"encryption": "None"}),
+        ["spec.checkpoint.peer.encryption: Unsupported value", '"TLS"'],
+    ),
+    "upload between saves": (
+        ckpt(object={"storeRef": {"name": "main"}, "every": {"steps": 120}}),
+        [
+            "spec.checkpoint.object.every.steps:",
+            "checkpoint.object.every.steps is 120, not a multiple of checkpoint.interval.steps "
+            "(50): only a step that is saved can be uploaded; choose a multiple",
+        ],
+    ),
+    "keep one": (
+        ckpt(retention={"keepLast": 1}),
+        ["spec.checkpoint.retention.keepLast:", "must be 2 to 1000, got 1", "needs one before it"],
+    ),
+    "delete with the job": (
+        ckpt(retention={"whenDeleted": "Delete"}),
+        ["spec.checkpoint.retention.whenDeleted: Unsupported value", '"Retain"'],
+    ),
+    "restoreFrom names nothing": (
+        job_object(restoreFrom={}),
+        ["spec.restoreFrom:", "exactly one is expected: set checkpointRef.name"],
+    ),
+    "window is no duration": (
+        job_object(failurePolicy={"window": "1 hour"}),
+        ["spec.failurePolicy.window:", 'is "1 hour"', "write for example 1h"],
+    ),
+    "window in days": (job_object(failurePolicy={"window": "7d"}), ['window is "7d"']),
+    "window of zero": (job_object(failurePolicy={"window": "0s"}), ['is "0s"', "above zero"]),
+    "negative restarts": (
+        job_object(failurePolicy={"maxRestarts": -1}),
+        ["failurePolicy.maxRestarts must be 0 to 100000, got -1: 0 fails the job at the first"],
+    ),
+    "exit code zero": (
+        job_object(failurePolicy={"rules": [{"onExitCodes": [3, 0], "action": "FailJob"}]}),
+        ["spec.failurePolicy.rules[0].onExitCodes:", "outside 1 to 255: 0 is success"],
+    ),
+    "unknown action": (
+        job_object(failurePolicy={"rules": [{"onExitCodes": [3], "action": "Ignore"}]}),
+        ["spec.failurePolicy.rules[0].action: Unsupported value", '"FailJob"'],
+    ),
+    "nervous about nodes": (
+        job_object(nodeLoss={"suspectAfterSeconds": 5}),
+        ["nodeLoss.suspectAfterSeconds must be 15 to 3600, got 5", "renews its lease every 10 s"],
+    ),
+    "deadline of zero": (
+        job_object(activeDeadlineSeconds=0),
+        ["activeDeadlineSeconds must be 1 to 315360000, got 0: leave it out for no deadline"],
+    ),
+    "negative ttl": (
+        job_object(ttlSecondsAfterFinished=-1),
+        ["ttlSecondsAfterFinished must be 0 to 315360000, got -1: leave it out to keep the job"],
+    ),
+    "no trainer": (
+        job_object(template=trainer(name="main")),
+        [
+            "spec.template.spec.containers:",
+            'template.spec.containers has 0 containers named "trainer", exactly one is expected: '
+            'name the container that runs the training "trainer"',
+        ],
+    ),
+    "two trainers": (
+        job_object(template={"spec": {"containers": [{"name": "trainer"}, {"name": "trainer"}]}}),
+        ['has 2 containers named "trainer"'],
+    ),
+    "no launcher": (
+        job_object(template=trainer(command=["python", "train.py"])),
+        ["spec.template.spec.containers:", "does not use the launcher", "put `holdfast run --`"],
+    ),
+    "pod restarts never": (
+        job_object(template={"spec": {"restartPolicy": "Never"}}),
+        [
+            "spec.template.spec.restartPolicy:",
+            "is Never, expected OnFailure",
+            "leave the field out",
+        ],
+    ),
+    "no template": (job_object(template=ABSENT), ["spec.template: Required value"]),
+    "long name": (
+        job_object(name="a" * 41),
+        [f'metadata.name is "{"a" * 41}" (41 characters), expected at most 40', "choose a shorter"],
+    ),
+    "name with dots": (job_object(name="gpt.small"), ['metadata.name is "gpt.small"']),
+    "name starts with a digit": (job_object(name="7b"), ['metadata.name is "7b"', "letter first"]),
+    "endpoint without scheme": (
+        store_object(endpoint="minio.storage.svc:9000"),
+        [
+            "spec.s3.endpoint:",
+            's3.endpoint is "minio.storage.svc:9000", expected http(s)://host:port without a path: '
+            "write for example https://minio.storage.svc:9000",
+        ],
+    ),
+    "endpoint with a path": (
+        store_object(endpoint="https://s3.example/bucket"),
+        ["without a path"],
+    ),
+    "endpoint of another scheme": (store_object(endpoint="s3://bucket"), ['is "s3://bucket"']),
+    "endpoint without host": (store_object(endpoint="https://"), ['s3.endpoint is "https://"']),
+    "bucket with a slash": (
+        store_object(bucket="team/checkpoints"),
+        ["spec.s3.bucket:", 's3.bucket is "team/checkpoints"', "the name of the bucket alone"],
+    ),
+    "prefix with a slash at its start": (
+        store_object(prefix="/a"),
+        ["spec.s3.prefix:", 's3.prefix is "/a"', "remove the slash"],
+    ),
+    "small parts": (
+        store_object(partSizeMiB=4),
+        ["spec.s3.partSizeMiB:", "s3.partSizeMiB must be 5 to 5120, got 4: S3 takes parts of 5"],
+    ),
+    "no concurrency": (
+        store_object(maxConcurrency=0),
+        ["s3.maxConcurrency must be 1 to 64, got 0: 4 suits most"],
+    ),
+    "no credentials": (
+        store_object(credentialsSecretRef=ABSENT),
+        ["spec.s3.credentialsSecretRef: Required value"],
+    ),
+    "checkpoint of no job": (checkpoint_object(jobRef=ABSENT), ["spec.jobRef: Required value"]),
+    "negative step": (
+        checkpoint_object(step=-1),
+        ["spec.step:", "step must be at least 0, got -1: leave it out to save now"],
+    ),
+    "unknown deletion policy": (
+        checkpoint_object(deletionPolicy="Delete"),
+        ["spec.deletionPolicy: Unsupported value", '"DeleteData"', '"Retain"'],
+    ),
+    "misspelt field": (
+        ckpt(intervall={"steps": 5}),
+        ['unknown field "spec.checkpoint.intervall"'],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused(api_server: ControlPlane, case: str) -> None:
+    data, expected = REFUSED[case]
+    words = api_server.kubectl(
+        "create", "--dry-run=server", "-f", "-", stdin=json.dumps(data), check=False
+    )
+    assert [text for text in expected if text not in words] == [], words
+
+
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "smallest job": job_object(),
+    "one worker without peers": job_object(workers=1),
+    "one worker, no copies": job_object(workers=1, checkpoint={"peer": {"copies": 0}}),
+    "longest name": job_object(name="a" * 40),
+    "most workers": job_object(workers=4096),
+    "everything": job_object(
+        procsPerWorker=8,
+        checkpoint={
+            "memory": {"slots": 3, "sizeLimit": "12Gi"},
+            "node": {"volume": {"emptyDir": {"sizeLimit": "1.5Ti"}}},
+            "peer": {"copies": 2, "topologyKey": "example.com/rack", "encryption": "TLS"},
+            "object": {"storeRef": {"name": "main"}, "every": {"steps": 500}},
+            "retention": {"keepLast": 2, "whenDeleted": "Retain"},
+        },
+        restoreFrom={"checkpointRef": {"name": "other-job-s1200-r2"}},
+        failurePolicy={
+            "maxRestarts": 0,
+            "window": "90m30s",
+            "rules": [{"onExitCodes": [3, 255], "action": "FailJob"}],
+        },
+        nodeLoss={"suspectAfterSeconds": 15},
+        suspend=True,
+        activeDeadlineSeconds=86400,
+        ttlSecondsAfterFinished=0,
+    ),
+    "launcher in a shell": job_object(
+        template=trainer(command=["sh", "-c", "exec holdfast run -- python train.py"])
+    ),
+    "launcher in the arguments": job_object(
+        template=trainer(command=["tini", "--"], args=["holdfast", "run", "--", "python", "t.py"])
+    ),
+    "launcher as a module": job_object(
+        template=trainer(command=["python", "-m", "holdfast.run", "--", "python", "t.py"])
+    ),
+    "launcher in the image": job_object(template=trainer(args=["--lr", "0.1"])),
+    "request to save": checkpoint_object(),
+    "hold": checkpoint_object(step=100, hold=True, deletionPolicy="DeleteData"),
+    "smallest store": store_object(),
+    "https store": store_object(
+        endpoint="https://s3.eu-central-1.example.com",
+        prefix="team-a/runs",
+        caSecretRef={"name": "ca"},
+        pathStyle=False,
+        partSizeMiB=5,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_good_input_is_accepted(api_server: ControlPlane, case: str) -> None:
+    api_server.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(ACCEPTED[case]))
+
+
+WITH_STORE = job_object(
+    "immutable", checkpoint={"object": {"storeRef": {"name": "main"}, "every": {"steps": 100}}}
+)
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "workers": (
+        WITH_STORE,
+        {"workers": 5},
+        "workers is immutable for now (4, asked for 5): restoring at another world size comes "
+        "later; create a new job",
+    ),
+    "procsPerWorker": (
+        WITH_STORE,
+        {"procsPerWorker": 2},
+        "procsPerWorker is immutable (1, asked for 2): shards are saved by rank; create a new job",
+    ),
+    "other store": (
+        WITH_STORE,
+        {"checkpoint": {"object": {"storeRef": {"name": "other"}}}},
+        "checkpoint.object.storeRef is immutable",
+    ),
+    "store removed": (WITH_STORE, {"checkpoint": {"object": ABSENT}}, "storeRef is immutable"),
+    "store added": (
+        job_object("immutable-without"),
+        {"checkpoint": {"object": {"storeRef": {"name": "a"}, "every": {"steps": 50}}}},
+        "storeRef is immutable",
+    ),
+    "job of a checkpoint": (
+        checkpoint_object(),
+        {"jobRef": {"name": "other"}},
+        "jobRef is immutable: a checkpoint belongs to the job that saved it",
+    ),
+    "step of a checkpoint": (
+        checkpoint_object("with-step", step=100),
+        {"step": 150},
+        "step is immutable once it is set",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_must_not_change(api_server: ControlPlane, case: str) -> None:
+    data, change, expected = CHANGES[case]
+    api_server.apply(data)
+    with pytest.raises(ControlPlaneError) as refused:
+        api_server.apply({**data, "spec": merged(data["spec"], change)})
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "change"),
+    [
+        pytest.param(WITH_STORE, {"suspend": True}, id="suspend"),
+        pytest.param(WITH_STORE, {"checkpoint": {"interval": {"steps": 25}}}, id="interval"),
+        pytest.param(
+            WITH_STORE, {"checkpoint": {"object": {"every": {"steps": 50}}}}, id="upload interval"
+        ),
+        pytest.param(checkpoint_object("fills-step"), {"step": 7}, id="step is set once"),
+        pytest.param(checkpoint_object("held"), {"hold": True}, id="hold"),
+    ],
+)
+def test_what_may_change(
+    api_server: ControlPlane, data: dict[str, Any], change: dict[str, Any]
+) -> None:
+    api_server.apply(data)
+    api_server.apply({**data, "spec": merged(data["spec"], change)})

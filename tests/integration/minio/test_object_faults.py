@@ -1,0 +1,431 @@
+"""The object tier and a store that fails, lies and loses (faults F46-F63)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import (
+    AccessDeniedError,
+    AlreadyExistsError,
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    TierError,
+    UnavailableError,
+)
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.testing.builders import JOB_UID, shard_header
+from holdfast_core.testing.hostile_s3 import (
+    Action,
+    Answer,
+    CutReply,
+    CutRequest,
+    DropRequestHeader,
+    FlipReply,
+    Hang,
+    HostileProxy,
+    LoseReply,
+    Matches,
+    Replace,
+    SetReplyHeader,
+    error_document,
+    on,
+)
+from holdfast_core.testing.minio_server import MinioServer
+from holdfast_core.testing.shard_files import CopyWriters, write_shard
+from holdfast_core.tiers.disk_shard import DiskShardReader
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.tiers.retry import Retrier, RetryPolicy
+from holdfast_core.tiers.s3_client import S3Client
+from holdfast_core.tiers.s3_credentials import Keys
+from holdfast_core.tiers.s3_http import Timeouts
+
+pytestmark = pytest.mark.integration
+MIB = 1 << 20
+NAMESPACE = "team-a"
+CHECKPOINT = CheckpointId(Step(100), RestartRound(0))
+FOREVER = 1000
+
+PUT_WHOLE = on("PUT", query="")
+PUT_PART = on("PUT", query="partNumber=")
+SECOND_PART = on("PUT", query="partNumber=2")
+CREATE = on("POST", query="uploads=")
+COMPLETE = on("POST", query="uploadId=")
+ABORT = on("DELETE", query="uploadId=")
+HEAD = on("HEAD")
+GET = on("GET", query="")
+LIST = on("GET", query="list-type=2")
+
+
+@dataclass
+class Bench:
+    """Two shards on disk and ways to look at the store behind the proxy's back."""
+
+    tier: S3ObjectTier
+    honest: S3ObjectTier
+    proxy: HostileProxy
+    client: S3Client
+    whole: DiskShardReader
+    parts: DiskShardReader
+    directory: Path
+
+    def reader(self, kind: str) -> DiskShardReader:
+        return self.whole if kind == "whole" else self.parts
+
+    def is_stored(self, reader: DiskShardReader) -> bool:
+        """By another way, verified to the last byte."""
+        try:
+            self.honest.download_shard(NAMESPACE, reader.record.ref, self.writers())
+        except NotFoundError:
+            return False
+        return True
+
+    def unfinished(self, reader: DiskShardReader) -> int:
+        ref = reader.record.ref
+        key = (
+            f"{self.client.config.prefix}/{NAMESPACE}/{JOB_UID}/shards/s{ref.step:012d}/r000000/"
+            f"rank{ref.rank:06d}-{ref.blake3[3:19]}.shard"
+        )
+        return len(self.client.list_uploads(key)[0])
+
+    def writers(self) -> CopyWriters:
+        number = len(list(self.directory.iterdir()))
+        directory = self.directory / f"copies{number}"
+        directory.mkdir()
+        return CopyWriters(directory)
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path,
+    tier: S3ObjectTier,
+    proxied: S3ObjectTier,
+    proxy: HostileProxy,
+    minio: MinioServer,
+    store: StoreConfig,
+) -> Iterator[Bench]:
+    client = S3Client(store, minio.credentials)
+    small, large = 300_000, 11 * MIB
+    with (
+        write_shard(tmp_path, shard_header(small, rank=0), os.urandom(small)) as whole,
+        write_shard(tmp_path, shard_header(large, rank=1), os.urandom(large)) as parts,
+    ):
+        yield Bench(proxied, tier, proxy, client, whole, parts, tmp_path)
+
+
+HEALED: list[tuple[str, str, Matches, Action, int]] = [
+    ("F46-503-on-put", "whole", PUT_WHOLE, Answer(503, "SlowDown"), 2),
+    ("F46-503-on-part", "parts", PUT_PART, Answer(503, "SlowDown"), 3),
+    ("F46-503-on-head", "whole", HEAD, Answer(503), 2),
+    ("F46-503-on-create", "parts", CREATE, Answer(503, "SlowDown"), 2),
+    ("F46-503-on-complete", "parts", COMPLETE, Answer(503, "SlowDown"), 2),
+    ("F47-500", "whole", PUT_WHOLE, Answer(500, "InternalError"), 2),
+    ("F49-reply-to-put-lost", "whole", PUT_WHOLE, LoseReply(), 1),
+    ("F49-reply-to-create-lost", "parts", CREATE, LoseReply(), 1),
+    ("F49-reply-to-part-lost", "parts", SECOND_PART, LoseReply(), 1),
+    ("F49-reply-to-complete-lost", "parts", COMPLETE, LoseReply(), 1),
+    ("F49-silence-after-put", "whole", PUT_WHOLE, Hang(), 1),
+    ("F49-silence-after-complete", "parts", COMPLETE, Hang(), 1),
+    ("reset-in-put", "whole", PUT_WHOLE, CutRequest(100_000), 1),
+    ("reset-in-part", "parts", SECOND_PART, CutRequest(2 * MIB), 2),
+    ("client-dies-in-put", "whole", PUT_WHOLE, CutRequest(100_000, reset=False), 1),
+    ("client-dies-in-part", "parts", SECOND_PART, CutRequest(MIB, reset=False), 1),
+    ("F51-checksum-once", "whole", HEAD, SetReplyHeader("x-amz-checksum-crc32c", "AAAAAA=="), 2),
+    ("F54-404-after-put", "whole", HEAD, Answer(404), 2),
+    ("F54-404-after-complete", "parts", HEAD, Answer(404), 2),
+    ("F55-409-on-put", "whole", PUT_WHOLE, Answer(409, "ConditionalRequestConflict"), 1),
+    ("F55-409-on-complete", "parts", COMPLETE, Answer(409, "ConditionalRequestConflict"), 1),
+    ("F55-412-yet-nothing", "whole", PUT_WHOLE, Answer(412, "PreconditionFailed"), 1),
+    ("F57-200-error-not-done", "parts", COMPLETE, Answer(200, "InternalError"), 1),
+    (
+        "F57-200-error-yet-done",
+        "parts",
+        COMPLETE,
+        Replace(200, b"   \n" + error_document("InternalError", "try again")),
+        1,
+    ),
+    ("F58-upload-gone-at-part", "parts", SECOND_PART, Answer(404, "NoSuchUpload"), 1),
+    ("F58-upload-gone-at-complete", "parts", COMPLETE, Answer(404, "NoSuchUpload"), 2),
+    ("bytes-changed-on-the-way", "whole", PUT_WHOLE, Answer(400, "BadDigest"), 1),
+    ("abort-refused", "parts", ABORT, Answer(503), 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "matches", "action", "times"),
+    [case[1:] for case in HEALED],
+    ids=[case[0] for case in HEALED],
+)
+def test_an_upload_gets_over_it(
+    bench: Bench, kind: str, matches: Matches, action: Action, times: int
+) -> None:
+    fault = bench.proxy.add(matches, action, times)
+    bench.tier.upload_shard(NAMESPACE, bench.reader(kind))
+    if matches is not ABORT:
+        assert fault.applied == times
+    assert bench.is_stored(bench.reader(kind))
+
+
+@pytest.mark.parametrize("action", [LoseReply(), Hang()], ids=["lost", "silent"])
+def test_a_completion_whose_reply_was_lost_is_not_repeated(bench: Bench, action: Action) -> None:
+    bench.proxy.add(COMPLETE, action)
+    bench.tier.upload_shard(NAMESPACE, bench.parts)
+    assert bench.proxy.count(COMPLETE) == 1
+    assert bench.unfinished(bench.parts) == 0
+
+
+STUCK: list[tuple[str, str, Matches, Action, type[HoldfastError], str]] = [
+    ("F46-put", "whole", PUT_WHOLE, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
+    ("F46-part", "parts", SECOND_PART, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
+    ("F46-complete", "parts", COMPLETE, Answer(503, "SlowDown"), UnavailableError, "SlowDown"),
+    ("F57", "parts", COMPLETE, Answer(200, "InternalError"), UnavailableError, "InternalError"),
+    ("F58", "parts", SECOND_PART, Answer(404, "NoSuchUpload"), UnavailableError, "vanished"),
+    ("F60-put", "whole", PUT_WHOLE, Answer(403, "AccessDenied"), AccessDeniedError, "AccessDenied"),
+    ("F60-part", "parts", PUT_PART, Answer(403, "AccessDenied"), AccessDeniedError, "AccessDenied"),
+    ("F61", "whole", PUT_WHOLE, Answer(404, "NoSuchBucket"), NotFoundError, "create the bucket"),
+    ("F61-parts", "parts", CREATE, Answer(404, "NoSuchBucket"), NotFoundError, "NoSuchBucket"),
+    ("reset", "whole", PUT_WHOLE, CutRequest(1000), UnavailableError, "given up after 5"),
+    ("cut-part", "parts", SECOND_PART, CutRequest(9, reset=False), UnavailableError, "given up"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "matches", "action", "expected", "words"),
+    [case[1:] for case in STUCK],
+    ids=[case[0] for case in STUCK],
+)
+def test_an_upload_that_cannot_succeed_says_why_and_leaves_nothing(
+    bench: Bench,
+    kind: str,
+    matches: Matches,
+    action: Action,
+    expected: type[HoldfastError],
+    words: str,
+) -> None:
+    bench.proxy.add(matches, action, FOREVER)
+    with pytest.raises(expected, match=words) as caught:
+        bench.tier.upload_shard(NAMESPACE, bench.reader(kind))
+    assert bench.proxy.endpoint in str(caught.value) or words == "vanished"
+    assert not bench.is_stored(bench.reader(kind))
+    assert bench.unfinished(bench.reader(kind)) == 0
+
+
+def test_f51_a_checksum_that_stays_wrong_is_never_taken_for_done(bench: Bench) -> None:
+    bench.proxy.add(HEAD, SetReplyHeader("x-amz-checksum-crc32c", "AAAAAA=="), FOREVER)
+    with pytest.raises(AlreadyExistsError, match=r"found \d+ bytes with CRC32C 00000000"):
+        bench.tier.upload_shard(NAMESPACE, bench.whole)
+
+
+def test_a_store_that_keeps_no_checksum_is_not_trusted(bench: Bench) -> None:
+    bench.proxy.add(HEAD, SetReplyHeader("x-amz-checksum-crc32c", ""), FOREVER)
+    with pytest.raises(TierError, match="kept no CRC32C"):
+        bench.tier.upload_shard(NAMESPACE, bench.whole)
+
+
+@dataclass
+class Rotating:
+    """Keys that the store refuses until they are read again (F59)."""
+
+    old: Keys
+    new: Keys
+    current: Keys
+
+    def retrieve(self) -> Keys:
+        return self.current
+
+    def refresh(self) -> Keys:
+        self.current = self.new
+        return self.new
+
+
+def test_f59_keys_that_expire_within_an_upload_are_read_again(
+    bench: Bench, minio: MinioServer, store: StoreConfig, quick: Retrier
+) -> None:
+    good = minio.credentials.keys
+    provider = Rotating(good, good, good)
+    bench.honest.put_layout(NAMESPACE, JOB_UID, b"{}")
+    config = minio.config(store.prefix, endpoint=bench.proxy.endpoint)
+    tier = S3ObjectTier(config, provider, retrier=quick)
+    provider.old = provider.current = Keys(good.access_key, "expired")
+    tier.upload_shard(NAMESPACE, bench.parts)
+    assert provider.current is good
+    assert bench.is_stored(bench.parts)
+    tier.close()
+
+
+READS: list[tuple[str, Action]] = [
+    ("F46-503", Answer(503, "SlowDown")),
+    ("F50-cut", CutReply(3 * MIB)),
+    ("F50-cut-and-lying", CutReply(3 * MIB, lying=True)),
+    ("reset-before-a-byte", LoseReply()),
+    ("silence", Hang()),
+    ("200-instead-of-206", Replace(200, b"everything")),
+    ("other-range", SetReplyHeader("Content-Range", "bytes 4096-8191/8192")),
+    ("F52-flip-in-payload", FlipReply(5 * MIB)),
+    ("F52-flip-in-head", FlipReply(30)),
+    ("F52-flip-in-trailer", FlipReply(-40)),
+]
+
+
+@pytest.mark.parametrize("action", [a for _, a in READS], ids=[name for name, _ in READS])
+def test_a_download_gets_over_it(bench: Bench, action: Action) -> None:
+    bench.honest.upload_shard(NAMESPACE, bench.parts)
+    fault = bench.proxy.add(GET, action)
+    record = bench.parts.record
+    assert bench.tier.download_shard(NAMESPACE, record.ref, bench.writers()) == record
+    assert fault.applied == 1
+
+
+def test_a_broken_download_goes_on_at_the_last_byte(bench: Bench) -> None:
+    bench.honest.upload_shard(NAMESPACE, bench.parts)
+    bench.proxy.add(GET, CutReply(3 * MIB))
+    bench.proxy.add(GET, CutReply(2 * MIB, lying=True))
+    bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers())
+    last = bench.parts.record.file_bytes - 1
+    assert [seen.headers["range"] for seen in bench.proxy.requests if seen.method == "GET"] == [
+        f"bytes=0-{last}",
+        f"bytes={3 * MIB}-{last}",
+        f"bytes={5 * MIB}-{last}",
+    ]
+
+
+def test_a_server_that_gives_a_byte_at_a_time_is_given_up(bench: Bench) -> None:
+    bench.honest.upload_shard(NAMESPACE, bench.parts)
+    bench.proxy.add(GET, CutReply(1), FOREVER)
+    writers = bench.writers()
+    with pytest.raises(UnavailableError, match="given up after 5"):
+        bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, writers)
+    assert [writer.aborted for writer in writers.opened] == [True]
+
+
+def test_f52_bytes_that_are_wrong_twice_are_corrupt(bench: Bench) -> None:
+    bench.honest.upload_shard(NAMESPACE, bench.parts)
+    bench.proxy.add(GET, FlipReply(5 * MIB), FOREVER)
+    writers = bench.writers()
+    with pytest.raises(CorruptionError):
+        bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, writers)
+    assert len(writers.opened) == 2
+
+
+def test_f61_bucket_gone_while_reading(bench: Bench) -> None:
+    bench.proxy.add(GET, Answer(404, "NoSuchBucket"), FOREVER)
+    with pytest.raises(NotFoundError, match="create the bucket"):
+        bench.tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT)
+
+
+DOCUMENTS: list[tuple[str, Matches, Action]] = [
+    ("F46-503", PUT_WHOLE, Answer(503, "SlowDown")),
+    ("F49-reply-lost", PUT_WHOLE, LoseReply()),
+    ("F49-silence", PUT_WHOLE, Hang()),
+    ("reset", PUT_WHOLE, CutRequest(3)),
+    ("F55-409", PUT_WHOLE, Answer(409, "OperationAborted")),
+    ("F55-412-yet-nothing", PUT_WHOLE, Answer(412, "PreconditionFailed")),
+    ("F54-404-after-put", HEAD, Answer(404)),
+]
+
+
+@pytest.mark.parametrize(
+    ("matches", "action"), [case[1:] for case in DOCUMENTS], ids=[case[0] for case in DOCUMENTS]
+)
+def test_putting_a_manifest_gets_over_it(bench: Bench, matches: Matches, action: Action) -> None:
+    fault = bench.proxy.add(matches, action)
+    digest = bench.tier.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')
+    assert fault.applied == 1
+    assert bench.honest.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT) == b'{"step":100}'
+    assert bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}') == digest
+
+
+@pytest.mark.parametrize(
+    "action",
+    [Answer(503), LoseReply(), CutReply(4), CutReply(4, lying=True), FlipReply(3)],
+    ids=["F46-503", "lost", "F50-cut", "F50-cut-and-lying", "F52-flip"],
+)
+def test_getting_a_manifest_gets_over_it(bench: Bench, action: Action) -> None:
+    bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')
+    fault = bench.proxy.add(GET, action)
+    assert bench.tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT) == b'{"step":100}'
+    assert fault.applied == 1
+
+
+def test_f52_a_manifest_that_is_wrong_twice_is_corrupt(bench: Bench) -> None:
+    bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')
+    bench.proxy.add(GET, FlipReply(3), FOREVER)
+    with pytest.raises(CorruptionError, match="expected CRC32C"):
+        bench.tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT)
+
+
+def test_f56_without_the_condition_a_later_writer_still_does_not_overwrite(bench: Bench) -> None:
+    bench.proxy.add(PUT_WHOLE, DropRequestHeader("If-None-Match"), FOREVER)
+    bench.tier.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"a":1}')
+    with pytest.raises(AlreadyExistsError):
+        bench.tier.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"a":2}')
+    assert bench.honest.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT) == b'{"a":1}'
+
+
+def test_f53_a_stale_list_is_a_hint_only(bench: Bench) -> None:
+    bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b"{}")
+    empty = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+    bench.proxy.add(LIST, Replace(200, empty))
+    assert bench.tier.list_manifests(NAMESPACE, JOB_UID) == ()
+    assert bench.tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT) == b"{}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>hello</html>",
+        b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>",
+        b'<!DOCTYPE x [<!ENTITY a "b">]><ListBucketResult>&a;</ListBucketResult>',
+    ],
+    ids=["html", "endless", "entities"],
+)
+def test_a_list_that_is_none_is_refused(bench: Bench, body: bytes) -> None:
+    bench.proxy.add(LIST, Replace(200, body), FOREVER)
+    with pytest.raises(TierError, match=r"ListBucketResult|truncated"):
+        bench.tier.list_manifests(NAMESPACE, JOB_UID)
+
+
+def test_a_list_never_names_what_is_outside_of_the_job(bench: Bench) -> None:
+    body = (
+        b"<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>other/team-b/uid/"
+        b"manifests/s000000000001/r000000.json</Key></Contents></ListBucketResult>"
+    )
+    bench.proxy.add(LIST, Replace(200, body), FOREVER)
+    assert bench.tier.list_manifests(NAMESPACE, JOB_UID) == ()
+    bench.tier.delete_checkpoint(NAMESPACE, JOB_UID, CHECKPOINT)
+    assert [s.path for s in bench.proxy.requests if "team-b" in s.path] == []
+
+
+def test_f63_an_upload_goes_on_when_a_killed_server_is_back(tmp_path: Path) -> None:
+    failed = threading.Event()
+
+    def wait(seconds: float) -> None:
+        failed.set()
+        threading.Event().wait(min(seconds, 0.2))
+
+    with MinioServer() as server:
+        retrier = Retrier(RetryPolicy(max_attempts=1000, budget_seconds=60), sleep=wait)
+        tier = S3ObjectTier(
+            server.config("p"), server.credentials, retrier=retrier, timeouts=Timeouts(2.0, 5.0)
+        )
+        size = 11 * MIB
+        with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
+            server.kill()
+            thread = threading.Thread(target=tier.upload_shard, args=(NAMESPACE, reader))
+            thread.start()
+            assert failed.wait(30)
+            server.revive()
+            thread.join(60)
+            assert not thread.is_alive()
+            target = tmp_path / "target"
+            target.mkdir()
+            ref = reader.record.ref
+            assert tier.download_shard(NAMESPACE, ref, CopyWriters(target)) == reader.record
+        tier.close()

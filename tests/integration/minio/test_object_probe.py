@@ -1,0 +1,248 @@
+"""The probe says what is wrong with a store in its own words, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.testing.hostile_s3 import (
+    Action,
+    Answer,
+    DropRequestHeader,
+    Hang,
+    HostileProxy,
+    LoseReply,
+    Matches,
+    Replace,
+    SetReplyHeader,
+    on,
+)
+from holdfast_core.testing.minio_server import ACCESS_KEY, MinioServer
+from holdfast_core.tiers.object_probe import ProbeReason, StoreFeatures, probe
+from holdfast_core.tiers.retry import Retrier
+from holdfast_core.tiers.s3_credentials import FileCredentials, Keys, StaticCredentials
+from holdfast_core.tiers.s3_http import Timeouts
+
+pytestmark = pytest.mark.integration
+ALL = StoreFeatures(conditional_put=True, checksum=True, multipart=True, range_get=True)
+FAST = Timeouts(2.0, idle_seconds=0.5)
+
+
+def left_below(minio: MinioServer, store: StoreConfig) -> list[str]:
+    listed = minio.admin().list_objects(minio.bucket, prefix=store.prefix, recursive=True)
+    return [str(item.object_name) for item in listed]
+
+
+def test_a_good_store(minio: MinioServer, store: StoreConfig) -> None:
+    report = probe(store, minio.credentials)
+    assert (report.available, report.reason, report.features) == (True, ProbeReason.AVAILABLE, ALL)
+    assert left_below(minio, store) == []
+    assert json.loads(report.to_json()) == {
+        "available": True,
+        "reason": "Available",
+        "message": f"bucket 'holdfast' at {minio.endpoint} passed every check",
+        "features": {
+            "conditionalPut": True,
+            "checksum": True,
+            "multipart": True,
+            "rangeGet": True,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "advice"),
+    [
+        (Keys(ACCESS_KEY, "not-the-secret"), "SignatureDoesNotMatch", "the secret key is not"),
+        (Keys("nobody", "not-the-secret"), "InvalidAccessKeyId", "does not know this access key"),
+    ],
+    ids=["wrong-secret", "unknown-key"],
+)
+def test_wrong_keys(
+    minio: MinioServer, store: StoreConfig, keys: Keys, code: str, advice: str
+) -> None:
+    report = probe(store, StaticCredentials(keys))
+    assert (report.available, report.reason) == (False, ProbeReason.ACCESS_DENIED)
+    for words in (code, advice, minio.endpoint, "'holdfast'"):
+        assert words in report.message
+    assert "not-the-secret" not in report.to_json()
+
+
+def test_missing_bucket(minio: MinioServer, store: StoreConfig) -> None:
+    report = probe(replace(store, bucket="no-such-bucket"), minio.credentials)
+    assert (report.available, report.reason) == (False, ProbeReason.BUCKET_NOT_FOUND)
+    for words in ("NoSuchBucket", "The specified bucket does not exist", "'no-such-bucket'"):
+        assert words in report.message
+
+
+def test_nobody_listens(minio: MinioServer, store: StoreConfig, quick: Retrier) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    report = probe(replace(store, endpoint=endpoint), minio.credentials, retrier=quick)
+    assert (report.available, report.reason) == (False, ProbeReason.UNREACHABLE)
+    assert endpoint in report.message and "refused" in report.message
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda s: replace(s, endpoint="no-such-host.invalid:9000"), ProbeReason.UNREACHABLE),
+        (lambda s: replace(s, endpoint="http://x:1"), ProbeReason.CONFIGURATION_INVALID),
+        (lambda s: replace(s, secure=True), ProbeReason.UNREACHABLE),
+    ],
+    ids=["no-such-host", "scheme", "tls-to-a-plain-port"],
+)
+def test_endpoints_that_cannot_work(
+    minio: MinioServer,
+    store: StoreConfig,
+    quick: Retrier,
+    change: Callable[[StoreConfig], StoreConfig],
+    reason: ProbeReason,
+) -> None:
+    report = probe(change(store), minio.credentials, retrier=quick)
+    assert (report.available, report.reason) == (False, reason)
+
+
+def test_no_credentials(store: StoreConfig, tmp_path: Path) -> None:
+    report = probe(store, FileCredentials(tmp_path))
+    assert (report.available, report.reason) == (False, ProbeReason.CONFIGURATION_INVALID)
+    assert "expected files accessKey and secretKey" in report.message
+
+
+PUT, GET, HEAD = on("PUT", query=""), on("GET", query=""), on("HEAD")
+
+
+@pytest.mark.parametrize(
+    ("matches", "action", "reason", "words"),
+    [
+        (PUT, Answer(503, "SlowDown"), ProbeReason.UNREACHABLE, "SlowDown"),
+        (PUT, Hang(), ProbeReason.UNREACHABLE, "no answer in time"),
+        (PUT, LoseReply(), ProbeReason.UNREACHABLE, "PUT"),
+        (PUT, Answer(507, "XMinioStorageFull"), ProbeReason.STORAGE_FULL, "XMinioStorageFull"),
+        (
+            PUT,
+            Answer(400, "AuthorizationHeaderMalformed", "expecting 'eu-west-1'"),
+            ProbeReason.CONFIGURATION_INVALID,
+            "expecting 'eu-west-1'; check region",
+        ),
+        (PUT, Answer(404, "XAdminUserNotFound"), ProbeReason.ACCESS_DENIED, "XAdminUserNotFound"),
+        (PUT, Replace(405, b"<html>nginx</html>"), ProbeReason.NOT_S3, "nginx"),
+        (PUT, Replace(200, b"hello"), ProbeReason.NOT_S3, "check the endpoint"),
+        (on("GET"), Answer(403, "AccessDenied"), ProbeReason.ACCESS_DENIED, "AccessDenied"),
+        (
+            on("GET", query="list-type=2"),
+            Answer(403, "AccessDenied"),
+            ProbeReason.ACCESS_DENIED,
+            "AccessDenied",
+        ),
+        (GET, Answer(404, "NoSuchKey"), ProbeReason.INCONSISTENT, "read-after-write"),
+        (
+            on("GET", query="list-type=2"),
+            Replace(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"),
+            ProbeReason.INCONSISTENT,
+            "found 0 keys",
+        ),
+        (
+            PUT,
+            DropRequestHeader("x-amz-checksum-crc32c"),
+            ProbeReason.CHECKSUM_UNSUPPORTED,
+            "half a shard",
+        ),
+        (
+            HEAD,
+            SetReplyHeader("x-amz-checksum-crc32c", ""),
+            ProbeReason.CHECKSUM_UNSUPPORTED,
+            "half a shard",
+        ),
+        (
+            on("POST", query="uploads="),
+            Answer(501, "NotImplemented"),
+            ProbeReason.MULTIPART_UNSUPPORTED,
+            "multipart",
+        ),
+        (
+            on("POST", query="uploadId="),
+            Answer(400, "InvalidRequest"),
+            ProbeReason.MULTIPART_UNSUPPORTED,
+            "multipart",
+        ),
+    ],
+    ids=[
+        "busy",
+        "silent",
+        "lost",
+        "full",
+        "region",
+        "unknown-key-as-404",
+        "another-web-server",
+        "says-yes-to-everything",
+        "may-write-not-read",
+        "may-not-list",
+        "stale-read",
+        "stale-list",
+        "ignores-checksums",
+        "forgets-checksums",
+        "no-multipart",
+        "multipart-not-completed",
+    ],
+)
+def test_a_store_that_cannot_be_used(
+    minio: MinioServer,
+    store: StoreConfig,
+    proxy: HostileProxy,
+    quick: Retrier,
+    matches: Matches,
+    action: Action,
+    reason: ProbeReason,
+    words: str,
+) -> None:
+    proxy.add(matches, action, times=1000)
+    config = replace(store, endpoint=proxy.endpoint)
+    report = probe(config, minio.credentials, retrier=quick, timeouts=FAST)
+    assert (report.available, report.reason) == (False, reason)
+    assert words in report.message
+    assert len(report.to_json()) < 4096
+    assert left_below(minio, store) == []
+
+
+def test_a_range_that_is_answered_with_everything(
+    minio: MinioServer, store: StoreConfig, proxy: HostileProxy
+) -> None:
+    proxy.add(lambda seen: "range" in seen.headers, Replace(200, b"everything"), times=9)
+    report = probe(replace(store, endpoint=proxy.endpoint), minio.credentials)
+    assert (report.available, report.reason) == (False, ProbeReason.RANGE_GET_UNSUPPORTED)
+
+
+def test_f56_an_ignored_condition_is_switched_off_and_said(
+    minio: MinioServer, store: StoreConfig, proxy: HostileProxy
+) -> None:
+    proxy.add(PUT, DropRequestHeader("If-None-Match"), times=1000)
+    report = probe(replace(store, endpoint=proxy.endpoint), minio.credentials)
+    assert report.available
+    assert report.features == replace(ALL, conditional_put=False)
+    assert "ignores If-None-Match" in report.message
+
+
+def test_a_store_that_never_deletes_is_said(
+    minio: MinioServer, store: StoreConfig, proxy: HostileProxy
+) -> None:
+    proxy.add(on("DELETE", query=""), Answer(403, "AccessDenied"), times=1000)
+    report = probe(replace(store, endpoint=proxy.endpoint), minio.credentials)
+    assert report.available
+    assert "retention cannot" in report.message and "AccessDenied" in report.message
+
+
+def test_a_busy_moment_is_forgiven(
+    minio: MinioServer, store: StoreConfig, proxy: HostileProxy, quick: Retrier
+) -> None:
+    proxy.add(PUT, Answer(503, "SlowDown"), times=2)
+    report = probe(
+        replace(store, endpoint=proxy.endpoint), minio.credentials, retrier=quick, timeouts=FAST
+    )
+    assert report.available

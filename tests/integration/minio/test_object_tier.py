@@ -1,0 +1,326 @@
+"""The object tier against a real, honest MinIO."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import (
+    AccessDeniedError,
+    AlreadyExistsError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+)
+from holdfast_core.ids import CheckpointId, Digest, RestartRound, ShardRef, Step
+from holdfast_core.testing.builders import JOB_UID, BytesSource, shard_header
+from holdfast_core.testing.hostile_s3 import HostileProxy
+from holdfast_core.testing.minio_server import MinioServer
+from holdfast_core.testing.shard_files import CopyWriters, flip_bit, write_shard
+from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.tiers.retry import Retrier
+from holdfast_core.tiers.s3_client import S3Client
+from holdfast_core.tiers.s3_credentials import FileCredentials
+
+pytestmark = pytest.mark.integration
+MIB = 1 << 20
+NAMESPACE = "team-a"
+SIZES = {"empty": 0, "small": 70_001, "one-part": 4 * MIB, "parts": 11 * MIB + 4097}
+
+
+def checkpoint(step: int, restart_round: int = 0) -> CheckpointId:
+    return CheckpointId(Step(step), RestartRound(restart_round))
+
+
+def keys_below(minio: MinioServer, prefix: str) -> list[str]:
+    listed = minio.admin().list_objects(minio.bucket, prefix=prefix, recursive=True)
+    return [str(item.object_name) for item in listed]
+
+
+def unfinished(client: S3Client, tier_prefix: str, ref: ShardRef) -> int:
+    """Uploads of exactly this shard that were begun and not ended."""
+    key = (
+        f"{tier_prefix}/{NAMESPACE}/{ref.job_uid}/shards/s{ref.step:012d}/r{ref.round:06d}/"
+        f"rank{ref.rank:06d}-{ref.blake3[3:19]}.shard"
+    )
+    return len(client.list_uploads(key)[0])
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+def test_a_shard_comes_back_as_it_was(
+    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig, size: int
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    with write_shard(source, shard_header(size), os.urandom(size)) as reader:
+        tier.upload_shard(NAMESPACE, reader)
+        ref = reader.record.ref
+        assert tier.download_shard(NAMESPACE, ref, CopyWriters(target)) == reader.record
+        assert unfinished(S3Client(store, minio.credentials), store.prefix, ref) == 0
+    (before,), (after,) = source.iterdir(), target.iterdir()
+    assert after.read_bytes() == before.read_bytes()
+    assert keys_below(minio, store.prefix) == [
+        f"{store.prefix}/team-a/{JOB_UID}/shards/s000000000010/r000000/"
+        f"rank000000-{ref.blake3[3:19]}.shard"
+    ]
+
+
+def test_from_one_node_tier_to_another(tmp_path: Path, tier: S3ObjectTier) -> None:
+    here, there = DiskNodeTier(tmp_path / "here"), DiskNodeTier(tmp_path / "there")
+    here.open()
+    there.open()
+    payload = os.urandom(11 * MIB)
+    record = here.write_shard(shard_header(len(payload)), BytesSource(payload))
+    with here.open_shard(record.ref) as reader:
+        tier.upload_shard(NAMESPACE, reader)
+    assert tier.download_shard(NAMESPACE, record.ref, there.begin_copy) == record
+    with there.open_shard(record.ref) as reader:
+        reader.verify()
+
+
+@pytest.mark.parametrize("size", [70_001, 11 * MIB], ids=["whole", "parts"])
+def test_the_second_upload_sends_no_bytes(
+    tmp_path: Path, tier: S3ObjectTier, proxied: S3ObjectTier, proxy: HostileProxy, size: int
+) -> None:
+    with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
+        tier.upload_shard(NAMESPACE, reader)
+        proxied.upload_shard(NAMESPACE, reader)
+    assert [seen.method for seen in proxy.requests] == ["HEAD"]
+
+
+@pytest.mark.parametrize("size", [70_001, 11 * MIB], ids=["whole", "parts"])
+def test_something_else_under_the_key_is_never_overwritten(
+    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig, size: int
+) -> None:
+    with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
+        tier.upload_shard(NAMESPACE, reader)
+        (key,) = keys_below(minio, store.prefix)
+        with (tmp_path / "other").open("w+b") as file:
+            file.write(b"other")
+            file.seek(0)
+            minio.admin().put_object(minio.bucket, key, file, 5)
+        with pytest.raises(AlreadyExistsError, match="found 5 bytes"):
+            tier.upload_shard(NAMESPACE, reader)
+    answer = minio.admin().get_object(minio.bucket, key)
+    assert answer.read() == b"other"
+    answer.close()
+
+
+@pytest.mark.parametrize("size", [200_000, 11 * MIB], ids=["whole", "parts"])
+def test_a_shard_that_went_bad_on_the_node_is_not_stored(
+    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig, size: int
+) -> None:
+    """The store refuses the bytes, because the checksum is that of the tensors."""
+    with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
+        (path,) = tmp_path.iterdir()
+        flip_bit(path, 4096 + 1000)
+        with pytest.raises(CorruptionError, match="chunk"):
+            tier.upload_shard(NAMESPACE, reader)
+        client = S3Client(store, minio.credentials)
+        assert unfinished(client, store.prefix, reader.record.ref) == 0
+    assert keys_below(minio, store.prefix) == []
+
+
+def test_what_is_not_there(tmp_path: Path, tier: S3ObjectTier) -> None:
+    ref = ShardRef(
+        JOB_UID, Step(1), RestartRound(0), shard_header(0).rank, Digest("b3:" + "0" * 64)
+    )
+    writers = CopyWriters(tmp_path)
+    with pytest.raises(NotFoundError, match="no such shard"):
+        tier.download_shard(NAMESPACE, ref, writers)
+    assert writers.opened == []
+    with pytest.raises(NotFoundError):
+        tier.get_manifest(NAMESPACE, JOB_UID, checkpoint(1))
+    with pytest.raises(NotFoundError):
+        tier.get_layout(NAMESPACE, JOB_UID, ref.blake3)
+    assert tier.list_manifests(NAMESPACE, JOB_UID) == ()
+    tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(1))
+
+
+def test_a_shard_that_is_another_one_is_refused(
+    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig
+) -> None:
+    """Right name, wrong rank inside: a misdirected write (F29)."""
+    with write_shard(tmp_path, shard_header(1000, rank=1), os.urandom(1000)) as reader:
+        tier.upload_shard(NAMESPACE, reader)
+        ref = reader.record.ref
+    (key,) = keys_below(minio, store.prefix)
+    wrong = ShardRef(ref.job_uid, ref.step, ref.round, shard_header(0, rank=2).rank, ref.blake3)
+    data = minio.admin().get_object(minio.bucket, key)
+    other = key.replace("rank000001", "rank000002")
+    with (tmp_path / "x").open("w+b") as file:
+        length = file.write(data.read())
+        file.seek(0)
+        minio.admin().put_object(minio.bucket, other, file, length)
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(CorruptionError, match="expected"):
+        tier.download_shard(NAMESPACE, wrong, CopyWriters(target))
+    assert list(target.iterdir()) == []
+
+
+def test_a_manifest_is_put_once(tier: S3ObjectTier) -> None:
+    first = tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(7), b'{"a":1}')
+    assert tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(7), b'{"a":1}') == first
+    with pytest.raises(AlreadyExistsError, match="another document"):
+        tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(7), b'{"a":2}')
+    assert tier.get_manifest(NAMESPACE, JOB_UID, checkpoint(7)) == b'{"a":1}'
+
+
+def test_manifests_are_listed_in_order_over_pages_and_foreign_names_are_not(
+    tier: S3ObjectTier, minio: MinioServer, store: StoreConfig
+) -> None:
+    client = S3Client(store, minio.credentials)
+    wanted = [checkpoint(step, step % 3) for step in range(1005)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda c: tier.put_manifest(NAMESPACE, JOB_UID, c, b"{}"), wanted))
+    for name in ("manifests/latest.json", "manifests/s1/r1.json", "manifests/../x", "shards/y"):
+        key = f"{store.prefix}/{NAMESPACE}/{JOB_UID}/{name}"
+        with open(os.devnull, "rb") as nothing:
+            if ".." not in name:
+                minio.admin().put_object(minio.bucket, key, nothing, 0)
+    first_page, token = client.list_keys(f"{store.prefix}/{NAMESPACE}/{JOB_UID}/manifests/")
+    assert len(first_page) == 1000 and token
+    assert tier.list_manifests(NAMESPACE, JOB_UID) == tuple(wanted)
+
+
+def test_a_layout_is_named_by_its_bytes(
+    tier: S3ObjectTier, minio: MinioServer, store: StoreConfig, tmp_path: Path
+) -> None:
+    digest = tier.put_layout(NAMESPACE, JOB_UID, b'{"tensors":{}}')
+    assert tier.put_layout(NAMESPACE, JOB_UID, b'{"tensors":{}}') == digest
+    assert tier.get_layout(NAMESPACE, JOB_UID, digest) == b'{"tensors":{}}'
+    (key,) = keys_below(minio, store.prefix)
+    (tmp_path / "x").write_bytes(b'{"tensors":1}')
+    minio.admin().fput_object(minio.bucket, key, str(tmp_path / "x"))
+    with pytest.raises(CorruptionError, match="expected digest"):
+        tier.get_layout(NAMESPACE, JOB_UID, digest)
+
+
+def test_a_checkpoint_is_deleted_manifest_first_and_nothing_else_is(
+    tmp_path: Path,
+    tier: S3ObjectTier,
+    proxied: S3ObjectTier,
+    proxy: HostileProxy,
+    minio: MinioServer,
+    store: StoreConfig,
+) -> None:
+    for step in (100, 1000):
+        for rank in range(3):
+            with write_shard(tmp_path, shard_header(10, step=step, rank=rank), b"x" * 10) as reader:
+                tier.upload_shard(NAMESPACE, reader)
+        tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(step), b"{}")
+    proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(100))
+    deleted = [seen.path for seen in proxy.requests if seen.method == "DELETE"]
+    assert "/manifests/" in deleted[0] and len(deleted) == 4
+    assert all("s000000001000" in key for key in keys_below(minio, store.prefix))
+    assert len(keys_below(minio, store.prefix)) == 4
+    proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(100))
+
+
+def test_stale_uploads_are_aborted_and_young_ones_are_not(
+    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig
+) -> None:
+    client = S3Client(store, minio.credentials)
+    with write_shard(tmp_path, shard_header(10), b"x" * 10) as reader:
+        ref = reader.record.ref
+        tier.upload_shard(NAMESPACE, reader)
+    (key,) = keys_below(minio, store.prefix)
+    client.create_upload(key)
+
+    def abort(older_than: timedelta) -> int:
+        return tier.abort_stale_uploads(NAMESPACE, JOB_UID, older_than, [ref])
+
+    assert abort(timedelta(hours=24)) == 0
+    assert abort(timedelta(seconds=-5)) == 1
+    assert unfinished(client, store.prefix, ref) == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tier: tier.list_manifests("../other", JOB_UID),
+        lambda tier: tier.get_manifest("team-a", "../../x", checkpoint(1)),
+        lambda tier: tier.get_layout("team-a", JOB_UID, "b3:../../../x"),
+    ],
+    ids=["namespace", "job-uid", "digest"],
+)
+def test_names_that_would_leave_the_prefix_are_refused(
+    tier: S3ObjectTier, call: Callable[[S3ObjectTier], object]
+) -> None:
+    with pytest.raises(FormatError):
+        call(tier)
+
+
+WRITERS = 8
+
+
+def race(action: Callable[[int], object]) -> list[object]:
+    """Results or errors of 8 writers that begin at once."""
+    start = threading.Barrier(WRITERS)
+
+    def run(number: int) -> object:
+        start.wait(30)
+        try:
+            return action(number)
+        except AlreadyExistsError as error:
+            return error
+
+    with ThreadPoolExecutor(WRITERS) as threads:
+        return list(threads.map(run, range(WRITERS)))
+
+
+def test_eight_writers_of_different_manifests_one_wins(tier: S3ObjectTier) -> None:
+    for step in range(10):
+        documents = [b'{"writer":%d}' % number for number in range(WRITERS)]
+        results = race(
+            lambda n, s=step, d=documents: tier.put_manifest(  # type: ignore[misc]
+                NAMESPACE, JOB_UID, checkpoint(s), d[n]
+            )
+        )
+        winners = [n for n, r in enumerate(results) if not isinstance(r, AlreadyExistsError)]
+        assert len(winners) == 1
+        stored = tier.get_manifest(NAMESPACE, JOB_UID, checkpoint(step))
+        assert stored == documents[winners[0]]
+
+
+def test_eight_writers_of_the_same_manifest_are_all_right(tier: S3ObjectTier) -> None:
+    results = race(lambda _: tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(1), b"{}"))
+    assert len({str(result) for result in results}) == 1
+    assert not any(isinstance(result, AlreadyExistsError) for result in results)
+
+
+@pytest.mark.parametrize("size", [100_000, 6 * MIB], ids=["whole", "parts"])
+def test_eight_writers_of_the_same_shard_leave_one_object_and_no_upload(
+    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig, size: int
+) -> None:
+    with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
+        results = race(lambda _: tier.upload_shard(NAMESPACE, reader))
+        assert results == [None] * WRITERS
+        client = S3Client(store, minio.credentials)
+        assert unfinished(client, store.prefix, reader.record.ref) == 0
+    assert len(keys_below(minio, store.prefix)) == 1
+
+
+def test_keys_that_are_corrected_are_used_without_a_restart(
+    tmp_path: Path, minio: MinioServer, store: StoreConfig, quick: Retrier
+) -> None:
+    right = minio.credentials.keys
+    (tmp_path / "accessKey").write_text(right.access_key)
+    (tmp_path / "secretKey").write_text("wrong-for-now")
+    tier = S3ObjectTier(store, FileCredentials(tmp_path), retrier=quick)
+    with pytest.raises(AccessDeniedError, match="SignatureDoesNotMatch") as caught:
+        tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(1), b"{}")
+    assert "wrong-for-now" not in str(caught.value)
+    (tmp_path / "secretKey").write_text(right.secret_key)
+    tier.put_manifest(NAMESPACE, JOB_UID, checkpoint(1), b"{}")
+    tier.close()

@@ -1,0 +1,222 @@
+"""Random worlds: whatever fails, and however reads, replies and writes misbehave, the gang comes
+back, once, from a step that was really there and no lower than what was promised."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from random import Random
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast_core.ids import Rank, Worker
+from holdfast_core.transfer.messages import DeadRank
+from holdfast_operator.decide import decide
+from holdfast_operator.model import PodPhase
+from holdfast_operator.observe_views import job_view
+from holdfast_operator.testing.builders import now, raw_job
+from holdfast_operator.testing.fake_cluster import FakeCluster, FakeNode
+from holdfast_operator.testing.fake_operator import FakeOperator, Trouble, calm
+from holdfast_operator.testing.oracle import broken_rules
+
+KINDS = (
+    "lose pod",
+    "delete pod",
+    "fail pod",
+    "evict pod",
+    "rank dies",
+    "node dies",
+    "node comes back",
+    "node is cut off",
+    "node is reached again",
+    "sidecar restarts",
+    "operator restarts",
+)
+SETTLE_SECONDS = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    after_seconds: int
+    kind: str
+    target: int
+
+
+faults = st.lists(
+    st.builds(
+        Fault,
+        after_seconds=st.integers(0, 30),
+        kind=st.sampled_from(KINDS),
+        target=st.integers(0, 5),
+    ),
+    max_size=8,
+)
+
+
+def build(workers: int, copies: int, with_store: bool) -> FakeCluster:
+    checkpoint: dict[str, object] = {"interval": {"steps": 5}, "peer": {"copies": copies}}
+    if with_store:
+        checkpoint["object"] = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
+    nodes = {f"node-{i}": FakeNode(f"node-{i}") for i in range(workers + 2)}
+    return FakeCluster(job=raw_job(workers, checkpoint=checkpoint), nodes=nodes)
+
+
+class Simulation:
+    """A cluster and one or two operators."""
+
+    def __init__(self, cluster: FakeCluster, trouble: Trouble, operators: int = 1) -> None:
+        self.cluster = cluster
+        self.trouble = trouble
+        self.operators = [FakeOperator(cluster, trouble) for _ in range(operators)]
+        self.seen_events: list[str] = []
+
+    async def advance(self, seconds: int) -> None:
+        for _ in range(seconds):
+            for operator in self.operators:
+                await operator.run_pass()
+            self.cluster.tick()
+
+    def restart_operators(self) -> None:
+        self.operators = [FakeOperator(self.cluster, self.trouble) for _ in self.operators]
+
+    def inject(self, fault: Fault) -> None:
+        cluster = self.cluster
+        nodes = list(cluster.nodes.values())
+        node = nodes[fault.target % len(nodes)]
+        pods = sorted(cluster.pods)
+        name = pods[fault.target % len(pods)] if pods else None
+        match fault.kind:
+            case "node dies":
+                node.dead = True
+            case "node comes back":
+                node.dead = False
+            case "node is cut off":
+                node.cut_off = True
+            case "node is reached again":
+                node.cut_off = False
+            case "operator restarts":
+                self.restart_operators()
+            case "rank dies":
+                run = cluster.gang.run
+                if run is not None and run.started and not run.finished:
+                    rank = fault.target % cluster.job["spec"]["workers"]
+                    run.dead = (*run.dead, DeadRank(Rank(rank), Worker(rank), 1, "boom"))
+                    run.version += 1
+            case _ if name is None:
+                pass
+            case "lose pod":
+                cluster.lose_pod(name)
+            case "delete pod":
+                cluster.delete_pod(name, cluster.pods[name].view.uid, force=False)
+            case "fail pod":
+                cluster.fail_pod(name, "Error")
+            case "evict pod":
+                cluster.fail_pod(name, "Evicted")
+            case "sidecar restarts":
+                cluster.restart_sidecar(name)
+            case _:
+                raise AssertionError(fault.kind)
+
+    def heal(self) -> None:
+        for node in self.cluster.nodes.values():
+            node.dead = node.cut_off = False
+        for operator in self.operators:
+            operator.trouble = calm()
+        self.trouble = calm()
+
+    def settled(self) -> bool:
+        status = job_view(self.cluster.job).status
+        run = self.cluster.gang.run
+        names = {f"job-{w}-r{b}" for w, b in enumerate(status.members)}
+        return (
+            run is not None
+            and run.started
+            and not run.dead
+            and run.round == status.restart_round
+            and status.is_true("Running")
+            and set(self.cluster.pods) == names
+        )
+
+    def waits_rightly(self, copies: int) -> bool:
+        """A job may wait for ever only if no committed step can be read any more."""
+        status = job_view(self.cluster.job).status
+        running = status.condition("Running")
+        if running is None or running.reason != "RestorePointUnavailable":
+            return False
+        assert status.last_committed_step is not None
+        return not self.cluster.store.checkpoints
+
+
+async def run_case(
+    cluster: FakeCluster, trouble: Trouble, plan: list[Fault], copies: int, operators: int
+) -> None:
+    simulation = Simulation(cluster, trouble, operators)
+    await simulation.advance(20)
+    for fault in plan:
+        simulation.inject(fault)
+        await simulation.advance(fault.after_seconds)
+    simulation.heal()
+    for _ in range(SETTLE_SECONDS):
+        await simulation.advance(1)
+        if simulation.settled():
+            break
+    assert broken_rules(cluster, copies) == []
+    reason = simulation.operators[0].decisions[-1].reason
+    assert simulation.settled() or simulation.waits_rightly(copies), reason
+    live: dict[int, int] = {}
+    for pod in cluster.pods.values():
+        if pod.view.phase is PodPhase.RUNNING:
+            live[pod.view.worker] = live.get(pod.view.worker, 0) + 1
+    assert all(count == 1 for count in live.values())
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    plan=faults,
+    workers=st.integers(1, 4),
+    copies=st.integers(0, 2),
+    with_store=st.booleans(),
+    seed=st.integers(0, 1 << 16),
+    rough=st.booleans(),
+)
+def test_converges_and_keeps_its_promises(
+    plan: list[Fault], workers: int, copies: int, with_store: bool, seed: int, rough: bool
+) -> None:
+    copies = min(copies, workers - 1)
+    chance = 0.15 if rough else 0.0
+    trouble = Trouble(Random(seed), stale_read=chance, lost_reply=chance, conflict=chance)
+    asyncio.run(run_case(build(workers, copies, with_store), trouble, plan, copies, 1))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=faults, seed=st.integers(0, 1 << 16))
+def test_two_operators_at_once_do_no_harm(plan: list[Fault], seed: int) -> None:
+    trouble = Trouble(Random(seed), stale_read=0.2, lost_reply=0.1, conflict=0.05)
+    asyncio.run(run_case(build(3, 1, True), trouble, plan, 1, 2))
+
+
+@settings(max_examples=30, deadline=None)
+@given(plan=faults, seed=st.integers(0, 1 << 16))
+def test_the_same_observation_gives_the_same_decision(plan: list[Fault], seed: int) -> None:
+    async def scenario() -> None:
+        cluster = build(3, 1, True)
+        simulation = Simulation(cluster, Trouble(Random(seed), 0.2, 0.2, 0.1))
+        for fault in plan:
+            simulation.inject(fault)
+            await simulation.advance(min(fault.after_seconds, 5))
+            observed = simulation.operators[0].observe()
+            moment = now(cluster.seconds)
+            first, second = decide(observed, moment), decide(observed, moment)
+            assert first == second
+            shuffled = type(observed)(
+                **{
+                    name: getattr(observed, name)
+                    if name not in ("pods", "sidecars", "checkpoints")
+                    else tuple(reversed(getattr(observed, name)))
+                    for name in observed.__slots__
+                }
+            )
+            assert set(map(repr, decide(shuffled, moment).actions)) == set(map(repr, first.actions))
+
+    asyncio.run(scenario())

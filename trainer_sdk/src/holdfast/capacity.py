@@ -1,0 +1,111 @@
+"""How much shared memory may be taken: asked before it is, because running out of it is no error code.
+
+A tmpfs that is full gives SIGBUS on the first touch; a memory cgroup that is full gives the OOM
+killer. Both are checked here, and the room is reserved under a lock that all ranks of the pod share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast_core.errors import CapacityError
+
+_CGROUP = Path("/sys/fs/cgroup")
+_LOCK = ".allocate"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that may still be taken, and what sets the limit."""
+
+    available_bytes: int
+    limit: str
+    advice: str
+
+
+def volume_room(directory: Path) -> Room:
+    stats = os.statvfs(directory)
+    return Room(
+        stats.f_bavail * stats.f_frsize,
+        f"shared memory volume of {directory}",
+        "raise its size: the sizeLimit of the memory volume, which Holdfast derives from "
+        "spec.checkpoint.memory and the trainer's memory limit; outside of a pod the size of /dev/shm",
+    )
+
+
+def memory_room(root: Path = _CGROUP) -> Room | None:
+    """What the memory cgroup of this process has left; None where there is no visible limit."""
+    advice = "raise resources.limits.memory of the trainer: slots are charged to it"
+    unified = _read_int(root / "memory.max"), _read_int(root / "memory.current")
+    stat, cache = root / "memory.stat", "inactive_file"
+    if unified[0] is None or unified[1] is None:
+        old = root / "memory"
+        unified = (
+            _read_int(old / "memory.limit_in_bytes"),
+            _read_int(old / "memory.usage_in_bytes"),
+        )
+        stat, cache = old / "memory.stat", "total_inactive_file"
+    limit, used = unified
+    if limit is None or used is None or limit >= 1 << 62:
+        return None
+    reclaimable = _stat_value(stat, cache)
+    return Room(max(0, limit - used + reclaimable), "memory limit of the container", advice)
+
+
+def reserved_bytes(directory: Path) -> int:
+    """Slot files that exist at their full length but whose pages were not all taken yet."""
+    total = 0
+    for path in directory.glob("*.slot"):
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            total += max(0, stat.st_size - 512 * stat.st_blocks)
+    return total
+
+
+def require_room(directory: Path, needed_bytes: int, slots: int) -> None:
+    """Raises CapacityError that says what is needed, what is there, and what to raise."""
+    pending = reserved_bytes(directory)
+    for room in (volume_room(directory), memory_room()):
+        if room is not None and needed_bytes + pending > room.available_bytes:
+            raise CapacityError(
+                f"{room.limit} needs {needed_bytes + pending} more bytes for {slots} slots"
+                f" (of which {pending} are being taken by other ranks), has {room.available_bytes}: "
+                f"{room.advice}; or lower spec.checkpoint.memory.slots"
+            )
+
+
+@contextlib.contextmanager
+def allocation_lock(directory: Path) -> Iterator[None]:
+    """One rank of the pod checks and reserves at a time."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(directory / _LOCK, flags, 0o660)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _stat_value(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return 0

@@ -1,0 +1,83 @@
+"""Which checkpoint of a directory a new run starts from. Pure, but for reading through the tier.
+
+Newest history first: rounds from the highest down (a round begins where an older one was restored),
+steps from the highest down within a round. A checkpoint counts only if its manifest can be read and
+every shard that it names is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, StateMismatchError
+from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound
+from holdfast_core.tiers.node import DiskNodeTier
+
+JOB_UID = JobUid("standalone")
+"""Every directory holds one job's checkpoints; there is no cluster to give it a uid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    manifest: Manifest
+    digest: Digest
+
+
+def next_round(tier: DiskNodeTier) -> RestartRound:
+    """A round that nothing in the directory carries. Not durable yet: see `DiskNodeTier.write_round`."""
+    recorded = tier.read_round()
+    rounds = [checkpoint.round for _, checkpoint in tier.list_manifests()]
+    rounds += [record.header.round for record in tier.list_shards()]
+    if recorded is not None:
+        rounds.append(recorded[0])
+    return RestartRound(max(rounds, default=-1) + 1)
+
+
+def candidates(tier: DiskNodeTier) -> list[CheckpointId]:
+    found = [checkpoint for uid, checkpoint in tier.list_manifests() if uid == JOB_UID]
+    return sorted(found, key=lambda c: (c.round, c.step), reverse=True)
+
+
+def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
+    """Raises NotFoundError, CorruptionError or FormatError when it cannot be restored from here."""
+    document = tier.get_manifest(JOB_UID, checkpoint)
+    manifest = parse_manifest(document)
+    missing = [s.rank for s in manifest.shards if tier.find(manifest.ref(s.rank)) is None]
+    if missing:
+        raise NotFoundError(f"checkpoint {checkpoint}: the shards of ranks {missing} are not there")
+    return Choice(manifest, manifest_digest(document))
+
+
+def choose(
+    tier: DiskNodeTier, world_size: int, rejected: Collection[CheckpointId] = ()
+) -> Choice | None:
+    """The newest complete checkpoint; None in a directory without any checkpoint.
+
+    Raises CorruptionError when there are checkpoints and none can be read: a run never silently
+    starts from nothing. Raises StateMismatchError for another number of ranks.
+    """
+    reasons: list[str] = []
+    for checkpoint in candidates(tier):
+        if checkpoint in rejected:
+            reasons.append(f"{checkpoint}: a shard did not verify")
+            continue
+        try:
+            choice = load_choice(tier, checkpoint)
+        except (NotFoundError, CorruptionError, FormatError) as error:
+            reasons.append(str(error))
+            continue
+        if choice.manifest.world_size != world_size:
+            raise StateMismatchError(
+                f"checkpoint {checkpoint} was saved by {choice.manifest.world_size} ranks, this run "
+                f"has {world_size}: start as many ranks as then, or choose another directory"
+            )
+        return choice
+    if reasons:
+        raise CorruptionError(
+            "the directory holds checkpoints, but none that can be restored: "
+            + "; ".join(reasons[:5])
+            + "; move them away to start from the beginning"
+        )
+    return None

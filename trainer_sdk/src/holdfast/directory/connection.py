@@ -1,0 +1,95 @@
+"""One connection to a DirectoryService: reads requests in a thread, answers them, pushes levels."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.directory.service import DirectoryService
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    StaleRoundError,
+    UnavailableError,
+)
+from holdfast_core.transfer.messages import Hello, Progress, Refusal, Refused
+from holdfast_core.transfer.socket_frames import receive_frame, send_frame
+
+
+class Connection:
+    """`intercept` may answer in the service's place (None: let the service answer)."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        service: DirectoryService,
+        intercept: Callable[[Any], Any] = lambda _: None,
+        heard: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        self._socket = sock
+        self._service = service
+        self._intercept = intercept
+        self._heard = heard
+        self._lock = threading.Lock()
+        self.hello: Hello | None = None
+
+    def serve(self) -> None:
+        """Until the other side is gone. Raises FormatError for what is no frame."""
+        try:
+            while (frame := receive_frame(self._socket)) is not None:
+                self._heard(frame.message)
+                if frame.id == 0 or isinstance(frame.message, Progress):
+                    continue
+                self._send(self._answer(frame.message), frame.id)
+        except UnavailableError:
+            return
+        finally:
+            self.close()
+
+    def push(self, message: Any) -> None:
+        """To a side that may be gone: it asks again when it comes back."""
+        self._send(message, 0)
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it is gone already
+        self._socket.close()
+
+    def _send(self, message: Any, id_: int) -> None:
+        with self._lock:
+            try:
+                send_frame(self._socket, message, id_)
+            except UnavailableError:
+                return
+
+    def _answer(self, message: Any) -> Any:
+        instead = self._intercept(message)
+        if instead is not None:
+            return instead
+        if isinstance(message, Hello):
+            self.hello = message
+            return self._service.hello_reply()
+        try:
+            return self._service.handle(message, self.push)
+        except StaleRoundError as error:
+            return self._refused(Refusal.STALE_ROUND, error)
+        except RefusedError as error:
+            return self._refused(Refusal(error.code), error)
+        except NotFoundError as error:
+            return self._refused(Refusal.NOT_FOUND, error)
+        except CorruptionError as error:
+            return self._refused(Refusal.CONFLICT, error)
+        except FormatError as error:
+            return self._refused(Refusal.BAD_REQUEST, error)
+        except HoldfastError as error:
+            return self._refused(Refusal.BUSY, error)
+
+    def _refused(self, code: Refusal, error: HoldfastError) -> Refused:
+        return Refused(code, str(error), self._service.round)

@@ -1,0 +1,393 @@
+"""The messages of a sidecar, answered from a directory: restore, fill, stage, levels.
+
+One instance serves one rank (`holdfast.persister`) or all ranks of a test. Calls come from the
+connections' threads; one worker thread writes and commits, in order. A failed save is told to the
+rank and never ends the service.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice, next_round
+from holdfast.directory.commit import Committer
+from holdfast.directory.slots import SlotFile
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    StaleRoundError,
+)
+from holdfast_core.format.digest import Blake3, digest_of, hex_of
+from holdfast_core.format.slot import SlotHeader, SlotState
+from holdfast_core.ids import CheckpointId, Digest, Level, Rank, RestartRound, TierName
+from holdfast_core.tiers.base import CHUNK_BYTES, ShardHeader
+from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.transfer.messages import (
+    Fill,
+    Filled,
+    HelloReply,
+    LevelReached,
+    Policy,
+    Refusal,
+    Restore,
+    RestorePoint,
+    RestoreReply,
+    SaveFailed,
+    SlotOffer,
+    Stage,
+    Staged,
+)
+
+logger = logging.getLogger(__name__)
+
+Push = Callable[[Any], None]
+
+_POLL_SECONDS = 0.01
+_FILL_BYTES = 4 * CHUNK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    root: Path
+    slots_dir: Path
+    layouts_dir: Path
+    world_size: int
+    own_ranks: range
+    policy: Policy
+    round: RestartRound | None = None
+    """None: choose a new one and record it (rank 0)."""
+    restore: CheckpointId | None = None
+    """The checkpoint that rank 0 chose."""
+    choose_restore: bool = True
+    """False: `restore` says it, also where it is None."""
+    rejected: tuple[CheckpointId, ...] = ()
+
+
+@dataclass(slots=True)
+class _Pending:
+    checkpoint: CheckpointId
+    pushes: list[Push] = field(default_factory=list)
+
+
+class DirectoryService:
+    """Call `start` before anything else, `finish` at the end."""
+
+    def __init__(self, options: ServiceOptions) -> None:
+        self._options = options
+        self._tier = DiskNodeTier(options.root / "tier", fill_limit=1.0)
+        self._lock = threading.Condition()
+        self._queue: collections.deque[tuple[Stage, Push]] = collections.deque()
+        self._pending: dict[CheckpointId, _Pending] = {}
+        self._busy = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._choice: Choice | None = None
+        self._committer: Committer | None = None
+        self.round = RestartRound(0)
+
+    def start(self) -> None:
+        """Open the directory, fix the round and the restore point.
+
+        Raises CorruptionError, StateMismatchError (see `choose`), TierError.
+        """
+        options = self._options
+        self._tier.open()
+        if options.round is None:
+            self.round = next_round(self._tier)
+            self._tier.write_round(self.round, 1)
+        else:
+            self.round = options.round
+        if options.choose_restore:
+            self._choice = choose(self._tier, options.world_size, options.rejected)
+        elif options.restore is not None:
+            self._choice = load_choice(self._tier, options.restore)
+        self._committer = Committer(
+            self._tier,
+            options.root / "prepared",
+            options.world_size,
+            options.own_ranks,
+            options.policy.keep_last,
+            None if self._choice is None else self._choice.digest,
+        )
+        self._thread = threading.Thread(target=self._work, name="holdfast-write", daemon=True)
+        self._thread.start()
+
+    @property
+    def restore_point(self) -> RestorePoint:
+        if self._choice is None:
+            return RestorePoint()
+        manifest = self._choice.manifest
+        return RestorePoint(manifest.step, manifest.restart_round, self._choice.digest)
+
+    def finish(self, commit_seconds: float) -> None:
+        """Write what is staged, wait a bounded time for the other ranks' shards, then stop."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._queue and not self._busy)
+            self._lock.wait_for(lambda: not self._pending, commit_seconds)
+            self._closing = True
+            self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def abort(self) -> None:
+        """Stop as a kill would: what is staged stays staged."""
+        with self._lock:
+            self._closing = True
+            self._queue.clear()
+            self._pending.clear()
+            self._lock.notify_all()
+
+    # ------------------------------------------------------------------ messages
+
+    def handle(self, message: Any, push: Push) -> Any:
+        """The reply. Raises RefusedError, StaleRoundError, NotFoundError, FormatError."""
+        match message:
+            case Restore():
+                self._fence(message.round)
+                return self._restore(message.rank)
+            case Fill():
+                self._fence(message.round)
+                return self._fill(message)
+            case Stage():
+                self._fence(message.round)
+                return self._stage(message, push)
+            case _:
+                raise RefusedError(
+                    Refusal.BAD_REQUEST, f"{type(message).__name__} is not served by a directory"
+                )
+
+    def hello_reply(self) -> HelloReply:
+        return HelloReply(self.round, self._options.policy)
+
+    def _fence(self, round_: RestartRound) -> None:
+        if round_ < self.round:
+            raise StaleRoundError(
+                f"the request carries round {round_}, this directory is in round {self.round}",
+                own_round=self.round,
+            )
+        if round_ > self.round:
+            raise RefusedError(
+                Refusal.FUTURE_ROUND, f"round {round_} has not begun here, it is {self.round}"
+            )
+
+    def _restore(self, rank: Rank) -> RestoreReply:
+        if self._choice is None:
+            return RestoreReply(RestorePoint())
+        return RestoreReply(
+            self.restore_point, self._choice.manifest.shards[rank].payload_bytes
+        )
+
+    def _fill(self, message: Fill) -> Filled:
+        if self._choice is None:
+            raise RefusedError(Refusal.NOT_FOUND, "there is nothing to restore in this round")
+        manifest = self._choice.manifest
+        shard = manifest.shards[message.rank]
+        for offer in message.slots:
+            if self._holds(offer, manifest.checkpoint, shard.payload_bytes, shard.blake3):
+                return Filled(offer.name, shard.payload_bytes, TierName.MEMORY)
+        offer = next(
+            (o for o in message.slots if o.capacity_bytes >= shard.payload_bytes), None
+        ) or _refuse_slots(shard.payload_bytes)
+        ref = manifest.ref(message.rank)
+        slot = SlotFile(self._options.slots_dir, offer.name)
+        try:
+            with self._tier.open_shard(ref) as reader:
+                digest = Blake3()
+                buffer = memoryview(bytearray(_FILL_BYTES))
+                for offset in range(0, shard.payload_bytes, _FILL_BYTES):
+                    part = buffer[: min(_FILL_BYTES, shard.payload_bytes - offset)]
+                    reader.read_payload_into(offset, part)
+                    digest.update(part)
+                    slot.write_payload(offset, part)
+            if digest.digest() != shard.blake3:
+                raise CorruptionError(f"shard {ref}: payload digests to {digest.digest()}")
+            slot.write_header(
+                SlotHeader(
+                    SlotState.FREE,
+                    message.rank,
+                    offer.capacity_bytes,
+                    manifest.restart_round,
+                    manifest.step,
+                    shard.payload_bytes,
+                )
+            )
+        except CorruptionError as error:
+            self._tier.quarantine(ref, str(error))
+            raise
+        finally:
+            slot.close()
+        return Filled(offer.name, shard.payload_bytes, TierName.NODE)
+
+    def _holds(
+        self, offer: SlotOffer, checkpoint: CheckpointId, payload_bytes: int, blake3: Digest
+    ) -> bool:
+        slot = SlotFile(self._options.slots_dir, offer.name)
+        try:
+            header = slot.header()
+            same = (header.state, header.step, header.round, header.payload_bytes) == (
+                SlotState.FREE,
+                checkpoint.step,
+                checkpoint.round,
+                payload_bytes,
+            )
+            if not same:
+                return False
+            digest = Blake3()
+            buffer = memoryview(bytearray(_FILL_BYTES))
+            for offset in range(0, payload_bytes, _FILL_BYTES):
+                part = buffer[: min(_FILL_BYTES, payload_bytes - offset)]
+                slot.read_into(offset, part)
+                digest.update(part)
+            return digest.digest() == blake3
+        except FormatError:
+            return False
+        finally:
+            slot.close()
+
+    def _stage(self, message: Stage, push: Push) -> Staged:
+        with self._lock:
+            if any(stage == message for stage, _ in self._queue):
+                return Staged(message.step)
+        self._store_layout(message.layout)
+        slot = SlotFile(self._options.slots_dir, message.slot)
+        try:
+            header = slot.header()
+            found = (header.state, header.round, header.step, header.payload_bytes)
+            ready = (SlotState.FULL, SlotState.OWNED)
+            wanted = (message.round, message.step, message.payload_bytes)
+            if header.state not in ready or found[1:] != wanted:
+                raise FormatError(
+                    f"slot {message.slot}: state, round, step, bytes are {found}, the message says "
+                    f"{wanted}"
+                )
+            slot.set_state(SlotState.OWNED)
+        finally:
+            slot.close()
+        with self._lock:
+            self._queue.append((message, push))
+            self._lock.notify_all()
+        return Staged(message.step)
+
+    def _store_layout(self, digest: Digest) -> None:
+        path = self._options.layouts_dir / f"{hex_of(digest)}.json"
+        try:
+            document = path.read_bytes()
+        except FileNotFoundError as error:
+            raise NotFoundError(f"layout {path} is not there") from error
+        if digest_of(document) != digest:
+            raise CorruptionError(f"layout {path}: its digest is {digest_of(document)}")
+        self._tier.put_layout(document)
+
+    # ------------------------------------------------------------------ the worker
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue and not self._closing:
+                    self._lock.wait(_POLL_SECONDS if self._pending else None)
+                if self._closing:
+                    return
+                job = self._queue.popleft() if self._queue else None
+                self._busy = job is not None
+            if job is not None:
+                self._write(*job)
+            self._advance()
+            with self._lock:
+                self._busy = False
+                self._lock.notify_all()
+
+    def _write(self, stage: Stage, push: Push) -> None:
+        checkpoint = CheckpointId(stage.step, stage.round)
+        try:
+            slot = SlotFile(self._options.slots_dir, stage.slot)
+            try:
+                header = ShardHeader(
+                    JOB_UID,
+                    stage.round,
+                    stage.step,
+                    stage.rank,
+                    self._options.world_size,
+                    stage.layout,
+                    stage.payload_bytes,
+                )
+                record = self._tier.write_shard(header, slot)
+            finally:
+                slot.set_state(SlotState.FREE)
+                slot.close()
+            if self._committer is not None:
+                self._committer.prepare(record)
+            with self._lock:
+                pending = self._pending.setdefault(checkpoint, _Pending(checkpoint))
+                pending.pushes.append(push)
+        except (HoldfastError, OSError) as error:
+            logger.warning("save of step %d failed: %s", stage.step, error)
+            push(_failed(checkpoint, Level.LOCAL, type(error).__name__, str(error)))
+
+    def _advance(self) -> None:
+        """Commit what is complete (rank 0), tell who waits, prune, forget what was overtaken."""
+        committer = self._committer
+        if committer is None:
+            return
+        leader = 0 in self._options.own_ranks
+        for checkpoint in sorted(self._pending, key=lambda c: (c.round, c.step)):
+            try:
+                if leader and committer.is_complete(checkpoint):
+                    committer.commit(checkpoint)
+                if not committer.is_committed(checkpoint):
+                    continue
+            except (HoldfastError, OSError) as error:
+                logger.warning("commit of %s failed: %s", checkpoint, error)
+                self._conclude(
+                    checkpoint, [_failed(checkpoint, Level.LOCAL, "CommitFailed", str(error))]
+                )
+                continue
+            self._conclude(checkpoint, _levels(checkpoint))
+            self._forget_older(checkpoint)
+            try:
+                point = None if self._choice is None else self._choice.manifest.checkpoint
+                committer.prune(checkpoint, point, leader=leader)
+            except (HoldfastError, OSError) as error:
+                logger.warning("pruning after %s: %s; tried again later", checkpoint, error)
+
+    def _forget_older(self, newest: CheckpointId) -> None:
+        for checkpoint in list(self._pending):
+            if (checkpoint.round, checkpoint.step) < (newest.round, newest.step):
+                words = f"step {newest.step} was committed before all ranks had saved this one"
+                self._conclude(checkpoint, [_failed(checkpoint, Level.LOCAL, "Superseded", words)])
+
+    def _conclude(self, checkpoint: CheckpointId, messages: list[Any]) -> None:
+        with self._lock:
+            pending = self._pending.pop(checkpoint, None)
+            self._lock.notify_all()
+        for push in pending.pushes if pending is not None else []:
+            for message in messages:
+                push(message)
+
+
+def _levels(checkpoint: CheckpointId) -> list[Any]:
+    """A directory has one copy and no object tier: local is also replicated, and that is all."""
+    step, round_ = checkpoint.step, checkpoint.round
+    return [
+        LevelReached(step, round_, Level.LOCAL),
+        LevelReached(step, round_, Level.REPLICATED),
+        _failed(checkpoint, Level.PERSISTED, "NoObjectTier", "a directory has no object tier"),
+    ]
+
+
+def _failed(checkpoint: CheckpointId, level: Level, reason: str, words: str) -> SaveFailed:
+    return SaveFailed(checkpoint.step, checkpoint.round, level, reason, words)
+
+
+def _refuse_slots(payload_bytes: int) -> SlotOffer:
+    raise RefusedError(
+        Refusal.BAD_REQUEST, f"no offered slot holds the {payload_bytes} bytes of the shard"
+    )

@@ -1,0 +1,86 @@
+"""One round of this pod's ranks: fork them all, hear of each end, end them all.
+
+Shared by the standalone launcher and the one that obeys a sidecar; decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from holdfast.launcher.processes import Processes, RankProcess
+from holdfast.settings import RankSettings, rank_environment
+from holdfast_core.ids import Rank, RestartRound, Step
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """Everything that the ranks of one round are told."""
+
+    round: RestartRound
+    world_size: int
+    first_rank: Rank
+    procs: int
+    group_rank: int
+    master_address: str
+    master_port: int
+    run_id: str
+    interval_steps: int | None = None
+    restore_step: Step | None = None
+    restore_known: bool = False
+    scratch_dir: str | None = None
+
+
+def environments(plan: RoundPlan) -> list[tuple[Rank, dict[str, str]]]:
+    """The environment of each rank of this pod, in order."""
+    result = []
+    for local_rank in range(plan.procs):
+        rank = Rank(plan.first_rank + local_rank)
+        settings = RankSettings(
+            rank=rank,
+            world_size=plan.world_size,
+            local_rank=local_rank,
+            local_world_size=plan.procs,
+            master_address=plan.master_address,
+            master_port=plan.master_port,
+            round=plan.round,
+            interval_steps=plan.interval_steps,
+            restore_step=plan.restore_step,
+            restore_known=plan.restore_known,
+            scratch_dir=plan.scratch_dir,
+        )
+        env = rank_environment(settings, group_rank=plan.group_rank, run_id=plan.run_id)
+        result.append((rank, env))
+    return result
+
+
+class Gang:
+    """The ranks of one round in this pod."""
+
+    def __init__(self, processes: Processes, plan: RoundPlan) -> None:
+        self.plan = plan
+        self._processes = processes
+        self._ranks: list[RankProcess] = []
+
+    async def start(self) -> None:
+        for rank, env in environments(self.plan):
+            self._ranks.append(await self._processes.fork_rank(rank, env))
+
+    async def next_end(self, seen: set[Rank]) -> RankProcess | None:
+        """The next rank that ended by itself and is not in `seen`; None when all are."""
+        waiting = {
+            asyncio.ensure_future(process.ended.wait()): process
+            for process in self._ranks
+            if process.rank not in seen
+        }
+        if not waiting:
+            return None
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for future in waiting:
+                future.cancel()
+        return min((waiting[future] for future in done), key=lambda process: process.rank)
+
+    async def end(self) -> None:
+        await self._processes.end_ranks()

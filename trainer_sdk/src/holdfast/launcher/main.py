@@ -1,0 +1,193 @@
+"""`holdfast run`: options, signals, exit code. Decides between the pod's launcher and a standalone one.
+
+Exit codes: 0 all ranks returned 0; the failed rank's code (128 + N for signal N) when a standalone run
+gives up; 143 after SIGTERM, 130 after SIGINT; 2 for a wrong command line; 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.launcher.channel import SidecarChannel
+from holdfast.launcher.command import Command, parse_command
+from holdfast.launcher.pod import PodLauncher
+from holdfast.launcher.processes import ForkServerError, Processes
+from holdfast.launcher.record import RoundRecord
+from holdfast.launcher.scratch import ScratchDirectory
+from holdfast.launcher.standalone import StandaloneLauncher, StandaloneOptions
+from holdfast_core.contract import LAUNCHER_ROUND_FILE, SOCKET_NAME, PodContract
+from holdfast_core.errors import ConfigError, HoldfastError
+
+logger = logging.getLogger(__name__)
+
+_SIGNAL_EXIT = {signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    command: Command
+    procs: int | None
+    preload: tuple[str, ...] = ()
+    max_restarts: int = 0
+    grace_seconds: float = 10.0
+
+
+class Supervisor(Protocol):
+    def stop(self) -> None:
+        """Start no more ranks: the launcher is about to leave."""
+        ...
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=int, help="ranks in this pod (default: the pod's, or 1)")
+    parser.add_argument(
+        "--preload",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="MODULE",
+        help="modules that the fork server imports before ranks are forked, besides torch",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="standalone: how often all ranks are restarted in place (default 0)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="time from SIGTERM to SIGKILL for the ranks (default 10)",
+    )
+
+
+def options_from(arguments: argparse.Namespace, command: Sequence[str]) -> RunOptions:
+    """Raises ConfigError."""
+    if arguments.nproc is not None and arguments.nproc < 1:
+        raise ConfigError(f"holdfast run: --nproc {arguments.nproc}: expected at least 1")
+    return RunOptions(
+        parse_command(command),
+        arguments.nproc,
+        tuple(arguments.preload),
+        arguments.max_restarts,
+        arguments.grace,
+    )
+
+
+def run(options: RunOptions, contract: PodContract | None) -> int:
+    """Blocks until the ranks are done or a signal came; leaves no process behind."""
+    logging.basicConfig(
+        level=logging.INFO, format="[holdfast] %(message)s", stream=sys.stderr, force=True
+    )
+    try:
+        return asyncio.run(_run(options, contract))
+    except HoldfastError as error:
+        logger.error("%s", error)
+        return 1
+
+
+async def _run(options: RunOptions, contract: PodContract | None) -> int:
+    processes = Processes(options.command, options.preload)
+    scratch = ScratchDirectory()
+    stop = _StopSignals()
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    processes.on_server_lost = lambda why: None if lost.done() else lost.set_result(why)
+    try:
+        stop.install()
+        processes.start()
+        supervisor, work = _supervisor(options, contract, processes, scratch)
+        task = asyncio.ensure_future(work)
+        waiting: set[asyncio.Future[object]] = {task, stop.first, lost}  # type: ignore[arg-type]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            if task.done():
+                return task.result()
+            if lost.done():
+                raise ForkServerError(f"holdfast run: {lost.result()}")
+            return await _leave(options, processes, supervisor, stop)
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, HoldfastError):
+                await task
+    finally:
+        await processes.close()
+        scratch.close()
+
+
+def _supervisor(
+    options: RunOptions,
+    contract: PodContract | None,
+    processes: Processes,
+    scratch: ScratchDirectory,
+) -> tuple[Supervisor, Coroutine[None, None, int]]:
+    if contract is None:
+        path = scratch.open()
+        standalone = StandaloneLauncher(
+            processes,
+            StandaloneOptions(
+                options.procs or 1, options.max_restarts, None if path is None else str(path)
+            ),
+        )
+        return standalone, standalone.run()
+    if options.procs not in (None, contract.procs_per_worker):
+        raise ConfigError(
+            f"holdfast run: --nproc {options.procs}, but spec.procsPerWorker is "
+            f"{contract.procs_per_worker}: leave --nproc out in a TrainingJob"
+        )
+    shared = Path(contract.shared_dir)
+    pod = PodLauncher(processes, contract, RoundRecord(shared / LAUNCHER_ROUND_FILE))
+    return pod, pod.run(SidecarChannel(shared / SOCKET_NAME, pod))
+
+
+async def _leave(
+    options: RunOptions, processes: Processes, supervisor: Supervisor, stop: _StopSignals
+) -> int:
+    """Ask the ranks to save and stop; after the grace, or at a second signal, end them."""
+    number = stop.first.result()
+    supervisor.stop()
+    logger.info(
+        "%s: asking the ranks to save and stop, %g s until they are killed",
+        number.name,
+        options.grace_seconds,
+    )
+    processes.signal_ranks(signal.SIGTERM)
+    ended = asyncio.gather(*(process.ended.wait() for process in processes.ranks))
+    await asyncio.wait(
+        {ended, stop.second},
+        timeout=options.grace_seconds,
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    ended.cancel()
+    await processes.end_ranks()
+    return _SIGNAL_EXIT[number]
+
+
+class _StopSignals:
+    """SIGTERM and SIGINT as futures: the first asks, the second insists."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[signal.Signals] = loop.create_future()
+        self.second: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def install(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNAL_EXIT:
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        for future in (self.first, self.second):
+            if not future.done():
+                future.set_result(number)
+                return

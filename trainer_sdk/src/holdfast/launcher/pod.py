@@ -1,0 +1,226 @@
+"""`holdfast run` in a worker pod: obeys the rounds that the sidecar pushes.
+
+ 1. Connect and say Hello: which round's ranks run now, which round was forked last.
+ 2. HostStore: start this round's store process, answer with StoreAddress.
+ 3. Run: make the round durable, fork its ranks. A round is never run twice.
+ 4. A rank ends: Exited. All with 0: Finish, and leave when the sidecar releases it.
+ 5. End: SIGKILL all ranks at once, reap them, say Ended. Then wait for the next Run.
+
+All of it also holds when the sidecar starts late, restarts, or repeats itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from holdfast.launcher.channel import SidecarChannel
+from holdfast.launcher.gang import Gang, RoundPlan
+from holdfast.launcher.processes import Processes, RankProcess
+from holdfast.launcher.record import RoundRecord
+from holdfast_core.contract import PodContract
+from holdfast_core.ids import Rank, RestartRound
+from holdfast_core.transfer.messages import (
+    PROTOCOL_VERSION,
+    End,
+    Ended,
+    Exited,
+    Finish,
+    FinishReply,
+    Hello,
+    HelloReply,
+    HostStore,
+    LocalRole,
+    Run,
+    StoreAddress,
+)
+
+logger = logging.getLogger(__name__)
+
+_FINISH_PAUSE_SECONDS = 0.2
+
+
+class PodLauncher:
+    """State of one pod's ranks. `run` returns when the gang has finished."""
+
+    def __init__(self, processes: Processes, contract: PodContract, record: RoundRecord) -> None:
+        self._processes = processes
+        self._contract = contract
+        self._record = record
+        self._last_round: RestartRound | None = None
+        self._gang: Gang | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._exited: dict[Rank, RankProcess] = {}
+        self._ended_round: RestartRound | None = None
+        self._store: tuple[RestartRound, str, int] | None = None
+        self._succeeded = asyncio.Event()
+        self._stopping = False
+        self.channel: SidecarChannel | None = None
+
+    async def run(self, channel: SidecarChannel) -> int:
+        """0 when the gang is done. Raises FormatError for a round record that cannot be read."""
+        self.channel = channel
+        self._last_round = self._record.read()
+        connection = asyncio.ensure_future(channel.run())
+        try:
+            finishing = asyncio.ensure_future(self._finish())
+            await asyncio.wait({connection, finishing}, return_when=asyncio.FIRST_COMPLETED)
+            if connection.done():
+                finishing.cancel()
+                connection.result()
+            return finishing.result()
+        finally:
+            connection.cancel()
+            if self._watch is not None:
+                self._watch.cancel()
+
+    def stop(self) -> None:
+        """The pod is being ended: fork nothing, and do not call the job finished."""
+        self._stopping = True
+
+    # ------------------------------------------------------------------ ChannelHandler
+
+    def hello(self) -> Hello:
+        return Hello(
+            PROTOCOL_VERSION,
+            self._contract.job_uid,
+            LocalRole.LAUNCHER,
+            round=None if self._gang is None else self._gang.plan.round,
+            last_round=self._last_round,
+        )
+
+    async def connected(self, reply: HelloReply) -> None:
+        """Repeat what an earlier life of the sidecar may not have heard."""
+        logger.info("connected to the sidecar, which is in round %d", reply.round)
+        if self._ended_round is not None and self._gang is None:
+            self._notify(Ended(self._ended_round))
+        if self._store is not None:
+            self._notify(StoreAddress(self._store[0], self._store[2]))
+        for process in self._exited.values():
+            self._tell_exit(process)
+
+    async def push(self, message: Any) -> None:
+        match message:
+            case HostStore():
+                await self._host_store(message.round)
+            case Run():
+                await self._start(message)
+            case End():
+                await self._end(message.round)
+            case _:
+                logger.warning("ignored a push that is not for launchers: %s", message)
+
+    # ------------------------------------------------------------------ steps
+
+    async def _host_store(self, round_: RestartRound) -> None:
+        if self._store is not None and self._store[0] != round_:
+            self._processes.end_store(self._store[1])
+            self._store = None
+        if self._store is None:
+            key, port = await self._processes.fork_store("")
+            self._store = (round_, key, port)
+        self._notify(StoreAddress(round_, self._store[2]))
+
+    async def _start(self, run: Run) -> None:
+        if self._stopping:
+            return
+        if self._last_round is not None and run.round <= self._last_round:
+            logger.warning(
+                "Run for round %d ignored: round %d was forked already and none runs twice",
+                run.round,
+                self._last_round,
+            )
+            return
+        if self._gang is not None:
+            await self._stop_gang()
+        await asyncio.to_thread(self._record.write, run.round)
+        self._last_round = run.round
+        self._exited.clear()
+        self._ended_round = None
+        self._gang = Gang(self._processes, _plan(run, self._contract))
+        logger.info(
+            "round %d: forking ranks %d to %d of %d, from step %s",
+            run.round,
+            run.first_rank,
+            run.first_rank + run.procs_per_worker - 1,
+            run.world_size,
+            run.restore_point.step,
+        )
+        await self._gang.start()
+        self._watch = asyncio.ensure_future(self._watch_ranks(self._gang))
+
+    async def _end(self, round_: RestartRound) -> None:
+        self._succeeded.clear()
+        if self._gang is not None and self._gang.plan.round < round_:
+            logger.info("round %d begins: ending the ranks", round_)
+            await self._stop_gang()
+        if self._store is not None and self._store[0] < round_:
+            self._processes.end_store(self._store[1])
+            self._store = None
+        if self._gang is None:
+            self._exited.clear()
+            self._ended_round = round_
+            self._notify(Ended(round_))
+
+    async def _stop_gang(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._gang is not None:
+            await self._gang.end()
+            self._gang = None
+
+    async def _watch_ranks(self, gang: Gang) -> None:
+        seen: set[Rank] = set()
+        while (process := await gang.next_end(seen)) is not None:
+            seen.add(process.rank)
+            self._exited[process.rank] = process
+            if process.code != 0:
+                logger.error(
+                    "rank %d ended with code %s in round %d; waiting for the next round",
+                    process.rank,
+                    process.code,
+                    gang.plan.round,
+                )
+            self._tell_exit(process)
+        if all(process.code == 0 for process in self._exited.values()):
+            self._succeeded.set()
+
+    def _tell_exit(self, process: RankProcess) -> None:
+        if self._last_round is not None and process.code is not None:
+            words = "" if process.code == 0 else process.last_words()
+            self._notify(Exited(self._last_round, process.rank, process.code, words))
+
+    async def _finish(self) -> int:
+        """Ask until the sidecar says that everything is where it has to be."""
+        while True:
+            await self._succeeded.wait()
+            if self.channel is not None and self._last_round is not None and not self._stopping:
+                try:
+                    reply = await self.channel.request(Finish(self._last_round))
+                except ConnectionResetError:
+                    reply = None
+                if isinstance(reply, FinishReply) and reply.released and self._succeeded.is_set():
+                    return 0
+            await asyncio.sleep(_FINISH_PAUSE_SECONDS)
+
+    def _notify(self, message: Any) -> None:
+        if self.channel is not None:
+            self.channel.notify(message)
+
+
+def _plan(run: Run, contract: PodContract) -> RoundPlan:
+    return RoundPlan(
+        round=run.round,
+        world_size=run.world_size,
+        first_rank=run.first_rank,
+        procs=run.procs_per_worker,
+        group_rank=run.group_rank,
+        master_address=run.master_address,
+        master_port=run.master_port,
+        run_id=contract.job_uid,
+        interval_steps=run.policy.interval_steps,
+        restore_step=run.restore_point.step,
+        restore_known=True,
+    )

@@ -1,0 +1,10 @@
+"""`python -m holdfast.run [options] -- COMMAND`: the same as `holdfast run`."""
+
+from __future__ import annotations
+
+import sys
+
+from holdfast.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main(["run", *sys.argv[1:]]))

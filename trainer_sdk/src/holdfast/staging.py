@@ -1,0 +1,292 @@
+"""The ring of shared-memory slots: where a step's bytes are copied while training waits.
+
+Allocated and touched before step 1, so that a save costs one copy and nothing else. A slot that the
+sidecar still reads is never written: both busy means that the save is skipped, and counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.capacity import allocation_lock, require_room
+from holdfast_core.errors import CapacityError, FormatError
+from holdfast_core.format.slot import (
+    HEADER_BYTES,
+    STATE_OFFSET,
+    SlotHeader,
+    SlotState,
+    pack_state,
+    slot_name,
+)
+from holdfast_core.ids import Rank, RestartRound, Step
+from holdfast_core.transfer.messages import SlotOffer
+
+_MADV_POPULATE_WRITE = 23
+_PAGE_BYTES = 4096
+_TWO_THREADS_FROM_BYTES = 16 << 20
+_POLL_SECONDS = 0.002
+
+Jobs = list[tuple[int, Callable[[], None]]]
+
+
+class Slot:
+    """One mapped slot file. Only its rank writes the payload, and only while it is FREE or FILLING."""
+
+    def __init__(self, path: Path, index: int, memory: mmap.mmap, rank: Rank) -> None:
+        self.path = path
+        self.index = index
+        self._memory = memory
+        self._rank = rank
+        self._bytes: np.ndarray[Any, Any] = np.frombuffer(memory, dtype=np.uint8)
+        self.capacity_bytes = len(memory) - HEADER_BYTES
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def payload(self) -> np.ndarray[Any, Any]:
+        return self._bytes[HEADER_BYTES:]
+
+    def header(self) -> SlotHeader:
+        return SlotHeader.unpack(self._memory[:HEADER_BYTES])
+
+    def offer(self) -> SlotOffer:
+        return SlotOffer(self.name, self.capacity_bytes)
+
+    def begin(self, round_: RestartRound, step: Step, payload_bytes: int) -> None:
+        """FREE -> FILLING, with the identity of what is about to be copied."""
+        self._write(SlotState.FILLING, round_, step, payload_bytes)
+
+    def complete(self) -> None:
+        """FILLING -> FULL: the last word written."""
+        self._set_state(SlotState.FULL)
+
+    def abandon(self) -> None:
+        """What was begun is void: FREE, without an identity."""
+        self._write(SlotState.FREE, None, None, 0)
+
+    def close(self) -> None:
+        """Views into the payload may still be held; then the mapping goes with the last of them."""
+        self._bytes = np.empty(0, dtype=np.uint8)
+        try:
+            self._memory.close()
+        except BufferError:
+            return
+
+    def _write(
+        self, state: SlotState, round_: RestartRound | None, step: Step | None, payload_bytes: int
+    ) -> None:
+        header = SlotHeader(
+            state, self._rank, self.capacity_bytes, round_, step, payload_bytes
+        ).pack()
+        # The state word goes from FREE to FILLING before the identity changes under it.
+        self._set_state(SlotState.FILLING)
+        rest = STATE_OFFSET + len(pack_state(state))
+        self._memory[:STATE_OFFSET] = header[:STATE_OFFSET]
+        self._memory[rest : len(header)] = header[rest:]
+        self._set_state(state)
+
+    def _set_state(self, state: SlotState) -> None:
+        word = pack_state(state)
+        self._memory[STATE_OFFSET : STATE_OFFSET + len(word)] = word
+
+
+class SlotRing:
+    """The slots of one rank in this process. Not thread-safe: the training thread's alone."""
+
+    def __init__(self, directory: Path, rank: Rank, count: int) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._count = count
+        self._slots: list[Slot] = []
+        self._last = -1
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(self._slots)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return min((slot.capacity_bytes for slot in self._slots), default=0)
+
+    def ensure(self, capacity_bytes: int, round_: RestartRound) -> None:
+        """Every slot holds at least `capacity_bytes`, is touched and mapped.
+
+        Slots of an earlier life of this rank are taken over with what lies in them: memory that was
+        touched once is not paid for again, and a restore may find its bytes there.
+        Raises CapacityError before anything is taken.
+        """
+        capacity_bytes = _whole_pages(capacity_bytes)
+        if self._slots and self.capacity_bytes >= capacity_bytes:
+            return
+        kept = {slot.index: slot for slot in self._slots if slot.capacity_bytes >= capacity_bytes}
+        for slot in self._slots:
+            if slot.index not in kept:
+                slot.close()
+        self._slots = []
+        self._directory.mkdir(mode=0o2770, parents=True, exist_ok=True)
+        for index in range(self._count):
+            if index not in kept:
+                adopted = self._adopt(index, capacity_bytes, round_)
+                if adopted is not None:
+                    kept[index] = adopted
+        missing = [index for index in range(self._count) if index not in kept]
+        try:
+            with allocation_lock(self._directory):
+                for index in missing:
+                    self._path(index).unlink(missing_ok=True)
+                if missing:
+                    size = len(missing) * (HEADER_BYTES + capacity_bytes)
+                    require_room(self._directory, size, self._count)
+                descriptors = {index: self._create(index, capacity_bytes) for index in missing}
+            for index, descriptor in descriptors.items():
+                kept[index] = self._allocate(index, descriptor)
+        finally:
+            self._slots = [kept[index] for index in sorted(kept)]
+
+    def acquire(self, wait_seconds: float = 0.0) -> Slot | None:
+        """A slot that may be written, the one not used last first; None when all are busy."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            for slot in sorted(self._slots, key=lambda slot: slot.index == self._last):
+                if slot.header().state is SlotState.FREE:
+                    self._last = slot.index
+                    return slot
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_POLL_SECONDS)
+
+    def find(self, name: str) -> Slot:
+        """Raises FormatError for a slot that is not of this ring."""
+        for slot in self._slots:
+            if slot.name == name:
+                return slot
+        raise FormatError(f"slot {name!r} is none of {[slot.name for slot in self._slots]}")
+
+    def close(self, *, remove: bool = False) -> None:
+        for slot in self._slots:
+            slot.close()
+            if remove:
+                slot.path.unlink(missing_ok=True)
+        self._slots = []
+
+    def _path(self, index: int) -> Path:
+        return self._directory / slot_name(self._rank, index)
+
+    def _adopt(self, index: int, capacity_bytes: int, round_: RestartRound) -> Slot | None:
+        """A slot file of an earlier life, if it is large enough and nobody may still read it."""
+        path = self._path(index)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            size = os.fstat(descriptor).st_size
+            header = SlotHeader.unpack(os.pread(descriptor, HEADER_BYTES, 0))
+            if size - HEADER_BYTES < capacity_bytes or header.capacity_bytes + HEADER_BYTES != size:
+                return None
+            if header.state in (SlotState.FULL, SlotState.OWNED) and header.round != round_:
+                # A late reader keeps the old file; the name gets a new one.
+                return None
+            slot = Slot(path, index, _map(descriptor, size), self._rank)
+            if header.state is SlotState.FILLING:
+                slot.abandon()
+            return slot
+        except (FormatError, OSError, ValueError):
+            return None
+        finally:
+            os.close(descriptor)
+
+    def _create(self, index: int, capacity_bytes: int) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._path(index), flags, 0o660)
+        os.fchmod(descriptor, 0o660)  # the sidecar may have another uid and the same group
+        os.ftruncate(descriptor, HEADER_BYTES + capacity_bytes)
+        return descriptor
+
+    def _allocate(self, index: int, descriptor: int) -> Slot:
+        size = os.fstat(descriptor).st_size
+        try:
+            # Takes the pages: a full volume is ENOSPC here and would be SIGBUS at a first touch.
+            os.posix_fallocate(descriptor, 0, size)
+            memory = _map(descriptor, size)
+        except OSError as error:
+            self._path(index).unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise CapacityError(
+                    f"slot {self._path(index)} of {size} bytes: the volume filled up meanwhile: "
+                    f"{error.strerror}; raise the size of the shared memory volume"
+                ) from error
+            raise
+        finally:
+            os.close(descriptor)
+        _touch(memory)
+        slot = Slot(self._path(index), index, memory, self._rank)
+        slot.abandon()
+        return slot
+
+
+class Copier:
+    """Runs copies in the calling thread and one helper: two threads saturate the memory bus."""
+
+    def __init__(self) -> None:
+        self._helper: ThreadPoolExecutor | None = None
+
+    def run(self, jobs: Jobs) -> None:
+        """Returns when all are done. Raises what a copy raised."""
+        total = sum(size for size, _ in jobs)
+        if total < _TWO_THREADS_FROM_BYTES or len(jobs) < 2:
+            _run_all(jobs)
+            return
+        half, taken = 0, 0
+        while half < len(jobs) and taken + jobs[half][0] // 2 < total // 2:
+            taken += jobs[half][0]
+            half += 1
+        if self._helper is None:
+            self._helper = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
+        other = self._helper.submit(_run_all, jobs[half:])
+        try:
+            _run_all(jobs[:half])
+        finally:
+            other.result()
+
+    def close(self) -> None:
+        if self._helper is not None:
+            self._helper.shutdown()
+            self._helper = None
+
+
+def _run_all(jobs: Jobs) -> None:
+    for _, copy in jobs:
+        copy()
+
+
+def _whole_pages(size: int) -> int:
+    return size + -size % _PAGE_BYTES
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _touch(memory: mmap.mmap) -> None:
+    """Fill the page tables now: the first save shall cost what every save costs."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    anchor = ctypes.c_char.from_buffer(memory)
+    failed = libc.madvise(ctypes.addressof(anchor), len(memory), _MADV_POPULATE_WRITE)
+    del anchor
+    if failed:  # a kernel before 5.14
+        pages: np.ndarray[Any, Any] = np.frombuffer(memory, dtype=np.uint8)
+        pages[::_PAGE_BYTES] = 0

@@ -1,0 +1,312 @@
+"""Putting a saved state into the one that is there: checked first, then loaded in place, in an order.
+
+ 1. Compare everything: nothing is touched while something does not fit.
+ 2. Load: models, optimizers with their param_groups, schedulers, data loaders, anything else.
+ 3. The caller's `before_rng` (make iterators here: they may draw random numbers).
+ 4. Random number generators, last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from holdfast.state.rng import RNG
+from holdfast.state.tensors import (
+    clone,
+    copy_in,
+    describe,
+    local_part,
+    is_distributed,
+    is_tensor,
+    torch_module,
+)
+from holdfast.state.tree import is_stateful, unwrap
+from holdfast_core.errors import StateMismatchError
+
+_SHOWN = 10
+
+
+class _Order(IntEnum):
+    MODEL = 0
+    OPTIMIZER = 1
+    SCHEDULER = 2
+    LOADER = 3
+    OTHER = 4
+    RNG = 5
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """What does not fit, by path; with strict=False these paths are skipped."""
+
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def note(self, path: str, expected: str, found: str) -> None:
+        self.problems[path] = f"{path}: expected {expected}, found {found}"
+
+
+def load_state(
+    state: MutableMapping[str, Any],
+    saved: dict[str, Any],
+    *,
+    strict: bool = True,
+    before_rng: Callable[[], None] | None = None,
+) -> tuple[str, ...]:
+    """Load in place. Returns what was skipped, one line each (empty when strict).
+
+    `saved` holds views that are only valid during the call: all that is kept is copied.
+    Raises StateMismatchError naming every path, what was expected and what was found.
+    """
+    comparison = _Comparison()
+    _compare(state, saved, "", comparison, exact=True)
+    if comparison.problems and strict:
+        raise StateMismatchError(_sentence(comparison.problems))
+    skip = comparison.problems.keys()
+    tasks: list[tuple[_Order, str, Any, Any]] = []
+    _merge(state, saved, "", skip, tasks)
+    tasks.sort(key=lambda task: task[0])
+    rest = [task for task in tasks if task[0] is not _Order.RNG]
+    last = [task for task in tasks if task[0] is _Order.RNG]
+    for order, path, target, value in rest:
+        _load_object(order, path, target, value, skip)
+    if before_rng is not None:
+        before_rng()
+    for order, path, target, value in last:
+        _load_object(order, path, target, value, skip)
+    return tuple(comparison.problems.values())
+
+
+def _sentence(problems: dict[str, str]) -> str:
+    lines = list(problems.values())
+    shown = "\n  ".join(lines[:_SHOWN])
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return (
+        f"the checkpoint does not fit this state in {len(lines)} places:\n  {shown}{more}\n"
+        "nothing was loaded; build the same model and optimizer, or restore with strict=False"
+    )
+
+
+def _order_of(value: Any) -> _Order:
+    torch = torch_module()
+    if isinstance(value, RNG):
+        return _Order.RNG
+    if torch is not None:
+        if isinstance(value, torch.nn.Module):
+            return _Order.MODEL
+        if isinstance(value, torch.optim.Optimizer):
+            return _Order.OPTIMIZER
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+            return _Order.SCHEDULER
+    if hasattr(value, "__iter__") or hasattr(value, "set_epoch"):
+        return _Order.LOADER
+    return _Order.OTHER
+
+
+def _is_array(value: Any) -> bool:
+    return is_tensor(value) or isinstance(value, np.ndarray)
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Whether losing `value` silently would lose training state."""
+    if _is_array(value) or is_stateful(value):
+        return True
+    if isinstance(value, dict):
+        return any(_holds_arrays(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_arrays(v) for v in value)
+    return False
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+# ------------------------------------------------------------------------------- compare
+
+
+def _compare(current: Any, saved: Any, path: str, out: _Comparison, *, exact: bool) -> None:
+    """`exact`: what is saved and not expected is a problem too (the top level, and modules)."""
+    if is_stateful(current):
+        _compare_object(unwrap(current), saved, path, out)
+    elif _is_array(current):
+        _compare_array(current, saved, path, out)
+    elif isinstance(current, dict | MutableMapping):
+        if not isinstance(saved, dict):
+            out.note(path, "a dict", type(saved).__name__)
+            return
+        for key, value in current.items():
+            if key in saved:
+                _compare(value, saved[key], _join(path, key), out, exact=False)
+            else:
+                out.note(_join(path, key), type(value).__name__, "nothing in the checkpoint")
+        if exact:
+            for key in saved.keys() - current.keys():
+                out.note(_join(path, key), "nothing", "an entry of the checkpoint")
+    elif isinstance(current, list | tuple) and _holds_arrays(current):
+        if not isinstance(saved, list | tuple) or len(saved) != len(current):
+            size = len(saved) if isinstance(saved, list | tuple) else type(saved).__name__
+            out.note(path, f"{len(current)} entries", str(size))
+            return
+        for position, (one, other) in enumerate(zip(current, saved, strict=True)):
+            _compare(one, other, _join(path, position), out, exact=False)
+
+
+def _compare_array(current: Any, saved: Any, path: str, out: _Comparison) -> None:
+    if not _is_array(saved):
+        out.note(path, describe(current), type(saved).__name__)
+        return
+    local = local_part(current)
+    if describe(local) != describe(saved):
+        out.note(path, describe(local), describe(saved))
+
+
+def _compare_object(current: Any, saved: Any, path: str, out: _Comparison) -> None:
+    match _order_of(current):
+        case _Order.MODEL:
+            _compare(current.state_dict(), saved, path, out, exact=True)
+        case _Order.OPTIMIZER:
+            _compare_optimizer(current, saved, path, out)
+        case _Order.SCHEDULER | _Order.LOADER | _Order.OTHER | _Order.RNG:
+            pass  # their own load_state_dict knows what fits
+
+
+def _compare_optimizer(current: Any, saved: Any, path: str, out: _Comparison) -> None:
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    if groups is None:
+        out.note(path, "an optimizer's state_dict", type(saved).__name__)
+        return
+    expected = [len(group["params"]) for group in current.param_groups]
+    found = [len(group["params"]) for group in groups]
+    if expected != found:
+        out.note(f"{path}.param_groups", f"{expected} parameters a group", str(found))
+        return
+    parameters = [p for group in current.param_groups for p in group["params"]]
+    for index, entries in saved.get("state", {}).items():
+        if not isinstance(index, int) or index >= len(parameters):
+            continue
+        for name, value in entries.items():
+            have = current.state.get(parameters[index], {}).get(name)
+            if _is_array(have) and _is_array(value) and have.numel() > 1:
+                _compare_array(have, value, f"{path}.state.{index}.{name}", out)
+
+
+# ------------------------------------------------------------------------------- merge
+
+
+def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any]) -> Any:
+    """Load containers and tensors now, put objects on the list; returns what to keep."""
+    if path in skip:
+        return current
+    if is_stateful(current):
+        target = unwrap(current)
+        tasks.append((_order_of(target), path, target, saved))
+        return current
+    if _is_array(current):
+        copy_in(current, saved)
+        return current
+    if isinstance(current, dict | MutableMapping) and isinstance(saved, dict):
+        for key, value in saved.items():
+            inner = _join(path, key)
+            if key in current:
+                current[key] = _merge(current[key], value, inner, skip, tasks)
+            elif inner not in skip:
+                current[key] = _own(value)
+        return current
+    if isinstance(current, list | tuple) and _holds_arrays(current):
+        items = [
+            _merge(one, other, _join(path, position), skip, tasks)
+            for position, (one, other) in enumerate(zip(current, saved, strict=True))
+        ]
+        if isinstance(current, tuple):
+            return tuple(items)
+        current[:] = items
+        return current
+    own = _own(saved)
+    if isinstance(current, list) and isinstance(own, list):
+        current[:] = own
+        return current
+    return own
+
+
+def _own(value: Any) -> Any:
+    """The same value in memory of its own."""
+    if _is_array(value):
+        return clone(value)
+    if isinstance(value, dict):
+        return {k: _own(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_own(v) for v in value]
+    if isinstance(value, tuple):
+        return tuple(_own(v) for v in value)
+    return value
+
+
+# ------------------------------------------------------------------------------- objects
+
+
+def _load_object(order: _Order, path: str, target: Any, saved: Any, skip: Any) -> None:
+    try:
+        if order is _Order.MODEL:
+            _load_module(target, saved, path, skip)
+        elif order is _Order.OPTIMIZER:
+            target.load_state_dict(_optimizer_state(target, saved))
+        else:
+            target.load_state_dict(_own(saved))
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise StateMismatchError(
+            f"{path}: {type(target).__name__}.load_state_dict refused what was saved: {error}"
+        ) from error
+
+
+def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any) -> None:
+    fitting = {k: v for k, v in saved.items() if _join(path, k) not in skip}
+    current = module.state_dict()
+    if any(is_distributed(value) for value in current.values()):
+        for name, value in current.items():
+            if name in fitting and is_tensor(value):
+                copy_in(value, fitting.pop(name))
+    module.load_state_dict({k: _extra(v) for k, v in fitting.items()}, strict=False)
+
+
+def _extra(value: Any) -> Any:
+    """Tensors are copied by load_state_dict itself; anything else must not keep views."""
+    return value if is_tensor(value) else _own(value)
+
+
+def _optimizer_state(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """`saved` with tensors that the optimizer may keep: the ones it has, where they fit."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[Any, Any] = {}
+    for index, entries in saved["state"].items():
+        known = isinstance(index, int) and index < len(parameters)
+        parameter = parameters[index] if known else None
+        have = optimizer.state.get(parameter, {}) if parameter is not None else {}
+        state[index] = {k: _keep(have.get(k), v, parameter) for k, v in entries.items()}
+    rest = {k: _own(v) for k, v in saved.items() if k != "state"}
+    return {**rest, "state": state}
+
+
+def _keep(have: Any, saved: Any, parameter: Any) -> Any:
+    if not is_tensor(saved):
+        return _own(saved)
+    if is_tensor(have):
+        if describe(local_part(have)) == describe(saved):
+            copy_in(have, saved)
+            return have
+    if is_distributed(parameter) and saved.shape == parameter.to_local().shape:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            clone(saved).to(parameter.to_local().device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return clone(saved)

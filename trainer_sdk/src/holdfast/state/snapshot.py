@@ -1,0 +1,171 @@
+"""One state as the payload of a shard: planned once, planned again when its structure changes.
+
+The payload is self-describing (core's `format.payload`); the layout document says the same to those
+who merge the ranks' layouts into a checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.state.tensors import RAW, Leaf, copy_jobs, own_name, view_stored
+from holdfast.state.tree import Decoder, Encoder
+from holdfast_core.errors import FormatError, UnsupportedStateError
+from holdfast_core.format.canonical import dumps_canonical
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.payload import (
+    LENGTH_BYTES,
+    PayloadPlan,
+    PayloadTensor,
+    header_bytes,
+    parse_payload,
+    plan_payload,
+    unpack_objects,
+)
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.ids import ByteRange, Digest, Rank
+
+_STATE = "state"
+_PIECE_BYTES = 32 << 20
+_GRAIN_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a state holds at this moment: references to its tensors, and the rest as JSON."""
+
+    leaves: tuple[Leaf, ...]
+    objects: bytes
+    """Canonical JSON of everything that is no tensor."""
+    keys: tuple[str, ...]
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.offsets) for leaf in self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Where every leaf of a structure lies in the payload. Reused while the structure is the same."""
+
+    signature: tuple[Any, ...]
+    keys: tuple[str, ...]
+    payload: PayloadPlan
+    ranges: Mapping[str, ByteRange]
+    layout: bytes
+    layout_digest: Digest
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.payload.total_bytes
+
+    def fits(self, snapshot: Snapshot) -> bool:
+        return (
+            self.signature == snapshot.signature
+            and self.keys == snapshot.keys
+            and len(snapshot.objects) <= self.payload.objects.length_bytes
+        )
+
+
+def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
+    """Raises UnsupportedStateError naming the path of what cannot be saved."""
+    if not isinstance(state, Mapping):
+        raise UnsupportedStateError(
+            f"state: expected a dict from names to parts, found {type(state).__name__}"
+        )
+    for key in state:
+        if not isinstance(key, str) or not key:
+            raise UnsupportedStateError(f"state: {key!r} is no name: expected a non-empty str")
+    encoder = Encoder(rank)
+    tree = {key: encoder.encode(value, key) for key, value in state.items()}
+    try:
+        objects = dumps_canonical({_STATE: tree})
+    except FormatError as error:
+        raise UnsupportedStateError(f"state: {error}") from error
+    return Snapshot(tuple(encoder.leaves), objects, tuple(sorted(state)))
+
+
+def plan_save(snapshot: Snapshot, rank: Rank) -> SavePlan:
+    """Place everything, with room for objects that grow (counters get longer, lists fill)."""
+    room = len(snapshot.objects) + len(snapshot.objects) // 4 + _GRAIN_BYTES
+    room += -room % _GRAIN_BYTES
+    payload = plan_payload(((x.name, x.dtype, x.shape) for x in snapshot.leaves), room)
+    ranges = {tensor.fqn: tensor.byte_range for tensor in payload.tensors}
+    layout = RankLayout(
+        rank=rank,
+        tensors={
+            leaf.name: TensorSlice(
+                leaf.dtype, leaf.global_shape, leaf.offsets, leaf.shape, ranges[leaf.name]
+            )
+            for leaf in snapshot.leaves
+        },
+        objects={key: payload.objects for key in snapshot.keys},
+        payload_bytes=payload.total_bytes,
+    ).to_bytes()
+    return SavePlan(
+        snapshot.signature, snapshot.keys, payload, ranges, layout, digest_of(layout)
+    )
+
+
+def write_payload(
+    plan: SavePlan,
+    snapshot: Snapshot,
+    target: np.ndarray[Any, Any],
+    run: Callable[[list[tuple[int, Callable[[], None]]]], None],
+) -> None:
+    """Copy the state's bytes of this moment into `target` (uint8). `run` executes the copies and
+    returns when all are done."""
+    head = plan.payload.header
+    target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+    place = plan.payload.objects
+    text = np.frombuffer(snapshot.objects, dtype=np.uint8)
+    target[place.start : place.start + len(text)] = text
+    target[place.start + len(text) : place.stop] = ord(" ")
+    jobs: list[tuple[int, Callable[[], None]]] = []
+    for leaf in snapshot.leaves:
+        where = plan.ranges[leaf.name]
+        jobs.extend(copy_jobs(leaf, target[where.start : where.stop], _PIECE_BYTES))
+    run(jobs)
+
+
+def read_payload(source: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """The saved state with views into `source`. Raises FormatError for anything malformed."""
+    size = header_bytes(source[:LENGTH_BYTES].tobytes(), source.size)
+    plan = parse_payload(source[:size].tobytes(), source.size)
+    tensors = {tensor.fqn: tensor for tensor in plan.tensors}
+
+    def resolve(reference: dict[str, Any]) -> Any:
+        return _view(tensors, reference, source)
+
+    where = plan.objects
+    root = unpack_objects(source[where.start : where.stop].tobytes())
+    if not isinstance(root, dict) or not isinstance(root.get(_STATE), dict):
+        raise FormatError("payload: the objects hold no state")
+    decoded = Decoder(resolve).decode(root[_STATE])
+    if not isinstance(decoded, dict):
+        raise FormatError("payload: the state is no dict")
+    return decoded
+
+
+def _view(
+    tensors: dict[str, PayloadTensor], reference: dict[str, Any], source: np.ndarray[Any, Any]
+) -> Any:
+    name = reference["$tensor"]
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise FormatError(f"payload: the state refers to tensor {name!r}, which is not there")
+    dtype = reference.get("dtype")
+    if dtype is not None and tensor.dtype != RAW:
+        raise FormatError(f"payload: tensor {name!r} of {dtype} is stored as {tensor.dtype}")
+    shape = tensor.shape if dtype is None else tuple(reference["shape"])
+    stored = source[tensor.byte_range.start : tensor.byte_range.stop]
+    return view_stored(
+        stored,
+        own_name(tensor.dtype) if dtype is None else dtype,
+        shape,
+        array=bool(reference.get("array")),
+    )

@@ -1,0 +1,205 @@
+"""Tensors and arrays as flat bytes: their safetensors dtypes, and views into a buffer for copying.
+
+The only place that knows both torch and numpy. Neither is imported for a state that does not use it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from holdfast_core.errors import UnsupportedStateError
+
+_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+RAW = "U8"
+"""Stored dtype of what safetensors has no name for (complex128): its bytes, one dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor or array of a state: what it is called, how it is stored, where its data is now."""
+
+    name: str
+    dtype: str
+    """safetensors name of the stored bytes."""
+    shape: tuple[int, ...]
+    """Of the part that this rank stores."""
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Where this rank's part begins in the global tensor."""
+    byte_count: int
+    source: Any
+    """torch.Tensor (possibly on a device) or numpy.ndarray; aliases the training's memory."""
+
+
+def torch_module() -> Any | None:
+    """torch if somebody imported it: without it there can be no tensor in a state."""
+    return sys.modules.get("torch")
+
+
+def is_tensor(value: object) -> bool:
+    torch = torch_module()
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_distributed(value: object) -> bool:
+    """A DTensor: this rank stores its local part."""
+    return is_tensor(value) and hasattr(value, "to_local") and hasattr(value, "device_mesh")
+
+
+def dtype_name(value: Any) -> str:
+    """The type's own name, e.g. float32: the same for torch and numpy."""
+    return str(value.dtype).removeprefix("torch.")
+
+
+def local_part(value: Any) -> Any:
+    """The tensor whose bytes this rank stores, sharing memory with `value`."""
+    return value.to_local() if is_distributed(value) else value
+
+
+def make_leaf(name: str, value: Any, path: str) -> tuple[Leaf, dict[str, Any]]:
+    """A leaf and what its reference must say besides the name. Raises UnsupportedStateError."""
+    extra: dict[str, Any] = {}
+    global_shape, offsets = _placement(value)
+    local = local_part(value)
+    if is_tensor(local):
+        if local.layout is not torch_module().strided or local.is_quantized:  # type: ignore[union-attr]
+            raise UnsupportedStateError(
+                f"{path}: a {local.layout} tensor of {local.dtype}: only dense, unquantised tensors "
+                "can be saved; convert it with to_dense() or dequantize()"
+            )
+        if local.is_meta:
+            raise UnsupportedStateError(f"{path}: a meta tensor has no data to save")
+        local = local.detach()
+        byte_count = local.numel() * local.element_size()
+    else:
+        if local.dtype.hasobject or local.dtype.names or local.dtype.kind in "USMm":
+            raise UnsupportedStateError(
+                f"{path}: a numpy array of dtype {local.dtype}: only numbers and booleans can be saved"
+            )
+        if not local.dtype.isnative:
+            local = local.astype(local.dtype.newbyteorder("="))
+        byte_count = local.nbytes
+        extra["array"] = True
+    kind = dtype_name(local)
+    stored = _NAMES.get(kind)
+    if stored is None:
+        extra["dtype"] = kind
+        extra["shape"] = list(local.shape)
+        leaf = Leaf(name, RAW, (byte_count,), (byte_count,), (0,), byte_count, local)
+    else:
+        leaf = Leaf(name, stored, tuple(local.shape), global_shape, offsets, byte_count, local)
+    return leaf, extra
+
+
+def copy_jobs(
+    leaf: Leaf, target: np.ndarray[Any, Any], piece_bytes: int
+) -> list[tuple[int, Callable[[], None]]]:
+    """Calls that together write the leaf's current bytes into `target` (uint8, byte_count long),
+    each with its size in bytes; large dense tensors are cut into pieces for two threads."""
+    if leaf.byte_count == 0:
+        return []
+    source = leaf.source
+    if not is_tensor(source):
+        view = target.view(source.dtype).reshape(source.shape)
+        return [(leaf.byte_count, partial(np.copyto, view, source))]
+    view = _torch_view(target, source.dtype, tuple(source.shape))
+    if leaf.byte_count <= piece_bytes or source.device.type != "cpu" or not source.is_contiguous():
+        return [(leaf.byte_count, partial(view.copy_, source))]
+    count = max(1, piece_bytes // source.element_size())
+    pairs = zip(view.view(-1).split(count), source.view(-1).split(count), strict=True)
+    return [(one.numel() * one.element_size(), partial(one.copy_, other)) for one, other in pairs]
+
+
+def view_stored(
+    stored: np.ndarray[Any, Any],
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    array: bool,
+) -> Any:
+    """A tensor or array over stored bytes (uint8), without a copy. `dtype`: its own name."""
+    if array:
+        kind = np.dtype(dtype)
+        if stored.size == 0:
+            return np.empty(shape, dtype=kind)
+        return stored.view(kind).reshape(shape)
+    import torch
+
+    kind = getattr(torch, dtype)
+    if stored.size == 0:
+        return torch.empty(shape, dtype=kind)
+    return _torch_view(stored, kind, shape)
+
+
+def own_name(stored_dtype: str) -> str:
+    """float32 for F32."""
+    for own, name in _NAMES.items():
+        if name == stored_dtype:
+            return own
+    raise UnsupportedStateError(f"dtype {stored_dtype!r} is not known to this version")
+
+
+def copy_in(current: Any, saved: Any) -> None:
+    """Copy a saved tensor or array into one that is there, of the same shape."""
+    if is_tensor(current):
+        import torch
+
+        with torch.no_grad():
+            target = local_part(current)
+            target.copy_(saved if is_tensor(saved) else torch.from_numpy(saved))
+    else:
+        np.copyto(current, saved if isinstance(saved, np.ndarray) else saved.numpy())
+
+
+def clone(saved: Any) -> Any:
+    """Own memory for a view into a slot."""
+    return saved.clone() if is_tensor(saved) else saved.copy()
+
+
+def describe(value: Any) -> str:
+    return f"{dtype_name(value)} {list(value.shape)}"
+
+
+def _torch_view(target: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.from_numpy(target).view(dtype).view(shape)
+
+
+def _placement(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape = tuple(value.shape)
+    if not is_distributed(value):
+        return shape, (0,) * len(shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local_shape, offsets = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    if math.prod(local_shape) == 0:
+        offsets = (0,) * len(shape)
+    return shape, tuple(offsets)

@@ -1,0 +1,181 @@
+"""A nested state as JSON with references to tensors, and back: exact, in both directions.
+
+JSON knows fewer values than Python, so what it cannot say is an object with one key that starts with
+a dollar sign. Types come back exactly: int keys stay ints, tuples stay tuples, NaN keeps its bits.
+
+  {"$tensor": name, ...}  a tensor or array; "array", "dtype", "shape", "local" say more
+  {"$tuple": [...]}       a tuple
+  {"$map": [[k, v], ...]} a dict whose keys are not plain strings in sorted order
+  {"$bytes": base64}      bytes
+  {"$float": hex}         NaN and the infinities, as the 8 bytes of the double
+  {"$numpy": [dtype, hex]} a numpy scalar
+No pickle: a type that is not listed here is an error that names its path.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from holdfast.state.tensors import Leaf, is_distributed, is_tensor, make_leaf, torch_module
+from holdfast_core.errors import FormatError, UnsupportedStateError
+
+_MAX_DEPTH = 200
+
+
+def is_stateful(value: object) -> bool:
+    """Has state_dict and load_state_dict: modules, optimizers, schedulers, loaders, RNG."""
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def unwrap(value: Any) -> Any:
+    """The plain module below DistributedDataParallel, DataParallel and torch.compile: a checkpoint
+    holds its names, so that it loads with and without the wrapper."""
+    torch = torch_module()
+    if torch is None or not isinstance(value, torch.nn.Module):
+        return value
+    while True:
+        if isinstance(
+            value, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel
+        ):
+            value = value.module
+        elif hasattr(value, "_orig_mod"):
+            value = value._orig_mod
+        else:
+            return value
+
+
+@dataclass(slots=True)
+class Encoder:
+    """Collects the leaves of one state while it turns the rest into JSON values.
+
+    Tensors of models, optimizers and plain containers are the gang's: the same name on every rank
+    means the same tensor. Those of other objects (generators, data loaders) belong to the rank
+    alone and carry it in their name.
+    """
+
+    rank: int = 0
+    leaves: list[Leaf] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
+    _rank_local: bool = False
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> Any:
+        """Raises UnsupportedStateError naming the path."""
+        if depth > _MAX_DEPTH:
+            raise UnsupportedStateError(f"{path[:200]}: nested deeper than {_MAX_DEPTH}")
+        if is_stateful(value):
+            return self._object(value, path, depth)
+        if is_tensor(value) or isinstance(value, np.ndarray):
+            return self._reference(value, path)
+        if isinstance(value, np.generic):
+            return self._numpy_scalar(value, path)
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            if math.isfinite(value):
+                return value
+            return {"$float": struct.pack(">d", value).hex()}
+        if kind in (bytes, bytearray):
+            return {"$bytes": base64.b64encode(value).decode()}
+        if kind is list:
+            return [self.encode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value)]
+        if kind is tuple or kind.__module__ == "torch":  # torch.Size is a tuple
+            if isinstance(value, tuple):
+                items = [self.encode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value)]
+                return {"$tuple": items}
+        elif isinstance(value, dict):
+            return self._dict(value, path, depth)
+        raise UnsupportedStateError(
+            f"{path}: {kind.__module__}.{kind.__qualname__} cannot be saved; expected tensors, numpy "
+            "arrays, None, bool, int, float, str, bytes, list, tuple, dict, or an object with "
+            "state_dict and load_state_dict"
+        )
+
+    def _object(self, value: Any, path: str, depth: int) -> Any:
+        torch = torch_module()
+        shared = torch is not None and isinstance(
+            value, torch.nn.Module | torch.optim.Optimizer
+        )
+        before, self._rank_local = self._rank_local, self._rank_local or not shared
+        try:
+            return self.encode(unwrap(value).state_dict(), path, depth + 1)
+        finally:
+            self._rank_local = before
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        keys = list(value)
+        plain = all(type(k) is str and not k.startswith("$") for k in keys)
+        if plain and keys == sorted(keys):
+            return {k: self.encode(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
+        pairs = []
+        for key, item in value.items():
+            if is_tensor(key) or isinstance(key, np.ndarray) or is_stateful(key):
+                raise UnsupportedStateError(f"{path}: a tensor as a key cannot be saved")
+            encoded = self.encode(key, f"{path}.<key>", depth + 1)
+            pairs.append([encoded, self.encode(item, f"{path}.{key}", depth + 1)])
+        return {"$map": pairs}
+
+    def _numpy_scalar(self, value: np.generic, path: str) -> Any:
+        if value.dtype.kind not in "biufc":
+            raise UnsupportedStateError(f"{path}: numpy scalar of dtype {value.dtype}")
+        return {"$numpy": [value.dtype.name, value.tobytes().hex()]}
+
+    def _reference(self, value: Any, path: str) -> Any:
+        base = f"{path}@rank{self.rank}" if self._rank_local else path
+        name = base
+        serial = 1
+        while name in self._names:  # {"a": {"b.c": x}, "a.b": {"c": y}}
+            serial += 1
+            name = f"{base}~{serial}"
+        self._names.add(name)
+        leaf, extra = make_leaf(name, value, path)
+        self.leaves.append(leaf)
+        if is_distributed(value):
+            extra["local"] = True
+        return {"$tensor": name, **extra}
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Turns JSON values back; `resolve` gives the tensor or array of a reference."""
+
+    resolve: Callable[[dict[str, Any]], Any]
+
+    def decode(self, value: Any) -> Any:
+        """Raises FormatError for tags that are not well-formed."""
+        if isinstance(value, list):
+            return [self.decode(v) for v in value]
+        if not isinstance(value, dict):
+            return value
+        tag = next((k for k in value if k.startswith("$")), None)
+        if tag is None:
+            return {k: self.decode(v) for k, v in value.items()}
+        try:
+            return self._tagged(tag, value[tag], value)
+        except (TypeError, ValueError, KeyError, AttributeError, struct.error) as error:
+            raise FormatError(f"state: {tag} is not well-formed: {error}") from error
+
+    def _tagged(self, tag: str, body: Any, value: dict[str, Any]) -> Any:
+        if tag == "$tensor":
+            return self.resolve(value)
+        if tag == "$tuple":
+            return tuple(self.decode(v) for v in body)
+        if tag == "$map":
+            return {self.decode(k): self.decode(v) for k, v in body}
+        if tag == "$bytes":
+            return base64.b64decode(body, validate=True)
+        if tag == "$float":
+            return struct.unpack(">d", bytes.fromhex(body))[0]
+        if tag == "$numpy":
+            name, data = body
+            return np.frombuffer(bytes.fromhex(data), dtype=np.dtype(name))[0]
+        raise FormatError(f"state: {tag} is not known to this version")
