@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 import urllib.request
 import uuid
 from collections.abc import Callable
@@ -123,7 +124,7 @@ class Run:
             tail = path.read_text(errors="replace").splitlines()[-6:]
             lines += [f"--- {path}", *tail]
         if self.failed and self._task is not None:
-            lines.append(f"the loop ended: {self._task.exception()!r}")
+            lines.append("the loop ended: " + "".join(traceback.format_exception(self._task.exception())))
         return "\n".join(lines)
 
 
@@ -197,7 +198,10 @@ class LocalStage:
         self.run.cluster.delete(self._member(2))
 
     def _rank(self) -> None:
-        for pid in self.run.cluster.pods[self._member(1)].rank_pids():
+        pids = self.run.cluster.pods[self._member(1)].rank_pids()
+        if not pids:
+            raise AssertionError(f"no rank process of {self._member(1)} was found")
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
     def _node(self) -> None:

@@ -117,6 +117,8 @@ class LocalCluster:
             poll = asyncio.create_task(self._poll_coordinator())
             try:
                 while True:
+                    if poll.done():
+                        poll.result()
                     self._wake.clear()
                     await self.one_pass()
                     try:

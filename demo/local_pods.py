@@ -89,17 +89,17 @@ class LocalPod:
             return None
 
     def rank_pids(self) -> list[int]:
-        """Processes of this pod whose title says that they are a rank."""
+        """The rank processes of this pod, by their name."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
                 continue
             try:
-                title = (entry / "cmdline").read_bytes()
+                name = (entry / "comm").read_text().strip()
                 environment = (entry / "environ").read_bytes()
             except OSError:
                 continue
-            if b"holdfast-rank" in title and str(self.shared).encode() in environment:
+            if name == "holdfast-rank" and str(self.shared).encode() in environment:
                 found.append(int(entry.name))
         return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from testbed import nodeimage
 from testbed.config import CLUSTER, CONTROL_PLANE, KINDEST_NODE, NODES, PACKAGE, Bed, digest
-from testbed.shell import BedError, answers, each, run
+from testbed.shell import BedError, Command, answers, each, run
 
 _CNI = {
     "cniVersion": "1.0.0",
@@ -32,7 +32,11 @@ class ClusterAction(StrEnum):
 
 
 def decide_cluster(
-    containers: Mapping[str, str], *, expected: tuple[str, ...], same_inputs: bool, api_answers: bool
+    containers: Mapping[str, str],
+    *,
+    expected: tuple[str, ...],
+    same_inputs: bool,
+    api_answers: bool,
 ) -> tuple[ClusterAction, str]:
     """What to do with what is there: containers are node names with Docker's state, and why."""
     if not containers:
@@ -149,17 +153,30 @@ def create(bed: Bed, log: Path) -> None:
     config = bed.root / "kind.json"
     config.write_text(kind_config(bed))
     image = nodeimage.node_tag() if bed.local else KINDEST_NODE
-    words = ["kind", "create", "cluster", "--name", CLUSTER, "--config", config, "--image", image]
-    run([*words, "--kubeconfig", bed.kubeconfig], env=bed.environment(), log=log)
+    words: Command = ["kind", "create", "cluster", "--name", CLUSTER, "--config", config]
+    words += ["--image", image, "--kubeconfig", bed.kubeconfig]
+    run(words, env=bed.environment(), log=log)
     if bed.local:
         pin_addresses(bed)
+    keep_from_workers(bed)
+
+
+def keep_from_workers(bed: Bed) -> None:
+    """DNS and volumes run on the control plane: a test that kills a worker kills only its own pods."""
+    pin = {"nodeSelector": {"node-role.kubernetes.io/control-plane": ""}}
+    patch = json.dumps({"spec": {"template": {"spec": pin}}})
+    for namespace, name in (
+        ("kube-system", "coredns"),
+        ("local-path-storage", "local-path-provisioner"),
+    ):
+        kubectl(bed, "-n", namespace, "patch", "deploy", name, "-p", patch)
 
 
 def delete(bed: Bed) -> None:
     (bed.stamps / "cluster").unlink(missing_ok=True)
     env = bed.environment()
-    command = ["kind", "delete", "cluster", "--name", CLUSTER, "--kubeconfig", bed.kubeconfig]
-    run(command, env=env, check=False)
+    command: Command = ["kind", "delete", "cluster", "--name", CLUSTER]
+    run([*command, "--kubeconfig", bed.kubeconfig], env=env, check=False)
     left = list(containers(bed))
     if left:
         run(["docker", "rm", "-f", "-v", *left], env=env)

@@ -11,7 +11,11 @@ CLUSTER = "holdfast"
 WORKERS = 4
 """A four-worker job that loses a node needs the control plane plus three others, or a spare."""
 CONTROL_PLANE = f"{CLUSTER}-control-plane"
-NODES = (CONTROL_PLANE, f"{CLUSTER}-worker", *(f"{CLUSTER}-worker{n}" for n in range(2, 1 + WORKERS)))
+NODES = (
+    CONTROL_PLANE,
+    f"{CLUSTER}-worker",
+    *(f"{CLUSTER}-worker{n}" for n in range(2, 1 + WORKERS)),
+)
 
 KUBERNETES = "v1.36.3"
 KINDEST_NODE = "kindest/node:v1.37.0"
@@ -114,7 +118,7 @@ class Bed:
 
 def bed_root() -> Path:
     default = Path.home() / ".cache/holdfast/testbed"
-    return Path(os.environ.get("HOLDFAST_TESTBED_DIR", default)).absolute()
+    return Path(os.environ.get("HOLDFAST_TESTBED_DIR", default)).resolve()
 
 
 def current_bed() -> Bed:

@@ -135,7 +135,9 @@ def start(bed: Bed, log: Path) -> str:
         _launch(bed, log)
     _cut_off_bridges(bed, log)
     host.raise_inotify_limits()
-    return run(["docker", "version", "-f", "Docker {{.Server.Version}}"], env=bed.environment()).strip()
+    return run(
+        ["docker", "version", "-f", "Docker {{.Server.Version}}"], env=bed.environment()
+    ).strip()
 
 
 def _launch(bed: Bed, log: Path) -> None:

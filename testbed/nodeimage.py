@@ -16,16 +16,25 @@ from pathlib import Path
 
 from testbed import config, engine, host, tools
 from testbed.config import KUBERNETES, NODE_SUITE, PACKAGE, Bed, digest
-from testbed.shell import BedError, pipe, run
+from testbed.shell import BedError, Command, pipe, run
 from testbed.steps import Step
 
 ROOTFS_IMAGE = "holdfast/node-rootfs:dev"
-NODE_PACKAGES = (
-    "systemd conntrack iptables nftables iproute2 ethtool util-linux mount kmod libseccomp2 pigz "
-    "e2fsprogs bash ca-certificates curl jq procps socat iputils-ping"
-).split()
+NODE_PACKAGES = [
+    *("systemd", "conntrack", "iptables", "nftables", "iproute2", "ethtool", "util-linux"),
+    *("mount", "kmod", "libseccomp2", "pigz", "e2fsprogs", "bash", "ca-certificates", "curl"),
+    *("jq", "procps", "socat", "iputils-ping"),
+]
 BASE_PACKAGES = ["python3", "ca-certificates"]
 TORCH_PACKAGES = [*BASE_PACKAGES, "python3-torch", "python3-numpy"]
+STRIPPED = (
+    "usr/include/*",
+    "usr/lib/gcc",
+    "usr/lib/**/*.a",
+    "usr/lib/python3.13/test",
+    "usr/lib/libtorch-test",
+    "usr/lib/python3/dist-packages/torch/bin/*",
+)
 _PATH = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ROUTES_UNIT = """\
 [Unit]
@@ -59,10 +68,8 @@ def _inputs() -> str:
 
 def import_rootfs(bed: Bed, folder: Path, tag: str, log: Path, *changes: str) -> None:
     """A one-layer image of a file system."""
-    # fmt: off
-    tar = ["tar", "-C", folder, "--numeric-owner", "--exclude=./dev/*", "--exclude=./proc/*",
-           "--exclude=./sys/*", "-c", "."]
-    # fmt: on
+    skip = [f"--exclude=./{name}/*" for name in ("dev", "proc", "sys")]
+    tar: Command = ["tar", "-C", folder, "--numeric-owner", *skip, "-c", "."]
     words = [word for change in (_PATH, *changes) for word in ("-c", change)]
     with log.open("a") as file:
         file.write(f"import {folder} as {tag}\n")
@@ -99,7 +106,14 @@ def storage_constants() -> tuple[dict[str, str], str]:
 
 def component_images(bed: Bed, log: Path) -> list[str]:
     """Build what kubeadm and kind expect to find on a node; return the names."""
-    command = [bed.bin / "kubeadm", "config", "images", "list", "--kubernetes-version", KUBERNETES]
+    command: Command = [
+        bed.bin / "kubeadm",
+        "config",
+        "images",
+        "list",
+        "--kubernetes-version",
+        KUBERNETES,
+    ]
     listed = run(command, log=log).split()
 
     def name_of(part: str) -> str:
@@ -155,7 +169,7 @@ def build_template(bed: Bed, log: Path) -> str:
             if time.monotonic() > deadline or daemon.poll() is not None:
                 raise BedError("the containerd that fills the nodes' image store did not start")
             time.sleep(0.1)
-        ctr = [bed.bin / "ctr", "-a", socket, "-n", "k8s.io", "images", "import", "-"]
+        ctr: Command = [bed.bin / "ctr", "-a", socket, "-n", "k8s.io", "images", "import", "-"]
         pipe(["docker", "save", *images], ctr, env=bed.environment())
     finally:
         daemon.terminate()
@@ -216,7 +230,11 @@ def _systemd(rootfs: Path, log: Path) -> None:
     units = rootfs / "lib/systemd/system"
     doomed = [
         *units.glob("sysinit.target.wants/systemd-tmpfiles-setup.service"),
-        *(f for t in ("multi-user", "local-fs", "basic") for f in units.glob(f"{t}.target.wants/*")),
+        *(
+            f
+            for t in ("multi-user", "local-fs", "basic")
+            for f in units.glob(f"{t}.target.wants/*")
+        ),
         *(rootfs / "etc/systemd/system").glob("*.wants/*"),
         *(f for name in ("udev", "initctl") for f in units.glob(f"sockets.target.wants/*{name}*")),
     ]
@@ -265,7 +283,7 @@ def rootfs_step(bed: Bed, name: str, suite: str, packages: Sequence[str], tag: s
     return Step(
         f"{name} image",
         action,
-        inputs=(name, suite, *packages, tag),
+        inputs=(name, suite, *packages, tag, *STRIPPED),
         outputs=[bed.rootfs / name] if name == "node" else [],
         present=lambda: image_exists(bed, tag),
         advice="debootstrap needs Debian's mirror",
@@ -274,13 +292,12 @@ def rootfs_step(bed: Bed, name: str, suite: str, packages: Sequence[str], tag: s
 
 def strip(rootfs: Path) -> None:
     """Drop what only compiling or testing needs: 150 MB of torch."""
-    packages = "usr/lib/python3/dist-packages"
-    tests = ("usr/lib/libtorch-test", f"{packages}/torch/bin", f"{packages}/torch/test")
-    for folder in ("usr/include", "usr/lib/gcc", "usr/lib/python3.13/test", *tests):
-        shutil.rmtree(rootfs / folder, ignore_errors=True)
-    for file in (rootfs / "usr/lib").rglob("*.a"):
-        if file.is_file() and not file.is_symlink():
-            file.unlink()
+    for pattern in STRIPPED:
+        for path in rootfs.glob(pattern):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != "torch_shm_manager":
+                path.unlink()
 
 
 def image_steps(bed: Bed) -> list[Step]:
@@ -295,7 +312,7 @@ def image_steps(bed: Bed) -> list[Step]:
         Step(
             "node's images",
             lambda log: build_template(bed, log),
-            (binaries, code, *bases),
+            (binaries, code, *bases, *STRIPPED),
             [bed.template / "io.containerd.metadata.v1.bolt/meta.db"],
         ),
         Step(

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+Command = list[str | Path]
 
 
 class BedError(Exception):
@@ -43,7 +44,9 @@ def run(
             timeout=timeout_seconds,
         )
     except FileNotFoundError as error:
-        raise BedError(f"{words[0]} is not on this machine", "run: python3 -m testbed up") from error
+        raise BedError(
+            f"{words[0]} is not on this machine", "run: python3 -m testbed up"
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise BedError(f"{' '.join(words)[:300]}: no end after {timeout_seconds} s") from error
     out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
@@ -65,17 +68,18 @@ def answers(command: Sequence[str | Path], *, env: Mapping[str, str], seconds: f
     return True
 
 
-def pipe(producer: Sequence[str | Path], consumer: Sequence[str | Path], **kwargs: object) -> str:
+def pipe(producer: Command, consumer: Command, *, env: Mapping[str, str]) -> str:
     """`producer | consumer`, both must succeed; return the consumer's stdout."""
-    env = kwargs.get("env")
-    assert env is None or isinstance(env, dict)
     with subprocess.Popen(list(map(str, producer)), stdout=subprocess.PIPE, env=env) as first:
-        done = subprocess.run(list(map(str, consumer)), stdin=first.stdout, capture_output=True, env=env)
+        last = list(map(str, consumer))
+        done = subprocess.run(last, stdin=first.stdout, capture_output=True, env=env)
         if first.stdout is not None:
             first.stdout.close()
     if first.returncode or done.returncode:
         end = done.stderr.decode(errors="replace")[-1500:]
-        raise BedError(f"{producer[0]} | {consumer[0]}: {first.returncode}, {done.returncode}\n{end}")
+        raise BedError(
+            f"{producer[0]} | {consumer[0]}: {first.returncode}, {done.returncode}\n{end}"
+        )
     return done.stdout.decode()
 
 

@@ -71,7 +71,9 @@ def failure(step: Step, log: Path, error: Exception) -> BedError:
     parts = [f"step '{step.name}' failed: {error}", f"  log: {log}"]
     if tail:
         parts.append(f"  it ends with:\n{tail}")
-    return BedError("\n".join(parts), advice or "run the same command again: finished steps are kept")
+    return BedError(
+        "\n".join(parts), advice or "run the same command again: finished steps are kept"
+    )
 
 
 def warn(text: str) -> None:

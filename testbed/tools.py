@@ -109,10 +109,19 @@ def build(bed: Bed, tools: ToolSet, log: Path) -> None:
     for binary, package in tools.packages.items():
         target = bed.bin / f".{binary}.new"
         run(
-            # fmt: off
-            ["go", "build", "-trimpath", "-buildvcs=false", "-tags", tools.tags,
-             "-ldflags", f"-s -w {tools.ldflags}".strip(), "-o", target, package],
-            # fmt: on
+            [
+                "go",
+                "build",
+                "-trimpath",
+                "-buildvcs=false",
+                "-tags",
+                tools.tags,
+                "-ldflags",
+                f"-s -w {tools.ldflags}".strip(),
+                "-o",
+                target,
+                package,
+            ],
             cwd=tools.folder,
             env=env,
             log=log,

@@ -42,13 +42,15 @@ def _file_name(kind: Kind) -> str:
 
 def chart_template(document: dict[str, Any]) -> str:
     """A CRD as a template, because Helm never upgrades what lies in a chart's crds/ folder."""
-    body = _yaml({key: value for key, value in document.items() if key != "metadata"})
-    if "{{" in body:
+    head = _yaml({key: document[key] for key in ("apiVersion", "kind")})
+    spec = _yaml({"spec": document["spec"]})
+    if "{{" in spec:
         raise SystemExit("a CRD's text holds '{{', which Helm would execute: reword it")
     return "\n".join(
         (
             f"{{{{- /* {HEADER} */}}}}",
             "{{- if .Values.crds.install }}",
+            head.rstrip("\n"),
             "metadata:",
             f"  name: {document['metadata']['name']}",
             "  labels:",
@@ -57,7 +59,7 @@ def chart_template(document: dict[str, Any]) -> str:
             "  annotations:",
             "    helm.sh/resource-policy: keep",
             "  {{- end }}",
-            body.rstrip("\n"),
+            spec.rstrip("\n"),
             "{{- end }}",
             "",
         )

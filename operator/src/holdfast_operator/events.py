@@ -49,7 +49,7 @@ class Events:
         body = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"generateName": f"{subject.name}.", "namespace": subject.namespace},
+            "metadata": {"generateName": f"{subject.name}-", "namespace": subject.namespace},
             "involvedObject": {
                 "apiVersion": subject.api_version,
                 "kind": subject.kind,

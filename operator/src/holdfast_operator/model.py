@@ -415,6 +415,9 @@ class Observed:
     secrets: frozenset[str] = frozenset()
     """Certificate Secrets that this process created or found there (they cannot be read)."""
     memory: JobMemory = JobMemory()
+    template_refusal: str | None = None
+    """The API server's words on a dry run of the first pod; None: it would take it, or was not
+    asked because the first round has begun."""
 
     def pod(self, worker: Worker, birth_round: RestartRound) -> PodView | None:
         """The pod that the member list means; None if it is not there."""

@@ -28,6 +28,7 @@ from holdfast_operator.reflectors import Collection, Reflector
 from holdfast_operator.reflectors_records import (
     CheckpointRecordItem,
     Lease,
+    ManagedPod,
     ProbePod,
     StoreRecord,
     WorkerPod,
@@ -71,27 +72,36 @@ class ClusterCache:
         self.leases = NodeLeases()
         self.reflectors: list[Reflector[Any]] = []
 
-        def add(
-            name: str,
-            path: str,
-            parse: Callable[[Mapping[str, Any]], T | None],
-            on_change: Callable[[T | None, T | None], None],
-            selector: str | None = None,
-        ) -> Reflector[T]:
-            collection = Collection(name, path, selector)
-            reflector = Reflector(api, collection, parse, on_change, clock)
-            self.reflectors.append(reflector)
-            return reflector
-
+        watch = self._watch
         ours = f"/apis/{GROUP}/{VERSION}"
         mine = f"{labels.MANAGED_BY}={labels.MANAGED_BY_VALUE}"
         for scope in [f"/namespaces/{n}" for n in namespaces] or [""]:
-            add("jobs", f"{ours}{scope}/{TrainingJob.PLURAL}", read_job, self._job)
-            add("checkpoints", f"{ours}{scope}/{Checkpoint.PLURAL}", read_checkpoint, self._ckpt)
-            add("stores", f"{ours}{scope}/{CheckpointStore.PLURAL}", read_store, self._store)
-            add("pods", f"/api/v1{scope}/pods", read_pod, self._pod, mine)
-        add("nodes", "/api/v1/nodes", read_node, self._node)
-        self._lease_watch = add("leases", LEASES_PATH, read_lease, self._lease)
+            watch(api, "jobs", f"{ours}{scope}/{TrainingJob.PLURAL}", read_job, self._job)
+            watch(
+                api,
+                "checkpoints",
+                f"{ours}{scope}/{Checkpoint.PLURAL}",
+                read_checkpoint,
+                self._ckpt,
+            )
+            watch(api, "stores", f"{ours}{scope}/{CheckpointStore.PLURAL}", read_store, self._store)
+            watch(api, "pods", f"/api/v1{scope}/pods", read_pod, self._pod, mine)
+        watch(api, "nodes", "/api/v1/nodes", read_node, self._node)
+        self._lease_watch = watch(api, "leases", LEASES_PATH, read_lease, self._lease)
+
+    def _watch(
+        self,
+        api: KubeApi,
+        name: str,
+        path: str,
+        parse: Callable[[Mapping[str, Any]], T | None],
+        on_change: Callable[[T | None, T | None], None],
+        selector: str | None = None,
+    ) -> Reflector[T]:
+        collection = Collection(name, path, selector)
+        reflector = Reflector(api, collection, parse, on_change, self._clock)
+        self.reflectors.append(reflector)
+        return reflector
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -195,7 +205,7 @@ class ClusterCache:
         if job.spec.store is not None and (old is None or new is None):
             self._enqueue(store_key(job.namespace, job.spec.store))
 
-    def _pod(self, old: WorkerPod | ProbePod | None, new: WorkerPod | ProbePod | None) -> None:
+    def _pod(self, old: ManagedPod | None, new: ManagedPod | None) -> None:
         pod = new or old
         if isinstance(pod, ProbePod):
             probes = self._probes.setdefault((pod.namespace, pod.store), {})
@@ -204,7 +214,7 @@ class ClusterCache:
             else:
                 probes.pop(pod.uid, None)
             self._enqueue(store_key(pod.namespace, pod.store))
-        elif pod is not None:
+        elif isinstance(pod, WorkerPod):
             self._worker_pod(pod, gone=new is None)
 
     def _worker_pod(self, pod: WorkerPod, *, gone: bool) -> None:

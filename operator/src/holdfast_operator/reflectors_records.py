@@ -33,18 +33,23 @@ class CheckpointRecordItem:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPod:
+class ManagedPod:
+    """A pod that carries our label: a WorkerPod or a ProbePod."""
+
     namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPod(ManagedPod):
     job: str
     job_uid: JobUid
     view: PodView
 
 
 @dataclass(frozen=True, slots=True)
-class ProbePod:
+class ProbePod(ManagedPod):
     """A store's probe: its end and its last words."""
 
-    namespace: str
     name: str
     uid: str
     store: str
@@ -121,7 +126,7 @@ def read_store(raw: Mapping[str, Any]) -> StoreRecord:
     )
 
 
-def read_pod(raw: Mapping[str, Any]) -> WorkerPod | ProbePod | None:
+def read_pod(raw: Mapping[str, Any]) -> ManagedPod | None:
     meta = raw["metadata"]
     marks = meta.get("labels") or {}
     if marks.get(labels.COMPONENT) == labels.COMPONENT_STORE_PROBE:
@@ -141,7 +146,7 @@ def _probe_pod(raw: Mapping[str, Any], marks: Mapping[str, str]) -> ProbePod:
     meta, status = raw["metadata"], raw.get("status") or {}
     state = ((status.get("containerStatuses") or [{}])[0]).get("state") or {}
     waiting, ended = state.get("waiting") or {}, state.get("terminated")
-    scheduled = next(
+    scheduled: Mapping[str, Any] = next(
         (c for c in status.get("conditions") or [] if c.get("type") == "PodScheduled"), {}
     )
     unscheduled = scheduled.get("status") == "False"

@@ -16,6 +16,7 @@ from pathlib import Path
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.ids import RestartRound
 from holdfast_core.tiers.base import ObjectTier
+from holdfast_core.tiers.directory import DirectoryObjectTier, directory_of
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.s3_credentials import FileCredentials
@@ -114,6 +115,9 @@ class Sidecar:
         config = contract.store_config()
         if config is None:
             return None
+        directory = directory_of(config.endpoint)
+        if directory is not None:
+            return DirectoryObjectTier(directory / config.prefix)
         credentials = FileCredentials(contract.store_dir)
         tier = S3ObjectTier(config, credentials, ca_file=credentials.ca_file)
         self._stack.callback(tier.close)

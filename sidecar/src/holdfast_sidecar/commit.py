@@ -11,13 +11,11 @@ see a new life of it (`instance`), and inventories show which manifests exist.
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
 
 from holdfast_core.clock import Clock
-from holdfast_core.errors import AlreadyExistsError, FormatError, HoldfastError, RefusedError
-from holdfast_core.format.digest import digest_of
-from holdfast_core.format.manifest import parse_manifest
-from holdfast_core.ids import CheckpointId, Digest, Level, RestartRound, Step, TierName, Worker
+from holdfast_core.errors import HoldfastError, RefusedError
+from holdfast_core.ids import CheckpointId, Digest, Level, Step, TierName, Worker
+from holdfast_core.policy.retention import Committed, RetentionState, plan_retention
 from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_core.transfer.messages import (
     Ask,
@@ -37,7 +35,6 @@ from holdfast_core.transfer.messages import (
     WorkerReport,
 )
 from holdfast_sidecar import logs
-from holdfast_sidecar.backoff import Backoff
 from holdfast_sidecar.client import Peers
 from holdfast_sidecar.documents import Builder, shard_infos
 from holdfast_sidecar.failures import Failures
@@ -45,9 +42,11 @@ from holdfast_sidecar.gathered import Gathered
 from holdfast_sidecar.ledger import Conflict, Ledger, StepEntry
 from holdfast_sidecar.outbox import Outbox
 from holdfast_sidecar.pools import Pools
-from holdfast_sidecar.prune import protected_steps, prunable
+from holdfast_sidecar.prune import protected_steps
+from holdfast_sidecar.rebuild import Learned, learn_from
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.tasks import Tasks
+from holdfast_sidecar.uploads import Uploads
 from holdfast_sidecar.versioned import Versioned
 
 _SHOWN_STEPS = 16
@@ -87,25 +86,40 @@ class Coordinator:
         self._builder = Builder(self._contract, message)
         self._older: set[CheckpointId] = set()
         """Committed in older rounds, on this round's lineage: what retention counts besides."""
-        self._last_persisted = message.last_persisted
-        self._last_persisted_bytes = 0
-        self._persist_after: Step | None = None
-        """A save was asked for: persist the first step committed above this one."""
         self._done_at: float | None = None
         self._finished_version: int | None = None
         self._gave_up = False
         self._versioned = Versioned()
         self.instance = secrets.token_hex(8)
-        self._outbox = Outbox(settings, peers, self._ledger, clock, self._acknowledged)
+        self._outbox = Outbox(settings, peers, self._ledger, clock, self._acknowledged, self._lost)
+        self._uploads = Uploads(
+            settings.contract,
+            message,
+            node,
+            store,
+            ledger=self._ledger,
+            outbox=self._outbox,
+            versioned=self._versioned,
+            pools=pools,
+            failures=failures,
+            clock=clock,
+            on_change=self._changed,
+        )
 
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
         self._outbox.start(self._message)
         for worker in self._ledger.workers:
-            self._tasks.spawn(self._rebuild(worker), f"rebuild from {worker}")
-        if self._store is not None:
-            self._tasks.spawn(self._persist_loop(), "persist")
+            rebuild = learn_from(
+                worker,
+                self._message.round,
+                self._peers,
+                self._clock,
+                Learned(self._found, self._knows, self._adopt),
+            )
+            self._tasks.spawn(rebuild, f"rebuild from worker {worker}")
+        self._tasks.spawn(self._uploads.run(), "uploads")
         self._tasks.spawn(self._finish_loop(), "finish")
 
     def update(self, message: Round) -> None:
@@ -116,6 +130,7 @@ class Coordinator:
         self._message = message
         self._ledger.expects_copies = _expects_copies(message)
         self._outbox.update(message)
+        self._uploads.policy(message)
         self._changed()
 
     @property
@@ -180,7 +195,7 @@ class Coordinator:
         if self._outbox.ask(path, message):
             steps = [p.step for p in self._gathered.progress] or [Step(-1)]
             base = self._message.restore_point.step
-            self._persist_after = max(*steps, Step(-1) if base is None else base)
+            self._uploads.ask_after(max(*steps, Step(-1) if base is None else base))
         return Ok(message.round, self.instance)
 
     async def prune(self, message: Prune) -> PruneReply:
@@ -203,7 +218,7 @@ class Coordinator:
         return PruneReply(tuple(deleted))
 
     def _may_leave_store(self, point: RestorePoint) -> None:
-        newest = self._last_persisted
+        newest = self._uploads.last
         kept = protected_steps(self._message) | self._ledger.on_way_to_store
         if newest is not None and newest.step is not None:
             kept |= {newest.step}
@@ -229,6 +244,11 @@ class Coordinator:
             self._versioned.delivered(state.version)
         return state
 
+    def levels(self) -> dict[Level, Step | None]:
+        """Newest step of this round at each level."""
+        newest = {level: self._ledger.newest(level) for level in Level}
+        return {level: None if e is None else e.step for level, e in newest.items()}
+
     def _state(self) -> CoordinatorState:
         gathered = self._gathered
         return CoordinatorState(
@@ -237,8 +257,8 @@ class Coordinator:
             steps=self._ledger.states(_SHOWN_STEPS),
             last_local=_point(self._ledger.newest(Level.LOCAL)),
             last_replicated=_point(self._ledger.newest(Level.REPLICATED)),
-            last_persisted=self._last_persisted,
-            last_persisted_bytes=self._last_persisted_bytes,
+            last_persisted=self._uploads.last,
+            last_persisted_bytes=self._uploads.last_bytes,
             dead=gathered.dead,
             progress=gathered.progress,
             tiers=gathered.tiers,
@@ -279,8 +299,7 @@ class Coordinator:
             return
         logs.info("committed locally", step=step, round=self._message.round)
         self._ledger.settle_replicated(step)
-        if self._due(step):
-            self._request_upload(step)
+        self._uploads.committed(step)
         if self._ledger.steps[step].copied:
             self._retain()
         elif gone := self._ledger.overtaken():
@@ -289,141 +308,66 @@ class Coordinator:
 
     def _retain(self) -> None:
         """A step has all its copies: name what may be pruned now."""
-        mine = [s for s, e in self._ledger.steps.items() if e.local and e.copied]
-        abandoned = [s for s, e in self._ledger.steps.items() if not e.complete]
-        persisted = self._last_persisted
-        protected = protected_steps(self._message) | self._ledger.on_way_to_store
-        if persisted is not None and persisted.step is not None:
-            protected |= {persisted.step}
-        gone = prunable(
-            [*mine, *(c.step for c in self._older)],
-            abandoned,
-            keep_last=self._message.policy.keep_last,
-            protected=protected,
+        held, ledger, persisted = self._message, self._ledger, self._uploads.last
+        plan = plan_retention(
+            RetentionState(
+                committed=(
+                    *(Committed(c, Level.REPLICATED) for c in self._older),
+                    *(
+                        Committed(CheckpointId(e.step, e.round), e.level)
+                        for e in ledger.steps.values()
+                        if e.level is not None
+                    ),
+                ),
+                round=held.round,
+                keep_last=held.policy.keep_last,
+                protecting_level=Level.REPLICATED if ledger.expects_copies else Level.LOCAL,
+                restore_point=_checkpoint(held.restore_point),
+                holds=frozenset(held.holds),
+                uploading=frozenset(CheckpointId(s, held.round) for s in ledger.on_way_to_store),
+                newest_persisted=None if persisted is None else _checkpoint(persisted),
+            )
         )
+        newest = ledger.newest(Level.REPLICATED)
+        abandoned = [
+            s
+            for s, e in ledger.steps.items()
+            if not e.complete and newest is not None and s < newest.step
+        ]
+        gone = tuple(sorted({*plan.prune_steps, *abandoned} - protected_steps(held)))
         self._older = {c for c in self._older if c.step not in gone}
         self._outbox.prune(gone)
 
-    async def _rebuild(self, worker: Worker) -> None:
-        """Learn which manifests exist from a member's inventory."""
-        backoff = self._backoff()
-        while True:
-            try:
-                inventory = await self._peers.get(worker, "/v1/inventory", Inventory)
-                break
-            except HoldfastError:
-                await self._clock.sleep(backoff.next_seconds())
+    def _lost(self, step: Step) -> None:
+        """A member has not the shard that a manifest of this round names: it was pruned there
+        before this coordinator lived. Left to retention, never announced again."""
+        if step in self._ledger.steps:
+            self._ledger.forget((step,))
+            self._older.add(CheckpointId(step, self._message.round))
+            self._changed()
+
+    def _found(self, inventory: Inventory) -> None:
+        """What a member has from before this coordinator lived."""
         base = self._message.restore_point.step
         for found in inventory.manifests:
             if found.round < self._message.round and base is not None and found.step <= base:
                 self._older.add(CheckpointId(found.step, found.round))
-            elif found.round == self._message.round:
-                await self._adopt(worker, found.step, found.round, found.manifest)
         self._changed()
 
-    async def _adopt(
-        self, worker: Worker, step: Step, round_: RestartRound, digest: Digest
-    ) -> None:
+    def _adopt(self, step: Step, digest: Digest, document: ManifestDocument) -> None:
         """A manifest of this round that an earlier life (or another coordinator) wrote."""
+        if step in self._ledger.forgotten:
+            return
+        manifest = document.manifest.encode()
+        with _Conflicts():
+            entry = self._ledger.committed(step, manifest, digest, shard_infos(manifest))
+        if document.layout is not None:
+            entry.layout = document.layout.encode()
+        self._changed()
+
+    def _knows(self, step: Step) -> bool:
         entry = self._ledger.steps.get(step)
-        if step in self._ledger.forgotten or (entry is not None and entry.manifest is not None):
-            return
-        try:
-            query = {"step": str(step), "round": str(round_)}
-            answer = await self._peers.get(worker, "/v1/manifest", ManifestDocument, query=query)
-            document = answer.manifest.encode()
-            if digest_of(document) != digest:
-                raise FormatError(f"manifest of step {step} is not the {digest} that was listed")
-            with _Conflicts():
-                entry = self._ledger.committed(step, document, digest, shard_infos(document))
-            if answer.layout is not None:
-                entry.layout = answer.layout.encode()
-        except HoldfastError as error:
-            logs.warning("a manifest was not adopted", step=step, error=str(error))
-
-    # ------------------------------------------------------------------ the object store
-
-    def _due(self, step: Step) -> bool:
-        if self._store is None:
-            return False
-        persisted = self._last_persisted
-        if (
-            persisted is not None
-            and persisted.round == self._message.round
-            and (persisted.step is not None and persisted.step >= step)
-        ):
-            return False
-        if self._persist_after is not None and step > self._persist_after:
-            self._persist_after = None
-            return True
-        every = self._message.policy.object_every_steps
-        return every is not None and step % every == 0
-
-    def _request_upload(self, step: Step) -> None:
-        dropped = self._ledger.request_upload(step)
-        if dropped is not None:
-            self._failures.note_text(
-                "uploads that were overtaken",
-                TierName.OBJECT,
-                "Superseded",
-                f"step {dropped} waited for the store and gave way to step {step}",
-                step=dropped,
-            )
-
-    async def _persist_loop(self) -> None:
-        """One step at a time: ask for the shards, then write layout and manifest."""
-        backoff = self._backoff()
-        while True:
-            await self._versioned.wait_tick()
-            step = self._ledger.next_upload()
-            if step is None:
-                continue
-            entry = self._ledger.steps[step]
-            if entry.manifest is None:
-                continue
-            self._outbox.persist(entry.step)
-            if len(entry.uploaded) < entry.world_size:
-                continue
-            try:
-                await self._put_manifest(entry)
-            except AlreadyExistsError as error:
-                self._failures.note(
-                    "manifests in the store", TierName.OBJECT, error, step=entry.step
-                )
-                self._ledger.upload_ended(entry.step, persisted=False)
-            except HoldfastError as error:
-                self._failures.note(
-                    "manifests in the store", TierName.OBJECT, error, step=entry.step
-                )
-                await self._clock.sleep(backoff.next_seconds())
-            else:
-                backoff.reset()
-                self._failures.healthy("manifests in the store")
-                self._failures.healthy("uploads that were overtaken")
-                self._persisted(entry)
-            self._changed()
-
-    async def _put_manifest(self, entry: StepEntry) -> None:
-        if self._store is None or entry.manifest is None:
-            return
-        namespace, job_uid = self._contract.namespace, self._contract.job_uid
-        checkpoint = CheckpointId(entry.step, entry.round)
-        layout = entry.layout or await self._layout_of(entry.manifest)
-        await self._pools.store.run(self._store.put_layout, namespace, job_uid, layout)
-        await self._pools.store.run(
-            self._store.put_manifest, namespace, job_uid, checkpoint, entry.manifest
-        )
-
-    async def _layout_of(self, manifest: bytes) -> bytes:
-        return await self._pools.read.run(self._node.get_layout, parse_manifest(manifest).layout)
-
-    def _persisted(self, entry: StepEntry) -> None:
-        self._ledger.upload_ended(entry.step, persisted=True)
-        before = self._last_persisted
-        if before is None or before.step is None or before.step < entry.step:
-            self._last_persisted = replace(entry.point())
-            self._last_persisted_bytes = entry.payload_bytes
-        logs.info("persisted", step=entry.step, round=entry.round)
+        return step in self._ledger.forgotten or (entry is not None and entry.manifest is not None)
 
     # ------------------------------------------------------------------ finish
 
@@ -436,13 +380,11 @@ class Coordinator:
                 continue
             if self._done_at is None:
                 self._done_at = self._clock.monotonic()
-            newest = self._ledger.newest(Level.LOCAL)
-            if self._store is not None and newest is not None and not self._gave_up:
-                self._request_upload(newest.step)
-                self._versioned.tick()
+            self._uploads.finish(self._ledger.newest(Level.LOCAL))
             waited = self._clock.monotonic() - self._done_at
             if waited > self._settings.finish_give_up_seconds and not self._gave_up:
-                self._give_up()
+                self._gave_up = True
+                self._uploads.give_up(waited)
             if self._settled():
                 self._finished_version = self._versioned.bump(urgent=True)
                 logs.info("finished", round=self._message.round)
@@ -452,31 +394,23 @@ class Coordinator:
             return True
         return self._gathered.idle and self.idle
 
-    def _give_up(self) -> None:
-        self._gave_up = True
-        steps = self._ledger.give_up_uploads()
-        self._failures.note_text(
-            "uploads at the end",
-            TierName.OBJECT,
-            "GaveUp",
-            f"steps {list(steps)} were not persisted within "
-            f"{self._settings.finish_give_up_seconds:.0f} s after the last rank returned",
-            step=steps[-1] if steps else None,
-        )
-
     def _release(self) -> None:
         if self._finished_version is not None and self._versioned.acknowledged(
             self._finished_version
         ):
             self._outbox.release()
 
-    def _backoff(self) -> Backoff:
-        return Backoff(self._settings.backoff_first_seconds, self._settings.backoff_last_seconds)
-
 
 def _expects_copies(message: Round) -> bool:
     """Without an assignment (one worker, or 0 copies asked for) local implies replicated."""
     return message.policy.peer_copies > 0 and bool(message.copies)
+
+
+def _checkpoint(point: RestorePoint) -> CheckpointId | None:
+    """None for "none" and for another job's."""
+    if point.step is None or point.round is None or point.job_uid is not None:
+        return None
+    return CheckpointId(point.step, point.round)
 
 
 def _point(entry: StepEntry | None) -> RestorePoint | None:

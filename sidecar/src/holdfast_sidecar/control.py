@@ -6,7 +6,7 @@ from typing import Any
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError, RefusedError
 from holdfast_core.format.manifest import Manifest, parse_manifest
-from holdfast_core.ids import CheckpointId, JobUid, Level, RestartRound, ShardRef, TierName
+from holdfast_core.ids import CheckpointId, JobUid, Level, Rank, RestartRound, ShardRef, TierName
 from holdfast_core.transfer.messages import (
     Ask,
     Certificate,
@@ -93,6 +93,9 @@ class Control:
     def metrics(self) -> bytes:
         parts = self._parts
         parts.metrics.level(pending=parts.flow.pending, round_=self.state.round)
+        parts.metrics.gang(parts.reporter.now())
+        if parts.coordinator is not None:
+            parts.metrics.committed(parts.coordinator.levels())
         return parts.metrics.render()
 
     def flushed(self) -> bool:
@@ -164,6 +167,12 @@ class Control:
         SEAL that comes later waits for it."""
         parts = self._parts
         manifest = check_put(message, parts.settings.contract)
+        for rank in self.state.own_ranks:
+            if parts.node.find(manifest.ref(Rank(rank))) is None:
+                raise NotFoundError(
+                    f"step {message.step}: the shard of rank {rank} that the manifest names is not "
+                    f"on the node tier of worker {self.state.worker}"
+                )
         try:
             await parts.pools.meta.run(self._write_manifest, message, manifest)
         except AlreadyExistsError as error:
@@ -222,7 +231,7 @@ class Control:
     async def _verify(self, ref: ShardRef) -> None:
         parts = self._parts
         try:
-            await parts.pools.read.run(self._verify_blocking, ref)
+            await parts.pools.fill.run(self._verify_blocking, ref)
         except CorruptionError as error:
             parts.metrics.corruption(TierName.NODE)
             logs.warning("quarantined a bad copy", rank=ref.rank, step=ref.step, error=str(error))

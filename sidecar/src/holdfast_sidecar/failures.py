@@ -27,6 +27,8 @@ def reason_of(tier: TierName, error: BaseException) -> str:
             return "NodeVolumeFull" if tier is TierName.NODE else "PeerFull"
         case RefusedError() if error.code == Refusal.NO_SPACE:
             return "PeerFull"
+        case RefusedError():
+            return error.code
         case AccessDeniedError():
             return "AccessDenied"
         case CorruptionError():

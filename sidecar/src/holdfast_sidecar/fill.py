@@ -78,7 +78,7 @@ class Filler:
                 )
         payload_bytes = restored.payload_bytes[message.rank]
         names = tuple(o.name for o in message.slots)
-        kept = await self._pools.read.run(self._from_memory, names, ref, payload_bytes)
+        kept = await self._pools.fill.run(self._from_memory, names, ref, payload_bytes)
         if kept is not None:
             restored.sources[message.rank] = TierName.MEMORY
             self._on_change()
@@ -101,7 +101,7 @@ class Filler:
         rank = Rank(ref.rank)
         for _ in range(_MAX_TRIES):
             try:
-                slot = await self._pools.read.run(self._copy, names, ref, payload_bytes)
+                slot = await self._pools.fill.run(self._copy, names, ref, payload_bytes)
                 return Filled(slot, payload_bytes, restored.sources[rank])
             except CorruptionError as error:
                 self._metrics.corruption(TierName.NODE)

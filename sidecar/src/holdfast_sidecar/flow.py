@@ -24,6 +24,7 @@ from holdfast_core.transfer.messages import (
     Ok,
     Prepared,
     PreparedReply,
+    Refusal,
     Replicated,
     ShardInfo,
     Uploaded,
@@ -39,6 +40,17 @@ from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rounds import RoundState
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.tasks import Tasks
+
+_PASSING = frozenset(
+    {
+        Refusal.SEALED,
+        Refusal.FUTURE_ROUND,
+        Refusal.NOT_COORDINATOR,
+        Refusal.NOT_MEMBER,
+        Refusal.BUSY,
+    }
+)
+"""Refusals of a round that has not arrived everywhere yet: no trouble, only tried again."""
 
 
 def info_of(record: ShardRecord) -> ShardInfo:
@@ -105,6 +117,8 @@ class Flow:
 
     def want(self, step: Step, round_: RestartRound) -> None:
         """PersistRequest: upload the own shards of this committed step."""
+        if self._store is None:
+            return
         self._wants.add((step, round_))
         for key, shard in tuple(self._shards.items()):
             if (key.step, key.round) == (step, round_):
@@ -151,8 +165,6 @@ class Flow:
         if state.held is None:
             return
         actions = next_actions(self._shards.values(), state.copy_targets())
-        if self._store is None:
-            actions = tuple(a for a in actions if a.verb is not Verb.UPLOAD)
         ready = [a for a in actions if a not in self._paused]
         for action in startable(ready, frozenset(self._running)):
             self._running.add(action)
@@ -183,8 +195,7 @@ class Flow:
         self._on_change()
 
     def _failed(self, action: Action, error: BaseException) -> None:
-        quiet = isinstance(error, RefusedError) and action.verb is not Verb.COPY
-        if not quiet:
+        if not (isinstance(error, RefusedError) and error.code in _PASSING):
             self._failures.note(_subject(action), _tier(action), error, step=action.key.step)
         self._pause(action)
 

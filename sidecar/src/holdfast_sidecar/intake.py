@@ -7,7 +7,6 @@ does not read is dropped when its buffer is full: it may not cost the sidecar me
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +31,7 @@ from holdfast_core.transfer.messages import (
 from holdfast_core.transfer.socket_frames import Frame, read_frame, write_frame
 from holdfast_sidecar import logs
 from holdfast_sidecar.rounds import RoundState
+from holdfast_sidecar.tasks import Tasks
 
 _MAX_BUFFERED_BYTES = 4 << 20
 _MAX_CONNECTIONS = 1024
@@ -96,6 +96,7 @@ class Intake:
         self._handler = handler
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._requests = Tasks()
         self._connections: set[Connection] = set()
         self.launcher: Connection | None = None
         self.ranks: dict[Rank, Connection] = {}
@@ -111,6 +112,7 @@ class Intake:
             self._server.close()
         for connection in tuple(self._connections):
             connection.close()
+        await self._requests.cancel()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -153,7 +155,9 @@ class Intake:
                 self._notify(connection, frame.message)
             else:
                 await room.acquire()
-                self._spawn(self._answer(connection, frame, room.release))
+                self._requests.spawn(
+                    self._answer(connection, frame, room.release), type(frame.message).__name__
+                )
 
     def _introduce(self, connection: Connection, hello: Hello, id_: int) -> None:
         state = self._handler.state
@@ -196,17 +200,12 @@ class Intake:
             reply = state.refused(Refusal.NOT_FOUND, str(error))
         except FormatError as error:
             reply = state.refused(Refusal.BAD_REQUEST, str(error))
-        except HoldfastError as error:
+        except (HoldfastError, OSError) as error:
             logs.failure(f"{type(frame.message).__name__} failed", error)
             reply = Refused(Refusal.BUSY, str(error), state.round, state.version)
         finally:
             release()
         connection.send(reply, frame.id)
-
-    def _spawn(self, work: Any) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _forget(self, connection: Connection) -> None:
         if self.launcher is connection:
@@ -214,5 +213,4 @@ class Intake:
         if connection.rank is not None and self.ranks.get(connection.rank) is connection:
             del self.ranks[connection.rank]
         if connection.hello is not None:
-            with contextlib.suppress(RuntimeError):
-                self._handler.gone(connection)
+            self._handler.gone(connection)

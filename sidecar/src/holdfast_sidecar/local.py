@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from holdfast_core.errors import FormatError, RefusedError
-from holdfast_core.ids import Level, Rank
+from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.transfer.messages import (
     Ask,
     Ended,
@@ -33,6 +33,8 @@ from holdfast_sidecar.rounds import RoundState, fence
 from holdfast_sidecar.staging import Outcome
 from holdfast_sidecar.verbs import STOP
 
+_LEVELS_KEPT = 16
+
 
 class Local:
     """LocalHandler of the intake. `parts` is set before the socket opens."""
@@ -42,6 +44,8 @@ class Local:
     def __init__(self) -> None:
         self._released = asyncio.Event()
         self._asked: list[SaveRequested | StopRequested] = []
+        self._levels: dict[Step, LevelReached] = {}
+        """Of this round: told again to a rank that reconnects."""
 
     @property
     def state(self) -> RoundState:
@@ -57,8 +61,8 @@ class Local:
             loop = asyncio.get_running_loop()
             if hello.role is LocalRole.LAUNCHER:
                 loop.call_soon(self.parts.starter.hello, hello)
-            elif hello.rank == 0:
-                loop.call_soon(self._ask_again, connection)
+            else:
+                loop.call_soon(self._tell_again, connection)
         return HelloReply(state.round, None if state.held is None else state.held.policy)
 
     def gone(self, connection: Connection) -> None:
@@ -140,6 +144,9 @@ class Local:
             self._released.set()
             return
         reached = LevelReached(message.step, message.step_round, message.level)
+        self._levels[message.step] = reached
+        while len(self._levels) > _LEVELS_KEPT:
+            del self._levels[min(self._levels)]
         for rank in self.state.own_ranks:
             self.parts.intake.push_rank(Rank(rank), reached)
         if message.level is Level.LOCAL:
@@ -154,9 +161,11 @@ class Local:
         self._asked.append(request)
         self.parts.intake.push_rank(Rank(0), request)
 
-    def _ask_again(self, connection: Connection) -> None:
-        for request in self._asked:
-            if request.round == self.state.round:
+    def _tell_again(self, connection: Connection) -> None:
+        for reached in self._levels.values():
+            connection.push(reached)
+        if connection.rank == 0:
+            for request in self._asked:
                 connection.push(request)
 
     def sealed(self) -> None:
@@ -164,3 +173,4 @@ class Local:
         released, self._released = self._released, asyncio.Event()
         released.set()
         self._asked = []
+        self._levels = {}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from holdfast_core.ids import TierName
+from holdfast_core.ids import Level, Step, TierName
+from holdfast_core.transfer.messages import WorkerReport
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
@@ -56,11 +59,62 @@ class Metrics:
         self._round = Gauge(
             "holdfast_restart_round", "Restart round of this sidecar", registry=self._registry
         )
+        self._step = self._gauge("holdfast_step", "Step that the rank finished last", "rank")
+        self._trained_round = Gauge(
+            "holdfast_trained_round",
+            "Newest restart round in which a rank of this pod has finished a step",
+            registry=self._registry,
+        )
+        self._reported = self._gauge(
+            "holdfast_reported",
+            "What the script reported last (Checkpointer.report)",
+            "rank",
+            "name",
+        )
+        self._newest = self._gauge(
+            "holdfast_newest_step", "Newest step of the rank that the tier holds", "rank", "tier"
+        )
+        self._restored = self._gauge(
+            "holdfast_restored_from",
+            "1 for the tier that served the rank's shard in this round",
+            "rank",
+            "tier",
+        )
+        self._committed = self._gauge(
+            "holdfast_committed_step",
+            "Newest step at the level, as the coordinator knows it",
+            "level",
+        )
         self._free = Gauge(
             "holdfast_node_free_bytes",
             "Bytes that may still be written to the node volume",
             registry=self._registry,
         )
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(name, help_text, labels, registry=self._registry)
+
+    def gang(self, report: WorkerReport) -> None:
+        """This pod's ranks as the coordinator is told of them; what is unknown is not shown."""
+        for progress in report.progress:
+            self._step.labels(progress.rank).set(progress.step)
+            self._trained_round.set(report.round)
+            for name, value in progress.metrics.items():
+                self._reported.labels(progress.rank, name).set(value)
+        self._newest.clear()
+        self._restored.clear()
+        for held in report.tiers:
+            for tier in TierName:
+                step = getattr(held, tier.value)
+                if step is not None:
+                    self._newest.labels(held.rank, tier.value).set(step)
+            if held.restored_from is not None:
+                self._restored.labels(held.rank, held.restored_from.value).set(1)
+
+    def committed(self, levels: Mapping[Level, Step | None]) -> None:
+        for level, step in levels.items():
+            if step is not None:
+                self._committed.labels(level.value).set(step)
 
     def stored(self, tier: TierName, payload_bytes: int, seconds: float) -> None:
         self._bytes.labels(tier.value).inc(payload_bytes)

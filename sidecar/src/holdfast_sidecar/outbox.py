@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast_core.clock import Clock
-from holdfast_core.errors import HoldfastError, StaleRoundError
+from holdfast_core.errors import HoldfastError, NotFoundError, StaleRoundError
 from holdfast_core.ids import Level, Step, Worker
 from holdfast_core.transfer.messages import (
     Ask,
@@ -59,6 +59,7 @@ class Outbox:
         ledger: Ledger,
         clock: Clock,
         on_manifest: Callable[[Step, Worker], None],
+        on_lost: Callable[[Step], None],
     ) -> None:
         self._settings = settings
         self._own = settings.contract.worker
@@ -66,6 +67,7 @@ class Outbox:
         self._ledger = ledger
         self._clock = clock
         self._on_manifest = on_manifest
+        self._on_lost = on_lost
         self._tasks = Tasks()
         self._wakes: dict[Worker, asyncio.Event] = {}
         self._told: dict[Worker, _Told] = {}
@@ -152,6 +154,9 @@ class Outbox:
             except StaleRoundError:
                 return
             except HoldfastError as error:
+                if isinstance(error, NotFoundError) and isinstance(message, ManifestPut):
+                    self._on_lost(message.step)
+                    continue
                 changed.say(f"worker {worker}", f"{type(message).__name__}: {error}")
                 await self._clock.sleep(backoff.next_seconds())
             else:

@@ -48,7 +48,8 @@ class Pools:
     """One pool for each kind of slowness, so that a hung store never holds up a local commit.
 
     `shard` writes and deletes shards; `meta` writes the round file, manifests and layouts (small: a
-    seal must not wait behind gigabytes for them); `read` only looks at the disk; `copy` sends to
+    seal must not wait behind gigabytes for them); `read` only looks at the disk, `fill` reads
+    whole shards from it; `copy` sends to
     peers; `fetch` brings back what ranks wait for; `store` uploads.
     """
 
@@ -56,6 +57,7 @@ class Pools:
         self.shard = Pool("shard", disk)
         self.meta = Pool("meta", 1)
         self.read = Pool("read", disk)
+        self.fill = Pool("fill", disk)
         self.copy = Pool("copy", copy)
         self.fetch = Pool("fetch", copy)
         self.store = Pool("store", store)
@@ -68,5 +70,13 @@ class Pools:
         return all(results)
 
     def close(self) -> None:
-        for pool in (self.shard, self.meta, self.read, self.copy, self.fetch, self.store):
+        for pool in (
+            self.shard,
+            self.meta,
+            self.read,
+            self.fill,
+            self.copy,
+            self.fetch,
+            self.store,
+        ):
             pool.close()

@@ -1,39 +1,14 @@
-"""Which steps may leave node and peer tiers, and their deletion on this node.
+"""Deleting steps from this node: manifests first, shards after.
 
-The choice is pure and made by the coordinator alone (`prunable`); each sidecar checks it again
-against what its own ROUND protects, then deletes: manifests first, shards after.
+What may go is chosen by the coordinator alone (policy.retention); each sidecar checks it again
+against what its own ROUND protects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.tiers.base import NodeTier
 from holdfast_core.transfer.messages import Round
-
-MIN_KEPT = 2
-"""Protocol R16: never fewer committed steps than this."""
-
-
-def prunable(
-    safe: Iterable[Step],
-    abandoned: Iterable[Step],
-    *,
-    keep_last: int,
-    protected: frozenset[Step],
-) -> tuple[Step, ...]:
-    """Steps to delete. `safe`: committed with all their copies, of this round and of older ones on
-    the lineage, at least one of this round among them. `abandoned`: never committed, or given up.
-
-    Keeps the newest `keep_last` safe steps and everything newer than the newest safe one.
-    """
-    ordered = sorted(set(safe), reverse=True)
-    if not ordered:
-        return ()
-    kept = frozenset(ordered[: max(keep_last, MIN_KEPT)])
-    old = set(ordered) | {s for s in abandoned if s < ordered[0]}
-    return tuple(sorted(old - kept - protected))
 
 
 def protected_steps(message: Round) -> frozenset[Step]:

@@ -115,6 +115,10 @@ class Reporter:
     async def close(self) -> None:
         await self._tasks.cancel()
 
+    def now(self) -> WorkerReport:
+        """The report as it would be sent now."""
+        return compose(self._current(), self._sources, self._instance)
+
     def changed(self) -> None:
         self._changed.set()
         if self._sources.gang.dead:

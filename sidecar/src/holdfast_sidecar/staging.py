@@ -140,9 +140,9 @@ class Stager:
         directory = self._settings.staged_dir
         directory.mkdir(mode=0o770, exist_ok=True)
         (directory / f"{slot.name}.json").write_bytes(dumps(message))
-        self._pending[slot.name] = message
         self.memory.pop(slot.name, None)
         slot.set_state(SlotState.OWNED)
+        self._pending[slot.name] = message
 
     def _write_later(self, slot: SlotFile, message: Stage, world_size: int) -> None:
         self._tasks.spawn(self._write(slot, message, world_size), f"write {message.slot}")

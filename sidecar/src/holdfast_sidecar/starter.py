@@ -131,6 +131,7 @@ class Starter:
             self.barrier_open = True
         elif hello.round is None and hello.last_round == state.round:
             self._gang.lost(state.own_ranks, "trainer container restarted")
+        self.evaluate()
         self._on_change()
 
     def gone(self, connection: Connection) -> None:

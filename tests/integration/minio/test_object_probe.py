@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from minio import MinioAdmin
+from minio.credentials.providers import StaticProvider
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.testing.hostile_s3 import (
@@ -23,7 +26,7 @@ from holdfast_core.testing.hostile_s3 import (
     SetReplyHeader,
     on,
 )
-from holdfast_core.testing.minio_server import ACCESS_KEY, MinioServer
+from holdfast_core.testing.minio_server import ACCESS_KEY, REGION, MinioServer
 from holdfast_core.tiers.object_probe import ProbeReason, StoreFeatures, probe
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_credentials import FileCredentials, Keys, StaticCredentials
@@ -236,6 +239,51 @@ def test_a_store_that_never_deletes_is_said(
     report = probe(replace(store, endpoint=proxy.endpoint), minio.credentials)
     assert report.available
     assert "retention cannot" in report.message and "AccessDenied" in report.message
+
+
+def limited_key(minio: MinioServer, prefix: str) -> StaticCredentials:
+    """A key that may do below one prefix what docs ask for, and nothing else (T6)."""
+    root = minio.credentials.keys
+    admin = MinioAdmin(
+        endpoint=minio.endpoint,
+        credentials=StaticProvider(root.access_key, root.secret_key),
+        secure=False,
+        region=REGION,
+    )
+    keys = Keys(secrets.token_hex(8), secrets.token_hex(16))
+    objects = ["s3:PutObject", "s3:GetObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
+    admin.add_service_account(
+        access_key=keys.access_key,
+        secret_key=keys.secret_key,
+        policy={
+            "Version": "2012-10-17",
+            "Statement": [
+                {
+                    "Effect": "Allow",
+                    "Action": objects,
+                    "Resource": [f"arn:aws:s3:::{minio.bucket}/{prefix}/*"],
+                },
+                {
+                    "Effect": "Allow",
+                    "Action": ["s3:ListBucket"],
+                    "Resource": [f"arn:aws:s3:::{minio.bucket}"],
+                    "Condition": {"StringLike": {"s3:prefix": [f"{prefix}/*"]}},
+                },
+            ],
+        },
+    )
+    return StaticCredentials(keys)
+
+
+def test_t6_a_key_that_is_limited_to_its_prefix_is_enough_and_reaches_no_further(
+    minio: MinioServer, store: StoreConfig
+) -> None:
+    credentials = limited_key(minio, store.prefix)
+    assert probe(store, credentials).features == ALL
+    elsewhere = replace(store, prefix="another-tenant")
+    report = probe(elsewhere, credentials)
+    assert (report.available, report.reason) == (False, ProbeReason.ACCESS_DENIED)
+    assert "check the policy" in report.message
 
 
 def test_a_busy_moment_is_forgiven(

@@ -31,6 +31,7 @@ class Gang:
         self.workers = workers
         self.store = store
         self.store_dir = store_dir
+        self.node_capacity_bytes = 1 << 30
         self.authority = Authority()
         self.sidecars: dict[int, SidecarProcess] = {}
         self.launchers: dict[int, FakeLauncher] = {}
@@ -54,7 +55,7 @@ class Gang:
             pod_name=pod,
             pod_ip="127.0.0.1",
             node_dir=str(home / "node"),
-            node_capacity_bytes=1 << 30,
+            node_capacity_bytes=self.node_capacity_bytes,
             certs_dir=str(certificates),
             store_dir=str(self.store_dir),
             store=self.store.to_json() if self.store is not None else "",
@@ -83,10 +84,13 @@ class Gang:
             Worker(worker), sidecar.contract.pod_name, await sidecar.address()
         )
 
-    async def launcher(self, worker: int, last_round: int | None = None) -> FakeLauncher:
+    async def launcher(
+        self, worker: int, *, last_round: int | None = None, running: int | None = None
+    ) -> FakeLauncher:
         launcher = FakeLauncher(
             self.sidecars[worker].shared / "holdfast.sock",
             JOB_UID,
+            running=None if running is None else RestartRound(running),
             last_round=None if last_round is None else RestartRound(last_round),
         )
         await launcher.connect()

@@ -1,1 +1,27 @@
-"""TODO-docstring."""
+"""Holdfast in a training script: `Checkpointer`, `save`, `restore`, and what a bit-identical resume needs.
+
+Importing this module imports neither torch nor Kubernetes; torch is used where the state holds tensors.
+"""
+
+from __future__ import annotations
+
+from holdfast.api import restore, save
+from holdfast.checkpointer import Checkpointer
+from holdfast.handle import SaveHandle, SaveTimeoutError
+from holdfast.state.rng import RNG
+from holdfast.warmup import pin_threads, warm_up
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import Level
+
+__all__ = [
+    "RNG",
+    "Checkpointer",
+    "HoldfastError",
+    "Level",
+    "SaveHandle",
+    "SaveTimeoutError",
+    "pin_threads",
+    "restore",
+    "save",
+    "warm_up",
+]

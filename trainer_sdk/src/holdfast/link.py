@@ -46,6 +46,10 @@ class LinkEvents(Protocol):
 
     def disconnected(self, reason: str) -> None: ...
 
+    def refused(self, error: HoldfastError) -> None:
+        """Hello was refused; it is tried again."""
+        ...
+
     def push(self, message: Any) -> None: ...
 
 
@@ -200,7 +204,9 @@ class Link:
                 if frame.id == 1 << 40:
                     reply = frame.message
                     if isinstance(reply, Refused):
-                        raise _refusal(reply)
+                        error = _refusal(reply)
+                        self._events.refused(error)
+                        raise error
                     if not isinstance(reply, HelloReply):
                         raise FormatError(f"Hello was answered with {type(reply).__name__}")
                     with self._lock:

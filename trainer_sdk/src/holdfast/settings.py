@@ -28,29 +28,36 @@ SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_T
 """Must be set before torch is imported: a fork server may not own a thread pool."""
 
 
+_FIRST_RANK = Rank(0)
+
+
 @dataclass(frozen=True, slots=True)
 class RankSettings:
     """Who this process is within the gang."""
 
-    rank: Rank = Rank(0)
+    rank: Rank = _FIRST_RANK
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     master_address: str = ""
     master_port: int = 0
     round: RestartRound | None = None
-    """None: not started by `holdfast run`."""
+    """None: started by neither `holdfast run` nor torchrun (whose restart count is as good)."""
     interval_steps: int | None = None
     restore_step: Step | None = None
     """None: nothing to restore, or not told; see `restore_known`."""
     restore_known: bool = False
     scratch_dir: str | None = None
+    agent_store: bool = False
+    """A launcher hosts the store at the master address: every rank connects to it as a client."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RankSettings:
         """Raises ConfigError when a variable is no whole number, or world size and rank disagree."""
         source = os.environ if env is None else env
         round_ = _int(source, ENV_ROUND)
+        if round_ is None:
+            round_ = _int(source, "TORCHELASTIC_RESTART_COUNT")
         restore = source.get(ENV_RESTORE_STEP)
         settings = cls(
             rank=Rank(_int(source, "RANK") or 0),
@@ -64,6 +71,7 @@ class RankSettings:
             restore_step=Step(int(restore)) if restore else None,
             restore_known=restore is not None,
             scratch_dir=source.get(ENV_SCRATCH_DIR) or None,
+            agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
         if not 0 <= settings.rank < settings.world_size:
             raise ConfigError(

@@ -34,6 +34,8 @@ from holdfast_core.api.training_job import (
     TrainingJobSpec,
 )
 from holdfast_core.api.training_job_status import (
+    MAX_LINEAGE,
+    MAX_RECENT_RESTARTS,
     GoodputStatus,
     JobCondition,
     JobPhase,
@@ -51,6 +53,8 @@ __all__ = [
     "API_VERSION",
     "CATEGORY",
     "GROUP",
+    "MAX_LINEAGE",
+    "MAX_RECENT_RESTARTS",
     "VERSION",
     "ApiModel",
     "Checkpoint",

@@ -1,6 +1,6 @@
 """Kubernetes quantities ("20Gi") and Go durations ("1h30m"): how to read and to refuse them.
 
-Pure. The grammar here and the CEL rules accept the same text.
+Pure. The rules of CEL take the same text, above zero.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast_core.api.cel import rule
 from holdfast_core.errors import ConfigError
 
 _QUANTITY = re.compile(
-    r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))(Ki|Mi|Gi|Ti|Pi|Ei|[numkMGTPE]|[eE][+-]?\d+)?"
+    r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(Ki|Mi|Gi|Ti|Pi|Ei|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?"
 )
 _SUFFIXES: dict[str, Decimal] = {
     **{s: Decimal(1024) ** (i + 1) for i, s in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))},
@@ -25,11 +25,8 @@ _SUFFIXES: dict[str, Decimal] = {
     "": Decimal(1),
 }
 
-_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
+_DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
 _UNIT_SECONDS = {
-    "ns": Decimal("1e-9"),
-    "us": Decimal("1e-6"),
-    "µs": Decimal("1e-6"),
     "ms": Decimal("1e-3"),
     "s": Decimal(1),
     "m": Decimal(60),

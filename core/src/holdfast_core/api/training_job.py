@@ -74,7 +74,7 @@ class FailurePolicySpec(ApiModel):
         int,
         Field(
             ge=0,
-            le=100_000,
+            le=1000,
             description="Restarts allowed within the window; one more and the job is Failed.",
             json_schema_extra=remedy("0 fails the job at the first loss"),
         ),

@@ -16,7 +16,8 @@ from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
 
 MAX_WORKERS = 4096
 MAX_LINEAGE = 256
-MAX_RECENT_RESTARTS = 128
+MAX_RECENT_RESTARTS = 1024
+"""More than the largest maxRestarts, or the limit could never be reached."""
 
 
 class JobPhase(StrEnum):

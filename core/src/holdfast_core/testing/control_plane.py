@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from holdfast_core.errors import ConfigError, HoldfastError
 from holdfast_core.testing.certificates import write_loopback_certificates
-from holdfast_core.testing.settings import testbed_dir
+from holdfast_core.testing.settings import find_tool, testbed_dir
 
 _READY_WITHIN_SECONDS = 120.0
 
@@ -36,11 +36,11 @@ class ControlPlaneError(HoldfastError):
 
 def find_binary(name: str) -> Path:
     """Path of a tool of the test bed. Raises ConfigError with what to do if it was not built."""
-    path = testbed_dir() / "bin" / name
-    if not path.is_file():
+    path = find_tool(name)
+    if path is None:
         raise ConfigError(
-            f"{name} is not at {path}: run `make cluster-up`, which builds the test bed's tools "
-            "(HOLDFAST_TESTBED_DIR says where they are)"
+            f"{name} is neither on PATH nor in {testbed_dir() / 'bin'}: run `make cluster-up`, "
+            "which builds the test bed's tools (HOLDFAST_TESTBED_DIR says where they are)"
         )
     return path
 

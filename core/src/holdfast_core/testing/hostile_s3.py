@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Self, assert_never
+from typing import NoReturn, Self, assert_never
 from urllib.parse import urlsplit
 
 from minio.signer import sign_v4_s3
@@ -25,6 +25,7 @@ from minio.signer import sign_v4_s3
 from holdfast_core.tiers.s3_credentials import Keys
 
 _HEAD_LIMIT = 64 << 10
+_HOP_HEADERS = frozenset({"content-length", "transfer-encoding", "connection", "keep-alive"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +228,6 @@ class _Reply:
         return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode("latin-1")
 
 
-_HOP_HEADERS = frozenset({"content-length", "transfer-encoding", "connection", "keep-alive"})
-
-
 class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
@@ -389,7 +387,7 @@ class _Connection(socketserver.StreamRequestHandler):
                 raise _EndError
             length -= len(data)
 
-    def _reset(self) -> None:
+    def _reset(self) -> NoReturn:
         _reset_on_close(self.connection)
         raise _EndError
 

@@ -5,7 +5,6 @@ For tests only. The object tier is never tested against a mock: what matters is 
 
 from __future__ import annotations
 
-import http.client
 import shutil
 import signal
 import socket
@@ -20,8 +19,11 @@ from minio import Minio
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import UnavailableError
 from holdfast_core.testing.settings import TESTBED_DIR_VARIABLE, find_tool, testbed_dir
+from holdfast_core.tiers.s3_client import S3Client, S3Request
 from holdfast_core.tiers.s3_credentials import Keys, StaticCredentials
+from holdfast_core.tiers.s3_http import Timeouts
 
 ACCESS_KEY = "holdfast-test"
 SECRET_KEY = "holdfast-test-secret"
@@ -90,7 +92,6 @@ class MinioServer:
         self._root = Path(tempfile.mkdtemp(prefix="holdfast-minio-"))
         self._port = free_port()
         self._launch(binary)
-        self.admin().make_bucket(self.bucket)
 
     def kill(self) -> None:
         """SIGKILL, as a node loss would; data and port stay for `revive`."""
@@ -157,22 +158,26 @@ class MinioServer:
         self._await_ready(self._process, root / "log")
 
     def _await_ready(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        # Its health check says ready before requests are served, so ask for what tests need.
         clock, pause = SystemClock(), threading.Event()
+        client = S3Client(self.config(""), self.credentials, timeouts=Timeouts(2.0, 2.0))
         deadline = clock.monotonic() + START_SECONDS
+        said = "nothing"
         while clock.monotonic() < deadline and process.poll() is None:
-            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=2)
             try:
-                connection.request("GET", "/minio/health/ready")
-                if connection.getresponse().status == 200:
+                failure = client.send(S3Request("PUT")).failure
+                if failure is None or failure.code == "BucketAlreadyOwnedByYou":
+                    client.close()
                     return
-            except (OSError, http.client.HTTPException):
-                pass
-            finally:
-                connection.close()
+                said = failure.words
+            except UnavailableError as error:
+                said = str(error)
             pause.wait(0.05)
         state = "exited" if process.poll() is not None else f"not ready after {START_SECONDS:g} s"
         words = log.read_text(errors="replace")[-2000:]
-        raise ServerUnavailableError(f"MinIO on {self.endpoint}: {state}; its last words: {words}")
+        raise ServerUnavailableError(
+            f"MinIO on {self.endpoint}: {state}; it said {said}; its log: {words}"
+        )
 
 
 def free_port() -> int:

@@ -364,7 +364,7 @@ class DiskNodeTier:
             fsync_directory(path.parent)
             fsync_directory(directory)
             Path(f"{target}.reason").write_text(reason + "\n")
-            for old in held[: len(held) + 1 - QUARANTINE_KEPT]:
+            for old in held[: max(0, len(held) + 1 - QUARANTINE_KEPT)]:
                 self._budget.add(-old.lstat().st_size)
                 old.unlink()
                 Path(f"{old}.reason").unlink(missing_ok=True)

@@ -21,6 +21,8 @@ from holdfast_core.tiers.base import ShardReader
 MIN_PART_BYTES = 5 << 20
 MAX_PARTS = 10_000
 _MIB = 1 << 20
+_POLYNOMIAL = 0x82F63B78
+"""CRC32C, bits reflected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,13 @@ def append_crc(crc_a: int, crc_b: int, length_b: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _shift_map(length_bytes: int) -> tuple[int, ...]:
-    # The CRC of A moves linearly over GF(2) when bytes are appended: 32 columns say all.
-    return tuple(combine(1 << bit, 0, length_bytes) for bit in range(32))
+    # The CRC of A moves linearly over GF(2) when bytes are appended: 32 columns say all. Bit 31 is
+    # the polynomial 1, and each bit below is x times the one above it.
+    columns = [combine(1 << 31, 0, length_bytes)]
+    for _ in range(31):
+        last = columns[-1]
+        columns.append(last >> 1 ^ (_POLYNOMIAL if last & 1 else 0))
+    return tuple(reversed(columns))
 
 
 class _FileChecksums:

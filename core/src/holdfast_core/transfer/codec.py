@@ -116,11 +116,17 @@ def _decode_dataclass(kind: Any, value: Any, path: str) -> Any:
         name = camel(field.name)
         if name in value:
             arguments[field.name] = _decode(hints[field.name], value[name], f"{path}.{name}")
-        elif (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        ):
+        elif _is_optional(hints[field.name]):
+            arguments[field.name] = None  # to_json leaves out what is None
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise FormatError(f"{path}: field {name} is missing")
     return kind(**arguments)
+
+
+def _is_optional(kind: Any) -> bool:
+    return typing.get_origin(kind) in (Union, types.UnionType) and type(None) in typing.get_args(
+        kind
+    )
 
 
 def _key(kind: Any, text: str, path: str) -> Any:

@@ -21,6 +21,7 @@ def find_problem(world: World) -> Note | None:
     """The first problem, None if the job can be run. STORE_NOT_PROBED passes by waiting."""
     return (
         template_problem(world.observed.job.spec.template)
+        or _refused_template(world)
         or _store_problem(world)
         or _restore_from_problem(world)
     )
@@ -64,6 +65,13 @@ def uses_launcher(words: Sequence[str]) -> bool:
         if is_launcher and index + 1 < len(words) and words[index + 1] == "run":
             return True
     return False
+
+
+def _refused_template(world: World) -> Note | None:
+    words = world.observed.template_refusal
+    if words is None:
+        return None
+    return _invalid(f"the API server refuses the pod of spec.template: {words}")
 
 
 def _store_problem(world: World) -> Note | None:

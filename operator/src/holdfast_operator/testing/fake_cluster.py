@@ -49,8 +49,9 @@ class FakePod:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceMade:
-    """CAS 2 as it happened: the status written, and the members whose disks could be read then."""
+    """CAS 2 as it happened: the statuses before and after, and whose disks could be read then."""
 
+    before: Mapping[str, Any]
     status: Mapping[str, Any]
     readable_members: frozenset[str]
 
@@ -90,7 +91,7 @@ class FakeCluster:
         merged = _merged(self.job["status"], status)
         if merged != self.job["status"]:
             if "restorePoint" in merged and "restorePoint" not in self.job["status"]:
-                self.choices.append(ChoiceMade(merged, self._readable(merged)))
+                self.choices.append(ChoiceMade(self.job["status"], merged, self._readable(merged)))
             self.job["status"] = merged
             self.touch_job()
             self.statuses.append(merged)

@@ -79,11 +79,16 @@ def _choices(cluster: FakeCluster, copies: int) -> list[str]:
         before = max(bases, default=None)
         if round_ in bases:
             found.append(f"round {round_} chose twice")
+        if point is None and "lastCommittedStep" in choice.before:
+            found.append(f"round {round_} starts from nothing although a step was committed")
         if point is not None:
             if point not in cluster.gang.manifests_made:
                 found.append(f"round {round_} starts from {point}, which has no manifest")
             if before is not None and not is_ancestor(point, before, bases):
                 found.append(f"round {round_} starts from {point}, which is off the lineage")
+        persisted = choice.status.get("lastPersisted")
+        if persisted is not None and (point is None or point.step < persisted["step"]):
+            found.append(f"round {round_} starts from {point}, below lastPersisted {persisted}")
         for promise in cluster.gang.promises:
             if before is None or promise.id.round >= round_:
                 continue
@@ -107,4 +112,4 @@ def holds(promise: Promise, readable: frozenset[str], copies: int) -> bool:
         case Level.REPLICATED:
             return lost <= copies
         case Level.PERSISTED:
-            return True
+            return False  # promised by the status alone: checked against lastPersisted

@@ -9,19 +9,21 @@ A kill between any two leaves the older checkpoint as it was.
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.directory.choice import JOB_UID
-from holdfast_core.errors import FormatError, NotFoundError
-from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.manifest import JobIdentity, Manifest, ManifestShard
-from holdfast_core.ids import CheckpointId, Digest, Rank
-from holdfast_core.tiers.base import ShardRecord
+from holdfast_core.errors import NotFoundError
+from holdfast_core.format.manifest import JobIdentity
+from holdfast_core.format.record import ShardRecord
+from holdfast_core.ids import CheckpointId, Digest
+from holdfast_core.store import build_manifest, commit_local, merge_layouts
 from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.transfer import codec
 
 IDENTITY = JobIdentity("standalone", "standalone", JOB_UID)
 
@@ -39,22 +41,11 @@ class Committer:
 
     def prepare(self, record: ShardRecord) -> None:
         """Say that this rank's shard is durable. Seen whole or not at all."""
-        header = record.header
         directory = self._directory(record.checkpoint)
         directory.mkdir(parents=True, exist_ok=True)
-        temporary = directory / f".{header.rank}.{os.getpid()}.tmp"
-        temporary.write_text(
-            json.dumps(
-                {
-                    "rank": header.rank,
-                    "payloadBytes": header.payload_bytes,
-                    "layout": header.layout,
-                    "blake3": record.blake3,
-                    "chunkTable": record.chunk_table,
-                }
-            )
-        )
-        temporary.replace(directory / f"{header.rank}.json")
+        temporary = directory / f".{record.header.rank}.{os.getpid()}.tmp"
+        temporary.write_bytes(codec.dumps(record))
+        temporary.replace(directory / f"{record.header.rank}.json")
 
     def is_complete(self, checkpoint: CheckpointId) -> bool:
         directory = self._directory(checkpoint)
@@ -70,34 +61,14 @@ class Committer:
     def commit(self, checkpoint: CheckpointId) -> None:
         """Rank 0, once all are prepared. Idempotent. Raises FormatError for a bad record."""
         directory = self._directory(checkpoint)
-        shards: list[ManifestShard] = []
-        layouts: list[bytes] = []
-        for rank in range(self.world_size):
-            path = directory / f"{rank}.json"
-            try:
-                value = json.loads(path.read_text())
-                shards.append(
-                    ManifestShard(
-                        Rank(rank),
-                        int(value["payloadBytes"]),
-                        Digest(value["blake3"]),
-                        Digest(value["chunkTable"]),
-                    )
-                )
-                layouts.append(self.tier.get_layout(Digest(value["layout"])))
-            except (ValueError, KeyError, TypeError) as error:
-                raise FormatError(f"prepared record {path}: {error}") from error
-        layout = self.tier.put_layout(merge_layouts(layouts).to_bytes())
-        manifest = Manifest(
-            IDENTITY,
-            checkpoint.step,
-            checkpoint.round,
-            self.world_size,
-            self.parent,
-            layout,
-            tuple(shards),
-        )
-        self.tier.put_manifest(JOB_UID, checkpoint, manifest.to_bytes())
+        records = [
+            codec.loads(ShardRecord, (directory / f"{rank}.json").read_bytes())
+            for rank in range(self.world_size)
+        ]
+        layouts = [self.tier.get_layout(record.header.layout) for record in records]
+        layout = merge_layouts(layouts).to_bytes()
+        manifest = build_manifest(IDENTITY, records, parent=self.parent, layout=layout)
+        commit_local(self.tier, layout, manifest)
         shutil.rmtree(directory, ignore_errors=True)
 
     def prune(self, newest: CheckpointId, protected: CheckpointId | None, *, leader: bool) -> None:
@@ -106,6 +77,22 @@ class Committer:
         Only the leader takes manifests away; every process then removes shards of its own ranks
         that no manifest names and that are older than `newest`.
         """
+        with self._one_at_a_time():
+            self._prune(newest, protected, leader)
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Each process removes directories that it emptied; never under another's hands."""
+        path = self.prepared_dir.with_name(".prune")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o660)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _prune(self, newest: CheckpointId, protected: CheckpointId | None, leader: bool) -> None:
         held = [c for uid, c in self.tier.list_manifests() if uid == JOB_UID]
         held.sort(key=lambda c: (c.round, c.step))
         if leader:
@@ -122,7 +109,12 @@ class Committer:
             older = (checkpoint.round, checkpoint.step) < (newest.round, newest.step)
             own = record.header.rank in self.own_ranks
             if own and older and checkpoint not in known:
-                self.tier.delete_shard(record.ref)
+                self._delete(record)
+
+    def _delete(self, record: ShardRecord) -> None:
+        with contextlib.suppress(NotFoundError):  # gone with its manifest: the index forgets it
+            self.tier.open_shard(record.ref).close()
+            self.tier.delete_shard(record.ref)
 
     def _drop_old_records(self, newest: CheckpointId) -> None:
         with contextlib.suppress(FileNotFoundError):

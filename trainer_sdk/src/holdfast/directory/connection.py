@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from holdfast.directory.service import DirectoryService
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,
@@ -17,8 +16,20 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.transfer.messages import Hello, Progress, Refusal, Refused
+from holdfast_core.ids import RestartRound
+from holdfast_core.transfer.messages import Hello, HelloReply, Progress, Refusal, Refused
 from holdfast_core.transfer.socket_frames import receive_frame, send_frame
+
+
+class Service(Protocol):
+    """What answers requests: a DirectoryService, or something in front of one."""
+
+    @property
+    def current_round(self) -> RestartRound: ...
+
+    def hello_reply(self) -> HelloReply: ...
+
+    def handle(self, message: Any, push: Callable[[Any], None]) -> Any: ...
 
 
 class Connection:
@@ -27,7 +38,7 @@ class Connection:
     def __init__(
         self,
         sock: socket.socket,
-        service: DirectoryService,
+        service: Service,
         intercept: Callable[[Any], Any] = lambda _: None,
         heard: Callable[[Any], None] = lambda _: None,
     ) -> None:
@@ -92,4 +103,4 @@ class Connection:
             return self._refused(Refusal.BUSY, error)
 
     def _refused(self, code: Refusal, error: HoldfastError) -> Refused:
-        return Refused(code, str(error), self._service.round)
+        return Refused(code, str(error), self._service.current_round)

@@ -12,11 +12,11 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice, next_round
 from holdfast.directory.commit import Committer
+from holdfast.directory.options import ServiceOptions
 from holdfast.directory.slots import SlotFile
 from holdfast_core.errors import (
     CorruptionError,
@@ -36,7 +36,6 @@ from holdfast_core.transfer.messages import (
     Filled,
     HelloReply,
     LevelReached,
-    Policy,
     Refusal,
     Restore,
     RestorePoint,
@@ -53,23 +52,6 @@ Push = Callable[[Any], None]
 
 _POLL_SECONDS = 0.01
 _FILL_BYTES = 4 * CHUNK_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceOptions:
-    root: Path
-    slots_dir: Path
-    layouts_dir: Path
-    world_size: int
-    own_ranks: range
-    policy: Policy
-    round: RestartRound | None = None
-    """None: choose a new one and record it (rank 0)."""
-    restore: CheckpointId | None = None
-    """The checkpoint that rank 0 chose."""
-    choose_restore: bool = True
-    """False: `restore` says it, also where it is None."""
-    rejected: tuple[CheckpointId, ...] = ()
 
 
 @dataclass(slots=True)
@@ -120,6 +102,10 @@ class DirectoryService:
         )
         self._thread = threading.Thread(target=self._work, name="holdfast-write", daemon=True)
         self._thread.start()
+
+    @property
+    def current_round(self) -> RestartRound:
+        return self.round
 
     @property
     def restore_point(self) -> RestorePoint:
@@ -182,9 +168,7 @@ class DirectoryService:
     def _restore(self, rank: Rank) -> RestoreReply:
         if self._choice is None:
             return RestoreReply(RestorePoint())
-        return RestoreReply(
-            self.restore_point, self._choice.manifest.shards[rank].payload_bytes
-        )
+        return RestoreReply(self.restore_point, self._choice.manifest.shards[rank].payload_bytes)
 
     def _fill(self, message: Fill) -> Filled:
         if self._choice is None:

@@ -6,6 +6,7 @@ Runs in the child alone, once, right after the fork.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import runpy
@@ -25,9 +26,19 @@ EXIT_NOT_FOUND = 127
 EXIT_NOT_EXECUTABLE = 126
 
 
+RANK_PROCESS_NAME = b"holdfast-rank"
+"""What `ps -o comm` and `top` show: a rank is told from the launcher and the fork server."""
+_PR_SET_NAME = 15
+
+
+def _name_process(name: bytes) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
+
+
 def become_rank(request: wire.ForkRank, stdout: int, stderr: int) -> int:
     """Run the user's program as `__main__`; returns its exit code, or does not return (EXEC)."""
     _wire_streams(stdout, stderr)
+    _name_process(RANK_PROCESS_NAME)
     apply_environment(request.env)
     _as_if_freshly_started()
     kind = CommandKind(request.kind)
@@ -44,8 +55,8 @@ def become_rank(request: wire.ForkRank, stdout: int, stderr: int) -> int:
             runpy.run_path(target, run_name="__main__")
     except SystemExit:
         raise
-    except BaseException:  # the user's program failed: say it as the interpreter would
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except BaseException:  # noqa: BLE001 - said as the interpreter would say it
+        sys.excepthook(*sys.exc_info())
         return 130 if isinstance(sys.exc_info()[1], KeyboardInterrupt) else 1
     return 0
 
@@ -53,7 +64,7 @@ def become_rank(request: wire.ForkRank, stdout: int, stderr: int) -> int:
 def become_store(listener: socket.socket) -> int:
     """Host one TCPStore until it is killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -86,7 +97,9 @@ def _wire_streams(stdout: int, stderr: int) -> None:
 def _as_if_freshly_started() -> None:
     """Undo what the child shares with its siblings: signal handlers and seeded generators."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:

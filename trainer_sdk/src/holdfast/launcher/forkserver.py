@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from holdfast.launcher import wire
 from holdfast.launcher.child import become_rank, become_store
@@ -67,7 +68,8 @@ class ForkServer:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
             while True:
-                readable, _, _ = select.select([self._launcher, wake_read], [], [])
+                waiting: list[socket.socket | int] = [self._launcher, wake_read]
+                readable, _, _ = select.select(waiting, [], [])
                 if wake_read in readable:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake_read, 4096)
@@ -184,7 +186,7 @@ def preload(modules: Sequence[str]) -> None:
 
 
 def _require_one_thread(moment: str) -> None:
-    threads = len(os.listdir("/proc/self/task"))
+    threads = sum(1 for _ in Path("/proc/self/task").iterdir())
     if threads != 1:
         raise ThreadsError(
             f"the fork server has {threads} threads {moment}, expected 1: a module that starts "

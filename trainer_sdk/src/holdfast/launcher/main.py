@@ -15,7 +15,7 @@ import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdfast.launcher.channel import SidecarChannel
 from holdfast.launcher.command import Command, parse_command
@@ -108,7 +108,7 @@ async def _run(options: RunOptions, contract: PodContract | None) -> int:
         processes.start()
         supervisor, work = _supervisor(options, contract, processes, scratch)
         task = asyncio.ensure_future(work)
-        waiting: set[asyncio.Future[object]] = {task, stop.first, lost}  # type: ignore[arg-type]
+        waiting: set[asyncio.Future[Any]] = {task, stop.first, lost}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         try:
             if task.done():

@@ -41,6 +41,8 @@ class RankProcess:
     tail: Tail = field(default_factory=Tail)
     pid: int | None = None
     code: int | None = None
+    forked: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has a pid, or could not be forked."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def last_words(self) -> str:
@@ -156,8 +158,9 @@ class Processes:
                 kill_group(process.pid)
         for process in tuple(self._ranks.values()):
             if process.pid is None and process.code is None:
-                # Asked for but not yet forked: it shows up and is killed then.
-                await self._kill_when_forked(process)
+                await process.forked.wait()  # asked for: it shows up, and is killed then
+                if process.pid is not None and process.code is None:
+                    kill_group(process.pid)
             await process.ended.wait()
         self._ranks.clear()
 
@@ -187,12 +190,6 @@ class Processes:
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()
-
-    async def _kill_when_forked(self, process: RankProcess) -> None:
-        while process.pid is None and not process.ended.is_set():
-            await asyncio.sleep(0.002)
-        if process.pid is not None and process.code is None:
-            kill_group(process.pid)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -239,6 +236,7 @@ class Processes:
     def _forked(self, key: str, pid: int, port: int) -> None:
         if key in self._ranks:
             self._ranks[key].pid = pid
+            self._ranks[key].forked.set()
         elif key in self._stores:
             self._store_pids[key] = pid
             self._stores[key].set_result(port)
@@ -258,6 +256,7 @@ class Processes:
         for pump in process.pumps:
             pump.close()
         process.code = code
+        process.forked.set()
         process.ended.set()
 
     def _failed(self, key: str, message: str) -> None:

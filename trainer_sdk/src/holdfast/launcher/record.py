@@ -30,7 +30,7 @@ class RoundRecord:
             return RestartRound(int(json.loads(text)["round"]))
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(
-                f"{self._path}: expected {{\"round\": N}}, found {text[:80]!r}; the file is written "
+                f'{self._path}: expected {{"round": N}}, found {text[:80]!r}; the file is written '
                 "by `holdfast run` alone: delete it only if no rank of this pod runs"
             ) from error
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 _PREFIX = "holdfast-run-"
 _LOCK = "lock"
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class ScratchDirectory:

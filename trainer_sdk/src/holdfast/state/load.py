@@ -1,9 +1,9 @@
 """Putting a saved state into the one that is there: checked first, then loaded in place, in an order.
 
- 1. Compare everything: nothing is touched while something does not fit.
- 2. Load: models, optimizers with their param_groups, schedulers, data loaders, anything else.
- 3. The caller's `before_rng` (make iterators here: they may draw random numbers).
- 4. Random number generators, last.
+1. Compare everything: nothing is touched while something does not fit.
+2. Load: models, optimizers with their param_groups, schedulers, data loaders, anything else.
+3. The caller's `before_rng` (make iterators here: they may draw random numbers).
+4. Random number generators, last.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from holdfast.state.tensors import (
     clone,
     copy_in,
     describe,
-    local_part,
     is_distributed,
     is_tensor,
+    local_part,
     torch_module,
 )
 from holdfast.state.tree import is_stateful, unwrap
@@ -294,10 +294,9 @@ def _optimizer_state(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
 def _keep(have: Any, saved: Any, parameter: Any) -> Any:
     if not is_tensor(saved):
         return _own(saved)
-    if is_tensor(have):
-        if describe(local_part(have)) == describe(saved):
-            copy_in(have, saved)
-            return have
+    if is_tensor(have) and describe(local_part(have)) == describe(saved):
+        copy_in(have, saved)
+        return have
     if is_distributed(parameter) and saved.shape == parameter.to_local().shape:
         from torch.distributed.tensor import DTensor
 

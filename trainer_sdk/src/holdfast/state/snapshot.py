@@ -106,9 +106,7 @@ def plan_save(snapshot: Snapshot, rank: Rank) -> SavePlan:
         objects={key: payload.objects for key in snapshot.keys},
         payload_bytes=payload.total_bytes,
     ).to_bytes()
-    return SavePlan(
-        snapshot.signature, snapshot.keys, payload, ranges, layout, digest_of(layout)
-    )
+    return SavePlan(snapshot.signature, snapshot.keys, payload, ranges, layout, digest_of(layout))
 
 
 def write_payload(

@@ -43,9 +43,7 @@ def unwrap(value: Any) -> Any:
     if torch is None or not isinstance(value, torch.nn.Module):
         return value
     while True:
-        if isinstance(
-            value, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel
-        ):
+        if isinstance(value, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             value = value.module
         elif hasattr(value, "_orig_mod"):
             value = value._orig_mod
@@ -102,9 +100,7 @@ class Encoder:
 
     def _object(self, value: Any, path: str, depth: int) -> Any:
         torch = torch_module()
-        shared = torch is not None and isinstance(
-            value, torch.nn.Module | torch.optim.Optimizer
-        )
+        shared = torch is not None and isinstance(value, torch.nn.Module | torch.optim.Optimizer)
         before, self._rank_local = self._rank_local, self._rank_local or not shared
         try:
             return self.encode(unwrap(value).state_dict(), path, depth + 1)

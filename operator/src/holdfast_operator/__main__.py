@@ -1,0 +1,73 @@
+"""Start of the operator process: settings, logs, the controller, kopf; and its end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from prometheus_client import start_http_server
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.errors import ConfigError
+from holdfast_operator import logs
+from holdfast_operator.controller import Controller
+from holdfast_operator.handlers import Rim, run_kopf
+from holdfast_operator.kube_access import KubeAccess, load_access
+from holdfast_operator.kube_api import KubeApi
+from holdfast_operator.metrics import Metrics
+from holdfast_operator.settings import Settings
+
+
+def main() -> None:
+    """Exit code 0 after SIGTERM or SIGINT, 1 after a fault (Kubernetes starts it again), 2 where a
+    setting is wrong."""
+    try:
+        settings = Settings.from_env()
+        access = load_access(settings)
+    except ConfigError as error:
+        sys.stderr.write(f"holdfast-operator: {error}\n")
+        sys.exit(2)
+    logs.configure(settings.log_level)
+    sys.exit(asyncio.run(run(settings, access)))
+
+
+async def run(settings: Settings, access: KubeAccess) -> int:
+    """Until kopf or the controller ends; the other one is then ended, too."""
+    metrics = Metrics()
+    server, thread = start_http_server(settings.metrics_port, registry=metrics.registry)
+    api = KubeApi(access)
+    await api.start()
+    controller = Controller(settings, api, SystemClock(), metrics)
+    stop = asyncio.Event()
+    rim = Rim(settings, access, controller.enqueue, controller.watch_age_seconds)
+    logs.info("operator starts", server=access.server, namespaces=settings.watch_namespaces)
+    work = asyncio.create_task(controller.run())
+    kopf = asyncio.create_task(run_kopf(rim, stop))
+    try:
+        await asyncio.wait({work, kopf}, return_when=asyncio.FIRST_COMPLETED)
+        return _why(work, kopf)
+    finally:
+        stop.set()
+        work.cancel()
+        await asyncio.gather(work, kopf, return_exceptions=True)
+        await api.close()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+        logs.info("operator ends")
+
+
+def _why(work: asyncio.Task[None], kopf: asyncio.Task[None]) -> int:
+    for name, task in (("controller", work), ("kopf", kopf)):
+        error = task.exception() if task.done() and not task.cancelled() else None
+        if error is not None:
+            logs.failure(f"{name} ended", error)
+            return 1
+    if work.done():
+        logs.warning("the controller ended by itself")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

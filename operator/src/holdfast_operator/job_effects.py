@@ -1,0 +1,209 @@
+"""Effects against the real world: what `apply` calls, on the API and on sidecars.
+
+Writes to the API are awaited; calls to sidecars are only started (sidecars), their results come back
+in the next Observed. Remembers which Services and Secrets this process made sure of. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast_core.api import API_VERSION, TrainingJob
+from holdfast_core.clock import Clock
+from holdfast_core.ids import JobUid
+from holdfast_core.transfer.messages import Ask, Prune, PruneReply
+from holdfast_operator import labels
+from holdfast_operator.actions import (
+    AskSave,
+    AskStop,
+    CheckpointRecord,
+    CreateCertificates,
+    EmitEvent,
+    PruneObject,
+    SealWorker,
+    SendRound,
+)
+from holdfast_operator.certificates import Certificates
+from holdfast_operator.cluster import Cluster
+from holdfast_operator.effects import ConflictError
+from holdfast_operator.events import Events, Subject
+from holdfast_operator.metrics import Metrics
+from holdfast_operator.model import JobStatusView, JobView
+from holdfast_operator.observe_views import status_to_dict
+from holdfast_operator.reflectors_cache import ClusterCache
+from holdfast_operator.render.metadata import job_labels, owner_reference
+from holdfast_operator.sidecars import Sidecars
+from holdfast_operator.status_writer import checkpoint_status
+
+SURE_SECONDS = 600.0
+"""Nobody watches Services: one that somebody deleted is created anew after this at the latest."""
+
+
+class JobEffects:
+    """Implements effects.Effects."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        cache: ClusterCache,
+        sidecars: Sidecars,
+        certificates: Certificates,
+        events: Events,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._sidecars = sidecars
+        self._certificates = certificates
+        self._events = events
+        self._metrics = metrics
+        self._clock = clock
+        self._services: dict[JobUid, dict[str, float]] = {}
+        self._secrets: dict[JobUid, set[str]] = {}
+
+    # ------------------------------------------------------------------ what is known to exist
+
+    def services(self, uid: JobUid) -> frozenset[str]:
+        oldest = self._clock.monotonic() - SURE_SECONDS
+        return frozenset(n for n, at in self._services.get(uid, {}).items() if at > oldest)
+
+    def secrets(self, uid: JobUid) -> frozenset[str]:
+        return frozenset(self._secrets.get(uid, set()))
+
+    def forget(self, uid: JobUid) -> None:
+        self._services.pop(uid, None)
+        self._secrets.pop(uid, None)
+
+    # ------------------------------------------------------------------ the job
+
+    async def write_job_status(
+        self, job: JobView, resource_version: str, status: JobStatusView
+    ) -> None:
+        written = await self._cluster.patch_job_status(
+            job.namespace, job.name, resource_version, status_to_dict(status)
+        )
+        self._cache.expect_written(job, written)
+        self._metrics.status_written(job, status)
+
+    async def delete_job(self, job: JobView) -> None:
+        await self._cluster.delete_job(job.namespace, job.name, job.uid)
+
+    # ------------------------------------------------------------------ pods and what they need
+
+    async def pod_is_gone(self, job: JobView, name: str) -> bool:
+        return await self._cluster.pod_is_gone(job.namespace, name)
+
+    async def create_pod(self, job: JobView, body: Mapping[str, Any]) -> None:
+        created = await self._cluster.create_pod(job.namespace, body)
+        if not created.existed:
+            self._cache.expect_created(job.uid, created.uid)
+
+    async def delete_pod(self, job: JobView, name: str, uid: str, *, force: bool) -> None:
+        await self._cluster.delete_pod(job.namespace, name, uid, force=force)
+        self._cache.expect_deleted(job.uid, uid)
+
+    async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
+        await self._cluster.create_service(job.namespace, body)
+        name = str(body["metadata"]["name"])
+        self._services.setdefault(job.uid, {})[name] = self._clock.monotonic()
+
+    async def create_certificates(self, job: JobView, action: CreateCertificates) -> None:
+        data = await self._certificates.round_data(job.uid, action.pods)
+        metadata = {"labels": job_labels(job), "ownerReferences": [owner_reference(job)]}
+        await self._cluster.create_secret(job.namespace, action.secret, data, metadata)
+        self._secrets.setdefault(job.uid, set()).add(action.secret)
+
+    async def delete_certificates(self, job: JobView, secret: str) -> None:
+        await self._cluster.delete_secret(job.namespace, secret)
+        self._secrets.get(job.uid, set()).discard(secret)
+
+    # ------------------------------------------------------------------ Checkpoint objects
+
+    async def create_checkpoint(
+        self, job: JobView, body: Mapping[str, Any], record: CheckpointRecord
+    ) -> None:
+        """The object, then its status. One that was there already gets its status only if nobody
+        wrote one: an operator may have died between the two."""
+        name = str(body["metadata"]["name"])
+        await self._cluster.create_checkpoint(job.namespace, body)
+        await self._write_record(job, name, None, record)
+
+    async def update_checkpoint(
+        self, job: JobView, name: str, resource_version: str, record: CheckpointRecord
+    ) -> None:
+        await self._write_record(job, name, resource_version, record)
+
+    async def _write_record(
+        self, job: JobView, name: str, expected: str | None, record: CheckpointRecord
+    ) -> None:
+        """1. spec.step and our finalizer, where they differ; 2. the status. Both on what a direct
+        read found, which must be what the decision saw."""
+        raw = await self._cluster.get_checkpoint(job.namespace, name)
+        version = "" if raw is None else str(raw["metadata"]["resourceVersion"])
+        if raw is None or (expected is not None and version != expected):
+            raise ConflictError(
+                f"Checkpoint {job.namespace}/{name}: expected resourceVersion {expected}, found "
+                f"{version or 'no such object'}"
+            )
+        patch = _spec_patch(raw, record)
+        if patch:
+            version = await self._cluster.patch_checkpoint(job.namespace, name, version, patch)
+        previous = raw.get("status") or {}
+        if expected is None and previous.get("phase"):
+            return
+        status = checkpoint_status(job, record, self._clock.utc_now(), previous)
+        await self._cluster.patch_checkpoint_status(job.namespace, name, version, status)
+
+    async def delete_checkpoint(self, job: JobView, name: str, uid: str) -> None:
+        raw = await self._cluster.get_checkpoint(job.namespace, name)
+        if raw is None or raw["metadata"]["uid"] != uid:
+            return
+        await self._cluster.delete_checkpoint(job.namespace, name, uid)
+        kept = [f for f in raw["metadata"].get("finalizers") or [] if f != labels.DATA_FINALIZER]
+        if kept == (raw["metadata"].get("finalizers") or []):
+            return
+        again = await self._cluster.get_checkpoint(job.namespace, name)
+        if again is not None and again["metadata"]["uid"] == uid:
+            version = str(again["metadata"]["resourceVersion"])
+            await self._cluster.patch_checkpoint(
+                job.namespace, name, version, {"metadata": {"finalizers": kept or None}}
+            )
+
+    # ------------------------------------------------------------------ sidecars
+
+    async def seal(self, job: JobView, action: SealWorker) -> None:
+        self._sidecars.seal(job.uid, action.pod_uid, action.round)
+
+    async def send_round(self, job: JobView, action: SendRound) -> None:
+        self._sidecars.send_round(job.uid, action.pod_uid, action.message, action.sidecar_restarts)
+
+    async def ask_save(self, job: JobView, action: AskSave) -> None:
+        ask = Ask(action.round, action.token)
+        self._sidecars.ask(job.uid, action.pod, "/v1/save-now", ask)
+
+    async def ask_stop(self, job: JobView, action: AskStop) -> None:
+        self._sidecars.ask(job.uid, action.pod, "/v1/stop", Ask(action.round, action.token))
+
+    async def prune(self, job: JobView, action: PruneObject) -> PruneReply:
+        """Empty while the delete in the object store is under way; the pass is repeated when it has
+        ended and finds the reply here."""
+        message = Prune(action.round, (action.checkpoint,))
+        return self._sidecars.prune(job.uid, action.pod, action.name, message)
+
+    async def emit(self, job: JobView, event: EmitEvent) -> None:
+        subject = Subject(API_VERSION, TrainingJob.KIND, job.namespace, job.name, job.uid)
+        await self._events.emit(subject, event.kind, event.reason, event.message)
+
+
+def _spec_patch(raw: Mapping[str, Any], record: CheckpointRecord) -> dict[str, Any]:
+    patch: dict[str, Any] = {}
+    checkpoint = record.checkpoint
+    if checkpoint is not None and raw["spec"].get("step") is None:
+        patch["spec"] = {"step": checkpoint.step}
+    finalizers = list(raw["metadata"].get("finalizers") or [])
+    deleting = raw["metadata"].get("deletionTimestamp") is not None
+    if record.finalizer and labels.DATA_FINALIZER not in finalizers and not deleting:
+        patch["metadata"] = {"finalizers": [*finalizers, labels.DATA_FINALIZER]}
+    return patch

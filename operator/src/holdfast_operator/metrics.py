@@ -1,0 +1,118 @@
+"""What Prometheus may ask of the operator. Sums and gauges only; no decision reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from holdfast_operator.model import JobStatusView, JobView, RecoveryView
+from holdfast_operator.reasons import Reason
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 600)
+_JOB = ("namespace", "job")
+
+
+class Metrics:
+    """All metrics of one operator process, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._rounds = Counter(
+            "holdfast_restart_rounds",
+            "Restart rounds that were begun, by the reason that began them.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self._recovery = Histogram(
+            "holdfast_recovery_seconds",
+            "Seconds that each phase of a recovery took.",
+            ("phase",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._lost_steps = Counter(
+            "holdfast_lost_steps",
+            "Steps that were trained and not restored.",
+            _JOB,
+            registry=self.registry,
+        )
+        self._goodput = Gauge(
+            "holdfast_goodput_ratio",
+            "Share of a job's time that went into kept training.",
+            _JOB,
+            registry=self.registry,
+        )
+        self._reconcile = Histogram(
+            "holdfast_reconcile_seconds",
+            "Seconds of one pass over one object.",
+            ("kind",),
+            buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30),
+            registry=self.registry,
+        )
+        self._failures = Counter(
+            "holdfast_reconcile_errors",
+            "Passes that ended with an error and are repeated.",
+            ("kind",),
+            registry=self.registry,
+        )
+        self._depth = Gauge(
+            "holdfast_queue_depth", "Keys that wait for a worker.", registry=self.registry
+        )
+        self._watch_age = Gauge(
+            "holdfast_watch_age_seconds",
+            "Seconds since a watch delivered anything.",
+            ("watch",),
+            registry=self.registry,
+        )
+
+    def passed(self, kind: str, seconds: float) -> None:
+        self._reconcile.labels(kind).observe(seconds)
+
+    def failed(self, kind: str) -> None:
+        self._failures.labels(kind).inc()
+
+    def depth(self, read: Callable[[], float]) -> None:
+        self._depth.set_function(read)
+
+    def watch_age(self, watch: str, seconds: float) -> None:
+        self._watch_age.labels(watch).set(seconds)
+
+    def status_written(self, job: JobView, new: JobStatusView) -> None:
+        """Count what this write of the status says anew."""
+        old = job.status
+        recovery = new.last_recovery
+        if new.restart_round is not None and new.restart_round != old.restart_round:
+            named = recovery is not None and recovery.round == new.restart_round
+            reason = recovery.reason if named and recovery is not None else Reason.FIRST_ROUND
+            self._rounds.labels(reason).inc()
+        if recovery is not None:
+            self._count_recovery(job, recovery)
+        if new.goodput is not None:
+            self._goodput.labels(job.namespace, job.name).set(new.goodput.ratio)
+
+    def forget(self, job: JobView) -> None:
+        """The job is gone: its series end."""
+        for metric in (self._goodput, self._lost_steps):
+            try:
+                metric.remove(job.namespace, job.name)
+            except KeyError:
+                continue  # it never had one
+
+    def _count_recovery(self, job: JobView, new: RecoveryView) -> None:
+        old = job.status.last_recovery
+        if old is None or old.round != new.round:
+            old = RecoveryView(new.round, new.reason)
+        phases = (
+            ("detect", old.detect_seconds, new.detect_seconds),
+            ("seal", old.seal_seconds, new.seal_seconds),
+            ("schedule", old.schedule_seconds, new.schedule_seconds),
+            ("rehydrate", old.rehydrate_seconds, new.rehydrate_seconds),
+            ("rendezvous", old.rendezvous_seconds, new.rendezvous_seconds),
+            ("first_step", old.first_step_seconds, new.first_step_seconds),
+        )
+        for phase, before, after in phases:
+            if before is None and after is not None:
+                self._recovery.labels(phase).observe(after)
+        if old.lost_steps is None and new.lost_steps:
+            self._lost_steps.labels(job.namespace, job.name).inc(new.lost_steps)

@@ -1,0 +1,161 @@
+"""Gather everything that a decision about one job may look at; decide nothing, write nothing.
+
+Reads reflectors and caches only, no network: a pass costs no request before it has decided.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from holdfast_core.clock import Clock
+from holdfast_core.contract import StoreConfig
+from holdfast_core.ids import Worker
+from holdfast_operator.job_effects import JobEffects
+from holdfast_operator.keys import job_key
+from holdfast_operator.model import (
+    CheckpointView,
+    JobMemory,
+    JobView,
+    NodeView,
+    Observed,
+    PodView,
+    StoreView,
+)
+from holdfast_operator.reflectors_cache import ClusterCache
+from holdfast_operator.reflectors_records import StoreRecord
+from holdfast_operator.sidecars import Sidecars
+
+SUSPECT_SHARE = 0.6
+"""From this share of nodeLoss.suspectAfterSeconds on, sidecars of the node are called directly, so
+that the two failed calls are there when the lease has been stale for long enough."""
+
+
+class Observer:
+    def __init__(
+        self, cache: ClusterCache, sidecars: Sidecars, effects: JobEffects, clock: Clock
+    ) -> None:
+        self._cache = cache
+        self._sidecars = sidecars
+        self._effects = effects
+        self._clock = clock
+
+    def observe(
+        self, job: JobView, memory: JobMemory, template_refusal: str | None = None
+    ) -> Observed:
+        pods = self._cache.pods(job.uid)
+        self.follow_sidecars(job, pods)
+        return Observed(
+            job=job,
+            pods=pods,
+            sidecars=self._sidecars.views(job.uid),
+            nodes=self._nodes(job, pods),
+            coordinator=self._sidecars.coordinator_state(job.uid),
+            checkpoints=self._checkpoints(job),
+            store=self._store(job),
+            services=self._effects.services(job.uid),
+            secrets=self._effects.secrets(job.uid),
+            memory=memory,
+            template_refusal=template_refusal,
+        )
+
+    def follow_sidecars(self, job: JobView, pods: tuple[PodView, ...]) -> None:
+        """Tell the sidecar cache who there is; also called between passes, for its own calls."""
+        status = job.status
+        coordinator: Worker | None = None
+        if status.restore_point is not None:
+            coordinator = status.coordinator
+        members = tuple(p for p in pods if _is_member(job, p))
+        named = {p.uid for p in members if p.worker == coordinator}
+        others = tuple(p for p in pods if p.worker != coordinator or p.uid in named)
+        self._sidecars.follow(
+            job_key(job.namespace, job.name),
+            job.uid,
+            status.restart_round,
+            others,
+            coordinator,
+            self.suspects(job, pods),
+        )
+
+    def suspects(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+        """Nodes of the job's pods whose leases are late."""
+        now = self._clock.monotonic()
+        limit = job.spec.suspect_after.total_seconds() * SUSPECT_SHARE
+        found = set()
+        for pod in pods:
+            stale = None if pod.node is None else self._cache.leases.stale_seconds(pod.node, now)
+            if pod.node is not None and stale is not None and stale >= limit:
+                found.add(pod.node)
+        return frozenset(found)
+
+    def silent_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+        """Nodes of the job's pods whose lease did not change for suspect_after, as proven."""
+        now, contact = self._clock.monotonic(), self._cache.lease_contact
+        threshold = job.spec.suspect_after.total_seconds()
+        nodes = {p.node for p in pods if p.node is not None}
+        leases = self._cache.leases
+        return frozenset(n for n in nodes if leases.is_silent(n, threshold, now, contact))
+
+    def unproven_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+        """Nodes that would be silent if we knew that our watch of leases is not."""
+        now, contact = self._clock.monotonic(), self._cache.lease_contact
+        threshold = job.spec.suspect_after.total_seconds()
+        nodes = {p.node for p in pods if p.node is not None}
+        leases = self._cache.leases
+        return frozenset(n for n in nodes if leases.needs_confirmation(n, threshold, now, contact))
+
+    def _nodes(self, job: JobView, pods: tuple[PodView, ...]) -> dict[str, NodeView]:
+        silent = self.silent_nodes(job, pods)
+        nodes: dict[str, NodeView] = {}
+        for name in {p.node for p in pods if p.node is not None}:
+            node = self._cache.node(name)
+            if node is not None:
+                nodes[name] = NodeView(name, node.ready, name in silent, node.labels)
+        return nodes
+
+    def _checkpoints(self, job: JobView) -> tuple[CheckpointView, ...]:
+        own = self._cache.checkpoints(job.namespace, job.name)
+        source = job.spec.restore_from
+        if source is None or any(c.name == source for c in own):
+            return own
+        found = self._cache.checkpoint(job.namespace, source)
+        return own if found is None else (*own, found)
+
+    def _store(self, job: JobView) -> StoreView | None:
+        if job.spec.store is None:
+            return None
+        record = self._cache.store(job.namespace, job.spec.store)
+        return None if record is None or record.deleting else store_view(record)
+
+
+def store_config(record: StoreRecord) -> StoreConfig:
+    """What a sidecar is told of a store; the CRD has checked the endpoint."""
+    s3, features = record.store.spec.s3, record.store.status.features
+    url = urlsplit(s3.endpoint)
+    return StoreConfig(
+        endpoint=url.netloc,
+        secure=url.scheme == "https",
+        bucket=s3.bucket,
+        prefix=s3.prefix,
+        region=s3.region,
+        part_size_mib=s3.part_size_mib,
+        max_concurrency=s3.max_concurrency,
+        conditional_put=features is None or features.conditional_put is not False,
+    )
+
+
+def store_view(record: StoreRecord) -> StoreView:
+    s3 = record.store.spec.s3
+    answered = record.store.status.observed_generation == record.generation
+    return StoreView(
+        name=record.name,
+        config=store_config(record),
+        credentials_secret=s3.credentials_secret_ref.name,
+        ca_secret=None if s3.ca_secret_ref is None else s3.ca_secret_ref.name,
+        available=record.available if answered else None,
+        message=record.message,
+    )
+
+
+def _is_member(job: JobView, pod: PodView) -> bool:
+    members = job.status.members
+    return pod.worker < len(members) and members[pod.worker] == pod.birth_round

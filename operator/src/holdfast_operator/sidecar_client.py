@@ -1,0 +1,193 @@
+"""One call to one sidecar: HTTPS with both sides authenticated, explicit time-outs, strict replies.
+
+Connects by pod IP and verifies the pod's name in the certificate. Remembers nothing.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+
+from holdfast_core.contract import CONTROL_PORT, peer_dns_name
+from holdfast_core.errors import FormatError, UnavailableError
+from holdfast_core.transfer.codec import dumps, loads
+from holdfast_core.transfer.messages import (
+    Ask,
+    Certificate,
+    CoordinatorState,
+    Inventory,
+    Ok,
+    Prune,
+    PruneReply,
+    Refusal,
+    Refused,
+    Round,
+    Seal,
+)
+
+R = TypeVar("R")
+
+CONNECT_SECONDS = 2.0
+CALL_SECONDS = 5.0
+SEAL_SECONDS = 8.0
+"""A seal waits for the ranks to end (5 s at most) and for full slots to reach the disk."""
+PRUNE_SECONDS = 60.0
+"""It lists and deletes in the object store."""
+POLL_SECONDS = 25
+MAX_REPLY_BYTES = 64 << 20
+
+
+class SidecarRefused(Exception):
+    """The sidecar answered, and will not do it."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(f"{refused.code}: {refused.message}")
+        self.refused = refused
+
+    @property
+    def code(self) -> Refusal:
+        return self.refused.code
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom to call."""
+
+    job_uid: str
+    pod: str
+    address: str
+    """Pod IP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A reply, and until when the certificate that its sender showed is valid (epoch seconds)."""
+
+    reply: Any
+    certificate_not_after: float | None
+
+
+class SidecarClient:
+    """Open between `start` and `close`. Calls raise UnavailableError (no answer), FormatError (an
+    answer that is none) or SidecarRefused."""
+
+    def __init__(self, port: int = CONTROL_PORT) -> None:
+        self._port = port
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        # One connection a call: a pooled one to a pod that died costs the whole time-out, and the
+        # pool does not know which certificate a connection was verified for.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def seal(self, context: ssl.SSLContext, target: Target, message: Seal) -> Answered:
+        return await self._post(context, target, "/v1/seal", message, Inventory, SEAL_SECONDS)
+
+    async def round(self, context: ssl.SSLContext, target: Target, message: Round) -> Answered:
+        return await self._post(context, target, "/v1/round", message, Inventory, CALL_SECONDS)
+
+    async def ask(
+        self, context: ssl.SSLContext, target: Target, path: str, message: Ask
+    ) -> Answered:
+        return await self._post(context, target, path, message, Ok, CALL_SECONDS)
+
+    async def certificate(
+        self, context: ssl.SSLContext, target: Target, message: Certificate
+    ) -> Answered:
+        return await self._post(context, target, "/v1/certificate", message, Ok, CALL_SECONDS)
+
+    async def prune(self, context: ssl.SSLContext, target: Target, message: Prune) -> Answered:
+        return await self._post(context, target, "/v1/prune", message, PruneReply, PRUNE_SECONDS)
+
+    async def inventory(self, context: ssl.SSLContext, target: Target) -> Answered:
+        return await self._call(context, target, "GET", "/v1/inventory", None, Inventory)
+
+    async def state(self, context: ssl.SSLContext, target: Target, since: int) -> Answered:
+        """Answers when the version is above `since`, at the latest after POLL_SECONDS."""
+        path = f"/v1/state?since={since}&timeout={POLL_SECONDS}"
+        return await self._call(
+            context, target, "GET", path, None, CoordinatorState, POLL_SECONDS + CALL_SECONDS
+        )
+
+    async def _post(
+        self,
+        context: ssl.SSLContext,
+        target: Target,
+        path: str,
+        message: Any,
+        reply: type[R],
+        seconds: float,
+    ) -> Answered:
+        return await self._call(context, target, "POST", path, message, reply, seconds)
+
+    async def _call(
+        self,
+        context: ssl.SSLContext,
+        target: Target,
+        method: str,
+        path: str,
+        message: Any | None,
+        reply: type[R],
+        seconds: float = CALL_SECONDS,
+    ) -> Answered:
+        if self._session is None:
+            raise UnavailableError(f"{method} {path} to {target.pod}: the session is not open")
+        host = f"[{target.address}]" if ":" in target.address else target.address
+        try:
+            async with self._session.request(
+                method,
+                f"https://{host}:{self._port}{path}",
+                data=None if message is None else dumps(message),
+                headers={"Content-Type": "application/json"},
+                ssl=context,
+                server_hostname=peer_dns_name(target.pod, target.job_uid),
+                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
+                allow_redirects=False,
+            ) as response:
+                not_after = _not_after(response)
+                data = await _bounded(response)
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            words = str(error) or type(error).__name__
+            raise UnavailableError(
+                f"{method} {path.partition('?')[0]} to the sidecar of pod {target.pod} at "
+                f"{target.address} failed: {words}"
+            ) from error
+        if status == 200:
+            return Answered(loads(reply, data), not_after)
+        try:
+            refused = loads(Refused, data)
+        except FormatError as error:
+            raise UnavailableError(
+                f"{method} {path.partition('?')[0]} to the sidecar of pod {target.pod}: status "
+                f"{status}, and the answer is none of the protocol"
+            ) from error
+        raise SidecarRefused(refused)
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for chunk in response.content.iter_chunked(1 << 16):
+        size += len(chunk)
+        if size > MAX_REPLY_BYTES:
+            raise FormatError(f"a sidecar's reply is larger than {MAX_REPLY_BYTES} bytes")
+        parts.append(chunk)
+    return b"".join(parts)
+
+
+def _not_after(response: aiohttp.ClientResponse) -> float | None:
+    connection = response.connection
+    transport = None if connection is None else connection.transport
+    certificate = None if transport is None else transport.get_extra_info("peercert")
+    if not certificate or "notAfter" not in certificate:
+        return None
+    return float(ssl.cert_time_to_seconds(certificate["notAfter"]))

@@ -1,0 +1,444 @@
+"""All calls to sidecars, as background tasks whose results wait in a cache for the next pass.
+
+1. A pass asks for a call; if the same is under way, or the sidecar has just failed, nothing happens:
+   the pass asks again when it is repeated. No pass ever waits for the network of a dead pod.
+2. A reply becomes part of the pod's SidecarView, and the job's key is put on the queue.
+3. Two failures in a row make a sidecar unreachable; any answer, also a refusal, makes it reachable.
+4. One long poll a job follows the coordinator's state, `since` the version that is durably acted on.
+Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field, replace
+from ssl import SSLContext
+from typing import Any, Protocol
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
+from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.transfer.messages import (
+    Ask,
+    Certificate,
+    CoordinatorState,
+    Inventory,
+    Prune,
+    PruneReply,
+    Refusal,
+    Round,
+    Seal,
+)
+from holdfast_operator import logs
+from holdfast_operator.actions import round_digest
+from holdfast_operator.certificates import LEAF_LIFE, RENEW_AT
+from holdfast_operator.keys import Key
+from holdfast_operator.model import AckedRound, PodView, Reachable, SidecarView
+from holdfast_operator.sidecar_client import Answered, SidecarClient, SidecarRefused, Target
+
+UNREACHABLE_AFTER = 2
+FIRST_BACKOFF_SECONDS = 0.25
+MAX_BACKOFF_SECONDS = 1.0
+PROBE_SECONDS = 2.0
+"""Between calls to a sidecar that is unknown, silent or on a silent node."""
+KNOWLEDGE_SECONDS = 1800.0
+"""A sidecar that nobody called for so long is asked for its inventory, also to see its leaf."""
+POLL_AGAIN_SECONDS = 0.2
+ASK_AGAIN_SECONDS = 1.0
+CONCURRENT_CALLS = 64
+
+
+class Identity(Protocol):
+    """What the operator shows to sidecars, and new leaves for them (certificates.Certificates)."""
+
+    async def client(self, job_uid: JobUid) -> SSLContext: ...
+
+    async def renewed(self, job_uid: JobUid, pod: str) -> Certificate: ...
+
+
+@dataclass(slots=True)
+class _Pod:
+    """What is known of one pod's sidecar."""
+
+    view: SidecarView
+    target: Target
+    failures: int = 0
+    failing_since: float | None = None
+    not_before: float = 0.0
+    """Monotonic: no call before, because the last one failed."""
+    called_at: float | None = None
+    not_after: float | None = None
+    """Of its certificate, epoch seconds."""
+    under_way: set[str] = field(default_factory=set)
+    starts: tuple[bool, int] = (False, 0)
+    """Started, and container restarts: a change is worth a call at once."""
+
+
+@dataclass(slots=True)
+class _Job:
+    key: Key
+    uid: JobUid
+    pods: dict[str, _Pod] = field(default_factory=dict)
+    round: RestartRound | None = None
+    coordinator: Target | None = None
+    coordinator_pod: str | None = None
+    poll: asyncio.Task[None] | None = None
+    state: CoordinatorState | None = None
+    since: int = 0
+    acted: asyncio.Event = field(default_factory=asyncio.Event)
+    pruned: dict[str, PruneReply] = field(default_factory=dict)
+    asks: set[str] = field(default_factory=set)
+
+
+class Sidecars:
+    """By job uid; `follow` says which pods there are, before each pass."""
+
+    def __init__(
+        self,
+        client: SidecarClient,
+        identity: Identity,
+        clock: Clock,
+        enqueue: Callable[[Key], None],
+    ) -> None:
+        self._client = client
+        self._identity = identity
+        self._clock = clock
+        self._enqueue = enqueue
+        self._jobs: dict[JobUid, _Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(CONCURRENT_CALLS)
+        self._said = logs.Changed()
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *(j.poll for j in self._jobs.values() if j.poll is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ what a pass reads
+
+    def views(self, uid: JobUid) -> tuple[SidecarView, ...]:
+        job = self._jobs.get(uid)
+        return () if job is None else tuple(p.view for p in job.pods.values())
+
+    def coordinator_state(self, uid: JobUid) -> CoordinatorState | None:
+        """The newest reply of the coordinator that is followed now."""
+        job = self._jobs.get(uid)
+        return None if job is None else job.state
+
+    # ------------------------------------------------------------------ who there is
+
+    def follow(
+        self,
+        key: Key,
+        uid: JobUid,
+        round_: RestartRound | None,
+        pods: Iterable[PodView],
+        coordinator: Worker | None,
+        suspects: frozenset[str],
+    ) -> None:
+        """The pods of now, the worker that coordinates, and the nodes whose leases are late.
+
+        `coordinator` None: there is no state to follow. Starts the calls that nobody decides on:
+        first contact, re-checks of the silent, renewal of leaves.
+        """
+        job = self._jobs.setdefault(uid, _Job(key, uid))
+        job.round = round_
+        present: dict[str, PodView] = {p.uid: p for p in pods if p.ip is not None}
+        for gone in [u for u in job.pods if u not in present]:
+            del job.pods[gone]
+        for pod_uid, pod in present.items():
+            target = Target(uid, pod.name, pod.ip or "")
+            known = job.pods.get(pod_uid)
+            if known is None:
+                job.pods[pod_uid] = _Pod(SidecarView(pod.worker, pod_uid), target)
+            elif known.target != target:
+                known.target = target
+            starts = (pod.sidecar_started, pod.sidecar_restarts)
+            if job.pods[pod_uid].starts != starts:
+                job.pods[pod_uid].starts = starts
+                job.pods[pod_uid].not_before = 0.0
+        self._follow_coordinator(job, present, coordinator)
+        for pod_uid, pod in present.items():
+            if pod.alive:
+                self._look_after(job, job.pods[pod_uid], pod, suspects)
+
+    def forget(self, uid: JobUid) -> None:
+        job = self._jobs.pop(uid, None)
+        if job is not None and job.poll is not None:
+            job.poll.cancel()
+
+    def acted_on(self, uid: JobUid, version: int | None) -> None:
+        """Everything up to this version of the coordinator's state is durable in the API."""
+        job = self._jobs.get(uid)
+        if job is not None and version is not None and version > job.since:
+            job.since = version
+            job.acted.set()
+
+    # ------------------------------------------------------------------ what a pass asks for
+
+    def seal(self, uid: JobUid, pod_uid: str, round_: RestartRound) -> None:
+        async def call(context: SSLContext, pod: _Pod) -> None:
+            answer = await self._client.seal(context, pod.target, Seal(round_))
+            self._answered(pod, answer)
+            inventory: Inventory = answer.reply
+            pod.view = replace(pod.view, inventory=inventory, sealed_round=inventory.round)
+
+        self._start(uid, pod_uid, "seal", call)
+
+    def send_round(self, uid: JobUid, pod_uid: str, message: Round, sidecar_restarts: int) -> None:
+        async def call(context: SSLContext, pod: _Pod) -> None:
+            answer = await self._client.round(context, pod.target, message)
+            self._answered(pod, answer)
+            pod.view = replace(
+                pod.view,
+                inventory=answer.reply,
+                acked=AckedRound(
+                    message.round, message.version, round_digest(message), sidecar_restarts
+                ),
+            )
+
+        self._start(uid, pod_uid, "round", call)
+
+    def ask(self, uid: JobUid, pod: str, path: str, message: Ask) -> None:
+        """Repeated until the sidecar takes it, refuses it for good, or the round is another."""
+        job = self._jobs.get(uid)
+        name = f"{path} {message.token} {message.round}"
+        if job is None or name in job.asks:
+            return
+        job.asks.add(name)
+        self._spawn(self._ask(job, pod, path, message, name))
+
+    def prune(self, uid: JobUid, pod: str, name: str, message: Prune) -> PruneReply:
+        """The reply of an earlier call for this Checkpoint, or an empty one: it was started."""
+        job = self._jobs.get(uid)
+        if job is None:
+            return PruneReply(())
+        landed = job.pruned.pop(name, None)
+        if landed is not None:
+            return landed
+        known = next((p for p in job.pods.values() if p.target.pod == pod), None)
+        if known is not None:
+
+            async def call(context: SSLContext, asked: _Pod) -> None:
+                answer = await self._client.prune(context, asked.target, message)
+                self._answered(asked, answer)
+                job.pruned[name] = answer.reply
+
+            self._start(uid, known.view.pod_uid, f"prune {name}", call)
+        return PruneReply(())
+
+    # ------------------------------------------------------------------ calls
+
+    def _look_after(self, job: _Job, known: _Pod, pod: PodView, suspects: frozenset[str]) -> None:
+        now = self._clock.monotonic()
+        age = None if known.called_at is None else now - known.called_at
+        silent = known.view.reachable is not Reachable.YES or pod.node in suspects
+        due = age is None or (silent and age >= PROBE_SECONDS) or age >= KNOWLEDGE_SECONDS
+        if due and not known.under_way and (pod.sidecar_started or age is None or silent):
+            self._start(job.uid, pod.uid, "inventory", self._inventory)
+        if known.not_after is not None:
+            left = known.not_after - self._clock.utc_now().timestamp()
+            if left < LEAF_LIFE.total_seconds() * (1 - RENEW_AT):
+                self._renew(job.uid, known)
+
+    async def _inventory(self, context: SSLContext, pod: _Pod) -> None:
+        answer = await self._client.inventory(context, pod.target)
+        self._answered(pod, answer)
+        pod.view = replace(pod.view, inventory=answer.reply)
+
+    def _renew(self, uid: JobUid, known: _Pod) -> None:
+        async def call(context: SSLContext, pod: _Pod) -> None:
+            message = await self._identity.renewed(uid, pod.target.pod)
+            await self._client.certificate(context, pod.target, message)
+            pod.not_after = None  # the next call shows the new one
+            logs.info("certificate renewed", pod=pod.target.pod)
+
+        self._start(uid, known.view.pod_uid, "certificate", call)
+
+    def _start(
+        self,
+        uid: JobUid,
+        pod_uid: str,
+        name: str,
+        call: Callable[[SSLContext, _Pod], Awaitable[None]],
+    ) -> None:
+        job = self._jobs.get(uid)
+        pod = None if job is None else job.pods.get(pod_uid)
+        if job is None or pod is None or name in pod.under_way:
+            return
+        if self._clock.monotonic() < pod.not_before:
+            return
+        pod.under_way.add(name)
+        self._spawn(self._run(job, pod, name, call))
+
+    async def _run(
+        self,
+        job: _Job,
+        pod: _Pod,
+        name: str,
+        call: Callable[[SSLContext, _Pod], Awaitable[None]],
+    ) -> None:
+        before = pod.view
+        try:
+            async with self._slots:
+                context = await self._identity.client(job.uid)
+                pod.called_at = self._clock.monotonic()
+                await call(context, pod)
+        except SidecarRefused as refusal:
+            await self._refused(job, pod, name, refusal)
+        except UnavailableError as error:
+            self._failed(pod, error)
+        except FormatError as error:
+            self._failed(pod, error)
+        except HoldfastError as error:  # the authority cannot be read: nothing the pod can help
+            self._said.warning(f"identity {job.uid}", f"no certificate to call with: {error}")
+            self._hold_off(pod)
+        finally:
+            pod.under_way.discard(name)
+        if pod.view != before or name.startswith("prune "):
+            self._enqueue(job.key)
+
+    async def _refused(self, job: _Job, pod: _Pod, name: str, refusal: SidecarRefused) -> None:
+        """An answer all the same; where it knows of a newer round, what it holds is asked for."""
+        self._alive(pod)
+        refused = refusal.refused
+        self._said.info(
+            f"{pod.target.pod} {name}", f"sidecar of {pod.target.pod} refused {name}: {refusal}"
+        )
+        if refused.code is Refusal.STALE_ROUND:
+            known = pod.view.sealed_round
+            newest = refused.round if known is None else max(known, refused.round)
+            pod.view = replace(pod.view, sealed_round=RestartRound(newest))
+        if name == "round":
+            self._hold_off(pod)
+            pod.called_at = None  # not newer, not sealed...: learn its round and version first
+            await self._learn(job, pod)
+
+    async def _learn(self, job: _Job, pod: _Pod) -> None:
+        try:
+            await self._inventory(await self._identity.client(job.uid), pod)
+        except SidecarRefused:
+            return
+        except HoldfastError as error:
+            self._failed(pod, error)
+
+    def _answered(self, pod: _Pod, answer: Answered) -> None:
+        if answer.certificate_not_after is not None:
+            pod.not_after = answer.certificate_not_after
+        self._alive(pod)
+
+    def _alive(self, pod: _Pod) -> None:
+        if self._said.forget(pod.view.pod_uid):
+            logs.info("sidecar answers again", pod=pod.target.pod)
+        pod.failures = 0
+        pod.failing_since = None
+        pod.not_before = 0.0
+        pod.view = replace(pod.view, reachable=Reachable.YES, unreachable_since=None)
+
+    def _failed(self, pod: _Pod, error: HoldfastError) -> None:
+        pod.failures += 1
+        if pod.failing_since is None:
+            pod.failing_since = self._clock.monotonic()
+        self._hold_off(pod)
+        if pod.failures >= UNREACHABLE_AFTER:
+            self._said.warning(pod.view.pod_uid, str(error), pod=pod.target.pod)
+            pod.view = replace(
+                pod.view, reachable=Reachable.NO, unreachable_since=pod.failing_since
+            )
+
+    def _hold_off(self, pod: _Pod) -> None:
+        steps = min(max(pod.failures - 1, 0), 8)
+        pause = min(FIRST_BACKOFF_SECONDS * 2.0**steps, MAX_BACKOFF_SECONDS)
+        pod.not_before = self._clock.monotonic() + pause
+
+    async def _ask(self, job: _Job, pod: str, path: str, message: Ask, name: str) -> None:
+        try:
+            while self._jobs.get(job.uid) is job and job.round == message.round:
+                known = next((p for p in job.pods.values() if p.target.pod == pod), None)
+                if known is None:
+                    return
+                try:
+                    context = await self._identity.client(job.uid)
+                    await self._client.ask(context, known.target, path, message)
+                    return
+                except SidecarRefused as refusal:
+                    if refusal.code is not Refusal.BUSY:
+                        self._said.info(name, f"{path} was refused: {refusal}")
+                        return
+                except HoldfastError as error:
+                    self._said.info(name, f"{path} is tried again: {error}")
+                await self._clock.sleep(ASK_AGAIN_SECONDS)
+        finally:
+            job.asks.discard(name)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------------ the coordinator's state
+
+    def _follow_coordinator(
+        self, job: _Job, present: dict[str, PodView], coordinator: Worker | None
+    ) -> None:
+        pod = next((p for p in present.values() if p.worker == coordinator and p.alive), None)
+        if coordinator is None or pod is None or job.round is None:
+            wanted = None
+        else:
+            wanted = f"{pod.uid} {pod.ip} {pod.sidecar_restarts} {job.round}"
+        if wanted == job.coordinator_pod and (wanted is None or job.poll is not None):
+            return
+        if job.poll is not None:
+            job.poll.cancel()
+            job.poll = None
+        job.coordinator_pod = wanted
+        job.since = 0
+        if job.state is not None and job.state.round != job.round:
+            job.state = None
+        if wanted is not None and pod is not None:
+            job.poll = asyncio.create_task(self._poll(job, pod.uid))
+
+    async def _poll(self, job: _Job, pod_uid: str) -> None:
+        """Until cancelled by the next coordinator or round."""
+        pause = FIRST_BACKOFF_SECONDS
+        while True:
+            pod = job.pods.get(pod_uid)
+            if pod is None:
+                return
+            job.acted.clear()
+            try:
+                context = await self._identity.client(job.uid)
+                answer = await self._client.state(context, pod.target, job.since)
+            except SidecarRefused as refusal:
+                self._alive(pod)
+                self._said.info(f"poll {job.uid}", f"the coordinator's state: {refusal}")
+            except HoldfastError as error:
+                before = pod.view
+                self._failed(pod, error)
+                job.since = 0
+                if pod.view != before:
+                    self._enqueue(job.key)
+            else:
+                pause = FIRST_BACKOFF_SECONDS
+                self._answered(pod, answer)
+                self._said.forget(f"poll {job.uid}")
+                if answer.reply != job.state:
+                    job.state = answer.reply
+                    self._enqueue(job.key)
+                await self._until_acted(job, answer.reply.version)
+                continue
+            await self._clock.sleep(pause)
+            pause = min(pause * 2, MAX_BACKOFF_SECONDS)
+
+    async def _until_acted(self, job: _Job, version: int) -> None:
+        """Let the pass act on what was just delivered: the next poll says so by `since`. A state
+        that is not acted on yet would be answered at once again, so polls keep a distance."""
+        try:
+            async with asyncio.timeout(POLL_AGAIN_SECONDS):
+                while job.since < version:
+                    job.acted.clear()
+                    await job.acted.wait()
+        except TimeoutError:
+            return

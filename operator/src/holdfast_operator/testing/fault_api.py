@@ -1,0 +1,168 @@
+"""A Kubernetes API server for tests of the reflectors: one collection, and faults on demand.
+
+Real HTTP over a real socket. `objects` is the truth; `put` and `remove` send watch events; what
+`faults` says is done to the next requests. Not a model of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from aiohttp import web
+
+
+class Fault(StrEnum):
+    GONE = "gone"
+    """410 to a WATCH."""
+    ERROR_EVENT = "error-event"
+    """An ERROR event inside the stream, code 500."""
+    GONE_EVENT = "gone-event"
+    """An ERROR event inside the stream, code 410."""
+    FORBIDDEN = "forbidden"
+    SERVER_ERROR = "server-error"
+    RESET = "reset"
+    """The connection is cut in the middle of an answer."""
+    SILENT = "silent"
+    """Half-open: accepted, and nothing ever comes, although objects change."""
+    GARBAGE = "garbage"
+    """A line that is no JSON."""
+    EXPIRED_CONTINUE = "expired-continue"
+    """410 to the second page of a LIST."""
+
+
+@dataclass
+class FaultApi:
+    """`url` after `start`. Paths do not matter: every GET is for the one collection."""
+
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name."""
+    faults: list[Fault] = field(default_factory=list)
+    """Taken one by one by the requests that they fit."""
+    version: int = 1
+    lists: int = 0
+    watches: int = 0
+    url: str = ""
+    tokens: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._queues: list[asyncio.Queue[dict[str, Any] | None]] = []
+        self._runner: web.AppRunner | None = None
+        self._uids = 0
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._get)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def put(self, name: str, value: int, *, silently: bool = False) -> None:
+        """Add or change; the event goes to open watches unless `silently` (a watch gap)."""
+        known = self.objects.get(name)
+        if known is None:
+            self._uids += 1
+        uid = f"uid-{self._uids}" if known is None else known["metadata"]["uid"]
+        self.version += 1
+        metadata = {"name": name, "uid": uid, "resourceVersion": str(self.version)}
+        self.objects[name] = {"metadata": metadata, "spec": {"value": value}}
+        if not silently:
+            self._send("ADDED" if known is None else "MODIFIED", self.objects[name])
+
+    def remove(self, name: str, *, silently: bool = False) -> None:
+        self.version += 1
+        gone = self.objects.pop(name)
+        gone["metadata"]["resourceVersion"] = str(self.version)
+        if not silently:
+            self._send("DELETED", gone)
+
+    def bookmark(self) -> None:
+        self._send("BOOKMARK", {"metadata": {"resourceVersion": str(self.version)}})
+
+    def end_watches(self) -> None:
+        """A clean end of every stream."""
+        for queue in self._queues:
+            queue.put_nowait(None)
+
+    def _send(self, kind: str, body: dict[str, Any]) -> None:
+        for queue in self._queues:
+            queue.put_nowait({"type": kind, "object": json.loads(json.dumps(body))})
+
+    def _take(self, *kinds: Fault) -> Fault | None:
+        for fault in self.faults:
+            if fault in kinds:
+                self.faults.remove(fault)
+                return fault
+        return None
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        self.tokens.append(request.headers.get("Authorization", ""))
+        fault = self._take(Fault.FORBIDDEN, Fault.SERVER_ERROR)
+        if fault is not None:
+            code = 403 if fault is Fault.FORBIDDEN else 500
+            return web.json_response({"reason": fault, "message": "no"}, status=code)
+        if request.query.get("watch"):
+            return await self._watch(request)
+        return self._list(request)
+
+    def _list(self, request: web.Request) -> web.Response:
+        start = int(request.query.get("continue", "0"))
+        if start and self._take(Fault.EXPIRED_CONTINUE):
+            return web.json_response({"reason": "Expired", "message": "too old"}, status=410)
+        self.lists += start == 0
+        stop = start + int(request.query.get("limit", "500"))
+        items = list(self.objects.values())
+        metadata = {"resourceVersion": str(self.version)}
+        if stop < len(items):
+            metadata["continue"] = str(stop)
+        return web.json_response({"metadata": metadata, "items": items[start:stop]})
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        self.watches += 1
+        if self._take(Fault.GONE):
+            return web.json_response({"reason": "Expired", "message": "too old"}, status=410)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        if self._take(Fault.SILENT):
+            await asyncio.Event().wait()
+        for line in self._bad_lines():
+            await response.write(line)
+            return response
+        if self._take(Fault.RESET):
+            await response.write(b'{"type": "ADD')
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._queues.append(queue)
+        try:
+            for missed in self._after(int(request.query["resourceVersion"])):
+                await response.write(json.dumps(missed).encode() + b"\n")
+            while (event := await queue.get()) is not None:
+                await response.write(json.dumps(event).encode() + b"\n")
+        finally:
+            self._queues.remove(queue)
+        return response
+
+    def _after(self, version: int) -> Iterator[dict[str, Any]]:
+        """Objects that changed since; deletes in a gap are not remembered, as after compaction."""
+        for body in list(self.objects.values()):
+            if int(body["metadata"]["resourceVersion"]) > version:
+                yield {"type": "MODIFIED", "object": body}
+
+    def _bad_lines(self) -> Iterator[bytes]:
+        for fault, code in ((Fault.ERROR_EVENT, 500), (Fault.GONE_EVENT, 410)):
+            if self._take(fault):
+                error = {"code": code, "reason": "Injected", "message": "injected"}
+                yield json.dumps({"type": "ERROR", "object": error}).encode() + b"\n"
+        if self._take(Fault.GARBAGE):
+            yield b"<html>\n"

@@ -1,0 +1,27 @@
+"""Waiting in tests that drive real processes: poll with a deadline, never a fixed sleep."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+
+def free_port() -> int:
+    """A port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def poll(what: str, condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """The first true value of `condition`; AssertionError that says what was waited for."""
+    pause = Event()
+    value: Any = None
+    for _ in range(int(seconds / 0.05)):
+        value = condition()
+        if value:
+            return value
+        pause.wait(0.05)
+    raise AssertionError(f"{what}: not within {seconds} s; the last value was {value!r}")

@@ -1,0 +1,21 @@
+"""Polling with a deadline: tests never sleep for a fixed time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from holdfast_core.clock import SystemClock
+
+DEADLINE_SECONDS = 30.0
+
+
+async def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
+    """Poll until `condition` is truthy; AssertionError with `what` when the time is over."""
+    clock = SystemClock()
+    deadline = clock.monotonic() + seconds
+    while not (value := condition()):
+        if clock.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        await clock.sleep(0.02)
+    return value

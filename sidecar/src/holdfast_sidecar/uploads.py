@@ -1,0 +1,191 @@
+"""The coordinator's part of persisting: which steps go to the object store, and their manifests.
+
+One step at a time: members upload their shards when asked; when all have, the layout and then the
+manifest are put, if absent. What waits is bounded (`ledger.MAX_WAITING_UPLOADS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from holdfast_core.clock import Clock
+from holdfast_core.contract import SidecarContract
+from holdfast_core.errors import AlreadyExistsError, HoldfastError
+from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.ids import CheckpointId, Level, Step, TierName
+from holdfast_core.tiers.base import NodeTier, ObjectTier
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.transfer.messages import RestorePoint, Round
+from holdfast_sidecar import logs
+from holdfast_sidecar.backoff import Backoff
+from holdfast_sidecar.failures import Failures
+from holdfast_sidecar.ledger import Ledger, StepEntry
+from holdfast_sidecar.outbox import Outbox
+from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.versioned import Versioned
+
+_STALE_UPLOADS = timedelta(hours=24)
+
+
+class Uploads:
+    def __init__(
+        self,
+        contract: SidecarContract,
+        message: Round,
+        node: NodeTier,
+        store: ObjectTier | None,
+        *,
+        ledger: Ledger,
+        outbox: Outbox,
+        versioned: Versioned,
+        pools: Pools,
+        failures: Failures,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._contract = contract
+        self._node = node
+        self._store = store
+        self._ledger = ledger
+        self._outbox = outbox
+        self._versioned = versioned
+        self._pools = pools
+        self._failures = failures
+        self._clock = clock
+        self._on_change = on_change
+        self._every = message.policy.object_every_steps
+        self._round = message.round
+        self._after: Step | None = None
+        self._gave_up = False
+        self.last = message.last_persisted
+        """Newest persisted step of the job, as far as this coordinator knows."""
+        self.last_bytes = 0
+
+    # ------------------------------------------------------------------ which steps
+
+    def policy(self, message: Round) -> None:
+        self._every = message.policy.object_every_steps
+
+    def ask_after(self, step: Step) -> None:
+        """A save was asked for: persist the first step committed above this one."""
+        self._after = step
+
+    def committed(self, step: Step) -> None:
+        """A step has become local: queue it if it is due."""
+        if self._due(step):
+            self._request(step)
+
+    def finish(self, newest: StepEntry | None) -> None:
+        """The gang is done: its newest step goes to the store whether or not an interval names it."""
+        if self._store is None or newest is None or newest.persisted or self._gave_up:
+            return
+        if newest.step not in self._ledger.on_way_to_store:
+            self._request(newest.step)
+            self._versioned.tick()
+
+    def give_up(self, waited_seconds: float) -> None:
+        """Stop waiting for the store; what was not persisted is a Failure."""
+        self._gave_up = True
+        steps = self._ledger.give_up_uploads()
+        self._failures.note_text(
+            "uploads at the end",
+            TierName.OBJECT,
+            "GaveUp",
+            f"steps {list(steps)} were not persisted within {waited_seconds:.0f} s after the last "
+            "rank returned",
+            step=steps[-1] if steps else None,
+        )
+
+    def _due(self, step: Step) -> bool:
+        last = self.last
+        if self._store is None or (
+            last is not None
+            and last.round == self._round
+            and last.step is not None
+            and last.step >= step
+        ):
+            return False
+        if self._after is not None and step > self._after:
+            self._after = None
+            return True
+        return self._every is not None and step % self._every == 0
+
+    def _request(self, step: Step) -> None:
+        dropped = self._ledger.request_upload(step)
+        if dropped is not None:
+            self._failures.note_text(
+                "uploads that were overtaken",
+                TierName.OBJECT,
+                "Superseded",
+                f"step {dropped} waited for the store and gave way to step {step}",
+                step=dropped,
+            )
+
+    # ------------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Until cancelled. Without a store there is nothing to do."""
+        if self._store is None:
+            return
+        await self._reap()
+        backoff = Backoff(0.5, 15.0)
+        while True:
+            await self._versioned.wait_tick(at_most_seconds=5.0)
+            step = self._ledger.next_upload()
+            entry = None if step is None else self._ledger.steps.get(step)
+            if entry is None or entry.manifest is None:
+                continue
+            self._outbox.persist(entry.step)
+            if len(entry.uploaded) < entry.world_size:
+                continue
+            try:
+                await self._put(self._store, entry, entry.manifest)
+            except AlreadyExistsError as error:
+                self._note(entry, error)
+                self._ledger.upload_ended(entry.step, persisted=False)
+            except HoldfastError as error:
+                self._note(entry, error)
+                await self._clock.sleep(backoff.next_seconds())
+            else:
+                backoff.reset()
+                self._persisted(entry)
+            self._on_change()
+
+    def _note(self, entry: StepEntry, error: HoldfastError) -> None:
+        self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
+
+    async def _put(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> None:
+        namespace, job_uid = self._contract.namespace, self._contract.job_uid
+        layout = entry.layout
+        if layout is None:
+            layout = await self._pools.read.run(
+                self._node.get_layout, parse_manifest(manifest).layout
+            )
+        await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
+        await self._pools.store.run(
+            store.put_manifest, namespace, job_uid, CheckpointId(entry.step, entry.round), manifest
+        )
+
+    def _persisted(self, entry: StepEntry) -> None:
+        self._ledger.upload_ended(entry.step, persisted=True)
+        self._failures.healthy("manifests in the store")
+        self._failures.healthy("uploads that were overtaken")
+        if self.last is None or self.last.step is None or self.last.step < entry.step:
+            self.last = RestorePoint(entry.step, entry.round, entry.manifest_digest)
+            self.last_bytes = entry.payload_bytes
+        logs.info("persisted", step=entry.step, round=entry.round, level=Level.PERSISTED)
+
+    async def _reap(self) -> None:
+        """Multipart uploads that a dead pod left behind a day ago: they cost money for ever."""
+        if not isinstance(self._store, S3ObjectTier):
+            return
+        try:
+            await self._pools.store.run(
+                self._store.abort_stale_uploads,
+                self._contract.namespace,
+                self._contract.job_uid,
+                _STALE_UPLOADS,
+            )
+        except HoldfastError as error:
+            logs.warning("unfinished uploads were not looked for", error=str(error))

@@ -1,0 +1,260 @@
+"""Faults on the running test bed, for tests and by hand: nodes, processes, disks, the store.
+
+Every function takes names as Kubernetes knows them and returns when the fault is in force, or, for
+one that ends a fault, when the node is Ready again. Nothing here knows what a test expects.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from testbed import cluster
+from testbed.config import CONTROL_PLANE, NODES, Bed, current_bed
+from testbed.shell import BedError, each, run
+
+_PARTITION = (
+    "iptables -t mangle -{op} PREROUTING -i eth0 -j DROP",
+    "iptables -t mangle -{op} POSTROUTING -o eth0 -j DROP",
+)
+_FILL = "holdfast-fill"
+_OOM_BYTES = 64 << 20
+
+
+# ------------------------------------------------------------------ nodes
+
+
+def kill_node(name: str) -> None:
+    """Power off at once: every process of the node gets SIGKILL, its memory file systems are gone."""
+    _docker("kill", name)
+
+
+def stop_node(name: str) -> None:
+    """Shut down in order; kubelet and containers get SIGTERM first."""
+    _docker("stop", "-t", "20", name, timeout_seconds=60)
+
+
+def start_node(name: str, *, ready_within_seconds: float = 120) -> None:
+    """Power on after `kill_node` or `stop_node`; wait until the node is Ready again."""
+    bed, began = current_bed(), _now()
+    before = cluster.addresses(bed).get(name)
+    _docker("start", name)
+    if name == CONTROL_PLANE and not cluster.wait_for_api(bed, ready_within_seconds):
+        raise BedError(f"no API server {ready_within_seconds} s after a start of {name}")
+    if before != cluster.addresses(bed).get(name):
+        cluster.connect_nodes(bed)  # the others' routes to it are old; its own came back at boot
+    wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
+
+
+def pause_node(name: str) -> None:
+    """Freeze every process of the node; connections stay open and silent. Memory is kept."""
+    _docker("pause", name)
+
+
+def unpause_node(name: str, *, ready_within_seconds: float = 120) -> None:
+    began = _now()
+    _docker("unpause", name)
+    wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
+
+
+def partition_node(name: str) -> None:
+    """Drop every packet between the node and all others, both ways. Its own pods reach each other."""
+    cluster.in_node(current_bed(), name, f"{_lift()}; {'; '.join(_PARTITION).format(op='I')}")
+
+
+def rejoin_node(name: str, *, ready_within_seconds: float = 120) -> None:
+    """Undo `partition_node`; connections that outlived it go on."""
+    began = _now()
+    cluster.in_node(current_bed(), name, _lift())
+    wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
+
+
+def heal_nodes(*, ready_within_seconds: float = 120) -> None:
+    """End every fault of this module on nodes and on the store: start, unpause, rejoin, wait Ready."""
+    bed, began = current_bed(), _now()
+    state = cluster.containers(bed)
+    hurt = [name for name in NODES if state.get(name) != "running"]
+    if hurt:
+        cluster.start_all(bed, {name: state.get(name, "exited") for name in hurt})
+        cluster.connect_nodes(bed)
+    each(lambda name: cluster.in_node(bed, name, _lift()), NODES)
+    _store_rules(bed, "D")
+    for name in hurt:
+        wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
+    cluster.wait_ready(bed, int(ready_within_seconds))
+
+
+def wait_node_ready(name: str, *, since: datetime, within_seconds: float) -> None:
+    """Wait for condition Ready and a lease renewed after `since` (a dead node stays Ready a while)."""
+    deadline = time.monotonic() + within_seconds
+    condition = "{.status.conditions[?(@.type=='Ready')].status}"
+    while True:
+        try:
+            ready = _kubectl("get", "node", name, "-o", f"jsonpath={condition}")
+            lease = ("get", "lease", "-n", "kube-node-lease", name)
+            renewed = _kubectl(*lease, "-o", "jsonpath={.spec.renewTime}")
+            if ready == "True" and renewed and datetime.fromisoformat(renewed) > since:
+                return
+        except BedError as error:
+            ready = str(error)
+        if time.monotonic() > deadline:
+            raise BedError(f"node {name} is not Ready after {within_seconds} s: {ready}")
+        time.sleep(0.25)
+
+
+# ------------------------------------------------------------------ processes and disks of a pod
+
+
+def kill_process(
+    namespace: str, pod: str, container: str, *, match: str | None = None, signal: str = "KILL"
+) -> list[int]:
+    """Send a signal to processes of one container; return their pids in the node.
+
+    Without `match` it is the container's first process; with it, every process of the container
+    whose name or command line the regular expression finds. `signal` STOP and CONT freeze and thaw. Raises
+    BedError if no process matches.
+    """
+    node, container_id, first = _locate(namespace, pod, container)
+    found = _processes(node, container_id)
+    pids = [first] if match is None else [p for p, c in found.items() if re.search(match, c)]
+    if not pids:
+        listed = "\n".join(f"  {pid} {command}" for pid, command in found.items())
+        raise BedError(f"no process of {namespace}/{pod}/{container} matches {match}:\n{listed}")
+    cluster.in_node(current_bed(), node, f"kill -{signal} {' '.join(map(str, pids))}")
+    return pids
+
+
+def oom_container(namespace: str, pod: str, container: str) -> None:
+    """Let the kernel's OOM killer take a process of the container, as a real memory leak would."""
+    node, container_id, first = _locate(namespace, pod, container)
+    pids = " ".join(map(str, _processes(node, container_id)))
+    script = f"""
+for pid in {pids}; do echo 1000 > /proc/$pid/oom_score_adj || true; done
+v1=$(sed -n 's/^[0-9]*:memory://p' /proc/{first}/cgroup)
+if [ -n "$v1" ]; then
+  cg=/sys/fs/cgroup/memory$v1; limit=memory.limit_in_bytes; usage=memory.usage_in_bytes
+else
+  cg=/sys/fs/cgroup$(sed -n 's/^0:://p' /proc/{first}/cgroup); limit=memory.max; usage=memory.current
+fi
+cd $cg && old=$(cat $limit)
+[ -z "$v1" ] || echo 0 > memory.force_empty || true
+echo $(( $(cat $usage) + 4194304 )) > $limit || true
+timeout 10 sh -c 'echo $$ > cgroup.procs; head -c {_OOM_BYTES} /dev/zero | tail -c {_OOM_BYTES} >/dev/null'
+[ ! -e $limit ] || echo $old > $limit
+exit 0
+"""
+    cluster.in_node(current_bed(), node, script)
+
+
+def fill_disk(namespace: str, pod: str, container: str, path: str, size_bytes: int) -> int:
+    """Occupy space in the file system at `path` in the container; return the bytes really taken.
+
+    Less than `size_bytes` means that the file system is full. `free_disk` gives it back.
+    """
+    node, _, first = _locate(namespace, pod, container)
+    target = f"/proc/{first}/root{path}/{_FILL}"
+    write = f"fallocate -l {size_bytes} {target} || head -c {size_bytes} /dev/zero > {target}"
+    script = f"{{ {write}; }} 2>/dev/null || true; stat -c %s {target}"
+    return int(cluster.in_node(current_bed(), node, script, timeout_seconds=300))
+
+
+def free_disk(namespace: str, pod: str, container: str, path: str) -> None:
+    """Remove what `fill_disk` wrote."""
+    node, _, first = _locate(namespace, pod, container)
+    cluster.in_node(current_bed(), node, f"rm -f /proc/{first}/root{path}/{_FILL}")
+
+
+# ------------------------------------------------------------------ the store
+
+
+@contextmanager
+def store_down(*, hang: bool = False) -> Iterator[None]:
+    """MinIO cannot be reached: connections are reset, old ones too; with `hang`, they get no answer.
+
+    What it stores is kept.
+    """
+    bed = current_bed()
+    _store_rules(bed, "D")
+    _store_rules(bed, "I", hang=hang)
+    try:
+        yield
+    finally:
+        _store_rules(bed, "D")
+
+
+def _store_rules(bed: Bed, op: str, *, hang: bool = False) -> None:
+    match = "-p tcp --dport 9000 -m comment --comment store-down"
+    rules = {False: f"{match} -j REJECT --reject-with tcp-reset", True: f"{match} -j DROP"}
+    if op == "D":
+        text = "; ".join(
+            f"while iptables -D FORWARD {r} 2>/dev/null; do :; done" for r in rules.values()
+        )
+    else:
+        text = f"iptables -I FORWARD {rules[hang]}"
+    cluster.in_node(bed, CONTROL_PLANE, text)
+
+
+# ------------------------------------------------------------------ how
+
+
+def _lift() -> str:
+    """Commands that remove the rules of a partition, however many there are."""
+    return "; ".join(f"while {rule.format(op='D')} 2>/dev/null; do :; done" for rule in _PARTITION)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _docker(*words: str, timeout_seconds: float = 60) -> str:
+    return run(["docker", *words], env=current_bed().environment(), timeout_seconds=timeout_seconds)
+
+
+def _kubectl(*words: str) -> str:
+    return cluster.kubectl(current_bed(), "--request-timeout=10s", *words, timeout_seconds=20)
+
+
+def find_container(pod: dict[str, Any], container: str) -> tuple[str, str]:
+    """Node and container id from a pod's record. BedError names the containers that run."""
+    status = pod["status"]
+    records = [*status.get("containerStatuses", []), *status.get("initContainerStatuses", [])]
+    running = {
+        str(record["name"]): str(record["containerID"]).split("://")[1]
+        for record in records
+        if "running" in record["state"]
+    }
+    if container not in running:
+        name = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
+        raise BedError(
+            f"{container} of {name} does not run; running: {', '.join(running) or 'none'}"
+        )
+    return str(pod["spec"]["nodeName"]), running[container]
+
+
+def _locate(namespace: str, pod: str, container: str) -> tuple[str, str, int]:
+    """Node, container id and the pid, in the node, of the container's first process."""
+    record = json.loads(_kubectl("get", "pod", "-n", namespace, pod, "-o", "json"))
+    node, container_id = find_container(record, container)
+    form = "crictl inspect -o go-template --template '{{.info.pid}}'"
+    pid = cluster.in_node(current_bed(), node, f"{form} {container_id}").strip()
+    return node, container_id, int(pid)
+
+
+def _processes(node: str, container_id: str) -> dict[int, str]:
+    """Name and command line of the container's processes by pid in the node, found by their cgroup."""
+    script = (
+        f"for f in $(grep -l {container_id} /proc/[0-9]*/cgroup 2>/dev/null); do d=${{f%/cgroup}}; "
+        "echo ${d#/proc/} $(cat $d/comm 2>/dev/null) $(tr '\\0' ' ' < $d/cmdline 2>/dev/null); done"
+    )
+    return parse_processes(cluster.in_node(current_bed(), node, script))
+
+
+def parse_processes(text: str) -> dict[int, str]:
+    """`PID COMMAND LINE` lines; a process that ended meanwhile has no command line and is left out."""
+    pairs = [line.split(" ", 1) for line in text.splitlines()]
+    return {int(pair[0]): pair[1] for pair in pairs if len(pair) == 2 and pair[1].strip()}

@@ -1,0 +1,90 @@
+"""The chart, rendered by helm, and installed by helm on a real API server."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast_core.testing.control_plane import ControlPlane, find_binary
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "holdfast"
+NAMESPACE = "holdfast-system"
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+Render = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    """helm with folders of its own; fails the test on a failure unless check=False."""
+    home = tmp_path_factory.mktemp("helm")
+
+    def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(find_binary("helm")), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={
+                "HOME": str(home),
+                "HELM_CACHE_HOME": str(home),
+                "HELM_CONFIG_HOME": str(home),
+                "HELM_DATA_HOME": str(home),
+            },
+        )
+        if check:
+            assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def render(helm: Helm) -> Render:
+    """The objects of the chart with these values: render("operator.workers=4")."""
+
+    def objects(*values: str) -> list[dict[str, Any]]:
+        sets = [part for value in values for part in ("--set", value)]
+        text = helm("template", "holdfast", str(CHART), "-n", NAMESPACE, *sets).stdout
+        return [document for document in yaml.safe_load_all(text) if document is not None]
+
+    return objects
+
+
+@pytest.fixture(scope="session")
+def cluster(helm: Helm) -> Iterator[ControlPlane]:
+    """A real API server on which helm has installed the chart in a restricted namespace."""
+    with ControlPlane() as cp:
+        cp.create_namespace(NAMESPACE, **RESTRICTED)
+        cp.create_namespace("team-a")
+        helm("install", "holdfast", str(CHART), "-n", NAMESPACE, f"--kubeconfig={cp.kubeconfig}")
+        plurals = ("trainingjobs", "checkpoints", "checkpointstores")
+        names = [f"{plural}.holdfast.dev" for plural in plurals]
+        cp.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd", *names)
+        _until_policy_is_in_force(cp)
+        yield cp
+
+
+def _until_policy_is_in_force(cp: ControlPlane) -> None:
+    """The server compiles an admission policy some seconds after it was created."""
+    job = """
+    {"apiVersion": "holdfast.dev/v1alpha1", "kind": "TrainingJob",
+     "metadata": {"name": "probe", "namespace": "team-a"},
+     "spec": {"workers": 1, "checkpoint": {"interval": {"steps": 1}},
+              "template": {"spec": {"containers": [{"name": "trainer", "image": "a:1",
+                "volumeMounts": [{"name": "a", "mountPath": "/holdfast"}]}]}}}}
+    """
+    deadline = time.monotonic() + 60
+    while True:
+        words = cp.kubectl("create", "--dry-run=server", "-f", "-", stdin=job, check=False)
+        if "denied" in words:
+            return
+        assert time.monotonic() < deadline, f"the policy is not in force: {words}"
+        time.sleep(0.5)

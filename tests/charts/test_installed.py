@@ -1,0 +1,335 @@
+"""The chart on a real API server: rights, Pod Security, the admission policy, uninstall."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast_core.testing.api_objects import ABSENT, job_object, merged
+from holdfast_core.testing.control_plane import ControlPlane
+
+pytestmark = pytest.mark.integration
+
+GOLDEN = Path(__file__).with_name("golden") / "rights.txt"
+CHART = Path(__file__).resolve().parents[2] / "charts" / "holdfast"
+OPERATOR = "system:serviceaccount:holdfast-system:holdfast"
+
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+Render = Callable[..., list[dict[str, Any]]]
+
+
+def rights(objects: list[dict[str, Any]]) -> Iterator[str]:
+    """One line for each resource that the operator's service account may touch."""
+    for o in objects:
+        if o["kind"] not in ("Role", "ClusterRole") or "labels" not in o["metadata"]:
+            continue
+        if any(label.startswith("rbac.auth") for label in o["metadata"]["labels"]):
+            continue
+        where = o["metadata"].get("namespace", "*")
+        for rule in o["rules"]:
+            assert set(rule) == {"apiGroups", "resources", "verbs"}
+            for group in rule["apiGroups"]:
+                for resource in rule["resources"]:
+                    name = f"{resource}.{group}" if group else resource
+                    yield f"{where}: {name}: {' '.join(rule['verbs'])}"
+
+
+def test_rights_of_the_operator_are_the_golden_ones(render: Render) -> None:
+    assert "\n".join(sorted(rights(render()))) + "\n" == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource", "namespace", "allowed"),
+    [
+        ("create", "secrets", "team-a", True),
+        ("delete", "secrets", "team-a", True),
+        ("get", "secrets", "team-a", False),
+        ("list", "secrets", "team-a", False),
+        ("update", "secrets", "team-a", False),
+        ("get", "secrets", "holdfast-system", True),
+        ("list", "secrets", "holdfast-system", False),
+        ("create", "pods", "team-a", True),
+        ("patch", "pods", "team-a", False),
+        ("create", "pods/exec", "team-a", False),
+        ("create", "pods/ephemeralcontainers", "team-a", False),
+        ("get", "pods/log", "team-a", False),
+        ("update", "trainingjobs.holdfast.dev", "team-a", False),
+        ("update", "trainingjobs.holdfast.dev/status", "team-a", True),
+        ("update", "trainingjobs.holdfast.dev/finalizers", "team-a", True),
+        ("create", "checkpoints.holdfast.dev", "team-a", True),
+        ("delete", "checkpointstores.holdfast.dev", "team-a", False),
+        ("list", "leases.coordination.k8s.io", "kube-node-lease", True),
+        ("list", "leases.coordination.k8s.io", "kube-system", False),
+        ("escalate", "clusterroles.rbac.authorization.k8s.io", "team-a", False),
+        ("impersonate", "users", "team-a", False),
+        ("list", "customresourcedefinitions.apiextensions.k8s.io", "", True),
+        ("update", "customresourcedefinitions.apiextensions.k8s.io", "", False),
+    ],
+)
+def test_the_server_grants_what_it_should(
+    cluster: ControlPlane, verb: str, resource: str, namespace: str, allowed: bool
+) -> None:
+    kind, _, subresource = resource.partition("/")
+    plural, _, group = kind.partition(".")
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": OPERATOR,
+            "groups": ["system:serviceaccounts", "system:authenticated"],
+            "resourceAttributes": {
+                "verb": verb,
+                "group": group,
+                "resource": plural,
+                "subresource": subresource,
+                "namespace": namespace,
+            },
+        },
+    }
+    answer = cluster.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+    assert answer["status"]["allowed"] is allowed
+
+
+def operator_pod(render: Render, **container: Any) -> str:
+    [deployment] = [o for o in render() if o["kind"] == "Deployment"]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "operator", "namespace": "holdfast-system"},
+        "spec": deployment["spec"]["template"]["spec"],
+    }
+    pod["spec"]["containers"][0] = merged(pod["spec"]["containers"][0], container)
+    return json.dumps(pod)
+
+
+def test_the_operators_pod_is_restricted(cluster: ControlPlane, render: Render) -> None:
+    cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=operator_pod(render))
+
+
+def test_restricted_is_enforced_where_that_was_tested(
+    cluster: ControlPlane, render: Render
+) -> None:
+    words = cluster.kubectl(
+        "create",
+        "--dry-run=server",
+        "-f",
+        "-",
+        stdin=operator_pod(render, securityContext={"capabilities": ABSENT}),
+        check=False,
+    )
+    assert 'violates PodSecurity "restricted' in words
+
+
+def test_everything_is_valid_for_the_server(cluster: ControlPlane, render: Render) -> None:
+    """Strict field validation by the server, for all that it has a schema of."""
+    known = [o for o in render() if not o["apiVersion"].startswith("monitoring.coreos.com")]
+    words = cluster.kubectl(
+        "apply",
+        "--dry-run=server",
+        "--validate=strict",
+        "-f",
+        "-",
+        stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": known}),
+    )
+    assert len(words.splitlines()) == len(known)
+
+
+@pytest.fixture(scope="module")
+def people(cluster: ControlPlane) -> ControlPlane:
+    """alice may edit in team-a; bob may only create TrainingJobs there."""
+
+    def bind(user: str, kind: str, role: str) -> dict[str, Any]:
+        return {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": user, "namespace": "team-a"},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role},
+            "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": user}],
+        }
+
+    only_jobs = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": {"name": "only-jobs", "namespace": "team-a"},
+        "rules": [
+            {
+                "apiGroups": ["holdfast.dev"],
+                "resources": ["trainingjobs"],
+                "verbs": ["get", "create", "update", "patch"],
+            }
+        ],
+    }
+    pods = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": {"name": "jobs-and-pods", "namespace": "team-a"},
+        "rules": [
+            *only_jobs["rules"],
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]},
+        ],
+    }
+    cluster.apply(
+        only_jobs, pods, bind("bob", "Role", "only-jobs"), bind("alice", "Role", "jobs-and-pods")
+    )
+    return cluster
+
+
+def create_as(cp: ControlPlane, user: str, job: dict[str, Any], verb: str = "create") -> str:
+    return cp.kubectl(verb, f"--as={user}", "-f", "-", stdin=json.dumps(job), check=False)
+
+
+def test_who_may_create_pods_may_create_a_job(people: ControlPlane) -> None:
+    assert create_as(people, "alice", job_object("of-alice")).endswith("created\n")
+
+
+def test_who_may_not_create_pods_may_not_create_a_job(people: ControlPlane) -> None:
+    words = create_as(people, "bob", job_object("of-bob"))
+    assert "bob may not create pods in namespace team-a, and a TrainingJob creates them" in words
+    assert "ask for a role that may" in words
+
+
+def test_a_template_may_not_be_changed_without_that_right_but_the_rest_may(
+    people: ControlPlane,
+) -> None:
+    people.apply(job_object("shared"))
+    resource = ("trainingjob", "shared", "-n", "team-a", "--as=bob", "--type=merge", "-p")
+    assert "patched" in people.kubectl("patch", *resource, '{"spec": {"suspend": true}}')
+    words = people.kubectl(
+        "patch", *resource, '{"spec": {"template": {"spec": {"hostPID": true}}}}', check=False
+    )
+    assert "bob may not create pods" in words
+
+
+def template(**spec: Any) -> dict[str, Any]:
+    base = {"containers": [{"name": "trainer", "image": "a:1"}]}
+    return job_object("policy", template={"spec": {**base, **spec}})
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        pytest.param(
+            template(
+                containers=[
+                    {"name": "trainer", "image": "a:1"},
+                    {"name": "holdfast-sidecar", "image": "b:1"},
+                ]
+            ),
+            "names of containers and volumes that start with holdfast-",
+            id="sidecar's name",
+        ),
+        pytest.param(
+            template(initContainers=[{"name": "holdfast-sidecar", "image": "b:1"}]),
+            "names of containers and volumes that start with holdfast-",
+            id="sidecar's name among init containers",
+        ),
+        pytest.param(
+            template(volumes=[{"name": "holdfast-shared", "emptyDir": {}}]),
+            "names of containers and volumes that start with holdfast-",
+            id="volume's name",
+        ),
+        pytest.param(
+            template(
+                containers=[
+                    {
+                        "name": "trainer",
+                        "image": "a:1",
+                        "volumeMounts": [{"name": "v", "mountPath": "/holdfast/shared"}],
+                    }
+                ]
+            ),
+            "/holdfast is where the operator mounts its volumes",
+            id="mount path",
+        ),
+    ],
+)
+def test_what_is_the_operators_is_refused(
+    cluster: ControlPlane, job: dict[str, Any], expected: str
+) -> None:
+    words = cluster.kubectl(
+        "create", "--dry-run=server", "-f", "-", stdin=json.dumps(job), check=False
+    )
+    assert expected in words
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [
+        ("holdfast-view", "rbac.authorization.k8s.io/aggregate-to-view"),
+        ("holdfast-edit", "rbac.authorization.k8s.io/aggregate-to-edit"),
+        ("holdfast-admin", "rbac.authorization.k8s.io/aggregate-to-admin"),
+    ],
+)
+def test_roles_are_aggregated(cluster: ControlPlane, role: str, expected: str) -> None:
+    labels = json.loads(cluster.kubectl("get", "clusterrole", role, "-o", "json"))["metadata"]
+    assert labels["labels"][expected] == "true"
+
+
+def test_columns_and_computed_summaries(cluster: ControlPlane) -> None:
+    cluster.apply(job_object("columns"))
+    status = {
+        "phase": "Running",
+        "step": 4210,
+        "lastCommittedStep": 4200,
+        "lastPersisted": {"step": 4000, "round": 3, "manifest": "b3:00"},
+        "workers": {"ready": 3, "total": 4, "summary": "3/4"},
+        "restarts": 3,
+        "goodput": {"ratio": 0.981},
+        "restorePoint": {},
+    }
+    path = "/apis/holdfast.dev/v1alpha1/namespaces/team-a/trainingjobs/columns"
+    job = cluster.request("GET", path)
+    stored = cluster.request("PUT", f"{path}/status", {**job, "status": status})
+    assert stored["status"]["restorePoint"] == {}
+    assert stored["spec"]["checkpoint"]["node"]["volume"]["emptyDir"]["sizeLimit"] == "20Gi"
+    shown = cluster.kubectl("get", "tj", "columns", "-n", "team-a").splitlines()
+    assert shown[0].split() == (
+        ["NAME", "PHASE", "STEP", "COMMITTED", "PERSISTED", "WORKERS", "RESTARTS", "GOODPUT", "AGE"]
+    )
+    assert shown[1].split()[:-1] == [
+        "columns",
+        "Running",
+        "4210",
+        "4200",
+        "4000",
+        "3/4",
+        "3",
+        "0.981",
+    ]
+
+
+def test_explain_shows_descriptions(cluster: ControlPlane) -> None:
+    words = cluster.kubectl("explain", "trainingjob.spec.checkpoint.peer.copies")
+    assert "survives the loss of so many nodes" in " ".join(words.split())
+
+
+def test_uninstall_keeps_crds_and_jobs_and_nothing_else(helm: Helm) -> None:
+    with ControlPlane() as cp:
+        cp.create_namespace("holdfast-system")
+        cp.create_namespace("team-a")
+        at = ("-n", "holdfast-system", f"--kubeconfig={cp.kubeconfig}")
+        helm("install", "holdfast", str(CHART), *at)
+        helm("upgrade", "holdfast", str(CHART), *at)
+        cp.kubectl("wait", "--for=condition=Established", "crd", "trainingjobs.holdfast.dev")
+        cp.apply(job_object())
+        helm("uninstall", "holdfast", *at)
+        left = cp.kubectl(
+            "get",
+            "crd,clusterrole,clusterrolebinding,validatingadmissionpolicy,"
+            "validatingadmissionpolicybinding",
+            "-l",
+            "app.kubernetes.io/name=holdfast",
+            "-o",
+            "name",
+        )
+        assert sorted(line.rsplit("/", 1)[1] for line in left.splitlines()) == [
+            "checkpoints.holdfast.dev",
+            "checkpointstores.holdfast.dev",
+            "trainingjobs.holdfast.dev",
+        ]
+        assert "gpt-small" in cp.kubectl("get", "tj", "-n", "team-a")

@@ -1,0 +1,194 @@
+"""What the chart renders, value by value, without a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "holdfast"
+
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+Render = Callable[..., list[dict[str, Any]]]
+
+ALL_ON = (
+    "metrics.serviceMonitor.enabled=true",
+    "metrics.prometheusRule.enabled=true",
+    "networkPolicy.jobNamespaces={team-a,team-b}",
+)
+ALL_OFF = (
+    "crds.install=false",
+    "rbac.create=false",
+    "rbac.aggregate=false",
+    "serviceAccount.create=false",
+    "admissionPolicy.enabled=false",
+    "networkPolicy.enabled=false",
+)
+
+
+def kinds(objects: list[dict[str, Any]]) -> list[str]:
+    return sorted(f"{o['kind']}/{o['metadata']['name']}" for o in objects)
+
+
+def one(objects: list[dict[str, Any]], kind: str, name: str = "holdfast") -> dict[str, Any]:
+    [found] = [o for o in objects if o["kind"] == kind and o["metadata"]["name"] == name]
+    return found
+
+
+def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    spec: dict[str, Any] = one(objects, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize("values", [(), ALL_ON, ALL_OFF], ids=["defaults", "all on", "all off"])
+def test_lint_finds_nothing(helm: Helm, values: tuple[str, ...]) -> None:
+    helm("lint", "--strict", str(CHART), *(part for v in values for part in ("--set", v)))
+
+
+def test_defaults_render_these_objects(render: Render) -> None:
+    assert kinds(render()) == [
+        "ClusterRole/holdfast",
+        "ClusterRole/holdfast-admin",
+        "ClusterRole/holdfast-edit",
+        "ClusterRole/holdfast-view",
+        "ClusterRoleBinding/holdfast",
+        "CustomResourceDefinition/checkpoints.holdfast.dev",
+        "CustomResourceDefinition/checkpointstores.holdfast.dev",
+        "CustomResourceDefinition/trainingjobs.holdfast.dev",
+        "Deployment/holdfast",
+        "NetworkPolicy/holdfast",
+        "Role/holdfast",
+        "Role/holdfast-node-leases",
+        "RoleBinding/holdfast",
+        "RoleBinding/holdfast-node-leases",
+        "Service/holdfast-metrics",
+        "ServiceAccount/holdfast",
+        "ValidatingAdmissionPolicy/holdfast-trainingjobs",
+        "ValidatingAdmissionPolicyBinding/holdfast-trainingjobs",
+    ]
+
+
+def test_all_off_leaves_the_operator_alone(render: Render) -> None:
+    assert kinds(render(*ALL_OFF)) == ["Deployment/holdfast", "Service/holdfast-metrics"]
+
+
+def test_all_on_adds_monitoring_and_policies_of_job_namespaces(render: Render) -> None:
+    added = set(kinds(render(*ALL_ON))) - set(kinds(render()))
+    assert added == {
+        "NetworkPolicy/holdfast-workers",
+        "PodMonitor/holdfast-sidecars",
+        "PrometheusRule/holdfast",
+        "ServiceMonitor/holdfast",
+    }
+    policies = [o for o in render(*ALL_ON) if o["metadata"]["name"] == "holdfast-workers"]
+    assert [p["metadata"]["namespace"] for p in policies] == ["team-a", "team-b"]
+
+
+def test_environment_of_the_operator(render: Render) -> None:
+    objects = render(
+        "operator.image.tag=v2",
+        "sidecar.image.repository=example/sidecar",
+        "sidecar.image.tag=v3",
+        "sidecar.image.pullPolicy=Never",
+    )
+    [container] = pod_of(objects)["containers"]
+    assert container["image"] == "holdfast/operator:v2"
+    assert {e["name"]: e.get("value", e.get("valueFrom")) for e in container["env"]} == {
+        "HOLDFAST_SIDECAR_IMAGE": "example/sidecar:v3",
+        "HOLDFAST_SIDECAR_IMAGE_PULL_POLICY": "Never",
+        "HOLDFAST_OPERATOR_NAMESPACE": {"fieldRef": {"fieldPath": "metadata.namespace"}},
+        "HOLDFAST_METRICS_PORT": "8080",
+        "HOLDFAST_HEALTH_PORT": "8081",
+        "HOLDFAST_LOG_LEVEL": "info",
+        "HOLDFAST_WORKERS": "8",
+    }
+
+
+def test_operator_is_one_and_leaves_a_dead_node_soon(render: Render) -> None:
+    deployment = one(render(), "Deployment")["spec"]
+    assert deployment["replicas"] == 1
+    assert deployment["strategy"] == {"type": "Recreate"}
+    assert [
+        (t["key"], t["effect"], t["tolerationSeconds"])
+        for t in deployment["template"]["spec"]["tolerations"]
+    ] == [
+        ("node.kubernetes.io/not-ready", "NoExecute", 10),
+        ("node.kubernetes.io/unreachable", "NoExecute", 10),
+    ]
+
+
+def test_operator_can_be_pinned(render: Render) -> None:
+    pod = pod_of(
+        render(
+            "operator.nodeSelector.role=control",
+            "operator.tolerations[0].key=role",
+            "operator.tolerations[0].operator=Exists",
+            "operator.priorityClassName=high",
+            "imagePullSecrets[0].name=pull",
+        )
+    )
+    assert pod["nodeSelector"] == {"role": "control"}
+    assert pod["tolerations"][2] == {"key": "role", "operator": "Exists"}
+    assert pod["priorityClassName"] == "high"
+    assert pod["imagePullSecrets"] == [{"name": "pull"}]
+
+
+def test_selectors_fit_the_pods(render: Render) -> None:
+    objects = render()
+    labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"].items()
+    for selector in (
+        one(objects, "Deployment")["spec"]["selector"]["matchLabels"],
+        one(objects, "Service", "holdfast-metrics")["spec"]["selector"],
+        one(objects, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels
+
+
+def test_pods_of_jobs_are_not_selected_as_the_operator(render: Render) -> None:
+    """The operator's reflector watches managed-by=holdfast: its own pod must not carry that."""
+    labels = one(render(), "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert labels["app.kubernetes.io/managed-by"] == "Helm"
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"), [("true", {"helm.sh/resource-policy": "keep"}), ("false", None)]
+)
+def test_crds_are_kept_unless_told_otherwise(
+    render: Render, keep: str, expected: dict[str, str] | None
+) -> None:
+    crds = [o for o in render(f"crds.keep={keep}") if o["kind"] == "CustomResourceDefinition"]
+    assert [crd["metadata"].get("annotations") for crd in crds] == [expected] * 3
+
+
+def test_names_follow_the_release_or_the_override(render: Render) -> None:
+    names = {o["metadata"]["name"] for o in render("fullnameOverride=ckpt", *ALL_OFF)}
+    assert names == {"ckpt", "ckpt-metrics"}
+
+
+def test_an_existing_service_account_is_bound(render: Render) -> None:
+    objects = render("serviceAccount.create=false", "serviceAccount.name=mine")
+    assert pod_of(objects)["serviceAccountName"] == "mine"
+    subjects = [o["subjects"] for o in objects if o["kind"].endswith("RoleBinding")]
+    bound = {"kind": "ServiceAccount", "name": "mine", "namespace": "holdfast-system"}
+    assert subjects == [[bound]] * len(subjects)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        pytest.param("operator.imagee.tag=1", "imagee", id="misspelt"),
+        pytest.param("operator.logLevel=loud", "logLevel", id="unknown level"),
+        pytest.param("operator.workers=0", "workers", id="no workers"),
+        pytest.param("crds.install=maybe", "install", id="no boolean"),
+        pytest.param("sidecar.image.pullPolicy=Sometimes", "pullPolicy", id="pull policy"),
+    ],
+)
+def test_wrong_values_are_refused(helm: Helm, value: str, words: str) -> None:
+    done = helm("template", "holdfast", str(CHART), "--set", value, check=False)
+    assert done.returncode != 0
+    assert words in done.stderr

@@ -1,0 +1,51 @@
+"""Writes the golden files of format version 1. Run once, when the version was made; never again:
+a change of these bytes needs a new version and files of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast_core.format.digest import digest_of
+from holdfast_core.testing.builders import (
+    layout,
+    manifest,
+    rank_layout,
+    rank_payload,
+    shard_file,
+    shard_header,
+)
+
+WORLD_SIZE = 2
+FOLDER = Path(__file__).parent / "format_v1"
+
+
+def golden_files() -> dict[str, bytes]:
+    """Name -> bytes, made by the code as it is now."""
+    files: dict[str, bytes] = {}
+    records = []
+    for rank in range(WORLD_SIZE):
+        data = rank_payload(rank=rank, world_size=WORLD_SIZE)
+        document = rank_layout(rank=rank, world_size=WORLD_SIZE)
+        header = shard_header(
+            len(data), rank=rank, round=3, world_size=WORLD_SIZE, layout=digest_of(document)
+        )
+        file, record = shard_file(header, data)
+        records.append(record)
+        files[f"rank{rank}.shard"] = file
+        files[f"rank{rank}.layout.json"] = document
+        files[f"rank{rank}.safetensors"] = data
+    whole = layout(world_size=WORLD_SIZE)
+    files["layout.json"] = whole
+    parent = digest_of(b"the manifest before")
+    files["manifest.json"] = manifest(records, parent=parent, layout_document=whole).to_bytes()
+    return files
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, data in golden_files().items():
+        (FOLDER / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Bytes of format version 1 stay readable, and are still written exactly like that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from tests.golden.make_format_v1 import golden_files
+
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import merge_layouts, parse_layout
+from holdfast_core.format.manifest import manifest_digest, parse_manifest
+from holdfast_core.format.payload import parse_payload, unpack_objects
+from holdfast_core.format.rank_layout import parse_rank_layout
+from holdfast_core.format.shard import head_bytes
+from holdfast_core.format.stream import ShardStream
+from holdfast_core.ids import Rank
+
+FOLDER = Path(__file__).parent / "format_v1"
+MANIFEST_DIGEST = "b3:94e91077c66f1d0a8f0d9dcbf8bc2bbca5e7baea8676f9e5bb949d57c1df564c"
+LAYOUT_DIGEST = "b3:7467bce3469953e2e59355e1c02a6bd8ec7dbd44ed5a065b31133d10d5bbfea7"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+
+
+def read(name: str) -> bytes:
+    return (FOLDER / name).read_bytes()
+
+
+def test_every_file_is_still_written_bit_for_bit() -> None:
+    assert golden_files() == {name: read(name) for name in NAMES}
+
+
+def test_the_digests_are_the_ones_of_then() -> None:
+    assert manifest_digest(read("manifest.json")) == MANIFEST_DIGEST
+    assert digest_of(read("layout.json")) == LAYOUT_DIGEST
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards_read(rank: int) -> None:
+    manifest = parse_manifest(read("manifest.json"))
+    file = read(f"rank{rank}.shard")
+    stream = ShardStream(manifest.ref(Rank(rank)), len(file))
+    stream.feed(memoryview(file))
+    trailer = stream.finish()
+    header = trailer.record.header
+    start = head_bytes(header)
+    payload = file[start : start + header.payload_bytes]
+    assert payload == read(f"rank{rank}.safetensors")
+    assert trailer.record.chunk_table == manifest.shards[rank].chunk_table
+    plan = parse_payload(payload, len(payload))
+    assert unpack_objects(payload[plan.objects.start : plan.objects.stop]) == {"rng": [rank, 10]}
+    layout = parse_rank_layout(read(f"rank{rank}.layout.json"))
+    assert digest_of(read(f"rank{rank}.layout.json")) == header.layout
+    assert layout.tensors["weight"].byte_range == plan.byte_range("weight")
+    with safe_open(FOLDER / f"rank{rank}.safetensors", framework="pt") as tensors:
+        assert tensors.get_tensor("step").item() == 10
+
+
+def test_documents_read() -> None:
+    manifest = parse_manifest(read("manifest.json"))
+    assert (manifest.step, manifest.restart_round, manifest.world_size) == (10, 3, 2)
+    assert manifest.layout == digest_of(read("layout.json"))
+    layout = parse_layout(read("layout.json"))
+    assert layout.tensors["weight"].shape == (4, 3)
+    assert merge_layouts(read(f"rank{r}.layout.json") for r in (1, 0)).to_bytes() == read(
+        "layout.json"
+    )

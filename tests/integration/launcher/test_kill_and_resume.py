@@ -1,0 +1,55 @@
+"""A run whose ranks were killed ends in the same bits as one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.testing import Launched, until
+
+ROOT = Path(__file__).resolve().parents[3]
+TRAIN = ROOT / "examples/gpt/train.py"
+STEPS = 40
+
+pytestmark = pytest.mark.integration
+
+
+def launched(directory: Path, ranks: int, restarts: int, *more: str) -> Launched:
+    progress = directory / "progress"
+    return Launched(
+        directory,
+        ["--nproc", str(ranks), "--max-restarts", str(restarts)],
+        [
+            sys.executable,
+            str(TRAIN),
+            *("--steps", str(STEPS), "--layers", "2", "--width", "32", "--batch", "2"),
+            *("--dir", str(directory / "ckpt"), "--interval", "3"),
+            *("--final-digest", "-", "--progress-dir", str(progress), *more),
+        ],
+    )
+
+
+def digests(run: Launched) -> dict[int, str]:
+    lines = [line.partition("] ")[2] for line in run.out().splitlines() if "finalDigest" in line]
+    return {entry["rank"]: entry["finalDigest"] for entry in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, id="alone"), pytest.param(3, id="three-ranks")])
+def test_kills_do_not_change_a_bit(tmp_path: Path, ranks: int) -> None:
+    with launched(tmp_path / "calm", ranks, 0) as calm:
+        assert calm.wait() == 0, calm.err()
+    expected = digests(calm)
+    assert sorted(expected) == list(range(ranks))
+
+    with launched(tmp_path / "killed", ranks, 5, "--sleep-per-step", "0.05") as run:
+        victims = [(ranks - 1, 8), (0, 20)]
+        for victim, step in victims:
+            until(lambda v=victim, s=step: run.step_of(v) >= s, f"step {step}")  # type: ignore[misc]
+            run.kill_rank(victim)
+        assert run.wait() == 0, run.err()
+    assert run.err().count("restarting all ranks in place") == len(victims), run.err()
+    assert run.err().count("restored step") >= len(victims)
+    assert digests(run) == expected

@@ -1,0 +1,39 @@
+"""A real API server with our CRDs; the operator runs as a process, the tests play the kubelet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from holdfast_core.testing.control_plane import ControlPlane
+from holdfast_operator.testing.waiting import poll
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[ControlPlane]:
+    """Fails, and says what to run, where the test bed's binaries are missing."""
+    with ControlPlane() as plane:
+        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+        names = []
+        for file in sorted((REPOSITORY / "crds").glob("*.yaml")):
+            body = yaml.safe_load(file.read_text())
+            names.append(body["metadata"]["name"])
+            plane.request("POST", path, body)
+        assert len(names) == 3, f"expected three CRDs in crds/, found {names}: run `make generate`"
+        for name in names:
+            poll(f"{name} is served", partial(_established, plane, f"{path}/{name}"))
+        plane.create_namespace("holdfast-system")
+        yield plane
+
+
+def _established(plane: ControlPlane, path: str) -> bool:
+    status = plane.request("GET", path).get("status") or {}
+    return any(
+        c["type"] == "Established" and c["status"] == "True" for c in status.get("conditions") or []
+    )

@@ -1,0 +1,421 @@
+"""The operator as a process against a real API server: rounds, kills of the operator, lost pods."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.testing.control_plane import ControlPlane, ControlPlaneError
+from holdfast_core.transfer.messages import (
+    CoordinatorState,
+    HeldShard,
+    ManifestInfo,
+    RankProgress,
+    RestorePoint,
+    RoundTimes,
+    ShardInfo,
+)
+from holdfast_operator.testing.played_kubelet import PlayedKubelet
+from holdfast_operator.testing.waiting import free_port, poll
+
+pytestmark = pytest.mark.integration
+
+GROUP = "/apis/holdfast.dev/v1alpha1"
+DIGEST = Digest("b3:" + "ab" * 32)
+WORKERS = 2
+
+
+@dataclass
+class Bed:
+    plane: ControlPlane
+    namespace: str
+    folder: Path
+    kubelet: PlayedKubelet
+    metrics_port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+
+    def start_operator(self) -> None:
+        self.starts += 1
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(self.plane.kubeconfig),
+            "HOLDFAST_SIDECAR_IMAGE": "holdfast/sidecar:test",
+            "HOLDFAST_OPERATOR_NAMESPACE": "holdfast-system",
+            "HOLDFAST_WATCH_NAMESPACES": self.namespace,
+            "HOLDFAST_METRICS_PORT": str(self.metrics_port),
+            "HOLDFAST_HEALTH_PORT": str(free_port()),
+        }
+        log = (self.folder / f"operator-{self.starts}.log").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast_operator"], env=environment, stderr=log, stdout=log
+        )
+
+    def kill_operator(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.process = None
+
+    def log(self) -> str:
+        return (self.folder / f"operator-{self.starts}.log").read_text()
+
+    def path(self, kind: str, name: str = "") -> str:
+        return f"{GROUP}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
+
+    def status(self, name: str = "gpt") -> dict[str, Any]:
+        job = self.plane.request("GET", self.path("trainingjobs", name))
+        return dict(job.get("status") or {})
+
+    def is_gone(self, path: str) -> bool:
+        try:
+            self.plane.request("GET", path)
+        except ControlPlaneError as error:
+            return "HTTP 404" in str(error)
+        return False
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        found = [c for c in self.status().get("conditions", []) if c["type"] == kind]
+        return found[0] if found else {}
+
+    def until(self, what: str, condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+        try:
+            return poll(what, condition, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nlog: {self.log()[-4000:]}") from error
+
+    def pod_names(self) -> list[str]:
+        return sorted(
+            p["metadata"]["name"]
+            for p in self.kubelet.pods()
+            if p["metadata"].get("deletionTimestamp") is None
+        )
+
+
+@pytest.fixture
+def bed(
+    control_plane: ControlPlane, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Bed]:
+    namespace = f"t{abs(hash(request.node.name)) % 10**8}"
+    control_plane.create_namespace(namespace)
+    kubelet = PlayedKubelet(control_plane, namespace)
+    found = Bed(control_plane, namespace, tmp_path, kubelet)
+    try:
+        yield found
+    finally:
+        if found.process is not None:
+            found.kill_operator()
+        kubelet.close()
+
+
+def training_job(**checkpoint: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "gpt"},
+        "spec": {
+            "workers": WORKERS,
+            "template": {
+                "spec": {
+                    "containers": [
+                        {
+                            "name": "trainer",
+                            "image": "example/trainer:1",
+                            "command": ["holdfast", "run", "--", "python", "train.py"],
+                        }
+                    ]
+                }
+            },
+            "checkpoint": {"interval": {"steps": 10}, **checkpoint},
+        },
+    }
+
+
+def shards(step: int, round_: int) -> tuple[ShardInfo, ...]:
+    return tuple(ShardInfo(Rank(r), 100, Digest(f"b3:{step}-{round_}-{r}")) for r in range(WORKERS))
+
+
+def manifest(step: int, round_: int) -> ManifestInfo:
+    return ManifestInfo(Step(step), RestartRound(round_), DIGEST, WORKERS, shards(step, round_))
+
+
+def training(version: int, round_: int, step: int) -> CoordinatorState:
+    return CoordinatorState(
+        version=version,
+        round=RestartRound(round_),
+        running=True,
+        progress=tuple(RankProgress(Rank(r), Step(step)) for r in range(WORKERS)),
+        last_local=RestorePoint(Step(step), RestartRound(round_), DIGEST),
+        last_replicated=RestorePoint(Step(step), RestartRound(round_), DIGEST),
+        times=RoundTimes(0.1, 0.2, 0.3),
+    )
+
+
+def run_first_round(bed: Bed, job: dict[str, Any] | None = None) -> None:
+    """Round 0 trains: pods run, ROUND is with everybody, the coordinator says so."""
+    bed.plane.request("POST", bed.path("trainingjobs"), job or training_job())
+    names = [f"gpt-{w}-r0" for w in range(WORKERS)]
+    bed.until("pods of round 0", lambda: bed.pod_names() == names)
+    for name in names:
+        bed.kubelet.run_pod(name)
+    bed.until(
+        "ROUND with all addresses",
+        lambda: all(
+            s.rounds and all(m.address for m in s.rounds[-1].members)
+            for s in bed.kubelet.sidecars.values()
+        ),
+    )
+    bed.kubelet.publish("gpt-0-r0", training(2, 0, 40))
+    bed.until("Running", lambda: bed.condition("Running").get("status") == "True")
+
+
+def test_a_job_starts(bed: Bed) -> None:
+    bed.start_operator()
+    run_first_round(bed)
+    status = bed.status()
+    assert status["restartRound"] == 0
+    assert status["members"] == [0, 0]
+    assert status["phase"] == "Running"
+    core = f"/api/v1/namespaces/{bed.namespace}"
+    assert bed.plane.request("GET", f"{core}/services/gpt-gang")["spec"]["clusterIP"] == "None"
+    secret = bed.plane.request("GET", f"{core}/secrets/gpt-certs-r0")
+    assert secret["immutable"] is True
+    assert sorted(secret["data"]) == [
+        "ca.crt",
+        *(f"gpt-{w}-r0.{end}" for w in range(WORKERS) for end in ("crt", "key")),
+    ]
+    uid = bed.plane.request("GET", bed.path("trainingjobs", "gpt"))["metadata"]["uid"]
+    assert secret["metadata"]["ownerReferences"][0]["uid"] == uid
+    ca_path = f"/api/v1/namespaces/holdfast-system/secrets/holdfast-ca-{uid}"
+    assert sorted(bed.plane.request("GET", ca_path)["data"]) == ["ca.crt", "ca.key"]
+    events = bed.plane.request("GET", f"{core}/events")["items"]
+    assert "RoundBegan" in {e["reason"] for e in events}
+    metrics = urllib.request.urlopen(f"http://127.0.0.1:{bed.metrics_port}/metrics").read().decode()
+    assert 'holdfast_restart_rounds_total{reason="FirstRound"} 1.0' in metrics
+    bed.plane.request("DELETE", bed.path("trainingjobs", "gpt"))
+    bed.until("the authority goes with its job", lambda: bed.is_gone(ca_path))
+
+
+def test_a_lost_pod_is_a_new_round_from_the_newest_complete_step(bed: Bed) -> None:
+    bed.start_operator()
+    run_first_round(bed)
+    survivor = bed.kubelet.sidecars["gpt-0-r0"]
+    survivor.manifests = (manifest(40, 0),)
+    survivor.held = tuple(
+        HeldShard(Step(40), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
+        for s in shards(40, 0)
+    )
+    bed.kubelet.delete_pod("gpt-1-r0")
+    bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
+    bed.until("new pod", lambda: bed.pod_names() == ["gpt-0-r0", "gpt-1-r1"])
+    fresh = bed.kubelet.run_pod("gpt-1-r1")
+    bed.until("restore point", lambda: bed.status().get("restorePoint"))
+    status = bed.status()
+    assert status["members"] == [0, 1]
+    assert {k: status["restorePoint"][k] for k in ("step", "round")} == {"step": 40, "round": 0}
+    assert survivor.round == 1
+    bed.until("ROUND 1", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
+    assert fresh.rounds[-1].restore_point.step == 40
+    assert [m.pod for m in fresh.rounds[-1].members] == ["gpt-0-r0", "gpt-1-r1"]
+    bed.kubelet.publish("gpt-0-r0", training(9, 1, 50))
+    bed.until("Running again", lambda: bed.condition("Running").get("status") == "True")
+    recovery = bed.status()["lastRecovery"]
+    assert recovery["reason"] == "PodLost"
+    assert bed.status()["restarts"] == 1
+
+
+def test_operator_killed_while_a_round_begins(bed: Bed) -> None:
+    bed.start_operator()
+    run_first_round(bed)
+    survivor = bed.kubelet.sidecars["gpt-0-r0"]
+    survivor.manifests = (manifest(40, 0),)
+    survivor.held = tuple(
+        HeldShard(Step(40), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
+        for s in shards(40, 0)
+    )
+    bed.kill_operator()
+    bed.kubelet.delete_pod("gpt-1-r0")
+    bed.start_operator()
+    bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
+    bed.kill_operator()
+    bed.start_operator()
+    bed.until("new pod", lambda: "gpt-1-r1" in bed.pod_names())
+    fresh = bed.kubelet.run_pod("gpt-1-r1")
+    bed.until("restore point", lambda: bed.status().get("restorePoint"))
+    bed.kill_operator()
+    bed.start_operator()
+    bed.until("ROUND 1", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
+    bed.kubelet.publish("gpt-0-r0", training(5, 1, 50))
+    bed.until("Running again", lambda: bed.condition("Running").get("status") == "True")
+    assert bed.status()["restartRound"] == 1
+    assert bed.status()["restorePoint"]["step"] == 40
+    assert bed.pod_names() == ["gpt-0-r0", "gpt-1-r1"]
+
+
+def test_operator_that_restarts_leaves_a_running_gang_alone(bed: Bed) -> None:
+    bed.start_operator()
+    run_first_round(bed)
+    version = bed.kubelet.sidecars["gpt-0-r0"].version
+    bed.kill_operator()
+    bed.start_operator()
+    sidecar = bed.kubelet.sidecars["gpt-0-r0"]
+    sidecar.since = -1
+    bed.until("the coordinator is followed again", lambda: sidecar.since >= 0)
+    bed.kubelet.publish("gpt-0-r0", replace(training(7, 0, 41)))
+    bed.until("acted on", lambda: sidecar.since == 7)
+    assert bed.status()["restartRound"] == 0
+    assert bed.status().get("restarts", 0) == 0
+    assert sidecar.round == 0
+    assert sidecar.version - version <= 1  # ROUND may be repeated once: nobody remembers the acks
+
+
+def test_template_that_the_server_refuses(bed: Bed) -> None:
+    bed.start_operator()
+    job = training_job()
+    job["spec"]["template"]["spec"]["containers"][0]["image"] = ""
+    bed.plane.request("POST", bed.path("trainingjobs"), job)
+    bed.until("refused", lambda: bed.condition("Accepted").get("reason") == "InvalidTemplate")
+    condition = bed.condition("Accepted")
+    assert condition["status"] == "False"
+    assert "image" in condition["message"]
+    assert bed.pod_names() == []
+
+
+def test_pods_of_a_job_are_created_once(bed: Bed) -> None:
+    bed.start_operator()
+    run_first_round(bed)
+    assert "already exists" not in bed.log()
+    assert "conflict" not in bed.log().lower()
+    assert Worker(0) in {s.worker for s in bed.kubelet.sidecars.values()}
+
+
+def test_sigterm_ends_the_process_in_order(bed: Bed) -> None:
+    bed.start_operator()
+    bed.until("in sync", lambda: "in sync" in bed.log())
+    process = bed.process
+    assert process is not None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0
+    assert "operator ends" in bed.log()
+
+
+def test_two_operators_do_what_one_does(bed: Bed, tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
+    second = replace(bed, folder=tmp_path / "second", metrics_port=free_port(), process=None)
+    bed.start_operator()
+    second.start_operator()
+    try:
+        run_first_round(bed)
+        bed.kubelet.delete_pod("gpt-1-r0")
+        bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
+        bed.until("new pod", lambda: bed.pod_names() == ["gpt-0-r0", "gpt-1-r1"])
+        assert bed.status()["restartRound"] == 1
+        assert bed.status()["restarts"] == 1
+    finally:
+        second.kill_operator()
+
+
+def test_api_server_away_while_a_pod_is_lost(bed: Bed) -> None:
+    bed.start_operator()
+    run_first_round(bed)
+    survivor = bed.kubelet.sidecars["gpt-0-r0"]
+    bed.kubelet.delete_pod("gpt-1-r0")
+    bed.plane.kill_api()
+    assert bed.process is not None
+    assert bed.process.poll() is None
+    bed.plane.start_api()
+    bed.until("round 1", lambda: bed.status().get("restartRound") == 1, 60)
+    bed.until("new pod", lambda: bed.pod_names() == ["gpt-0-r0", "gpt-1-r1"])
+    bed.until("survivor is sealed", lambda: survivor.round == 1)
+    assert bed.process.poll() is None
+
+
+def test_silent_node_is_lost(bed: Bed) -> None:
+    """The lease stops, the sidecar does not answer, nobody confirms the delete: by force."""
+    node = f"node-{bed.namespace}"
+    bed.kubelet.node = node
+    bed.plane.request("POST", "/api/v1/nodes", {"metadata": {"name": node}})
+    leases = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+    lease = {"metadata": {"name": node}, "spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}}
+    bed.plane.request("POST", leases, lease)
+    bed.start_operator()
+    job = training_job()
+    job["spec"]["nodeLoss"] = {"suspectAfterSeconds": 15}
+    run_first_round(bed, job)
+    bed.kubelet.kill_sidecar("gpt-1-r0")
+    bed.until("round 1", lambda: bed.status().get("restartRound") == 1, 60)
+    assert bed.status()["lastRecovery"]["reason"] == "NodeLost"
+    # Both pods are on the silent node, but worker 0 still answers: it is not lost.
+    assert bed.status()["members"] == [0, 1]
+    bed.until("the corpse goes", lambda: bed.pod_names() == ["gpt-0-r0", "gpt-1-r1"])
+
+
+def test_store_is_probed_and_job_waits_for_it(bed: Bed) -> None:
+    bed.start_operator()
+    store = {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "CheckpointStore",
+        "metadata": {"name": "main"},
+        "spec": {
+            "s3": {
+                "endpoint": "http://minio.storage.svc:9000",
+                "bucket": "checkpoints",
+                "credentialsSecretRef": {"name": "store-keys"},
+            }
+        },
+    }
+    object_tier = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
+    bed.plane.request("POST", bed.path("trainingjobs"), training_job(object=object_tier))
+    bed.until("no store", lambda: bed.condition("Accepted").get("reason") == "StoreNotFound")
+    bed.plane.request("POST", bed.path("checkpointstores"), store)
+    probes = bed.until("a probe's pod", bed.kubelet.pods)
+    assert len(probes) == 1
+    assert probes[0]["metadata"]["name"].startswith("holdfast-probe-main-")
+    assert probes[0]["spec"]["containers"][0]["command"] == ["holdfast-sidecar", "probe-store"]
+    assert bed.condition("Accepted")["status"] != "True"
+    answer = (
+        '{"available": true, "reason": "Probed", "message": "ok", "features": {"rangeGet": true}}'
+    )
+    bed.kubelet.finish_pod(probes[0]["metadata"]["name"], answer)
+    bed.until("accepted", lambda: bed.condition("Accepted").get("status") == "True")
+    found = bed.plane.request("GET", bed.path("checkpointstores", "main"))["status"]
+    assert found["conditions"][0]["status"] == "True"
+    assert found["features"] == {"rangeGet": True}
+    names = [f"gpt-{w}-r0" for w in range(WORKERS)]
+    bed.kubelet.confirm_deletes()
+    bed.until(
+        "the probe is gone", lambda: bed.kubelet.confirm_deletes() or bed.pod_names() == names
+    )
+
+
+def test_checkpoint_request_becomes_a_record(bed: Bed) -> None:
+    bed.start_operator()
+    run_first_round(bed)
+    sidecar = bed.kubelet.sidecars["gpt-0-r0"]
+    request = {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "Checkpoint",
+        "metadata": {"name": "now"},
+        "spec": {"jobRef": {"name": "gpt"}},
+    }
+    bed.plane.request("POST", bed.path("checkpoints"), request)
+    bed.until("save-now", lambda: "save-now" in [kind for kind, _ in sidecar.calls])
+    bed.kubelet.publish("gpt-0-r0", training(3, 0, 43))
+    path = bed.path("checkpoints", "now")
+    bed.until(
+        "the record", lambda: bed.plane.request("GET", path)["status"].get("phase") == "Committed"
+    )
+    record = bed.plane.request("GET", path)
+    assert record["spec"]["step"] == 43
+    assert record["status"]["manifest"] == DIGEST
+    assert record["status"]["worldSize"] == WORKERS

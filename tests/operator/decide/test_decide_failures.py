@@ -1,0 +1,322 @@
+"""What is a failure, what it costs, and what the next round looks like."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import Rank, RestartRound, Step, Worker
+from holdfast_core.transfer.messages import (
+    CoordinatorState,
+    DeadRank,
+    RankProgress,
+    RestorePoint,
+)
+from holdfast_operator.actions import BeginRound, Decision, WriteStatus
+from holdfast_operator.decide import decide
+from holdfast_operator.decide.failure import DRAIN_SECONDS
+from holdfast_operator.model import (
+    Condition,
+    ExitCodeRule,
+    JobMemory,
+    JobStatusView,
+    NodeView,
+    Observed,
+    PodPhase,
+    PodView,
+    RestartRecord,
+    RestorePointView,
+)
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.builders import START, job, now, pod, sidecar, silent, status
+
+
+def running_status(**changes: Any) -> JobStatusView:
+    true = Condition(JobCondition.RUNNING, True, Reason.TRAINING, "", START)
+    base = status(
+        3, (0, 0), restore_point=RestorePointView(), coordinator=Worker(0), conditions=(true,)
+    )
+    return replace(base, **changes)
+
+
+def state(**changes: Any) -> CoordinatorState:
+    base = CoordinatorState(
+        version=5,
+        round=RestartRound(3),
+        running=True,
+        progress=(RankProgress(Rank(0), Step(42)), RankProgress(Rank(1), Step(42))),
+        last_local=RestorePoint(Step(40), RestartRound(3)),
+    )
+    return replace(base, **changes)
+
+
+def world(**changes: Any) -> Observed:
+    pods = changes.pop("pods", (pod(0), pod(1)))
+    spec = changes.pop("spec", {})
+    base = Observed(
+        job=job(2, changes.pop("status", running_status()), **spec),
+        pods=pods,
+        sidecars=tuple(sidecar(p, 3, version=1) for p in pods),
+        nodes={f"node-{i}": NodeView(f"node-{i}") for i in range(2)},
+        coordinator=state(),
+        services=frozenset({"job-gang"}),
+        memory=JobMemory(round=RestartRound(3), round_seen_at=900.0),
+    )
+    return replace(base, **changes)
+
+
+def begun(decision: Decision) -> BeginRound:
+    found = [a for a in decision.actions if isinstance(a, BeginRound)]
+    assert len(found) == 1, decision
+    return found[0]
+
+
+def test_all_is_well() -> None:
+    decision = decide(world(), now())
+    assert not any(isinstance(a, BeginRound) for a in decision.actions)
+
+
+DEAD = (DeadRank(Rank(1), Worker(1), 1, "boom"),)
+LOST_NODE = {"node-0": NodeView("node-0"), "node-1": NodeView("node-1", lost=True)}
+SILENT_1 = (sidecar(pod(0), 3, version=1), silent(pod(1), 900.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "members", "counts"),
+    [
+        pytest.param({"pods": (pod(0),)}, Reason.POD_LOST, (0, 4), 0, id="pod gone"),
+        pytest.param(
+            {"pods": (pod(0), pod(1, phase=PodPhase.FAILED, reason="Error"))},
+            Reason.POD_FAILED,
+            (0, 4),
+            1,
+            id="pod failed",
+        ),
+        pytest.param(
+            {"pods": (pod(0), pod(1, phase=PodPhase.FAILED, reason="Evicted"))},
+            Reason.POD_EVICTED,
+            (0, 4),
+            0,
+            id="evicted by the kubelet",
+        ),
+        pytest.param(
+            {"pods": (pod(0), pod(1, phase=PodPhase.FAILED, disrupted=True))},
+            Reason.POD_EVICTED,
+            (0, 4),
+            0,
+            id="DisruptionTarget",
+        ),
+        pytest.param(
+            {"nodes": LOST_NODE, "sidecars": SILENT_1},
+            Reason.NODE_LOST,
+            (0, 4),
+            0,
+            id="node lost",
+        ),
+        pytest.param({"coordinator": state(dead=DEAD)}, Reason.RANK_FAILED, (0, 0), 1, id="rank"),
+        pytest.param(
+            {"coordinator": state(dead=DEAD), "pods": (pod(0), pod(1, reason="OOMKilled"))},
+            Reason.OOM_KILLED,
+            (0, 0),
+            1,
+            id="rank of a container that ran out of memory",
+        ),
+        pytest.param(
+            {"coordinator": state(dead=DEAD), "pods": (pod(0),)},
+            Reason.POD_LOST,
+            (0, 4),
+            0,
+            id="a rank that dies with a lost pod does not count",
+        ),
+        pytest.param(
+            {"pods": (pod(0), pod(1, trainer_restarts=3))},
+            Reason.TRAINER_RESTARTING,
+            (0, 4),
+            1,
+            id="trainer restarted three times",
+        ),
+        pytest.param(
+            {"coordinator": state(cannot_restore="rank 1: no source")},
+            Reason.RESTORE_FAILED,
+            (0, 0),
+            1,
+            id="cannot restore",
+        ),
+        pytest.param(
+            {"sidecars": (sidecar(pod(0), 7), sidecar(pod(1), 3))},
+            Reason.STATUS_BEHIND,
+            (0, 0),
+            0,
+            id="a sidecar knows a higher round",
+        ),
+    ],
+)
+def test_failures(
+    changes: dict[str, Any], reason: Reason, members: tuple[int, ...], counts: int
+) -> None:
+    action = begun(decide(world(**changes), now()))
+    new = action.status
+    expected = 8 if reason is Reason.STATUS_BEHIND else 4
+    assert new.restart_round == expected
+    assert new.members == tuple(expected if m == 4 else m for m in members)
+    assert new.restore_point is None
+    assert new.coordinator is None
+    assert new.restarts == 1
+    assert new.restarts_count_towards_max == counts
+    assert new.last_recovery is not None
+    assert (new.last_recovery.reason, new.last_recovery.round) == (reason, expected)
+    restarting = new.condition(JobCondition.RESTARTING)
+    assert restarting is not None
+    assert (restarting.status, restarting.reason) == (True, reason)
+    assert not new.is_true(JobCondition.RUNNING)
+    assert new.phase == "Restarting"
+    assert new.last_committed_step == 40
+    assert new.step == 42
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"pods": (pod(0), pod(1, sidecar_restarts=4))}, id="sidecar restarted"),
+        pytest.param({"pods": (pod(0), pod(1, phase=PodPhase.SUCCEEDED))}, id="one pod ended well"),
+        pytest.param({"nodes": LOST_NODE}, id="node silent, sidecar answers"),
+        pytest.param({"sidecars": SILENT_1}, id="sidecar silent while training runs"),
+        pytest.param({"pods": (pod(0), pod(1, trainer_restarts=2))}, id="two restarts"),
+        pytest.param(
+            {"coordinator": state(dead=DEAD, round=RestartRound(2))}, id="dead in an older round"
+        ),
+        pytest.param(
+            {"pods": (pod(0), pod(1, phase=PodPhase.PENDING, waiting_reason="ErrImagePull"))},
+            id="image cannot be pulled",
+        ),
+    ],
+)
+def test_no_failures(changes: dict[str, Any]) -> None:
+    decision = decide(world(**changes), now())
+    assert not any(isinstance(a, BeginRound) for a in decision.actions), decision.reason
+
+
+def test_the_absence_of_a_pod_is_confirmed_before_the_round_begins() -> None:
+    assert begun(decide(world(pods=(pod(0),)), now())).confirm_gone == ("job-1-r0",)
+
+
+@pytest.mark.parametrize(
+    ("waited", "changes", "restarts"),
+    [
+        pytest.param(0.0, {}, False, id="it may save first"),
+        pytest.param(DRAIN_SECONDS, {}, True, id="not for ever"),
+        pytest.param(0.0, {"coordinator": state(finished=True)}, True, id="it has saved"),
+        pytest.param(0.0, {"coordinator": state(dead=DEAD)}, True, id="it is broken already"),
+        pytest.param(0.0, {"coordinator": None}, True, id="nobody trains"),
+    ],
+)
+def test_a_pod_that_is_being_deleted(
+    waited: float, changes: dict[str, Any], restarts: bool
+) -> None:
+    pods = (pod(0), pod(1, terminating=True))
+    first = decide(world(pods=pods, **changes), now())
+    second = decide(world(pods=pods, memory=first.memory, **changes), now(1000.0 + waited))
+    assert any(isinstance(a, BeginRound) for a in second.actions) is restarts
+
+
+def test_exit_code_rules_end_the_job() -> None:
+    decision = decide(
+        world(
+            coordinator=state(dead=(DeadRank(Rank(0), Worker(0), 3),)),
+            spec={"rules": (ExitCodeRule((3,)),)},
+        ),
+        now(),
+    )
+    assert isinstance(decision.actions[0], WriteStatus)
+    failed = decision.actions[0].status.condition(JobCondition.FAILED)
+    assert failed is not None
+    assert (failed.status, failed.reason) == (True, Reason.EXIT_CODE_RULE)
+    assert decision.actions[0].status.phase == "Failed"
+
+
+def test_a_disruption_is_looked_at_before_exit_codes() -> None:
+    decision = decide(
+        world(
+            pods=(pod(0),),
+            coordinator=state(dead=(DeadRank(Rank(0), Worker(0), 3),)),
+            spec={"rules": (ExitCodeRule((3,)),)},
+        ),
+        now(),
+    )
+    begun(decision)
+
+
+def restarted(seconds: float, count: int) -> tuple[RestartRecord, ...]:
+    at = START + timedelta(seconds=seconds)
+    return (RestartRecord(RestartRound(1), at, Reason.RANK_FAILED),) * count
+
+
+@pytest.mark.parametrize(
+    ("recent", "ends"),
+    [
+        pytest.param(restarted(990, 2), True, id="budget spent"),
+        pytest.param(restarted(990, 1), False, id="one left"),
+        pytest.param(restarted(900, 2), False, id="outside the window"),
+    ],
+)
+def test_restart_budget(recent: tuple[RestartRecord, ...], ends: bool) -> None:
+    spec = {"max_restarts": 2, "restart_window": timedelta(seconds=60)}
+    decision = decide(
+        world(
+            coordinator=state(dead=DEAD),
+            status=running_status(recent_restarts=recent),
+            spec=spec,
+        ),
+        now(),
+    )
+    first = decision.actions[0]
+    if ends:
+        assert isinstance(first, WriteStatus)
+        failed = first.status.condition(JobCondition.FAILED)
+        assert failed is not None
+        assert failed.reason == Reason.BACKOFF_LIMIT_EXCEEDED
+    else:
+        begun(decision)
+
+
+def test_a_budget_that_is_spent_does_not_stop_disruptions() -> None:
+    spec = {"max_restarts": 0}
+    begun(decide(world(pods=(pod(0),), spec=spec), now()))
+
+
+def starting(pods: tuple[PodView, ...], **changes: Any) -> Observed:
+    """Round 3 before its restore point is chosen."""
+    base = status(3, (0, 3), conditions=())
+    return world(status=base, pods=pods, coordinator=None, **changes)
+
+
+def test_a_pod_that_was_not_created_yet_is_not_lost() -> None:
+    decision = decide(starting((pod(0),)), now())
+    assert not any(isinstance(a, BeginRound) for a in decision.actions)
+
+
+def test_a_survivor_that_is_lost_during_recovery_is_a_new_round() -> None:
+    assert begun(decide(starting((pod(1, 3),)), now())).status.members == (4, 3)
+
+
+def test_a_member_that_ended_before_the_round_ran_is_replaced() -> None:
+    ended = starting((pod(0, phase=PodPhase.SUCCEEDED), pod(1, 3)))
+    assert begun(decide(ended, now())).status.members == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("since", "others_answer", "replaced"),
+    [(950.0, True, False), (905.0, True, True), (905.0, False, False), (600.0, False, True)],
+    ids=["50 s", "95 s", "95 s but nobody answers", "400 s and nobody answers"],
+)
+def test_a_silent_sidecar_blocks_a_start_only_so_long(
+    since: float, others_answer: bool, replaced: bool
+) -> None:
+    pods = (pod(0), pod(1, 3))
+    first = sidecar(pods[0], 3) if others_answer else silent(pods[0], 999.0)
+    decision = decide(starting(pods, sidecars=(first, silent(pods[1], since))), now())
+    assert any(isinstance(a, BeginRound) for a in decision.actions) is replaced

@@ -1,0 +1,301 @@
+"""The choice of a restore point, rule by rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
+from holdfast_operator.decide.restore_point import (
+    MAX_LINEAGE,
+    Choice,
+    Chosen,
+    Wait,
+    choose,
+    extend_lineage,
+)
+from holdfast_operator.decide.world import World, on_lineage
+from holdfast_operator.model import (
+    JobMemory,
+    JobStatusView,
+    LineageEntry,
+    Observed,
+    PersistedView,
+    PodView,
+    SidecarView,
+    Sources,
+)
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.builders import (
+    UID,
+    checkpoint,
+    held,
+    job,
+    manifest,
+    manifest_digest,
+    now,
+    pod,
+    sidecar,
+    silent,
+    status,
+    store,
+)
+
+JUST_BEGUN = JobMemory(round=RestartRound(1), round_seen_at=1000.0)
+
+
+def pick(
+    state: JobStatusView,
+    pods: list[PodView],
+    sidecars: list[SidecarView],
+    *,
+    waited: float = 0.0,
+    **changes: object,
+) -> Choice:
+    base = Observed(job=job(2, state), pods=tuple(pods), sidecars=tuple(sidecars))
+    return choose(World(replace(base, **changes)), JUST_BEGUN, now(1000.0 + waited))  # type: ignore[arg-type]
+
+
+def chosen_step(choice: Choice) -> int | None:
+    assert isinstance(choice, Chosen), choice
+    return choice.point.step
+
+
+A, B, NEW_B = pod(0), pod(1), pod(1, birth=1)
+SURVIVOR_AND_NEW = status(1, (0, 1))
+"""Round 1: worker 0 survived, worker 1's pod is new."""
+BOTH_SURVIVED = status(1, (0, 0))
+COPIED = [held(20, 0, 0), held(20, 0, 1), held(10, 0, 0), held(10, 0, 1)]
+"""What a sidecar holds that has its own shards and worker 1's copies."""
+
+
+def test_first_round_starts_from_the_beginning() -> None:
+    choice = pick(status(0), [A, B], [])
+    assert chosen_step(choice) is None
+
+
+def test_waits_until_every_pod_is_there() -> None:
+    choice = pick(status(0), [A], [])
+    assert isinstance(choice, Wait)
+
+
+def test_newest_complete_step_with_its_sources() -> None:
+    seen = sidecar(
+        A,
+        1,
+        manifests=[manifest(10, 0), manifest(20, 0)],
+        shards=[held(20, 0, 0, TierName.MEMORY), held(20, 0, 1)],
+    )
+    choice = pick(SURVIVOR_AND_NEW, [A, NEW_B], [seen])
+    assert isinstance(choice, Chosen)
+    assert (choice.point.step, choice.point.round) == (20, 0)
+    assert choice.point.manifest == manifest_digest(20, 0)
+    assert choice.point.sources == Sources(memory=1, peer=1)
+    assert choice.reason is Reason.RESTORE_POINT_CHOSEN
+
+
+def test_a_shard_with_another_digest_does_not_complete_a_step() -> None:
+    wrong = replace(held(20, 0, 1), blake3=held(19, 0, 1).blake3)
+    seen = sidecar(A, 1, manifests=[manifest(20, 0)], shards=[held(20, 0, 0), wrong])
+    choice = pick(replace(SURVIVOR_AND_NEW, last_committed_step=Step(20)), [A, NEW_B], [seen])
+    assert isinstance(choice, Wait)
+    assert choice.note.reason == Reason.RESTORE_POINT_UNAVAILABLE
+
+
+def test_shards_without_a_manifest_are_nothing() -> None:
+    seen = sidecar(A, 1, manifests=[manifest(10, 0)], shards=COPIED)
+    assert chosen_step(pick(SURVIVOR_AND_NEW, [A, NEW_B], [seen])) == 10
+
+
+def test_an_inventory_from_before_the_seal_is_no_answer() -> None:
+    early = sidecar(A, 0, manifests=[manifest(20, 0)], shards=COPIED)
+    choice = pick(SURVIVOR_AND_NEW, [A, NEW_B], [early])
+    assert isinstance(choice, Wait)
+    assert choice.note.reason == Reason.WAITING_FOR_HOLDERS
+
+
+@pytest.mark.parametrize(
+    ("waited", "expected"), [(0.0, None), (59.0, None), (60.0, 10)], ids=["at once", "59 s", "60 s"]
+)
+def test_an_unknown_holder_is_waited_for_up_to_60_seconds(
+    waited: float, expected: int | None
+) -> None:
+    seen = sidecar(
+        A,
+        1,
+        manifests=[manifest(10, 0), manifest(20, 0)],
+        shards=[held(20, 0, 0), held(10, 0, 0), held(10, 0, 1)],
+    )
+    choice = pick(BOTH_SURVIVED, [A, B], [seen, silent(B, 990.0)], waited=waited)
+    if expected is None:
+        assert isinstance(choice, Wait)
+        assert choice.note.reason == Reason.WAITING_FOR_HOLDERS
+    else:
+        assert chosen_step(choice) == expected
+        assert isinstance(choice, Chosen)
+        assert choice.reason is Reason.HOLDER_UNREACHABLE
+
+
+def test_a_holder_that_is_gone_is_not_waited_for() -> None:
+    seen = sidecar(
+        A,
+        1,
+        manifests=[manifest(10, 0), manifest(20, 0)],
+        shards=[held(20, 0, 0), held(10, 0, 0), held(10, 0, 1)],
+    )
+    choice = pick(SURVIVOR_AND_NEW, [A, NEW_B], [seen])
+    assert chosen_step(choice) == 10
+    assert isinstance(choice, Chosen)
+    assert choice.reason is Reason.SHARDS_LOST
+
+
+def test_one_answer_with_a_complete_newest_step_is_enough() -> None:
+    seen = sidecar(A, 1, manifests=[manifest(20, 0)], shards=COPIED)
+    assert chosen_step(pick(BOTH_SURVIVED, [A, B], [seen, silent(B)])) == 20
+
+
+def test_the_status_knows_of_a_newer_step_than_the_answers() -> None:
+    seen = sidecar(A, 1, manifests=[manifest(10, 0)], shards=COPIED)
+    state = replace(BOTH_SURVIVED, last_committed_step=Step(20))
+    assert isinstance(pick(state, [A, B], [seen, silent(B)]), Wait)
+
+
+def test_no_survivor_has_answered_yet() -> None:
+    assert isinstance(pick(BOTH_SURVIVED, [A, B], [silent(A), silent(B)]), Wait)
+
+
+def test_the_persisted_commit_is_always_complete() -> None:
+    state = status(
+        1, (1, 1), last_persisted=PersistedView(Step(10), RestartRound(0), manifest_digest(10, 0))
+    )
+    choice = pick(state, [pod(0, 1), NEW_B], [])
+    assert isinstance(choice, Chosen)
+    assert choice.point.step == 10
+    assert choice.point.sources == Sources(object=2)
+
+
+def test_committed_and_unreadable_waits_and_never_starts_over() -> None:
+    state = status(1, (1, 1), last_committed_step=Step(10))
+    choice = pick(state, [pod(0, 1), NEW_B], [], waited=1e6)
+    assert isinstance(choice, Wait)
+    assert choice.note.reason == Reason.RESTORE_POINT_UNAVAILABLE
+
+
+def test_an_older_checkpoint_object_is_better_than_waiting() -> None:
+    state = status(1, (1, 1), last_committed_step=Step(20))
+    choice = pick(state, [pod(0, 1), NEW_B], [], checkpoints=(checkpoint(10, 0),))
+    assert chosen_step(choice) == 10
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"phase": "PartiallyFailed"},
+        {"phase": "Deleting"},
+        {"quarantined": True},
+        {"deleting": True},
+        {"persisted": False},
+        {"world_size": 4},
+        {"job": "other"},
+        {"job_uid": "another-uid"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_checkpoint_objects_that_are_no_candidates(changes: dict[str, object]) -> None:
+    state = status(1, (1, 1), last_committed_step=Step(20))
+    bad = replace(checkpoint(10, 0), **changes)  # type: ignore[arg-type]
+    assert isinstance(pick(state, [pod(0, 1), NEW_B], [], checkpoints=(bad,)), Wait)
+
+
+def test_another_world_size_is_no_candidate() -> None:
+    seen = sidecar(A, 1, manifests=[manifest(20, 0, world_size=3), manifest(10, 0)], shards=COPIED)
+    assert chosen_step(pick(SURVIVOR_AND_NEW, [A, NEW_B], [seen])) == 10
+
+
+def test_steps_that_were_trained_again_are_off_the_lineage() -> None:
+    state = status(2, (0, 0), lineage=(LineageEntry(RestartRound(1), Step(10), RestartRound(0)),))
+    seen = sidecar(
+        A, 2, manifests=[manifest(20, 0), manifest(10, 0), manifest(15, 1)], shards=[
+            *COPIED, held(15, 1, 0), held(15, 1, 1)
+        ]
+    )  # fmt: skip
+    assert chosen_step(pick(state, [A, B], [seen, sidecar(B, 2)])) == 15
+
+
+def test_restore_from_another_jobs_checkpoint() -> None:
+    source = checkpoint(1200, 2, name="other-s1200-r2", job="other", job_uid="other-uid")
+    base = job(2, status(0), restore_from="other-s1200-r2", store="main")
+    observed = Observed(job=base, pods=(A, B), checkpoints=(source,), store=store())
+    choice = choose(World(observed), JUST_BEGUN, now())
+    assert isinstance(choice, Chosen)
+    point = choice.point
+    assert (point.step, point.round, point.job_uid) == (1200, 2, "other-uid")
+    assert point.job_namespace == "team-a"
+    assert point.job_uid != UID
+
+
+def test_own_commits_win_over_restore_from() -> None:
+    source = checkpoint(1200, 2, name="other-s1200-r2", job="other", job_uid="other-uid")
+    state = replace(SURVIVOR_AND_NEW)
+    seen = sidecar(A, 1, manifests=[manifest(20, 0)], shards=COPIED)
+    observed = Observed(
+        job=job(2, state, restore_from="other-s1200-r2"),
+        pods=(A, NEW_B),
+        sidecars=(seen,),
+        checkpoints=(source,),
+    )
+    assert chosen_step(choose(World(observed), JUST_BEGUN, now())) == 20
+
+
+def test_a_manifest_whose_commit_was_cut_off_does_not_block_the_beginning() -> None:
+    seen = sidecar(A, 1, manifests=[manifest(10, 0)], shards=[held(10, 0, 0)])
+    choice = pick(SURVIVOR_AND_NEW, [A, NEW_B], [seen])
+    assert chosen_step(choice) is None
+    assert isinstance(choice, Chosen)
+    assert choice.reason is Reason.SHARDS_LOST
+
+
+# --------------------------------------------------------------------------- lineage
+
+
+def entry(round_: int, step: int | None) -> LineageEntry:
+    base = None if step is None else Step(step)
+    return LineageEntry(RestartRound(round_), base, None if step is None else RestartRound(0))
+
+
+@pytest.mark.parametrize(
+    ("step", "round_", "expected"),
+    [(10, 0, True), (11, 0, False), (50, 1, True), (31, 1, True), (51, 1, False), (99, 2, True)],
+)
+def test_on_lineage(step: int, round_: int, expected: bool) -> None:
+    lineage = (entry(0, None), entry(1, 10), entry(2, 50))
+    assert on_lineage(CheckpointId(Step(step), RestartRound(round_)), lineage) is expected
+
+
+def test_a_round_from_the_beginning_leaves_nothing_before_it() -> None:
+    assert not on_lineage(CheckpointId(Step(1), RestartRound(0)), (entry(1, None),))
+
+
+def test_compaction_never_lets_a_step_back_in() -> None:
+    full: list[LineageEntry] = []
+    compact: tuple[LineageEntry, ...] = ()
+    for round_ in range(1, 4 * MAX_LINEAGE):
+        step = (round_ * 7) % 40 + round_
+        full.append(entry(round_, step))
+        compact = extend_lineage(compact, entry(round_, step))
+    assert len(compact) <= MAX_LINEAGE
+    for round_ in range(4 * MAX_LINEAGE):
+        for step in range(0, 5 * MAX_LINEAGE, 3):
+            id_ = CheckpointId(Step(step), RestartRound(round_))
+            if on_lineage(id_, compact):
+                assert on_lineage(id_, tuple(full))
+
+
+def test_compaction_keeps_what_the_newest_round_restored_from() -> None:
+    compact: tuple[LineageEntry, ...] = ()
+    for round_ in range(1, 3 * MAX_LINEAGE):
+        compact = extend_lineage(compact, entry(round_, 10 * round_))
+    newest = 3 * MAX_LINEAGE - 1
+    saved_just_before = CheckpointId(Step(10 * newest), RestartRound(newest - 1))
+    assert on_lineage(saved_just_before, compact)

@@ -1,0 +1,68 @@
+"""When a node counts as silent: only by our own clock, and only if our watch was not."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_core.clock import ManualClock
+from holdfast_operator.node_leases import NodeLeases
+
+THRESHOLD = 20.0
+
+
+def seen(clock: ManualClock, *nodes: str) -> NodeLeases:
+    leases = NodeLeases()
+    for node in nodes:
+        leases.observe(node, "t0", clock.monotonic())
+    return leases
+
+
+@pytest.mark.parametrize(
+    ("name", "advance", "contact_after", "silent", "unproven"),
+    [
+        ("fresh", 5.0, 5.0, False, False),
+        ("stale, and the watch delivered others", 21.0, 20.5, True, False),
+        ("stale, but the watch is silent as well", 21.0, 3.0, False, True),
+        ("stale, last contact just before the threshold", 30.0, 19.0, False, True),
+        ("exactly at the threshold", 20.0, 20.0, True, False),
+    ],
+)
+def test_rule(
+    name: str, advance: float, contact_after: float, silent: bool, unproven: bool
+) -> None:
+    clock = ManualClock()
+    leases = seen(clock, "n")
+    contact = clock.monotonic() + contact_after
+    clock.advance(advance)
+    now = clock.monotonic()
+    assert leases.is_silent("n", THRESHOLD, now, contact) is silent
+    assert leases.needs_confirmation("n", THRESHOLD, now, contact) is unproven
+
+
+def test_direct_read_confirms_or_clears() -> None:
+    clock = ManualClock()
+    leases = seen(clock, "n", "m")
+    contact = clock.monotonic()
+    clock.advance(25)
+    leases.observe("n", "t0", clock.monotonic())
+    leases.observe("m", "t1", clock.monotonic())
+    now = clock.monotonic()
+    assert leases.is_silent("n", THRESHOLD, now, contact)
+    assert not leases.is_silent("m", THRESHOLD, now, contact)
+    assert not leases.needs_confirmation("m", THRESHOLD, now, contact)
+
+
+def test_node_that_comes_back_is_not_silent() -> None:
+    clock = ManualClock()
+    leases = seen(clock, "n")
+    clock.advance(60)
+    assert leases.is_silent("n", THRESHOLD, clock.monotonic(), clock.monotonic())
+    leases.observe("n", "t1", clock.monotonic())
+    assert not leases.is_silent("n", THRESHOLD, clock.monotonic(), clock.monotonic())
+
+
+def test_node_without_a_lease_is_unknown() -> None:
+    leases = NodeLeases()
+    assert leases.stale_seconds("n", 1000.0) is None
+    assert not leases.is_silent("n", THRESHOLD, 1000.0, 1000.0)
+    assert not leases.needs_confirmation("n", THRESHOLD, 1000.0, 1000.0)

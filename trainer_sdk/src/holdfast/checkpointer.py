@@ -1,0 +1,419 @@
+"""`Checkpointer`: what a training loop sees of Holdfast.
+
+Owns the order of things in the training thread: restore, allocate, train, save; leaves bytes to
+`staging`, words to `session`, and state to `state`. A failed save is a warning and a number, never an
+exception in the loop, unless the caller asked for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from holdfast.agreement import StepAgreement, Verdict
+from holdfast.gang_store import GangStore, connect_store
+from holdfast.handle import SaveHandle
+from holdfast.places import DirectoryPlace, Place, PodPlace
+from holdfast.restoring import Restorer
+from holdfast.session import Session
+from holdfast.settings import RankSettings
+from holdfast.signals import StopSignal
+from holdfast.sizing import slot_bytes
+from holdfast.staging import Copier, SlotRing
+from holdfast.state.load import load_state
+from holdfast.state.snapshot import SavePlan, plan_save, read_payload, take_snapshot, write_payload
+from holdfast_core.contract import PodContract
+from holdfast_core.errors import (
+    CapacityError,
+    ConfigError,
+    HoldfastError,
+    SaveFailedError,
+    UnavailableError,
+)
+from holdfast_core.format.digest import hex_of
+from holdfast_core.ids import Level, RestartRound, Step
+from holdfast_core.transfer.messages import Policy, Progress, Stage
+
+logger = logging.getLogger(__name__)
+
+OnSaveError = Literal["warn", "raise"]
+WhenBusy = Literal["skip", "wait"]
+
+_DEFAULT_INTERVAL_STEPS = 100
+_BUSY_WAIT_SECONDS = 600.0
+_ACKNOWLEDGE_SECONDS = 10.0
+_SETTLE_SECONDS = 120.0
+
+
+class Checkpointer:
+    """Saves and restores the state of one rank. Use it as a context manager, in the main thread.
+
+    dir: folder for checkpoints where there is no sidecar; in a worker pod leave it out.
+    interval_steps: optimizer steps between saves (in a pod the job's spec says it). 0: only on request.
+    keep_last: committed checkpoints that stay in `dir`, at least 1.
+    strict: a checkpoint must hold exactly what the state asks for; False: what does not fit is skipped
+      and listed in `skipped`.
+    on_save_error: "warn" logs and counts; "raise" raises at this or the next save.
+    when_busy: both slots are still being written: "skip" this save, or "wait" for one.
+
+    Raises ConfigError when it is told neither by a pod nor by `dir` where checkpoints go.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str] | None = None,
+        *,
+        interval_steps: int | None = None,
+        keep_last: int = 3,
+        slots: int = 2,
+        strict: bool = True,
+        on_save_error: OnSaveError = "warn",
+        when_busy: WhenBusy = "skip",
+    ) -> None:
+        if keep_last < 1 or slots < 1 or (interval_steps is not None and interval_steps < 0):
+            raise ConfigError(
+                f"Checkpointer: keep_last={keep_last}, slots={slots}, "
+                f"interval_steps={interval_steps}: expected at least 1, 1 and 0"
+            )
+        self._strict = strict
+        self._on_save_error = on_save_error
+        self._when_busy = when_busy
+        self._settings = RankSettings.from_env()
+        contract = PodContract.from_env()
+        if contract is not None and dir is None:
+            self._place: Place = PodPlace.of(contract)
+            self._interval_steps = self._settings.interval_steps
+        elif dir is not None:
+            own = _DEFAULT_INTERVAL_STEPS if interval_steps is None else interval_steps
+            policy = Policy(interval_steps=own, slots=slots, keep_last=keep_last, peer_copies=0)
+            self._place = DirectoryPlace.of(Path(dir), self._settings, policy)
+            self._interval_steps = own
+        else:
+            raise ConfigError(
+                "Checkpointer: this process is not in a worker pod of a TrainingJob (HOLDFAST_JOB_UID "
+                'is not set), so say where checkpoints go: holdfast.Checkpointer(dir="ckpt")'
+            )
+        round_ = self._settings.round if isinstance(self._place, PodPlace) else None
+        self._session = Session(self._place.job_uid, self._settings.rank, round_)
+        self._ring = SlotRing(self._place.slots_dir, self._settings.rank, self._place.slots)
+        self._copier = Copier()
+        self._signal = StopSignal(self._session.want_stop)
+        self._store: GangStore | None = None
+        self._agreement: StepAgreement | None = None
+        self._restorer: Restorer | None = None
+        self._plan: SavePlan | None = None
+        self._layouts_written: set[str] = set()
+        self._metrics: dict[str, float] = {}
+        self._blocked_seconds = 0.0
+        self._unreported_seconds = 0.0
+        self._saves_skipped = 0
+        self._saves_failed = 0
+        self._warned_failure = False
+        self._stopping = False
+        self._verdicts: tuple[int, Verdict] | None = None
+        self._began = False
+        self._last_saved: Step | None = None
+        self._handles: list[SaveHandle] = []
+        self.skipped: tuple[str, ...] = ()
+        """What the last restore with strict=False left alone, one line each."""
+
+    # ------------------------------------------------------------------ life
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(wait=kind is None)
+
+    def open(self) -> None:
+        """Connect. Called by `with`; once."""
+        if self._session.link is not None:
+            return
+        self._store = connect_store(self._settings)
+        self._agreement = StepAgreement(self._session, self._store, self._settings.rank)
+        self._restorer = Restorer(
+            self._settings, self._place, self._session, self._ring, self._store
+        )
+        self._restorer.connect()
+        self._signal.install()
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the connection. `wait`: what was saved is safe in the sidecar's hands (in a pod) or
+        durable (in a directory) when this returns."""
+        self._signal.restore()
+        link = self._session.link
+        if link is None:
+            return
+        if wait:
+            if isinstance(self._place, PodPlace):
+                self._session.wait_acknowledged(_ACKNOWLEDGE_SECONDS)
+            else:
+                self._session.wait_settled(_SETTLE_SECONDS)
+        link.close()
+        self._copier.close()
+        self._ring.close()
+        self._place.close(wait=wait)
+        self._session.link = None
+
+    # ------------------------------------------------------------------ the loop
+
+    def steps(
+        self,
+        total: int,
+        state: MutableMapping[str, Any],
+        *,
+        before_rng: Callable[[], None] | None = None,
+    ) -> Iterator[int]:
+        """Restore, then yield the index of each step still to do, 0 to total - 1.
+
+        The body does one optimizer step: after the body of index i, i + 1 steps are done. Saves when
+        the interval says so, on request, at a stop and after the last step. Ends early, with
+        `stopping` set, when the gang was asked to stop. `before_rng`: see `restore`.
+        """
+        start = self.restore(state, before_rng=before_rng) or 0
+        self.allocate(state)
+        self._begin(start)
+        for index in range(start, total):
+            yield index
+            self._after_step(Step(index + 1), state, last=index + 1 == total)
+            if self._stopping:
+                return
+
+    def report(self, **metrics: Any) -> None:
+        """Numbers or scalar tensors of the step being done (loss=...): shown in the job's status."""
+        for name, value in metrics.items():
+            number = float(value.detach() if hasattr(value, "detach") else value)
+            if math.isfinite(number):
+                self._metrics[name] = number
+
+    @property
+    def stopping(self) -> bool:
+        """The gang was asked to stop (drain, suspend): the state is saved, leave the loop."""
+        return self._stopping
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps between saves that every rank agrees on; 0: only on request."""
+        if self._interval_steps is not None:
+            return self._interval_steps
+        policy = self._session.policy
+        return 0 if policy is None else policy.interval_steps
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Time that saves have cost the training thread so far."""
+        return self._blocked_seconds
+
+    @property
+    def saves_skipped(self) -> int:
+        """Saves that were left out because both slots were still being written."""
+        return self._saves_skipped
+
+    @property
+    def saves_failed(self) -> int:
+        return self._saves_failed
+
+    def should_save(self, step: int) -> bool:
+        """Whether every rank saves after `step` optimizer steps. Ask once after each step, on every
+        rank; sets `stopping` too. `steps` does it itself."""
+        self._opened()
+        if not self._began:
+            self._begin(step - 1)
+        verdict = self._verdict(Step(step))
+        if verdict.stop:
+            self._stopping = True
+        interval = self.interval_steps
+        return verdict.save or verdict.stop or (interval > 0 and step % interval == 0)
+
+    # ------------------------------------------------------------------ restore and save
+
+    def restore(
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        before_rng: Callable[[], None] | None = None,
+    ) -> int | None:
+        """Load the round's restore point in place; the number of optimizer steps done, or None.
+
+        Order: models, optimizers, schedulers, data loaders, anything else, `before_rng`, random
+        number generators. Make iterators of data loaders in `before_rng`: they may draw from them.
+        Raises StateMismatchError when the checkpoint does not fit (nothing was loaded then),
+        CapacityError, CorruptionError when no copy can be read. Blocks while the sidecar is away: a
+        run never starts from nothing because its checkpoint could not be asked for.
+        """
+        restorer = self._opened()
+        filled = restorer.fetch(lambda: self._needed_bytes(state))
+        if filled is None:
+            if before_rng is not None:
+                before_rng()
+            return None
+        saved = read_payload(filled.payload)
+        self.skipped = load_state(state, saved, strict=self._strict, before_rng=before_rng)
+        for line in self.skipped:
+            logger.warning("not restored: %s", line)
+        logger.info("restored step %d from %s", filled.step, filled.tier)
+        return filled.step
+
+    def allocate(self, state: Mapping[str, Any]) -> None:
+        """Take and touch the shared memory for this state now, before the first step. `steps` does it.
+
+        Raises CapacityError, UnsupportedStateError."""
+        self._opened()
+        self._ring.ensure(self._needed_bytes(state), self._round())
+
+    def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
+        """Copy the state as it is now and return: training may change it at once.
+
+        `step`: optimizer steps done. Every rank must save the same steps. Becoming durable goes on in
+        another process; ask the handle. With on_save_error="raise", raises SaveFailedError and what
+        prevented the copy (CapacityError, UnsupportedStateError, UnavailableError).
+        """
+        return self._save(Step(step), state, wait=self._when_busy == "wait")
+
+    # ------------------------------------------------------------------ inside
+
+    def _save(self, step: Step, state: Mapping[str, Any], *, wait: bool) -> SaveHandle:
+        self._opened()
+        started = time.monotonic()
+        handle = SaveHandle(step, self._round())
+        try:
+            self._raise_older()
+            self._stage(handle, state, wait=wait)
+            self._last_saved = handle.step
+        except SaveFailedError:
+            raise
+        except (HoldfastError, OSError) as error:
+            handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
+            self._failed(error)
+        finally:
+            spent = time.monotonic() - started
+            self._blocked_seconds += spent
+            self._unreported_seconds += spent
+        return handle
+
+    def _opened(self) -> Restorer:
+        self.open()
+        if self._restorer is None:
+            raise ConfigError("Checkpointer: it was closed")
+        return self._restorer
+
+    def _round(self) -> RestartRound:
+        return RestartRound(0) if self._session.round is None else self._session.round
+
+    def _needed_bytes(self, state: Mapping[str, Any]) -> int:
+        snapshot = take_snapshot(state, self._settings.rank)
+        return slot_bytes(state, plan_save(snapshot, self._settings.rank))
+
+    def _begin(self, step: int) -> None:
+        self._began = True
+        if self._agreement is not None:
+            self._agreement.begin(step)
+
+    def _verdict(self, step: Step) -> Verdict:
+        if self._verdicts is None or self._verdicts[0] != step:
+            verdict = Verdict() if self._agreement is None else self._agreement.after_step(step)
+            self._verdicts = (step, verdict)
+        return self._verdicts[1]
+
+    def _after_step(self, step: Step, state: Mapping[str, Any], *, last: bool) -> None:
+        due = self.should_save(step)
+        verdict = self._verdict(step)
+        if due or last:
+            # What was asked for, and the last one, is worth waiting for a slot.
+            wanted = last or verdict.save or verdict.stop or self._when_busy == "wait"
+            self._save(step, state, wait=wanted)
+        self._report_progress(step)
+
+    def _report_progress(self, step: Step) -> None:
+        link = self._session.link
+        if link is not None:
+            sent = link.notify(
+                Progress(
+                    self._round(),
+                    self._settings.rank,
+                    step,
+                    dict(self._metrics),
+                    self._unreported_seconds,
+                    self._saves_skipped,
+                )
+            )
+            if sent:
+                self._unreported_seconds = 0.0
+
+    def _stage(self, handle: SaveHandle, state: Mapping[str, Any], *, wait: bool) -> None:
+        link = self._session.link
+        if link is None or not link.is_connected:
+            raise UnavailableError("there is no connection to the sidecar")
+        snapshot = take_snapshot(state, self._settings.rank)
+        if self._plan is None or not self._plan.fits(snapshot):
+            self._plan = plan_save(snapshot, self._settings.rank)
+        plan = self._plan
+        self._write_layout(plan)
+        self._ring.ensure(plan.payload_bytes, handle.round)
+        slot = self._ring.acquire(_BUSY_WAIT_SECONDS if wait else 0.0)
+        if slot is None:
+            self._saves_skipped += 1
+            handle.fail(Level.LOCAL, "skipped: every slot is still being written")
+            logger.info("save of step %d skipped: every slot is still being written", handle.step)
+            return
+        slot.begin(handle.round, handle.step, plan.payload_bytes)
+        try:
+            write_payload(plan, snapshot, slot.payload, self._copier.run)
+        except BaseException:
+            slot.abandon()
+            raise
+        slot.complete()
+        stage = Stage(
+            handle.round,
+            handle.step,
+            self._settings.rank,
+            slot.name,
+            plan.payload_bytes,
+            plan.layout_digest,
+        )
+        self._handles.append(handle)
+        self._session.stage(stage, slot, handle)
+
+    def _write_layout(self, plan: SavePlan) -> None:
+        """The document that `Stage` names, whole before it is named."""
+        name = f"{hex_of(plan.layout_digest)}.json"
+        path = self._place.layouts_dir / name
+        if name in self._layouts_written and path.exists():
+            return
+        self._place.layouts_dir.mkdir(mode=0o2770, parents=True, exist_ok=True)
+        temporary = self._place.layouts_dir / f".{name}.{os.getpid()}.tmp"
+        temporary.write_bytes(plan.layout)
+        temporary.chmod(0o660)
+        temporary.replace(path)
+        self._layouts_written.add(name)
+
+    def _raise_older(self) -> None:
+        """With on_save_error="raise": a save that failed after it was handed over is raised here."""
+        waiting: list[SaveHandle] = []
+        for handle in self._handles:
+            if not handle.settled:
+                waiting.append(handle)
+            elif handle.level is None:
+                self._handles = [h for h in self._handles if h is not handle]
+                self._failed(SaveFailedError(f"save of step {handle.step}: {handle.failure}"))
+        self._handles = waiting
+
+    def _failed(self, error: Exception) -> None:
+        self._saves_failed += 1
+        if self._on_save_error == "raise":
+            raise error
+        if isinstance(error, CapacityError) or not self._warned_failure:
+            self._warned_failure = True
+            logger.warning("a save failed, training goes on: %s", error)

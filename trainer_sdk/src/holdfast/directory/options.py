@@ -1,0 +1,87 @@
+"""What a DirectoryService is told at its start, and how that travels to the process that runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.transfer.messages import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    root: Path
+    slots_dir: Path
+    layouts_dir: Path
+    world_size: int
+    own_ranks: range
+    policy: Policy
+    round: RestartRound | None = None
+    """None: choose a new one and record it (rank 0)."""
+    restore: CheckpointId | None = None
+    """The checkpoint that rank 0 chose."""
+    choose_restore: bool = True
+    """False: `restore` says it, also where it is None."""
+    rejected: tuple[CheckpointId, ...] = ()
+
+
+def format_options(
+    *,
+    root: Path,
+    slots_dir: Path,
+    layouts_dir: Path,
+    rank: Rank,
+    world_size: int,
+    policy: Policy,
+    round_: RestartRound | None,
+    restore: CheckpointId | None,
+    rejected: Sequence[CheckpointId],
+) -> str:
+    """The persister's one argument: what `parse_options` reads back."""
+    return json.dumps(
+        {
+            "root": str(root),
+            "slotsDir": str(slots_dir),
+            "layoutsDir": str(layouts_dir),
+            "rank": rank,
+            "worldSize": world_size,
+            "intervalSteps": policy.interval_steps,
+            "slots": policy.slots,
+            "keepLast": policy.keep_last,
+            "round": round_,
+            "restore": None if restore is None else [restore.step, restore.round],
+            "rejected": [[c.step, c.round] for c in rejected],
+        }
+    )
+
+
+def parse_options(text: str) -> ServiceOptions:
+    """What `format_options` wrote, for the process that serves one rank."""
+    value: dict[str, Any] = json.loads(text)
+    rank = int(value["rank"])
+    round_ = value["round"]
+    return ServiceOptions(
+        root=Path(value["root"]),
+        slots_dir=Path(value["slotsDir"]),
+        layouts_dir=Path(value["layoutsDir"]),
+        world_size=int(value["worldSize"]),
+        own_ranks=range(rank, rank + 1),
+        policy=Policy(
+            interval_steps=int(value["intervalSteps"]),
+            slots=int(value["slots"]),
+            keep_last=int(value["keepLast"]),
+            peer_copies=0,
+        ),
+        round=None if round_ is None else RestartRound(round_),
+        restore=_checkpoint(value["restore"]),
+        choose_restore=round_ is None,
+        rejected=tuple(c for c in map(_checkpoint, value["rejected"]) if c is not None),
+    )
+
+
+def _checkpoint(pair: list[int] | None) -> CheckpointId | None:
+    return None if pair is None else CheckpointId(Step(pair[0]), RestartRound(pair[1]))

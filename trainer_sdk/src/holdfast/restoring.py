@@ -1,0 +1,205 @@
+"""Which checkpoint this rank starts from, and its bytes in a slot.
+
+In a pod the sidecar knows; every rank asks its own. In a directory the ranks agree:
+ 1. rank 0: its persister fixes round and restore point; rank 0 writes both to the gang's store.
+ 2. others: read them, start their persisters with them.
+ 3. all: fetch and verify their shards, count successes and failures in the store.
+ 4. a shard that does not verify: all reject that checkpoint and begin again at 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.gang_store import GangStore
+from holdfast.link import Link
+from holdfast.places import DirectoryPlace, Place
+from holdfast.session import Session
+from holdfast.settings import RankSettings
+from holdfast.staging import SlotRing
+from holdfast_core.errors import CorruptionError, HoldfastError, RefusedError, UnavailableError
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.transfer.messages import Fill, Filled, Refusal, Restore, RestoreReply
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 3600.0
+"""A fill reads a whole shard, perhaps from a slow disk: the connection tells when its end is dead."""
+_FIRST_CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """This rank's payload, in a slot: valid until the next save."""
+
+    step: Step
+    payload: np.ndarray[Any, Any]
+    tier: str
+
+
+class Restorer:
+    """Opens the session's link, and asks for what is to be restored."""
+
+    def __init__(
+        self,
+        settings: RankSettings,
+        place: Place,
+        session: Session,
+        ring: SlotRing,
+        store: GangStore | None,
+    ) -> None:
+        self._settings = settings
+        self._place = place
+        self._session = session
+        self._ring = ring
+        self._store = store
+        self._attempt = 0
+
+    def connect(self) -> None:
+        """In a directory: agree on round and restore point. In a pod: the first try only."""
+        if isinstance(self._place, DirectoryPlace):
+            self._agree(self._place)
+        else:
+            self._open_link()
+            if self._session.link is not None:
+                self._session.link.wait_connected(_FIRST_CONNECT_SECONDS)
+
+    def fetch(self, needed_bytes: Callable[[], int]) -> Fetched | None:
+        """None when there is nothing to restore."""
+        in_directory = isinstance(self._place, DirectoryPlace)
+        from_nothing = self._settings.restore_known and self._settings.restore_step is None
+        if from_nothing and not in_directory:
+            return None  # the launcher was told so: no need to wait for the sidecar
+        while True:
+            try:
+                found = self._fetch_once(needed_bytes)
+                failed: HoldfastError | None = None
+            except UnavailableError:
+                if isinstance(self._place, DirectoryPlace):
+                    raise
+                continue  # the sidecar went away in between: it is asked again when it is back
+            except (CorruptionError, RefusedError) as error:
+                if not isinstance(self._place, DirectoryPlace) or not _is_bad_copy(error):
+                    raise
+                found, failed = None, error
+            if not isinstance(self._place, DirectoryPlace) or self._place.restore is None:
+                return found
+            if self._all_succeeded(failed is None):
+                return found
+            logger.warning(
+                "checkpoint %s cannot be restored by all ranks%s: trying an older one",
+                self._place.restore,
+                "" if failed is None else f" ({failed})",
+            )
+            self._reject(self._place)
+
+    # ------------------------------------------------------------------ inside
+
+    def _fetch_once(self, needed_bytes: Callable[[], int]) -> Fetched | None:
+        round_ = self._wait_connected()
+        rank = self._settings.rank
+        reply = self._request(Restore(round_, rank), RestoreReply)
+        point = reply.restore_point
+        if point.step is None:
+            return None
+        self._ring.ensure(max(needed_bytes(), reply.payload_bytes), round_)
+        offers = tuple(slot.offer() for slot in self._ring.slots)
+        filled = self._request(Fill(round_, rank, offers), Filled)
+        slot = self._ring.find(filled.slot)
+        return Fetched(point.step, slot.payload[: filled.payload_bytes], filled.tier)
+
+    def _request(self, message: Any, kind: type[Any]) -> Any:
+        if self._session.link is None:
+            raise UnavailableError("there is no connection to the sidecar")
+        reply = self._session.link.request(message, _ANSWER_SECONDS)
+        if not isinstance(reply, kind):
+            raise UnavailableError(
+                f"{type(message).__name__} was answered with {type(reply).__name__}"
+            )
+        return reply
+
+    def _wait_connected(self) -> RestartRound:
+        """Waits without limit: the sidecar's container restarts by itself."""
+        while True:
+            link = self._session.link
+            if link is not None and link.wait_connected(_CONNECT_POLL_SECONDS):
+                return self._session.round if self._session.round is not None else RestartRound(0)
+            error = self._session.greeting_error
+            if error is not None and isinstance(self._place, DirectoryPlace):
+                if link is not None:
+                    link.close()
+                raise CorruptionError(f"{self._place.root}: {error}") from error
+
+    def _open_link(self) -> None:
+        link = Link(self._place.connect, self._session)
+        self._session.link = link
+        link.start()
+
+    def _agree(self, place: DirectoryPlace) -> None:
+        key = f"start/{self._attempt}"
+        if self._settings.rank != 0 and self._store is not None:
+            value = json.loads(self._store.get(key))
+            if "error" in value:
+                raise CorruptionError(f"rank 0 could not open {place.root}: {value['error']}")
+            place.round = self._session.round = RestartRound(value["round"])
+            place.restore = _pair(value["restore"])
+            self._open_link()
+            self._wait_connected()
+            return
+        place.round = self._session.round = None
+        self._open_link()
+        try:
+            round_ = self._wait_connected()
+            point = self._request(Restore(round_, self._settings.rank), RestoreReply).restore_point
+        except HoldfastError as error:
+            if self._store is not None:
+                self._store.set(key, json.dumps({"error": str(error)}))
+            raise
+        place.round = round_
+        place.restore = None
+        if point.step is not None and point.round is not None:
+            place.restore = CheckpointId(point.step, point.round)
+        if self._store is not None:
+            pair = None if place.restore is None else [place.restore.step, place.restore.round]
+            self._store.set(key, json.dumps({"round": round_, "restore": pair}))
+
+    def _all_succeeded(self, succeeded: bool) -> bool:
+        if self._store is None:
+            return succeeded
+        prefix = f"fetched/{self._attempt}"
+        if not succeeded:
+            self._store.add(f"{prefix}/bad", 1)
+        done = self._store.add(f"{prefix}/done", 1)
+        if done == self._settings.world_size:
+            bad = self._store.add(f"{prefix}/bad", 0)
+            self._store.set(f"{prefix}/verdict", "bad" if bad else "good")
+        return self._store.get(f"{prefix}/verdict") == b"good"
+
+    def _reject(self, place: DirectoryPlace) -> None:
+        if place.restore is not None:
+            place.rejected.append(place.restore)
+        self._attempt += 1
+        if self._session.link is not None:
+            self._session.link.close()
+        with contextlib.suppress(OSError):
+            place.close(wait=False)
+        self._ring.close()
+        self._agree(place)
+
+
+def _pair(value: list[int] | None) -> CheckpointId | None:
+    return None if value is None else CheckpointId(Step(value[0]), RestartRound(value[1]))
+
+
+def _is_bad_copy(error: HoldfastError) -> bool:
+    return isinstance(error, CorruptionError) or (
+        isinstance(error, RefusedError) and error.code in (Refusal.CONFLICT, Refusal.NOT_FOUND)
+    )

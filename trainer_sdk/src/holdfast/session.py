@@ -1,0 +1,194 @@
+"""What a rank says to its sidecar and hears from it, over connections that come and go.
+
+Keeps the handles of saves on their way, repeats `Stage` after a reconnect, collects requests to save
+or stop. Knows no tensors and decides nothing about steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from holdfast.handle import SaveHandle
+from holdfast.link import Link
+from holdfast.staging import Slot
+from holdfast_core.errors import HoldfastError, UnavailableError
+from holdfast_core.format.slot import SlotState
+from holdfast_core.ids import JobUid, Level, Rank, RestartRound
+from holdfast_core.transfer.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    HelloReply,
+    LevelReached,
+    LocalRole,
+    Policy,
+    SaveFailed,
+    SaveRequested,
+    Stage,
+    Staged,
+    StopRequested,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_HANDLES = 64
+"""Handles of older saves are forgotten: their levels may come very late, or never."""
+
+
+@dataclass(slots=True)
+class _Staged:
+    """A save whose slot the sidecar may not have taken yet."""
+
+    stage: Stage
+    slot: Slot
+    handle: SaveHandle
+    acknowledged: bool = False
+
+
+class Session:
+    """Thread-safe: the training thread and the link's thread meet here. Set `link` before use."""
+
+    def __init__(self, job_uid: JobUid, rank: Rank, round_: RestartRound | None) -> None:
+        self._job_uid = job_uid
+        self._rank = rank
+        self._lock = threading.Condition()
+        self._saves: dict[tuple[int, int], _Staged] = {}
+        self._tokens: set[str] = set()
+        self._save_wanted = False
+        self._stop_wanted = False
+        self._said_lost = False
+        self.round = round_
+        self.policy: Policy | None = None
+        self.greeting_error: HoldfastError | None = None
+        self.link: Link | None = None
+
+    # ------------------------------------------------------------------ LinkEvents
+
+    def hello(self) -> Hello:
+        return Hello(PROTOCOL_VERSION, self._job_uid, LocalRole.RANK, self._rank, self.round)
+
+    def connected(self, reply: HelloReply) -> None:
+        with self._lock:
+            if self.round is None:
+                self.round = reply.round
+            self.policy = reply.policy or self.policy
+            again = [s for s in self._saves.values() if not s.handle.settled]
+            if self._said_lost:
+                logger.warning("connected to the sidecar again: saves go on")
+                self._said_lost = False
+        for save in again:
+            # A slot that is FREE by now was written by an earlier life; its level is still to come.
+            if save.slot.header().state in (SlotState.FULL, SlotState.OWNED):
+                self._submit(save)
+
+    def disconnected(self, reason: str) -> None:
+        with self._lock:
+            if self._said_lost:
+                return
+            self._said_lost = True
+        logger.warning(
+            "no connection to the sidecar (%s): training goes on, saves fail until it is back",
+            reason,
+        )
+
+    def refused(self, error: HoldfastError) -> None:
+        self.greeting_error = error
+
+    def push(self, message: Any) -> None:
+        match message:
+            case LevelReached():
+                save = self._find(message.step, message.round)
+                if save is not None:
+                    save.handle.reach(message.level)
+                    self._settled()
+            case SaveFailed():
+                save = self._find(message.step, message.round)
+                if save is not None:
+                    save.handle.fail(message.level, f"{message.reason}: {message.message}")
+                    self._settled()
+            case SaveRequested():
+                self._want(message.token, stop=False)
+            case StopRequested():
+                self._want(message.token, stop=True)
+            case _:
+                logger.warning("ignored a push that is not for ranks: %s", message)
+
+    # ------------------------------------------------------------------ the training thread
+
+    def stage(self, stage: Stage, slot: Slot, handle: SaveHandle) -> None:
+        """Hand a FULL slot over. Failure is told by the handle; the slot is FREE again then."""
+        save = _Staged(stage, slot, handle)
+        with self._lock:
+            self._saves[(stage.step, stage.round)] = save
+            while len(self._saves) > _MAX_HANDLES:
+                self._saves.pop(next(iter(self._saves)))
+        self._submit(save)
+
+    def take_save_request(self) -> bool:
+        with self._lock:
+            wanted, self._save_wanted = self._save_wanted, False
+            return wanted
+
+    @property
+    def stop_wanted(self) -> bool:
+        return self._stop_wanted
+
+    def want_stop(self) -> None:
+        """Like a push; also called by a signal handler, so it takes no lock."""
+        self._stop_wanted = True
+
+    def wait_acknowledged(self, timeout_seconds: float) -> bool:
+        """The sidecar owns every slot that was handed over."""
+        with self._lock:
+            return self._lock.wait_for(
+                lambda: all(s.acknowledged or s.handle.settled for s in self._saves.values()),
+                timeout_seconds,
+            )
+
+    def wait_settled(self, timeout_seconds: float) -> bool:
+        """Every save is local, or has failed."""
+        with self._lock:
+            return self._lock.wait_for(
+                lambda: all(s.handle.settled for s in self._saves.values()), timeout_seconds
+            )
+
+    # ------------------------------------------------------------------ inside
+
+    def _submit(self, save: _Staged) -> None:
+        if self.link is None:
+            raise UnavailableError("the session has no link")
+        self.link.submit(save.stage).add_done_callback(partial(self._answered, save))
+
+    def _answered(self, save: _Staged, future: Future[Any]) -> None:
+        try:
+            reply = future.result()
+        except UnavailableError:
+            return  # repeated when the connection is back
+        except HoldfastError as error:
+            save.slot.abandon()  # it was refused: nobody else will free it
+            save.handle.fail(Level.LOCAL, str(error))
+        else:
+            save.acknowledged = isinstance(reply, Staged)
+        self._settled()
+
+    def _settled(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+
+    def _find(self, step: int, round_: int) -> _Staged | None:
+        with self._lock:
+            return self._saves.get((step, round_))
+
+    def _want(self, token: str, *, stop: bool) -> None:
+        with self._lock:
+            if token in self._tokens:
+                return
+            self._tokens.add(token)
+            if stop:
+                self._stop_wanted = True
+            else:
+                self._save_wanted = True

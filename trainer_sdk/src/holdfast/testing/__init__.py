@@ -1,0 +1,8 @@
+"""For tests of training code: a sidecar without a cluster, and the launcher as a process to kill."""
+
+from __future__ import annotations
+
+from holdfast.testing.fake_sidecar import FakeSidecar
+from holdfast.testing.launched import Launched, until
+
+__all__ = ["FakeSidecar", "Launched", "until"]

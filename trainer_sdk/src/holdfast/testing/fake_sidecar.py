@@ -1,0 +1,283 @@
+"""A sidecar for tests: a real Unix socket in this process, a directory behind it, faults on demand.
+
+Speaks the same messages as the real one to ranks, and pushes rounds to a launcher, so that training
+code and `holdfast run` can be tested without a cluster.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from holdfast.directory.connection import Connection
+from holdfast.directory.options import ServiceOptions
+from holdfast.directory.service import DirectoryService
+from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
+from holdfast_core.errors import FormatError
+from holdfast_core.ids import JobUid, Rank, RestartRound, Worker
+from holdfast_core.transfer.messages import (
+    End,
+    Finish,
+    FinishReply,
+    Hello,
+    HelloReply,
+    HostStore,
+    LocalRole,
+    Policy,
+    Refusal,
+    Refused,
+    RestorePoint,
+    Run,
+    SaveRequested,
+    StopRequested,
+)
+
+JOB_UID = JobUid("fake-job")
+
+
+@dataclass(slots=True)
+class Faults:
+    """What the sidecar does wrong; change it at any time."""
+
+    refuse: dict[str, Refusal] = field(default_factory=dict)
+    """Message name -> how it is refused."""
+    delay_seconds: dict[str, float] = field(default_factory=dict)
+    """Message name -> how long its answer takes."""
+
+
+class FakeSidecar:
+    """Use it as a context manager; `environment()` is the pod contract for the training process.
+
+    shared_dir: stands for the shared volume; node_dir: checkpoints lie there.
+    world_size: ranks that must save before a checkpoint is committed.
+    """
+
+    def __init__(
+        self,
+        shared_dir: Path,
+        node_dir: Path,
+        *,
+        world_size: int = 1,
+        interval_steps: int = 0,
+        slots: int = 2,
+        keep_last: int = 3,
+    ) -> None:
+        self._shared = shared_dir
+        self._node = node_dir
+        self._world_size = world_size
+        self._policy = Policy(
+            interval_steps=interval_steps, slots=slots, keep_last=keep_last, peer_copies=0
+        )
+        self._listener: socket.socket | None = None
+        self._connections: list[Connection] = []
+        self._condition = threading.Condition()
+        self.faults = Faults()
+        self.heard: list[Any] = []
+        """Every message that came in, in order."""
+        self.released = True
+        """Whether Finish is answered with released."""
+        self.service: DirectoryService | None = None
+        self.round: RestartRound | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self, round_: int | None = None) -> None:
+        """Open the directory, choose the newest checkpoint, listen. `round_` None: a new round."""
+        self._shared.mkdir(parents=True, exist_ok=True)
+        self.begin_round(round_)
+        path = self._shared / SOCKET_NAME
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+        listener.listen()
+        self._listener = listener
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+    def begin_round(self, round_: int | None = None) -> None:
+        """What a seal and a ROUND do: finish what is staged, fix a new round and restore point."""
+        if self.service is not None:
+            self.service.finish(0.0)
+        service = DirectoryService(
+            ServiceOptions(
+                self._node,
+                self._shared / SLOTS_DIR,
+                self._shared / LAYOUTS_DIR,
+                self._world_size,
+                range(self._world_size),
+                self._policy,
+            )
+        )
+        service.start()
+        if round_ is not None:
+            service.round = RestartRound(round_)
+        self.service = service
+        self.round = service.round
+
+    def stop(self) -> None:
+        """As SIGTERM: what was staged is written."""
+        self._close_sockets()
+        if self.service is not None:
+            self.service.finish(1.0)
+            self.service = None
+
+    def die(self) -> None:
+        """As SIGKILL: connections break, what was staged stays where it is."""
+        self._close_sockets()
+        if self.service is not None:
+            self.service.abort()
+            self.service = None
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        """Variables of the trainer container."""
+        contract = PodContract(
+            JOB_UID,
+            "fake",
+            "default",
+            Worker(0),
+            RestartRound(0),
+            self._world_size,
+            str(self._shared),
+            self._policy.slots,
+        )
+        return {**contract.to_env(), **changes}
+
+    # ------------------------------------------------------------------ pushes
+
+    def request_save(self, token: str = "save") -> None:
+        self._push_ranks(SaveRequested(self._round(), token))
+
+    def request_stop(self, token: str = "stop") -> None:
+        self._push_ranks(StopRequested(self._round(), token))
+
+    def host_store(self) -> None:
+        """Ask the launcher for a TCPStore process; it answers with StoreAddress (see `heard`)."""
+        self._push_launcher(HostStore(self._round()))
+
+    def run(self, port: int, address: str = "127.0.0.1") -> None:
+        """Open the barrier: the launcher forks the ranks of this round."""
+        point = RestorePoint() if self.service is None else self.service.restore_point
+        self._push_launcher(
+            Run(
+                self._round(),
+                point,
+                self._world_size,
+                Rank(0),
+                self._world_size,
+                Worker(0),
+                address,
+                port,
+                self._policy,
+            )
+        )
+
+    def end(self, round_: int) -> None:
+        self._push_launcher(End(RestartRound(round_)))
+
+    def messages(self, kind: type[Any]) -> list[Any]:
+        """What came in of one type."""
+        with self._condition:
+            return [message for message in self.heard if isinstance(message, kind)]
+
+    def wait_for(self, kind: type[Any], count: int = 1, timeout_seconds: float = 120.0) -> Any:
+        """The count-th message of a type. Raises AssertionError when it does not come."""
+        with self._condition:
+            came = self._condition.wait_for(
+                lambda: sum(isinstance(m, kind) for m in self.heard) >= count, timeout_seconds
+            )
+            if not came:
+                names = [type(message).__name__ for message in self.heard]
+                raise AssertionError(f"no {kind.__name__} number {count}; heard: {names[-20:]}")
+            return [m for m in self.heard if isinstance(m, kind)][count - 1]
+
+    # ------------------------------------------------------------------ inside
+
+    def _round(self) -> RestartRound:
+        return RestartRound(0) if self.round is None else self.round
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # closed
+            if self.service is None:
+                sock.close()
+                continue
+            connection = Connection(sock, self, self._intercept, self._note)
+            self._connections.append(connection)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            connection.serve()
+        except FormatError as error:
+            self._note(error)
+
+    @property
+    def current_round(self) -> RestartRound:
+        return self._round()
+
+    def hello_reply(self) -> HelloReply:
+        return self._current().hello_reply()
+
+    def handle(self, message: Any, push: Any) -> Any:
+        return self._current().handle(message, push)
+
+    def _current(self) -> DirectoryService:
+        if self.service is None:
+            raise FormatError("the fake sidecar is stopped")
+        return self.service
+
+    def _note(self, message: Any) -> None:
+        with self._condition:
+            self.heard.append(message)
+            self._condition.notify_all()
+
+    def _intercept(self, message: Any) -> Any:
+        name = type(message).__name__
+        delay = self.faults.delay_seconds.get(name, 0.0)
+        if delay:
+            threading.Event().wait(delay)
+        code = self.faults.refuse.get(name)
+        if code is not None:
+            return Refused(code, f"{name} is refused by the test", self._round())
+        if isinstance(message, Finish):
+            return FinishReply(self.released)
+        return None
+
+    def _push_ranks(self, message: Any) -> None:
+        self._push(LocalRole.RANK, message)
+
+    def _push_launcher(self, message: Any) -> None:
+        self._push(LocalRole.LAUNCHER, message)
+
+    def _push(self, role: LocalRole, message: Any) -> None:
+        for connection in self._connections:
+            hello: Hello | None = connection.hello
+            if hello is not None and hello.role is role:
+                connection.push(message)
+
+    def _close_sockets(self) -> None:
+        if self._listener is not None:
+            # close alone would not wake the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+        (self._shared / SOCKET_NAME).unlink(missing_ok=True)
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
