@@ -119,7 +119,15 @@ class ClusterStage:
             (Act("pod deleted", "worker 2's pod with memory and node tier", "peer"), self._pod),
             (Act("rank killed", "the process of rank 1 (SIGKILL)", "memory"), self._rank),
             (Act("node killed", "a node with worker 3", "peer"), self._node),
-            (Act("all copies removed", "every pod with memory and node tier", "object"), self._all),
+            (
+                Act(
+                    "all copies removed",
+                    "every pod with memory and node tier",
+                    "object",
+                    needs_persisted=True,
+                ),
+                self._all,
+            ),
         ]
 
     def _pod(self) -> None:
@@ -133,7 +141,6 @@ class ClusterStage:
         faults.kill_node(self._killed_node)
 
     def _all(self) -> None:
-        self.job.wait_persisted(OBJECT_EVERY, 60)
         for pod in self.job.pods():
             self.kube.delete_pod(NAMESPACE, pod["metadata"]["name"], grace_seconds=0)
 

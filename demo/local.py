@@ -124,7 +124,9 @@ class Run:
             tail = path.read_text(errors="replace").splitlines()[-6:]
             lines += [f"--- {path}", *tail]
         if self.failed and self._task is not None:
-            lines.append("the loop ended: " + "".join(traceback.format_exception(self._task.exception())))
+            lines.append(
+                "the loop ended: " + "".join(traceback.format_exception(self._task.exception()))
+            )
         return "\n".join(lines)
 
 
@@ -188,7 +190,15 @@ class LocalStage:
             (Act("pod deleted", "worker 2's pod with memory and node tier", "peer"), self._pod),
             (Act("rank killed", "the process of rank 1 (SIGKILL)", "memory"), self._rank),
             (Act("node killed", "worker 3's processes and volumes, at once", "peer"), self._node),
-            (Act("all copies removed", "every pod with memory and node tier", "object"), self._all),
+            (
+                Act(
+                    "all copies removed",
+                    "every pod with memory and node tier",
+                    "object",
+                    needs_persisted=True,
+                ),
+                self._all,
+            ),
         ]
 
     def _member(self, worker: int) -> str:

@@ -28,6 +28,8 @@ class Act:
     """What is gone, in words."""
     source: str
     """Where the bytes are expected to come from."""
+    needs_persisted: bool = False
+    """Takes every local copy: without a step in the store the job would only wait, as it must."""
     began_seconds: float = 0.0
     step_before: int = 0
     ended_seconds: float | None = None

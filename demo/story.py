@@ -52,7 +52,7 @@ class Stage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    settle_steps: int = 8
+    settle_steps: int = 15
     """Steps to train after a recovery before the next failure."""
     recovery_timeout_seconds: float = 120.0
     finish_timeout_seconds: float = 300.0
@@ -111,6 +111,13 @@ class Teller:
         return latest is not None and (latest.committed or 0) > 0 and (latest.step or 0) > 0
 
     def _play(self, screen: Screen, act: Act, cause: Callable[[], None]) -> None:
+        if act.needs_persisted:
+            self._until(
+                screen,
+                "a step in the object store",
+                lambda: (s := self.recorder.latest) is not None and s.persisted is not None,
+                self.timing.recovery_timeout_seconds,
+            )
         before = self.stage.sample()
         act.began_seconds = time.monotonic() - self.began
         act.step_before = before.step or 0

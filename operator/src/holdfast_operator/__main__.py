@@ -17,6 +17,8 @@ from holdfast_operator.kube_api import KubeApi
 from holdfast_operator.metrics import Metrics
 from holdfast_operator.settings import Settings
 
+KOPF_END_SECONDS = 15.0
+
 
 def main() -> None:
     """Exit code 0 after SIGTERM or SIGINT, 1 after a fault (Kubernetes starts it again), 2 where a
@@ -45,7 +47,10 @@ async def run(settings: Settings, access: KubeAccess) -> int:
     kopf = asyncio.create_task(run_kopf(rim, stop))
     try:
         await asyncio.wait({work, kopf}, return_when=asyncio.FIRST_COMPLETED)
-        return _why(work, kopf)
+        if _error(work) is None:
+            # A kopf that stops first cancels what else runs in the loop, the controller's tasks too.
+            await asyncio.wait({kopf}, timeout=KOPF_END_SECONDS)
+        return _exit_code(work, kopf)
     finally:
         stop.set()
         work.cancel()
@@ -57,16 +62,20 @@ async def run(settings: Settings, access: KubeAccess) -> int:
         logs.info("operator ends")
 
 
-def _why(work: asyncio.Task[None], kopf: asyncio.Task[None]) -> int:
+def _exit_code(work: asyncio.Task[None], kopf: asyncio.Task[None]) -> int:
     for name, task in (("controller", work), ("kopf", kopf)):
-        error = task.exception() if task.done() and not task.cancelled() else None
+        error = _error(task)
         if error is not None:
             logs.failure(f"{name} ended", error)
             return 1
-    if work.done():
+    if not kopf.done():
         logs.warning("the controller ended by itself")
         return 1
     return 0
+
+
+def _error(task: asyncio.Task[None]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ class Decision:
     reason: str
     """For logs: a changed reason is logged once."""
     memory: JobMemory
-    """Handed back in the next Observed."""
+    """Handed back in the next Observed, through apply.memory_after."""
     acted_version: int | None = None
     """Version of the coordinator's state up to which everything is durable in the API; what the
     next long poll says as `since`. None: nothing yet (say 0)."""

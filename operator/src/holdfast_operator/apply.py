@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from holdfast_core.errors import HoldfastError
@@ -40,7 +40,7 @@ from holdfast_operator.actions import (
     WriteStatus,
 )
 from holdfast_operator.effects import ConflictError, Effects
-from holdfast_operator.model import JobView, Observed
+from holdfast_operator.model import JobMemory, JobView, Observed
 from holdfast_operator.render.checkpoint import render_checkpoint
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
@@ -90,6 +90,32 @@ async def apply(
     for event in events:
         await effects.emit(observed.job, event)
     return Applied(failed=tuple(failed))
+
+
+def memory_after(decision: Decision, observed: Observed, applied: Applied) -> JobMemory:
+    """What to hand back in the next Observed, whatever became of the decision. Pure.
+
+    First sightings are kept also when a call failed: a seal that fails at every pass must not start
+    the wait for holders again at every pass. What was not done is not remembered as done.
+    """
+    new, old = decision.memory, observed.memory
+    written = not (
+        applied.conflict
+        or applied.not_gone
+        or any(isinstance(f.action, StatusWrite) for f in applied.failed)
+    )
+    if written:
+        lost = {f.action.token for f in applied.failed if isinstance(f.action, AskSave)}
+        return replace(new, asked=tuple(a for a in new.asked if a.name not in lost))
+    same_round = old.round == new.round
+    return replace(
+        new,
+        asked=old.asked,
+        round_sent_at=old.round_sent_at if same_round else None,
+        levels_written_at=old.levels_written_at,
+        counted_at=new.counted_at if old.counted_at is None else old.counted_at,
+        blocked_counted_seconds=old.blocked_counted_seconds if same_round else 0.0,
+    )
 
 
 def _stages(

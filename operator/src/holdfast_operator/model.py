@@ -252,6 +252,8 @@ class PodView:
     reason: str | None = None
     """Evicted, OOMKilled, Unschedulable...: the pod's or the trainer's last."""
     message: str = ""
+    created_at: datetime | None = None
+    """Of the object; how old the leaf in its Secret is. Decides no order."""
     disrupted: bool = False
     """Condition DisruptionTarget is True; looked at before exit codes."""
 
@@ -381,8 +383,6 @@ class JobMemory:
     """failure_seen_at of the failure that led to `round`."""
     terminating_since: tuple[tuple[str, float], ...] = ()
     """(pod uid, first seen terminating)."""
-    stop_asked_at: float | None = None
-    """Since when suspend waits for the gang to save and stop."""
     asked: tuple[AskedSave, ...] = ()
     round_sent_at: float | None = None
     """When ROUND was last given out with addresses missing: repeated at most once a second."""

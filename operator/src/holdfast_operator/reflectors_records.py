@@ -7,7 +7,7 @@ observe_views'; this module adds what the caches look things up by.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -138,7 +138,7 @@ def read_pod(raw: Mapping[str, Any]) -> ManagedPod | None:
         namespace=str(meta.get("namespace")),
         job=str(marks.get(labels.JOB_NAME, "")),
         job_uid=JobUid(str(marks[labels.JOB_UID])),
-        view=view,
+        view=replace(view, created_at=parse_stamp(str(meta["creationTimestamp"]))),
     )
 
 

@@ -62,14 +62,6 @@ class Target:
     """Pod IP."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A reply, and until when the certificate that its sender showed is valid (epoch seconds)."""
-
-    reply: Any
-    certificate_not_after: float | None
-
-
 class SidecarClient:
     """Open between `start` and `close`. Calls raise UnavailableError (no answer), FormatError (an
     answer that is none) or SidecarRefused."""
@@ -88,29 +80,27 @@ class SidecarClient:
         if self._session is not None:
             await self._session.close()
 
-    async def seal(self, context: ssl.SSLContext, target: Target, message: Seal) -> Answered:
+    async def seal(self, context: ssl.SSLContext, target: Target, message: Seal) -> Inventory:
         return await self._post(context, target, "/v1/seal", message, Inventory, SEAL_SECONDS)
 
-    async def round(self, context: ssl.SSLContext, target: Target, message: Round) -> Answered:
+    async def round(self, context: ssl.SSLContext, target: Target, message: Round) -> Inventory:
         return await self._post(context, target, "/v1/round", message, Inventory, CALL_SECONDS)
 
-    async def ask(
-        self, context: ssl.SSLContext, target: Target, path: str, message: Ask
-    ) -> Answered:
+    async def ask(self, context: ssl.SSLContext, target: Target, path: str, message: Ask) -> Ok:
         return await self._post(context, target, path, message, Ok, CALL_SECONDS)
 
     async def certificate(
         self, context: ssl.SSLContext, target: Target, message: Certificate
-    ) -> Answered:
+    ) -> Ok:
         return await self._post(context, target, "/v1/certificate", message, Ok, CALL_SECONDS)
 
-    async def prune(self, context: ssl.SSLContext, target: Target, message: Prune) -> Answered:
+    async def prune(self, context: ssl.SSLContext, target: Target, message: Prune) -> PruneReply:
         return await self._post(context, target, "/v1/prune", message, PruneReply, PRUNE_SECONDS)
 
-    async def inventory(self, context: ssl.SSLContext, target: Target) -> Answered:
+    async def inventory(self, context: ssl.SSLContext, target: Target) -> Inventory:
         return await self._call(context, target, "GET", "/v1/inventory", None, Inventory)
 
-    async def state(self, context: ssl.SSLContext, target: Target, since: int) -> Answered:
+    async def state(self, context: ssl.SSLContext, target: Target, since: int) -> CoordinatorState:
         """Answers when the version is above `since`, at the latest after POLL_SECONDS."""
         path = f"/v1/state?since={since}&timeout={POLL_SECONDS}"
         return await self._call(
@@ -125,7 +115,7 @@ class SidecarClient:
         message: Any,
         reply: type[R],
         seconds: float,
-    ) -> Answered:
+    ) -> R:
         return await self._call(context, target, "POST", path, message, reply, seconds)
 
     async def _call(
@@ -137,7 +127,7 @@ class SidecarClient:
         message: Any | None,
         reply: type[R],
         seconds: float = CALL_SECONDS,
-    ) -> Answered:
+    ) -> R:
         if self._session is None:
             raise UnavailableError(f"{method} {path} to {target.pod}: the session is not open")
         host = f"[{target.address}]" if ":" in target.address else target.address
@@ -152,7 +142,6 @@ class SidecarClient:
                 timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
                 allow_redirects=False,
             ) as response:
-                not_after = _not_after(response)
                 data = await _bounded(response)
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -162,7 +151,7 @@ class SidecarClient:
                 f"{target.address} failed: {words}"
             ) from error
         if status == 200:
-            return Answered(loads(reply, data), not_after)
+            return loads(reply, data)
         try:
             refused = loads(Refused, data)
         except FormatError as error:
@@ -182,12 +171,3 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
             raise FormatError(f"a sidecar's reply is larger than {MAX_REPLY_BYTES} bytes")
         parts.append(chunk)
     return b"".join(parts)
-
-
-def _not_after(response: aiohttp.ClientResponse) -> float | None:
-    connection = response.connection
-    transport = None if connection is None else connection.transport
-    certificate = None if transport is None else transport.get_extra_info("peercert")
-    if not certificate or "notAfter" not in certificate:
-        return None
-    return float(ssl.cert_time_to_seconds(certificate["notAfter"]))

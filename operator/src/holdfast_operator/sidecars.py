@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from ssl import SSLContext
 from typing import Any, Protocol
 
@@ -23,7 +24,6 @@ from holdfast_core.transfer.messages import (
     Ask,
     Certificate,
     CoordinatorState,
-    Inventory,
     Prune,
     PruneReply,
     Refusal,
@@ -35,7 +35,7 @@ from holdfast_operator.actions import round_digest
 from holdfast_operator.certificates import LEAF_LIFE, RENEW_AT
 from holdfast_operator.keys import Key
 from holdfast_operator.model import AckedRound, PodView, Reachable, SidecarView
-from holdfast_operator.sidecar_client import Answered, SidecarClient, SidecarRefused, Target
+from holdfast_operator.sidecar_client import SidecarClient, SidecarRefused, Target
 
 UNREACHABLE_AFTER = 2
 FIRST_BACKOFF_SECONDS = 0.25
@@ -43,7 +43,7 @@ MAX_BACKOFF_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 """Between calls to a sidecar that is unknown, silent or on a silent node."""
 KNOWLEDGE_SECONDS = 1800.0
-"""A sidecar that nobody called for so long is asked for its inventory, also to see its leaf."""
+"""A sidecar that nobody called for so long is asked for its inventory."""
 POLL_AGAIN_SECONDS = 0.2
 ASK_AGAIN_SECONDS = 1.0
 CONCURRENT_CALLS = 64
@@ -68,8 +68,8 @@ class _Pod:
     not_before: float = 0.0
     """Monotonic: no call before, because the last one failed."""
     called_at: float | None = None
-    not_after: float | None = None
-    """Of its certificate, epoch seconds."""
+    leaf_from: datetime | None = None
+    """When the leaf that it shows was issued (UTC)."""
     under_way: set[str] = field(default_factory=set)
     starts: tuple[bool, int] = (False, 0)
     """Started, and container restarts: a change is worth a call at once."""
@@ -157,6 +157,8 @@ class Sidecars:
                 known.target = target
             starts = (pod.sidecar_started, pod.sidecar_restarts)
             if job.pods[pod_uid].starts != starts:
+                if starts[1] != job.pods[pod_uid].starts[1]:
+                    job.pods[pod_uid].leaf_from = None  # it shows the leaf of its Secret again
                 job.pods[pod_uid].starts = starts
                 job.pods[pod_uid].not_before = 0.0
         self._follow_coordinator(job, present, coordinator)
@@ -180,20 +182,19 @@ class Sidecars:
 
     def seal(self, uid: JobUid, pod_uid: str, round_: RestartRound) -> None:
         async def call(context: SSLContext, pod: _Pod) -> None:
-            answer = await self._client.seal(context, pod.target, Seal(round_))
-            self._answered(pod, answer)
-            inventory: Inventory = answer.reply
+            inventory = await self._client.seal(context, pod.target, Seal(round_))
+            self._alive(pod)
             pod.view = replace(pod.view, inventory=inventory, sealed_round=inventory.round)
 
         self._start(uid, pod_uid, "seal", call)
 
     def send_round(self, uid: JobUid, pod_uid: str, message: Round, sidecar_restarts: int) -> None:
         async def call(context: SSLContext, pod: _Pod) -> None:
-            answer = await self._client.round(context, pod.target, message)
-            self._answered(pod, answer)
+            inventory = await self._client.round(context, pod.target, message)
+            self._alive(pod)
             pod.view = replace(
                 pod.view,
-                inventory=answer.reply,
+                inventory=inventory,
                 acked=AckedRound(
                     message.round, message.version, round_digest(message), sidecar_restarts
                 ),
@@ -222,9 +223,8 @@ class Sidecars:
         if known is not None:
 
             async def call(context: SSLContext, asked: _Pod) -> None:
-                answer = await self._client.prune(context, asked.target, message)
-                self._answered(asked, answer)
-                job.pruned[name] = answer.reply
+                job.pruned[name] = await self._client.prune(context, asked.target, message)
+                self._alive(asked)
 
             self._start(uid, known.view.pod_uid, f"prune {name}", call)
         return PruneReply(())
@@ -238,21 +238,22 @@ class Sidecars:
         due = age is None or (silent and age >= PROBE_SECONDS) or age >= KNOWLEDGE_SECONDS
         if due and not known.under_way and (pod.sidecar_started or age is None or silent):
             self._start(job.uid, pod.uid, "inventory", self._inventory)
-        if known.not_after is not None:
-            left = known.not_after - self._clock.utc_now().timestamp()
-            if left < LEAF_LIFE.total_seconds() * (1 - RENEW_AT):
-                self._renew(job.uid, known)
+        leaf_from = known.leaf_from or pod.created_at
+        if leaf_from is not None and self._clock.utc_now() - leaf_from > LEAF_LIFE * RENEW_AT:
+            self._renew(job.uid, known)
 
     async def _inventory(self, context: SSLContext, pod: _Pod) -> None:
-        answer = await self._client.inventory(context, pod.target)
-        self._answered(pod, answer)
-        pod.view = replace(pod.view, inventory=answer.reply)
+        inventory = await self._client.inventory(context, pod.target)
+        self._alive(pod)
+        pod.view = replace(pod.view, inventory=inventory)
 
     def _renew(self, uid: JobUid, known: _Pod) -> None:
         async def call(context: SSLContext, pod: _Pod) -> None:
             message = await self._identity.renewed(uid, pod.target.pod)
+            issued = self._clock.utc_now()
             await self._client.certificate(context, pod.target, message)
-            pod.not_after = None  # the next call shows the new one
+            self._alive(pod)
+            pod.leaf_from = issued
             logs.info("certificate renewed", pod=pod.target.pod)
 
         self._start(uid, known.view.pod_uid, "certificate", call)
@@ -323,11 +324,6 @@ class Sidecars:
             return
         except HoldfastError as error:
             self._failed(pod, error)
-
-    def _answered(self, pod: _Pod, answer: Answered) -> None:
-        if answer.certificate_not_after is not None:
-            pod.not_after = answer.certificate_not_after
-        self._alive(pod)
 
     def _alive(self, pod: _Pod) -> None:
         if self._said.forget(pod.view.pod_uid):
@@ -410,7 +406,7 @@ class Sidecars:
             job.acted.clear()
             try:
                 context = await self._identity.client(job.uid)
-                answer = await self._client.state(context, pod.target, job.since)
+                state = await self._client.state(context, pod.target, job.since)
             except SidecarRefused as refusal:
                 self._alive(pod)
                 self._said.info(f"poll {job.uid}", f"the coordinator's state: {refusal}")
@@ -422,12 +418,12 @@ class Sidecars:
                     self._enqueue(job.key)
             else:
                 pause = FIRST_BACKOFF_SECONDS
-                self._answered(pod, answer)
+                self._alive(pod)
                 self._said.forget(f"poll {job.uid}")
-                if answer.reply != job.state:
-                    job.state = answer.reply
+                if state != job.state:
+                    job.state = state
                     self._enqueue(job.key)
-                await self._until_acted(job, answer.reply.version)
+                await self._until_acted(job, state.version)
                 continue
             await self._clock.sleep(pause)
             pause = min(pause * 2, MAX_BACKOFF_SECONDS)

@@ -12,6 +12,7 @@ from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import RestartRound, ShardRef, ranks_of
 from holdfast_core.tiers.base import NodeTier, ShardRecord
+from holdfast_core.transfer.bulk import BulkOptions
 from holdfast_core.transfer.bulk_client import fetch_shard, send_copy
 from holdfast_core.transfer.bulk_server import BulkServer
 from holdfast_core.transfer.messages import Member, Refusal
@@ -19,6 +20,9 @@ from holdfast_sidecar.certificates import Certificates
 from holdfast_sidecar.client import Peers, raise_refused
 from holdfast_sidecar.rounds import Caller, RoundState, refuse_copy
 from holdfast_sidecar.server import caller_of
+
+_OPTIONS = BulkOptions(attempts=2)
+"""Few attempts: a caller that gets an error asks the next source, or comes back with backoff."""
 
 
 class BulkServing:
@@ -107,6 +111,7 @@ class BulkPeers:
                 self._certificates.client,
                 round_,
                 reader,
+                options=_OPTIONS,
             )
 
     def fetch(self, member: Member, ref: ShardRef) -> ShardRecord:
@@ -121,4 +126,5 @@ class BulkPeers:
             self._current().round,
             ref,
             self._node.begin_copy,
+            options=_OPTIONS,
         )

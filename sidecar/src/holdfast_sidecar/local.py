@@ -77,7 +77,7 @@ class Local:
     async def request(self, connection: Connection, message: Any) -> Any:
         match message:
             case Stage():
-                return await self.parts.stager.stage(self.state, message)
+                return await self.parts.stager.stage(self.parts.keeper.current, message)
             case Restore():
                 return self.parts.filler.restore(self.state, message)
             case Fill():

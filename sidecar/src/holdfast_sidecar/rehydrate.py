@@ -35,6 +35,9 @@ from holdfast_sidecar.rounds import RoundState
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.tasks import Tasks
 
+_MANIFEST_SECONDS = 5.0
+"""A member that hangs must not hold up the next source for long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -193,7 +196,11 @@ class Rehydrator:
         for member in self._others():
             try:
                 answer = await self._peers.get(
-                    member.worker, "/v1/manifest", ManifestDocument, query=query
+                    member.worker,
+                    "/v1/manifest",
+                    ManifestDocument,
+                    query=query,
+                    seconds=_MANIFEST_SECONDS,
                 )
                 document = answer.manifest.encode()
                 manifest = self._accept(document, point)

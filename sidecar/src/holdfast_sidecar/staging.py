@@ -75,11 +75,9 @@ class Stager:
     def owns(self, slot: str) -> bool:
         return slot in self._pending
 
-    async def stage(self, state: RoundState, message: Stage) -> Staged:
+    async def stage(self, current: Callable[[], RoundState], message: Stage) -> Staged:
         """Raises RefusedError (Refusal codes) and FormatError; the slot is untouched then."""
-        refused = fence(state, message.round)
-        if refused is not None:
-            raise RefusedError(refused.code, refused.message)
+        state = _fenced(current(), message)
         if rank_of_slot(message.slot) != message.rank or message.rank not in state.own_ranks:
             raise FormatError(
                 f"stage of rank {message.rank} in slot {message.slot!r}: not of this pod"
@@ -87,6 +85,7 @@ class Stager:
         if self._pending.get(message.slot) == message:
             return Staged(message.step)
         await self._layouts.ensure(message.layout)
+        state = _fenced(current(), message)  # a SEAL may have come while the layout was read
         slot = SlotFile.open(self._settings.slots_dir, message.slot)
         try:
             _check(slot.header(), message)
@@ -180,6 +179,13 @@ class Stager:
             slot.set_state(SlotState.FREE)
             slot.close()
         self._on_outcome(outcome)
+
+
+def _fenced(state: RoundState, message: Stage) -> RoundState:
+    refused = fence(state, message.round)
+    if refused is not None:
+        raise RefusedError(refused.code, refused.message)
+    return state
 
 
 def _check(header: SlotHeader, message: Stage, *, expected: SlotState = SlotState.FULL) -> None:

@@ -62,9 +62,7 @@ HOSTILE = {
     "a wrong type deep inside": (
         Round,
         dumps(
-            Round(
-                RestartRound(1), 1, RestorePoint(), Worker(0), Worker(0), 1, (), (), Policy(5)
-            )
+            Round(RestartRound(1), 1, RestorePoint(), Worker(0), Worker(0), 1, (), (), Policy(5))
         ).replace(b'"intervalSteps":5', b'"intervalSteps":null'),
         "Round.policy.intervalSteps: expected int, found NoneType",
     ),

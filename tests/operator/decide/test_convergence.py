@@ -4,7 +4,7 @@ back, once, from a step that was really there and no lower than what was promise
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from hypothesis import HealthCheck, given, settings
@@ -216,13 +216,11 @@ def test_the_same_observation_gives_the_same_decision(plan: list[Fault], seed: i
             moment = now(cluster.seconds)
             first, second = decide(observed, moment), decide(observed, moment)
             assert first == second
-            shuffled = type(observed)(
-                **{
-                    name: getattr(observed, name)
-                    if name not in ("pods", "sidecars", "checkpoints")
-                    else tuple(reversed(getattr(observed, name)))
-                    for name in observed.__slots__
-                }
+            shuffled = replace(
+                observed,
+                pods=tuple(reversed(observed.pods)),
+                sidecars=tuple(reversed(observed.sidecars)),
+                checkpoints=tuple(reversed(observed.checkpoints)),
             )
             assert set(map(repr, decide(shuffled, moment).actions)) == set(map(repr, first.actions))
 

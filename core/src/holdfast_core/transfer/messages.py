@@ -106,7 +106,7 @@ class ShardInfo:
     payload_bytes: int
     blake3: Digest
     """BLAKE3 of the payload."""
-    chunk_table: Digest = Digest("")
+    chunk_table: Digest
     """BLAKE3 of the shard's table of chunk CRCs."""
 
 

@@ -25,7 +25,6 @@ def advance(world: World, now: Now) -> JobMemory:
             levels_written_at=old.levels_written_at,
             counted_at=old.counted_at,
             asked=old.asked,
-            stop_asked_at=old.stop_asked_at,
         )
     if memory.counted_at is None and status.restart_round is not None:
         memory = replace(memory, counted_at=at)

@@ -260,8 +260,10 @@ class FakeCluster:
         run = self.gang.run
         if run is None or not run.finished or not run.released:
             return
-        for pod in self.pods.values():
-            if pod.view.phase is PodPhase.RUNNING:
+        for name, pod in self.pods.items():
+            sidecar = self.sidecars.get(name)
+            ran = sidecar is not None and sidecar.round == run.round
+            if ran and pod.view.phase is PodPhase.RUNNING:
                 pod.view = replace(pod.view, phase=PodPhase.SUCCEEDED, trainer_exit_code=0)
 
 

@@ -26,7 +26,7 @@ from holdfast_operator.actions import (
     SendRound,
     round_digest,
 )
-from holdfast_operator.apply import Applied, apply
+from holdfast_operator.apply import Applied, apply, memory_after
 from holdfast_operator.decide import decide
 from holdfast_operator.model import (
     AckedRound,
@@ -90,12 +90,13 @@ class FakeOperator:
         """Observe, decide, apply once."""
         observed = self.observe()
         decision = decide(observed, now(self.cluster.seconds))
-        self.memory = decision.memory
         self.decisions.append(decision)
         run = self.cluster.gang.run
         if run is not None and decision.acted_version is not None and run.finished:
             run.released = run.released or decision.acted_version >= run.version
-        return await apply(decision, observed, self, SidecarSettings("example/sidecar:1"))
+        applied = await apply(decision, observed, self, SidecarSettings("example/sidecar:1"))
+        self.memory = memory_after(decision, observed, applied)
+        return applied
 
     # ------------------------------------------------------------------ observe
 

@@ -46,6 +46,7 @@ class PlayedKubelet:
     def close(self) -> None:
         for name in list(self.sidecars):
             self.kill_sidecar(name)
+        self._run(_drained())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -147,3 +148,10 @@ class PlayedKubelet:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+
+async def _drained() -> None:
+    """Requests that were cut off with their sidecars end before their loop does."""
+    others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+    if others:
+        await asyncio.wait(others, timeout=1)

@@ -1,1 +1,1 @@
-"""TODO-docstring."""
+"""Adapters to training frameworks, each imported only by those who use it."""

@@ -163,8 +163,9 @@ async def _leave(
     )
     processes.signal_ranks(signal.SIGTERM)
     ended = asyncio.gather(*(process.ended.wait() for process in processes.ranks))
+    waiting: set[asyncio.Future[Any]] = {ended, stop.second}
     await asyncio.wait(
-        {ended, stop.second},
+        waiting,
         timeout=options.grace_seconds,
         return_when=asyncio.FIRST_COMPLETED,
     )

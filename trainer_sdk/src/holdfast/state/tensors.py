@@ -52,6 +52,8 @@ class Leaf:
     offsets: tuple[int, ...]
     """Where this rank's part begins in the global tensor."""
     byte_count: int
+    is_raw: bool
+    """Stored as bytes: safetensors has no name for its type."""
     source: Any
     """torch.Tensor (possibly on a device) or numpy.ndarray; aliases the training's memory."""
 
@@ -110,9 +112,11 @@ def make_leaf(name: str, value: Any, path: str) -> tuple[Leaf, dict[str, Any]]:
     if stored is None:
         extra["dtype"] = kind
         extra["shape"] = list(local.shape)
-        leaf = Leaf(name, RAW, (byte_count,), (byte_count,), (0,), byte_count, local)
+        leaf = Leaf(name, RAW, (byte_count,), (byte_count,), (0,), byte_count, True, local)
     else:
-        leaf = Leaf(name, stored, tuple(local.shape), global_shape, offsets, byte_count, local)
+        leaf = Leaf(
+            name, stored, tuple(local.shape), global_shape, offsets, byte_count, False, local
+        )
     return leaf, extra
 
 
@@ -124,6 +128,9 @@ def copy_jobs(
     if leaf.byte_count == 0:
         return []
     source = leaf.source
+    if leaf.is_raw:
+        # Its place need not be aligned to its element size: only bytes may be moved there.
+        return [(leaf.byte_count, partial(_copy_raw, target, source))]
     if not is_tensor(source):
         view = target.view(source.dtype).reshape(source.shape)
         return [(leaf.byte_count, partial(np.copyto, view, source))]
@@ -142,18 +149,33 @@ def view_stored(
     *,
     array: bool,
 ) -> Any:
-    """A tensor or array over stored bytes (uint8), without a copy. `dtype`: its own name."""
+    """A tensor or array over stored bytes (uint8), copied only where they are not aligned.
+
+    `dtype`: its own name."""
     if array:
         kind = np.dtype(dtype)
         if stored.size == 0:
             return np.empty(shape, dtype=kind)
-        return stored.view(kind).reshape(shape)
+        return _aligned(stored, kind.itemsize).view(kind).reshape(shape)
     import torch
 
     kind = getattr(torch, dtype)
     if stored.size == 0:
         return torch.empty(shape, dtype=kind)
-    return _torch_view(stored, kind, shape)
+    return _torch_view(_aligned(stored, kind.itemsize), kind, shape)
+
+
+def _aligned(stored: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+    return stored.copy() if stored.ctypes.data % size else stored
+
+
+def _copy_raw(target: np.ndarray[Any, Any], source: Any) -> None:
+    if is_tensor(source):
+        import torch
+
+        target[:] = source.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    else:
+        target[:] = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
 
 
 def own_name(stored_dtype: str) -> str:

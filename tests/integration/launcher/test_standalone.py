@@ -1,0 +1,155 @@
+"""`holdfast run` on one machine: exit codes, prefixes, environment, signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.testing import Launched, until
+from holdfast.testing.launched import children_of, is_alive
+
+pytestmark = pytest.mark.integration
+
+
+def script(directory: Path, text: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "program.py"
+    path.write_text(text)
+    return path
+
+
+def run(directory: Path, options: list[str], command: list[str]) -> Launched:
+    with Launched(directory, options, command) as launched:
+        launched.wait()
+    return launched
+
+
+def test_ranks_are_told_who_they_are(tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        "import os, sys, threading\n"
+        "print(__name__, sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'],\n"
+        "      os.environ['LOCAL_RANK'], os.environ['HOLDFAST_ROUND'], threading.active_count())\n"
+        "assert 'torch' in sys.modules, 'nothing was preloaded'\n",
+    )
+    done = run(tmp_path, ["--nproc", "2"], ["python", str(program), "--lr", "1"])
+    assert done.process.returncode == 0, done.err()
+    assert sorted(done.out().splitlines()) == [
+        "[rank 0] __main__ ['--lr', '1'] 0 2 0 0 1",
+        "[rank 1] __main__ ['--lr', '1'] 1 2 1 0 1",
+    ]
+
+
+def test_a_gang_meets_over_env(tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.ones(1) * (dist.get_rank() + 1); dist.all_reduce(t)\n"
+        "print('sum', t.item(), os.environ['HOLDFAST_ROUND'])\n"
+        "if os.environ['HOLDFAST_ROUND'] == '0' and dist.get_rank() == 1: os._exit(5)\n"
+        "dist.barrier(); dist.destroy_process_group()\n",
+    )
+    options = ["--nproc", "2", "--max-restarts", "1"]
+    done = run(tmp_path, options, [sys.executable, str(program)])
+    assert done.process.returncode == 0, done.err()
+    assert done.out().count("sum 3.0 1") == 2
+    assert "rank 1 ended with code 5 in round 0" in done.err()
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        pytest.param("raise ValueError('no luck')", 1, "ValueError: no luck", id="exception"),
+        pytest.param("import sys; sys.exit(7)", 7, "", id="exit-code"),
+        pytest.param("import os; os.kill(os.getpid(), 9)", 137, "", id="signal"),
+        pytest.param("import sys; sys.exit('bye')", 1, "bye", id="exit-words"),
+    ],
+)
+def test_exit_codes(tmp_path: Path, body: str, code: int, words: str) -> None:
+    done = run(tmp_path, [], ["python", str(script(tmp_path, body))])
+    assert done.process.returncode == code
+    assert words in done.err()
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        pytest.param(["sh", "-c", "echo $RANK of $WORLD_SIZE"], 0, "0 of 1", id="shell"),
+        pytest.param(["no-such-command"], 127, "no such command", id="not-there"),
+        pytest.param(["python", "-c", "print(6 * 7)"], 0, "42", id="inline-python"),
+        pytest.param(["python", "-m", "this"], 0, "Beautiful", id="module"),
+    ],
+)
+def test_any_command(tmp_path: Path, command: list[str], code: int, words: str) -> None:
+    done = run(tmp_path, [], command)
+    assert done.process.returncode == code, done.err()
+    assert words in done.out() + done.err()
+
+
+def test_a_module_that_starts_threads_cannot_be_preloaded(tmp_path: Path) -> None:
+    (tmp_path / "threading_thing.py").write_text(
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    with Launched(
+        tmp_path,
+        ["--preload", "threading_thing"],
+        ["python", "-m", "this"],
+        {"PYTHONPATH": str(tmp_path)},
+    ) as launched:
+        assert launched.wait() == 1
+    assert "threading_thing" in launched.err()
+
+
+SLOW = (
+    "import os, pathlib, sys, time\n"
+    "pathlib.Path(sys.argv[1], 'rank' + os.environ['RANK']).write_text(f'1 {os.getpid()}')\n"
+    "time.sleep(600)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGTERM, 143, id="sigterm"),
+        pytest.param(signal.SIGINT, 130, id="sigint"),
+        pytest.param(signal.SIGKILL, -9, id="sigkill"),
+    ],
+)
+def test_no_process_outlives_the_launcher(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    program = script(tmp_path, SLOW)
+    progress = tmp_path / "progress"
+    command = ["python", str(program), str(progress)]
+    with Launched(tmp_path, ["--nproc", "2"], command) as launched:
+        until(lambda: launched.step_of(0) == launched.step_of(1) == 1, "both ranks run")
+        processes = children_of(launched.process.pid)
+        os.kill(launched.process.pid, number)
+        assert launched.wait() == code
+        until(lambda: not any(map(is_alive, processes)), "everything is gone", 20)
+
+
+def test_a_rank_that_does_not_listen_is_killed_after_the_grace(tmp_path: Path) -> None:
+    program = script(tmp_path, "import signal\nsignal.signal(15, lambda *_: None)\n" + SLOW)
+    command = ["python", str(program), str(tmp_path / "progress")]
+    with Launched(tmp_path, ["--grace", "0.2"], command) as launched:
+        until(lambda: launched.step_of(0) == 1, "the rank runs")
+        os.kill(launched.process.pid, signal.SIGTERM)
+        assert launched.wait() == 143
+
+
+def test_the_fork_server_may_be_killed(tmp_path: Path) -> None:
+    command = ["python", str(script(tmp_path, SLOW)), str(tmp_path / "progress")]
+    with Launched(tmp_path, [], command) as launched:
+        until(lambda: launched.step_of(0) == 1, "the rank runs")
+        processes = children_of(launched.process.pid)
+        server = processes[0]
+        os.kill(server, signal.SIGKILL)
+        assert launched.wait() == 1
+        until(lambda: not any(map(is_alive, processes)), "everything is gone", 20)
+    assert "fork server ended" in launched.err()

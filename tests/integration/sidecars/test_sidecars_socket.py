@@ -1,0 +1,199 @@
+"""The pod's socket and the pod's hooks, on a real sidecar process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast_core.errors import NotFoundError, RefusedError
+from holdfast_core.format.slot import SlotState
+from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step
+from holdfast_core.testing.minio_server import ACCESS_KEY, SECRET_KEY, MinioServer
+from holdfast_core.transfer.messages import Refusal, Stage
+from holdfast_sidecar.settings import inherited
+from holdfast_sidecar.testing import FakeRank
+
+pytestmark = pytest.mark.integration
+
+Gangs = Callable[..., Any]
+NO_LAYOUT = Digest("b3:" + "9" * 64)
+
+
+async def refusal(rank: FakeRank, message: Stage) -> Refusal:
+    with pytest.raises((RefusedError, NotFoundError)) as refused:
+        await rank.request(message)
+    return Refusal(getattr(refused.value, "code", Refusal.NOT_FOUND))
+
+
+def test_a_stage_that_contradicts_its_slot_is_refused_and_the_slot_left_alone(
+    gangs: Gangs,
+) -> None:
+    async def scenario() -> None:
+        async with gangs(1) as gang:
+            await gang.start()
+            rank: FakeRank = gang.ranks[0]
+            name = rank.names[0]
+            rank.fill_slot(name, 5, b"data")
+            good = rank.stage_message(name, 5, b"data")
+            for bad in (
+                replace(good, step=Step(6)),
+                replace(good, payload_bytes=3),
+                replace(good, payload_bytes=1 << 40),
+                replace(good, rank=Rank(1)),
+                replace(good, slot="rank000001.0.slot"),
+                replace(good, slot="../../etc/passwd"),
+                replace(good, layout=NO_LAYOUT),
+                replace(good, round=RestartRound(1)),
+            ):
+                code = await refusal(rank, bad)
+                assert code in (
+                    Refusal.BAD_REQUEST,
+                    Refusal.NOT_FOUND,
+                    Refusal.FUTURE_ROUND,
+                ), bad
+                assert rank.header(name).state is SlotState.FULL, bad
+            await rank.request(good)
+            await rank.reached(5, Level.LOCAL)
+            assert await refusal(rank, good) is Refusal.BAD_REQUEST, "the slot is free again"
+
+    asyncio.run(scenario())
+
+
+def test_a_stranger_is_not_let_in(gangs: Gangs) -> None:
+    async def scenario() -> None:
+        async with gangs(1) as gang:
+            await gang.start()
+            shared = gang.sidecars[0].shared
+            for stranger in (
+                FakeRank(shared, JobUid("another-job"), 0, 0),
+                FakeRank(shared, gang.operator.job_uid, 7, 0),
+            ):
+                with pytest.raises(RefusedError) as refused:
+                    await stranger.connect()
+                assert refused.value.code == Refusal.BAD_REQUEST
+                stranger.close()
+            assert (shared / "holdfast.sock").stat().st_mode & 0o777 == 0o660
+
+    asyncio.run(scenario())
+
+
+def test_rubbish_on_the_socket_ends_that_connection_only(gangs: Gangs) -> None:
+    async def scenario() -> None:
+        async with gangs(1) as gang:
+            await gang.start()
+            path = str(gang.sidecars[0].shared / "holdfast.sock")
+            for rubbish in (b"\xff\xff\xff\xff", b"\0\0\0\x02{]", b"GET / HTTP/1.1\r\n\r\n"):
+                reader, writer = await asyncio.open_unix_connection(path)
+                writer.write(rubbish)
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+                writer.close()
+            await gang.commit(1, Level.LOCAL)
+
+    asyncio.run(scenario())
+
+
+def test_a_launcher_that_is_back_in_a_moment_is_not_dead(gangs: Gangs) -> None:
+    async def scenario() -> None:
+        async with gangs(1) as gang:
+            await gang.start()
+            gang.launchers[0].close()
+            back = await gang.launcher(0, running=0, last_round=0)
+            await asyncio.sleep(1.5)  # longer than the launcher's grace
+            await gang.commit(1, Level.LOCAL)
+            state = await gang.operator.state(0)
+            assert state.dead == ()
+            assert back.run is None
+
+    asyncio.run(scenario())
+
+
+def hook(gang: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast_sidecar", *arguments],
+        env={**inherited(), **gang.sidecars[0].contract.to_env()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_probes_hooks_and_the_end(gangs: Gangs) -> None:
+    """healthz, metrics, pre-stop while a rank runs and after it, SIGTERM; then healthz fails."""
+
+    async def scenario() -> None:
+        async with gangs(1) as gang:
+            await gang.start()
+            await gang.commit(1, Level.LOCAL)
+            assert (await asyncio.to_thread(hook, gang, "healthz")).returncode == 0
+            ports = json.loads((gang.sidecars[0].shared / "ports.json").read_text())
+            text = await asyncio.to_thread(read, f"http://127.0.0.1:{ports['metrics']}/metrics")
+            assert 'holdfast_checkpoint_bytes_total{tier="node"} 100001.0' in text
+            assert "holdfast_restart_round 0.0" in text
+            busy = await asyncio.to_thread(hook, gang, "pre-stop", "--timeout", "0.5")
+            assert busy.returncode == 0
+            assert "not everything was safe" in busy.stderr
+            gang.launchers.pop(0).close()
+            idle = await asyncio.to_thread(hook, gang, "pre-stop", "--timeout", "20")
+            assert (idle.returncode, idle.stderr) == (0, "")
+            process = gang.sidecars[0].process
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 30) == 0
+            assert (await asyncio.to_thread(hook, gang, "healthz")).returncode == 1
+
+    asyncio.run(scenario())
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return str(response.read().decode())
+
+
+@pytest.mark.parametrize(
+    ("secret", "reason"),
+    [(SECRET_KEY, "Available"), ("wrong", "AccessDenied")],
+    ids=["right key", "wrong key"],
+)
+def test_probe_store_leaves_its_report_for_the_kubelet(
+    tmp_path: Path, secret: str, reason: str
+) -> None:
+    with MinioServer() as server:
+        (tmp_path / "accessKey").write_text(ACCESS_KEY)
+        (tmp_path / "secretKey").write_text(secret)
+        ended = subprocess.run(
+            [sys.executable, "-m", "holdfast_sidecar", "probe-store"],
+            env={
+                **inherited(),
+                "HOLDFAST_STORE": server.config("probe").to_json(),
+                "HOLDFAST_STORE_DIR": str(tmp_path),
+                "HOLDFAST_TERMINATION_LOG": str(tmp_path / "log"),
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads((tmp_path / "log").read_text())
+    assert report == json.loads(ended.stdout)
+    assert report["reason"] == reason
+
+
+def test_a_wrong_environment_is_said_plainly() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "holdfast_sidecar"],
+        env={k: v for k, v in inherited().items() if not k.startswith("HOLDFAST_")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert "HOLDFAST_JOB_UID is not set" in ended.stderr

@@ -1,0 +1,353 @@
+"""Commits, Checkpoint objects, requests, retention and deletes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.transfer.messages import (
+    CoordinatorState,
+    Failure,
+    RankProgress,
+    RestorePoint,
+)
+from holdfast_operator.actions import (
+    Action,
+    AskSave,
+    CommitPersisted,
+    CreateCheckpointObject,
+    Decision,
+    DeleteCheckpoint,
+    PruneObject,
+    UpdateCheckpointStatus,
+    WriteStatus,
+)
+from holdfast_operator.decide import decide
+from holdfast_operator.decide.status import LEVELS_EVERY_SECONDS
+from holdfast_operator.model import (
+    CheckpointView,
+    JobMemory,
+    LineageEntry,
+    Observed,
+    PersistedView,
+    RestorePointView,
+)
+from holdfast_operator.testing.builders import (
+    START,
+    UID,
+    checkpoint,
+    job,
+    manifest_digest,
+    now,
+    pod,
+    sidecar,
+    status,
+    store,
+)
+
+
+def persisted(step: int, round_: int = 2) -> PersistedView:
+    return PersistedView(Step(step), RestartRound(round_), manifest_digest(step, round_))
+
+
+def point(step: int, round_: int = 2) -> RestorePoint:
+    return RestorePoint(Step(step), RestartRound(round_), manifest_digest(step, round_))
+
+
+def world(
+    *,
+    committed: PersistedView | None = None,
+    reported: RestorePoint | None = None,
+    checkpoints: tuple[CheckpointView, ...] = (),
+    coordinator: dict[str, Any] | None = None,
+    memory: JobMemory | None = None,
+    **spec: Any,
+) -> Observed:
+    pods = (pod(0), pod(1))
+    return Observed(
+        job=job(
+            2,
+            status(
+                2,
+                (0, 0),
+                restore_point=RestorePointView(Step(30), RestartRound(1), manifest_digest(30, 1)),
+                coordinator=Worker(0),
+                lineage=(LineageEntry(RestartRound(2), Step(30), RestartRound(1)),),
+                last_persisted=committed,
+            ),
+            **{"store": "main", "object_every_steps": 10, **spec},
+        ),
+        pods=pods,
+        sidecars=tuple(sidecar(p, 2, version=1) for p in pods),
+        store=store(),
+        coordinator=CoordinatorState(
+            **{
+                "version": 7,
+                "round": RestartRound(2),
+                "running": True,
+                "progress": (RankProgress(Rank(0), Step(44)), RankProgress(Rank(1), Step(43))),
+                "last_replicated": point(40),
+                "last_persisted": reported,
+                "last_persisted_bytes": 1234,
+                **(coordinator or {}),
+            }
+        ),
+        checkpoints=checkpoints,
+        memory=memory or JobMemory(round=RestartRound(2), round_seen_at=0.0),
+    )
+
+
+def only(decision: Decision, kind: type[Any]) -> list[Any]:
+    return [a for a in decision.actions if isinstance(a, kind)]
+
+
+# --------------------------------------------------------------------------- the commit
+
+
+@pytest.mark.parametrize(
+    ("committed", "reported", "objects", "expected"),
+    [
+        pytest.param(None, point(40), (), 40, id="the first"),
+        pytest.param(persisted(40), point(50), (checkpoint(40, 2),), 50, id="the next"),
+        pytest.param(persisted(40), point(50), (), None, id="not before the last has its object"),
+        pytest.param(persisted(40), point(40), (checkpoint(40, 2),), None, id="known already"),
+        pytest.param(persisted(40), point(30, 1), (checkpoint(40, 2),), None, id="older"),
+        pytest.param(None, point(35, 1), (), None, id="off the lineage"),
+        pytest.param(None, point(30, 1), (), 30, id="uploaded across a restart"),
+        pytest.param(
+            None,
+            replace(point(40), job_uid=JobUid("other")),
+            (),
+            None,
+            id="of another job's lineage",
+        ),
+    ],
+)
+def test_commit(
+    committed: PersistedView | None,
+    reported: RestorePoint,
+    objects: tuple[CheckpointView, ...],
+    expected: int | None,
+) -> None:
+    decision = decide(world(committed=committed, reported=reported, checkpoints=objects), now())
+    commits = only(decision, CommitPersisted)
+    assert [c.status.last_persisted.step for c in commits] == (
+        [] if expected is None else [expected]
+    )
+    assert len(only(decision, CommitPersisted)) + len(only(decision, WriteStatus)) <= 1
+
+
+def test_a_state_of_an_older_round_commits_nothing() -> None:
+    decision = decide(world(reported=point(40), coordinator={"round": RestartRound(1)}), now())
+    assert not only(decision, CommitPersisted)
+
+
+def test_finish_is_released_only_up_to_what_is_durable() -> None:
+    assert decide(world(reported=point(40)), now()).acted_version is None
+    done = world(committed=persisted(40), reported=point(40), checkpoints=(checkpoint(40, 2),))
+    assert decide(done, now()).acted_version == 7
+
+
+def test_the_object_is_a_projection_of_the_commit() -> None:
+    decision = decide(world(committed=persisted(40), reported=point(40)), now())
+    (create,) = only(decision, CreateCheckpointObject)
+    assert create.name == "job-s40-r2"
+    record = create.record
+    assert (record.phase, record.manifest) == ("Committed", manifest_digest(40, 2))
+    assert (record.payload_bytes, record.world_size, record.job_uid) == (1234, 2, UID)
+
+
+# --------------------------------------------------------------------------- requests
+
+
+def request(**changes: Any) -> CheckpointView:
+    base = CheckpointView(
+        name="before-lunch", uid="u", resource_version="5", job="job", created_at=START
+    )
+    return replace(base, **changes)
+
+
+def test_a_request_is_asked_once_and_becomes_the_record() -> None:
+    first = decide(world(checkpoints=(request(),)), now())
+    (ask,) = only(first, AskSave)
+    assert (ask.token, ask.round, ask.worker) == ("before-lunch", 2, 0)
+    (update,) = only(first, UpdateCheckpointStatus)
+    assert update.record.phase == "InProgress"
+
+    waiting = request(phase="InProgress", started_at=START)
+    second = decide(world(checkpoints=(waiting,), memory=first.memory), now(1001.0))
+    assert not only(second, AskSave)
+
+    older = decide(
+        world(
+            committed=persisted(40),
+            checkpoints=(waiting, checkpoint(40, 2)),
+            memory=second.memory,
+        ),
+        now(1002.0),
+    )
+    assert not only(older, UpdateCheckpointStatus), "saved before it was asked for"
+
+    done = decide(
+        world(committed=persisted(45), checkpoints=(waiting,), memory=older.memory), now(1003.0)
+    )
+    (record,) = only(done, UpdateCheckpointStatus)
+    assert record.record.phase == "Committed"
+    assert str(record.record.checkpoint) == "s45-r2"
+    assert not only(done, CreateCheckpointObject), "the request is the object of this commit"
+
+
+def test_a_request_is_asked_again_by_a_new_operator_and_in_a_new_round() -> None:
+    waiting = request(phase="InProgress")
+    assert only(decide(world(checkpoints=(waiting,)), now()), AskSave)
+
+
+def test_without_a_store_a_request_is_recorded_when_it_is_replicated() -> None:
+    first = decide(world(checkpoints=(request(),), store=None), now())
+    (ask,) = only(first, AskSave)
+    assert ask.token == "before-lunch"
+    done = decide(
+        world(
+            checkpoints=(request(phase="InProgress"),),
+            store=None,
+            memory=first.memory,
+            coordinator={"last_replicated": point(45)},
+        ),
+        now(),
+    )
+    (record,) = only(done, UpdateCheckpointStatus)
+    assert str(record.record.checkpoint) == "s45-r2"
+    assert not record.record.persisted
+
+
+# --------------------------------------------------------------------------- retention
+
+
+def names(actions: list[Action]) -> list[str]:
+    return [a.name for a in actions if isinstance(a, UpdateCheckpointStatus | PruneObject)]
+
+
+FOUR = tuple(checkpoint(step, 2) for step in (40, 50, 60, 70))
+
+
+def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
+    marked = decide(world(committed=persisted(70), checkpoints=FOUR), now())
+    updates = only(marked, UpdateCheckpointStatus)
+    assert [(u.name, u.record.phase) for u in updates] == [("job-s40-r2", "Deleting")]
+    assert not only(marked, PruneObject)
+    doomed = (replace(FOUR[0], phase="Deleting"), *FOUR[1:])
+    (prune,) = only(decide(world(committed=persisted(70), checkpoints=doomed), now()), PruneObject)
+    assert (prune.name, prune.checkpoint.step, prune.uid) == ("job-s40-r2", 40, "ckpt-40-2")
+
+
+@pytest.mark.parametrize(
+    ("objects", "changes", "pruned"),
+    [
+        pytest.param(FOUR, {"keep_last": 4}, [], id="few enough"),
+        pytest.param(FOUR, {"keep_last": 1}, ["job-s40-r2", "job-s50-r2"], id="never below two"),
+        pytest.param((replace(FOUR[0], hold=True), *FOUR[1:]), {}, [], id="held"),
+        pytest.param((checkpoint(30, 1), *FOUR[1:]), {}, [], id="the restore point"),
+        pytest.param((checkpoint(35, 1), *FOUR[1:]), {}, ["job-s35-r1"], id="off the lineage"),
+        pytest.param(
+            FOUR, {"coordinator": {"last_replicated": None}}, [], id="before the first replicated"
+        ),
+        pytest.param(
+            FOUR,
+            {"coordinator": {"last_replicated": point(30, 1)}},
+            [],
+            id="replicated in an older round",
+        ),
+        pytest.param(
+            (replace(FOUR[0], job_uid=JobUid("former")), *FOUR[1:]), {}, [], id="of a former job"
+        ),
+    ],
+)
+def test_retention(
+    objects: tuple[CheckpointView, ...], changes: dict[str, Any], pruned: list[str]
+) -> None:
+    decision = decide(world(committed=persisted(70), checkpoints=objects, **changes), now())
+    assert names(list(decision.actions)) == pruned
+
+
+# --------------------------------------------------------------------------- deletes
+
+
+GOING = replace(checkpoint(40, 2), deleting=True, has_finalizer=True, deletion_policy="DeleteData")
+
+
+@pytest.mark.parametrize(
+    ("view", "committed", "pruned", "released"),
+    [
+        pytest.param(GOING, 70, True, False, id="data first"),
+        pytest.param(GOING, 40, False, False, id="not the newest commit"),
+        pytest.param(
+            replace(GOING, deletion_policy="Retain"), 70, False, True, id="retained after all"
+        ),
+        pytest.param(replace(GOING, hold=True), 70, False, True, id="held: the data stays"),
+        pytest.param(replace(GOING, has_finalizer=False), 70, False, False, id="not ours to do"),
+    ],
+)
+def test_deletes_by_people(
+    view: CheckpointView, committed: int, pruned: bool, released: bool
+) -> None:
+    objects = (view, checkpoint(70, 2)) if committed == 70 else (view,)
+    decision = decide(world(committed=persisted(committed), checkpoints=objects), now())
+    assert bool(only(decision, PruneObject)) is pruned
+    assert bool(only(decision, DeleteCheckpoint)) is released
+
+
+def test_delete_data_gets_our_finalizer() -> None:
+    view = replace(checkpoint(40, 2), deletion_policy="DeleteData")
+    decision = decide(world(committed=persisted(40), checkpoints=(view,)), now())
+    (update,) = only(decision, UpdateCheckpointStatus)
+    assert update.record.finalizer
+    assert update.record.phase == "Committed"
+
+
+# --------------------------------------------------------------------------- status
+
+
+def test_levels_are_written_at_most_every_10_seconds() -> None:
+    first = decide(world(), now())
+    (write,) = only(first, WriteStatus)
+    assert (write.status.step, write.status.last_replicated_step) == (43, 40)
+    assert write.status.is_true("Running")
+    later = world(memory=first.memory)
+    later = replace(later, job=replace(later.job, status=write.status))
+    assert later.coordinator is not None
+    moved = replace(
+        later,
+        coordinator=replace(later.coordinator, progress=(RankProgress(Rank(0), Step(60)),)),
+    )
+    assert not only(decide(moved, now(1005.0)), WriteStatus)
+    (second,) = only(decide(moved, now(1000.0 + LEVELS_EVERY_SECONDS)), WriteStatus)
+    assert second.status.step == 60
+
+
+def test_a_changed_truth_is_written_at_once() -> None:
+    first = decide(world(), now())
+    (write,) = only(first, WriteStatus)
+    broken = world(
+        memory=first.memory,
+        coordinator={
+            "failures": (Failure(Step(50), TierName.OBJECT, "AccessDenied", "403 from the store"),)
+        },
+    )
+    broken = replace(broken, job=replace(broken.job, status=write.status))
+    (second,) = only(decide(broken, now(1001.0)), WriteStatus)
+    healthy = second.status.condition("RemoteTierHealthy")
+    assert (healthy.status, healthy.reason) == (False, "AccessDenied")
+
+
+def test_time_goes_to_training_and_recovery() -> None:
+    first = decide(world(), now())
+    (write,) = only(first, WriteStatus)
+    later = world(memory=first.memory)
+    later = replace(later, job=replace(later.job, status=write.status))
+    (second,) = only(decide(later, now(1020.0)), WriteStatus)
+    assert second.status.goodput.training_seconds == 20.0
+    assert second.status.goodput.recovery_seconds == 0.0
+    assert second.status.goodput.ratio == 1.0

@@ -1,0 +1,322 @@
+"""Pods, seals, certificates, ROUND, coordinator and copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_core.ids import Digest, RestartRound, Step, Worker
+from holdfast_operator.actions import (
+    BeginRound,
+    ChooseRestorePoint,
+    CreateCertificates,
+    CreatePod,
+    CreateService,
+    DeletePod,
+    SealWorker,
+    SendRound,
+    WriteStatus,
+    round_digest,
+)
+from holdfast_operator.decide import decide
+from holdfast_operator.decide.gang import round_message
+from holdfast_operator.decide.placement import place_copies
+from holdfast_operator.decide.world import World
+from holdfast_operator.model import (
+    AckedRound,
+    JobMemory,
+    NodeView,
+    Observed,
+    PodView,
+    RestorePointView,
+    SidecarView,
+)
+from holdfast_operator.testing.builders import (
+    checkpoint,
+    held,
+    job,
+    manifest,
+    now,
+    pod,
+    sidecar,
+    silent,
+    status,
+)
+
+MEMORY = JobMemory(round=RestartRound(1), round_seen_at=999.0)
+CHOSEN = status(1, (0, 1), restore_point=RestorePointView(), coordinator=Worker(0))
+
+
+def of_kind(actions: tuple[Any, ...], *kinds: type) -> list[Any]:
+    return [a for a in actions if isinstance(a, kinds)]
+
+
+def acked(observed: Observed, of: SidecarView, **changes: Any) -> SidecarView:
+    """The sidecar after it took the ROUND of now."""
+    digest = round_digest(round_message(World(observed)))
+    assert of.inventory is not None
+    return replace(
+        of,
+        inventory=replace(of.inventory, version=1),
+        acked=replace(AckedRound(RestartRound(1), 1, digest), **changes),
+    )
+
+
+def test_a_new_job_begins_round_0_and_touches_nothing_else() -> None:
+    decision = decide(Observed(job=job(3)), now())
+    (action,) = of_kind(decision.actions, BeginRound)
+    assert action.resource_version == "7"
+    assert action.status.restart_round == 0
+    assert action.status.members == (0, 0, 0)
+    assert action.status.phase == "Starting"
+    assert action.status.is_true("Accepted")
+    assert not of_kind(decision.actions, CreatePod, CreateService)
+
+
+def test_the_first_round_is_above_what_sidecars_remember() -> None:
+    old = pod(0, 4)
+    decision = decide(Observed(job=job(1), pods=(old,), sidecars=(sidecar(old, 6),)), now())
+    (action,) = of_kind(decision.actions, BeginRound)
+    assert action.status.restart_round == 7
+    assert action.status.members == (7,)
+
+
+def test_after_cas_1_service_certificates_and_pods() -> None:
+    decision = decide(Observed(job=job(2, status(0))), now())
+    assert of_kind(decision.actions, CreateService)[0].name == "job-gang"
+    assert of_kind(decision.actions, CreateCertificates) == [
+        CreateCertificates("job-certs-r0", RestartRound(0), ("job-0-r0", "job-1-r0"))
+    ]
+    assert [a.name for a in of_kind(decision.actions, CreatePod)] == ["job-0-r0", "job-1-r0"]
+
+
+def test_recovery_seals_survivors_creates_the_missing_and_deletes_the_obsolete() -> None:
+    old, survivor = pod(1, 0), pod(0)
+    observed = Observed(
+        job=job(2, status(1, (0, 1))),
+        pods=(survivor, old),
+        sidecars=(silent(survivor), silent(old)),
+        services=frozenset({"job-gang"}),
+        memory=MEMORY,
+    )
+    actions = decide(observed, now()).actions
+    (seal,) = of_kind(actions, SealWorker)
+    assert (seal.worker, seal.round, seal.pod_uid) == (0, 1, survivor.uid)
+    assert [a.name for a in of_kind(actions, CreatePod)] == ["job-1-r1"]
+    assert of_kind(actions, DeletePod) == [DeletePod("job-1-r0", old.uid, force=False)]
+    assert not of_kind(actions, SendRound, ChooseRestorePoint)
+
+
+@pytest.mark.parametrize(
+    ("lost", "terminating", "expected"),
+    [
+        pytest.param(False, False, [False], id="deleted with grace"),
+        pytest.param(False, True, [], id="on its way out"),
+        pytest.param(True, False, [True], id="by force from a lost node"),
+        pytest.param(True, True, [True], id="nobody will confirm"),
+    ],
+)
+def test_obsolete_pods(lost: bool, terminating: bool, expected: list[bool]) -> None:
+    old = pod(1, 0, terminating=terminating)
+    observed = Observed(
+        job=job(2, status(1, (0, 1))),
+        pods=(pod(0), old, pod(1, 1, node="node-9")),
+        sidecars=(silent(old, 900.0),),
+        nodes={"node-1": NodeView("node-1", lost=lost)},
+        memory=MEMORY,
+    )
+    assert [a.force for a in of_kind(decide(observed, now()).actions, DeletePod)] == expected
+
+
+def test_choosing_touches_no_pods() -> None:
+    survivor = pod(0)
+    seen = sidecar(
+        survivor, 1, manifests=[manifest(10, 0)], shards=[held(10, 0, r) for r in (0, 1)]
+    )
+    obsolete = pod(1, 0)
+    observed = Observed(
+        job=job(2, status(1, (0, 1), step=Step(17), last_committed_step=Step(10))),
+        pods=(survivor, pod(1, 1), obsolete),
+        sidecars=(seen,),
+        memory=MEMORY,
+    )
+    actions = decide(observed, now()).actions
+    (choice,) = of_kind(actions, ChooseRestorePoint)
+    assert choice.status.restore_point.step == 10
+    assert choice.status.coordinator == 0
+    assert choice.status.step == 10
+    assert [(e.round, e.base_step) for e in choice.status.lineage] == [(1, 10)]
+    assert not of_kind(actions, CreatePod, DeletePod, SealWorker, WriteStatus)
+
+
+# --------------------------------------------------------------------------- ROUND
+
+
+def gang(**changes: Any) -> Observed:
+    pods = (pod(0), pod(1, 1))
+    base = Observed(
+        job=job(2, CHOSEN),
+        pods=pods,
+        sidecars=tuple(sidecar(p, 1) for p in pods),
+        services=frozenset({"job-gang"}),
+        memory=MEMORY,
+    )
+    return replace(base, **changes)
+
+
+def test_round_goes_to_every_member() -> None:
+    sent = of_kind(decide(gang(), now()).actions, SendRound)
+    assert [a.worker for a in sent] == [0, 1]
+    message = sent[0].message
+    assert (message.round, message.version, message.coordinator, message.store_host) == (1, 1, 0, 0)
+    assert [(m.worker, m.pod, m.address) for m in message.members] == [
+        (0, "job-0-r0", "10.0.0.0"),
+        (1, "job-1-r1", "10.0.1.1"),
+    ]
+    assert [(c.source, c.target) for c in message.copies] == [(0, 1), (1, 0)]
+    assert message.policy.interval_steps == 10
+
+
+def test_nothing_is_repeated_to_those_who_hold_it() -> None:
+    observed = gang()
+    heard = tuple(acked(observed, s) for s in observed.sidecars)
+    assert not of_kind(decide(replace(observed, sidecars=heard), now()).actions, SendRound)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"digest": Digest("b3:old")},
+        {"round": RestartRound(0)},
+        {"sidecar_restarts": 9},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_repeated_to_the_one_who_does_not(changes: dict[str, Any]) -> None:
+    observed = gang()
+    first, second = observed.sidecars
+    observed = replace(
+        observed, sidecars=(acked(observed, first), acked(observed, second, **changes))
+    )
+    sent = of_kind(decide(observed, now()).actions, SendRound)
+    assert [(a.worker, a.message.version) for a in sent] == [(1, 2)]
+
+
+def test_the_version_is_above_all_that_sidecars_say() -> None:
+    pods = (pod(0), pod(1, 1))
+    observed = gang(sidecars=(sidecar(pods[0], 1, version=6), sidecar(pods[1], 1, version=2)))
+    sent = of_kind(decide(observed, now()).actions, SendRound)
+    assert {a.message.version for a in sent} == {7}
+
+
+def test_a_survivor_hears_round_only_after_its_seal() -> None:
+    pods = (pod(0), pod(1, 1))
+    observed = gang(sidecars=(sidecar(pods[0], 0), sidecar(pods[1], 1)))
+    actions = decide(observed, now()).actions
+    assert [a.worker for a in of_kind(actions, SendRound)] == [1]
+    assert [a.worker for a in of_kind(actions, SealWorker)] == [0]
+
+
+def test_members_without_an_address_are_named_and_repeated_slowly() -> None:
+    pods = (pod(0), pod(1, 1, ip=None))
+    observed = gang(pods=pods, sidecars=(sidecar(pods[0], 1),))
+    first = decide(observed, now())
+    (sent,) = of_kind(first.actions, SendRound)
+    assert sent.message.members[1].address == ""
+    again = replace(observed, memory=first.memory)
+    assert not of_kind(decide(again, now(1000.5)).actions, SendRound)
+    assert of_kind(decide(again, now(1001.5)).actions, SendRound)
+
+
+def test_holds_are_named() -> None:
+    kept = checkpoint(10, 0, hold=True)
+    observed = gang(checkpoints=(kept, checkpoint(20, 0)))
+    assert round_message(World(observed)).holds == (10,)
+
+
+# --------------------------------------------------------------------------- coordinator
+
+
+@pytest.mark.parametrize(
+    ("since", "named"), [(995.0, None), (989.0, 1)], ids=["6 s silent", "11 s silent"]
+)
+def test_a_silent_coordinator_is_renamed(since: float, named: int | None) -> None:
+    pods = (pod(0), pod(1, 1))
+    observed = gang(sidecars=(silent(pods[0], since), sidecar(pods[1], 1)))
+    writes = of_kind(decide(observed, now()).actions, WriteStatus)
+    assert [w.status.coordinator for w in writes if w.status.coordinator != 0] == (
+        [] if named is None else [named]
+    )
+
+
+def test_the_first_coordinator_is_the_lowest_survivor_that_answers() -> None:
+    pods = (pod(0, 1), pod(1), pod(2))
+    shards = [held(10, 0, rank) for rank in range(3)]
+    observed = Observed(
+        job=job(3, status(1, (1, 0, 0))),
+        pods=pods,
+        sidecars=(
+            sidecar(pods[0], 1),
+            silent(pods[1], 990.0),
+            sidecar(pods[2], 1, manifests=[manifest(10, 0, 3)], shards=shards),
+        ),
+        memory=MEMORY,
+    )
+    (choice,) = of_kind(decide(observed, now()).actions, ChooseRestorePoint)
+    assert choice.status.coordinator == 2
+
+
+# --------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize(
+    ("domains", "copies", "expected"),
+    [
+        pytest.param(("a",), 1, [], id="one worker has nobody"),
+        pytest.param(("a", "b"), 0, [], id="no copies"),
+        pytest.param(("a", "a"), 1, [(0, 1), (1, 0)], id="one node: better than none"),
+        pytest.param(("a", "b"), 3, [(0, 1), (1, 0)], id="at most workers - 1"),
+        pytest.param(
+            ("a", "a", "b", "b"), 1, [(0, 2), (1, 3), (2, 0), (3, 1)], id="two nodes of two"
+        ),
+        pytest.param(("a", "a", "a", "b"), 1, [(0, 3), (1, 3), (2, 3), (3, 0)], id="one outside"),
+    ],
+)
+def test_copies(domains: tuple[str, ...], copies: int, expected: list[tuple[int, int]]) -> None:
+    assert [(c.source, c.target) for c in place_copies(domains, copies)] == expected
+
+
+@given(
+    domains=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24).map(tuple),
+    copies=st.integers(0, 3),
+)
+def test_copies_are_elsewhere_and_balanced(domains: tuple[str, ...], copies: int) -> None:
+    placed = place_copies(domains, copies)
+    wanted = min(copies, len(domains) - 1)
+    per_source = Counter(c.source for c in placed)
+    assert all(per_source[Worker(w)] == wanted for w in range(len(domains)))
+    assert len({(c.source, c.target) for c in placed}) == len(placed)
+    assert all(c.source != c.target for c in placed)
+    sizes = Counter(domains)
+    if wanted and len(sizes) > 1:
+        for worker, own in enumerate(domains):
+            targets = [domains[c.target] for c in placed if c.source == worker]
+            assert any(t != own for t in targets)
+    if wanted == 1 and 2 * max(sizes.values()) <= len(domains):
+        assert set(Counter(c.target for c in placed).values()) == {1}
+
+
+def test_a_large_gang_hears_round_in_one_pass() -> None:
+    workers = 512
+    pods: tuple[PodView, ...] = tuple(pod(w) for w in range(workers))
+    observed = Observed(
+        job=job(workers, status(0, (0,) * workers, restore_point=RestorePointView())),
+        pods=pods,
+        sidecars=tuple(sidecar(p, 0) for p in pods),
+    )
+    assert len(of_kind(decide(observed, now()).actions, SendRound)) == workers

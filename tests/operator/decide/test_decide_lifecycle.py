@@ -1,0 +1,361 @@
+"""Acceptance, completion, suspension, deadlines, clean-up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
+from holdfast_core.transfer.messages import CoordinatorState, RankProgress, RestorePoint
+from holdfast_operator.actions import (
+    AskStop,
+    BeginRound,
+    CommitPersisted,
+    CreatePod,
+    Decision,
+    DeleteJob,
+    DeletePod,
+    WriteStatus,
+)
+from holdfast_operator.decide import decide
+from holdfast_operator.decide.acceptance import template_problem, uses_launcher
+from holdfast_operator.model import (
+    Condition,
+    JobStatusView,
+    Observed,
+    PersistedView,
+    PodPhase,
+    RestorePointView,
+)
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.builders import (
+    START,
+    checkpoint,
+    job,
+    manifest_digest,
+    now,
+    pod,
+    sidecar,
+    status,
+    store,
+    template,
+)
+
+
+def true(kind: JobCondition) -> Condition:
+    return Condition(kind, True, "Because", "", START)
+
+
+def writes(decision: Decision) -> list[JobStatusView]:
+    return [a.status for a in decision.actions if isinstance(a, WriteStatus)]
+
+
+# --------------------------------------------------------------------------- acceptance
+
+
+OTHER = checkpoint(1200, 2, name="src", job="other", job_uid="other-uid")
+
+
+@pytest.mark.parametrize(
+    ("spec", "observed", "reason", "value"),
+    [
+        pytest.param({"store": "main"}, {}, Reason.STORE_NOT_FOUND, False, id="no store"),
+        pytest.param(
+            {"store": "main"},
+            {"store": store(available=False, message="403 from the server")},
+            Reason.STORE_UNAVAILABLE,
+            False,
+            id="store refuses",
+        ),
+        pytest.param(
+            {"store": "main"},
+            {"store": store(available=None)},
+            Reason.STORE_NOT_PROBED,
+            None,
+            id="store not probed",
+        ),
+        pytest.param(
+            {"restore_from": "src", "store": "main"},
+            {"store": store()},
+            Reason.CHECKPOINT_NOT_FOUND,
+            False,
+            id="no checkpoint",
+        ),
+        pytest.param(
+            {"restore_from": "src", "store": "main"},
+            {"store": store(), "checkpoints": (replace(OTHER, phase="InProgress"),)},
+            Reason.CHECKPOINT_NOT_RESTORABLE,
+            False,
+            id="checkpoint not committed",
+        ),
+        pytest.param(
+            {"restore_from": "src"},
+            {"checkpoints": (OTHER,)},
+            Reason.CHECKPOINT_NOT_RESTORABLE,
+            False,
+            id="no store to read it from",
+        ),
+        pytest.param(
+            {"restore_from": "src", "store": "main"},
+            {"store": store(), "checkpoints": (replace(OTHER, world_size=8),)},
+            Reason.WORLD_SIZE_MISMATCH,
+            False,
+            id="another world size",
+        ),
+    ],
+)
+def test_problems_keep_the_first_round_from_beginning(
+    spec: dict[str, Any], observed: dict[str, Any], reason: Reason, value: bool | None
+) -> None:
+    decision = decide(Observed(job=job(2, **spec), **observed), now())
+    (written,) = writes(decision)
+    accepted = written.condition(JobCondition.ACCEPTED)
+    assert accepted is not None
+    assert (accepted.status, accepted.reason) == (value, reason)
+    assert written.phase == "Pending"
+    assert not any(isinstance(a, BeginRound | CreatePod) for a in decision.actions)
+    again = decide(Observed(job=job(2, written, **spec), **observed), now(1001.0))
+    assert writes(again) != [] or again.actions == ()
+
+
+def test_the_servers_words_are_in_the_message() -> None:
+    observed = Observed(
+        job=job(2, store="main"), store=store(available=False, message="403 SignatureDoesNotMatch")
+    )
+    (written,) = writes(decide(observed, now()))
+    accepted = written.condition(JobCondition.ACCEPTED)
+    assert accepted is not None
+    assert "403 SignatureDoesNotMatch" in accepted.message
+
+
+def with_trainer(**fields: Any) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": "trainer", "image": "i", **fields}]}}
+
+
+@pytest.mark.parametrize(
+    ("given", "ok"),
+    [
+        pytest.param(template(), True, id="as documented"),
+        pytest.param(with_trainer(), True, id="the image's entry point"),
+        pytest.param(with_trainer(args=["x"]), True, id="arguments of the entry point"),
+        pytest.param(with_trainer(command=["python", "train.py"]), False, id="no launcher"),
+        pytest.param(
+            with_trainer(command=["python", "-m", "holdfast.run", "--", "x"]), True, id="module"
+        ),
+        pytest.param(with_trainer(command=["holdfast"], args=["run", "x"]), True, id="split"),
+        pytest.param(
+            with_trainer(command=["sh", "-c", "exec holdfast run -- x"]), True, id="shell"
+        ),
+        pytest.param({"spec": {"containers": [{"name": "main"}]}}, False, id="no trainer"),
+        pytest.param(
+            {"spec": {"containers": [{"name": "trainer"}, {"name": "trainer"}]}}, False, id="two"
+        ),
+        pytest.param(
+            {
+                "spec": {
+                    "containers": [{"name": "trainer"}],
+                    "initContainers": [{"name": "holdfast-sidecar"}],
+                }
+            },
+            False,
+            id="our name",
+        ),
+        pytest.param(
+            {
+                "spec": {
+                    "containers": [{"name": "trainer"}],
+                    "volumes": [{"name": "holdfast-node"}],
+                }
+            },
+            False,
+            id="our volume",
+        ),
+        pytest.param({}, False, id="empty"),
+    ],
+)
+def test_templates(given: dict[str, Any], ok: bool) -> None:
+    problem = template_problem(given)
+    assert (problem is None) is ok
+    if problem is not None:
+        assert problem.reason == Reason.INVALID_TEMPLATE
+
+
+def test_holdfast_without_run_is_no_launcher() -> None:
+    assert not uses_launcher(["holdfast", "status"])
+    assert uses_launcher(["/usr/bin/holdfast", "run"])
+
+
+# --------------------------------------------------------------------------- the end
+
+
+def finishing(**changes: Any) -> Observed:
+    pods = (pod(0), pod(1))
+    state = status(
+        0,
+        (0, 0),
+        restore_point=RestorePointView(),
+        coordinator=Worker(0),
+        conditions=(true(JobCondition.RUNNING),),
+        step=Step(99),
+        last_committed_step=Step(90),
+    )
+    base = Observed(
+        job=job(2, changes.pop("status", state), **changes.pop("spec", {})),
+        pods=pods,
+        sidecars=tuple(sidecar(p, 0, version=1) for p in pods),
+        coordinator=CoordinatorState(
+            version=9,
+            round=RestartRound(0),
+            finished=True,
+            running=True,
+            progress=(RankProgress(Rank(0), Step(100)),),
+        ),
+    )
+    return replace(base, **changes)
+
+
+def test_all_ranks_returned_0() -> None:
+    decision = decide(finishing(), now())
+    (written,) = writes(decision)
+    assert written.is_true(JobCondition.COMPLETE)
+    assert written.phase == "Succeeded"
+    assert written.completion_time == now().utc
+    assert written.step == 100
+    assert decision.acted_version is None, "launchers leave only when the end is in the status"
+
+
+def test_the_end_in_the_status_releases_the_launchers() -> None:
+    (written,) = writes(decide(finishing(), now()))
+    decision = decide(finishing(status=written), now())
+    assert decision.acted_version == 9
+    assert not any(isinstance(a, DeletePod) for a in decision.actions)
+
+
+def test_complete_only_after_the_last_commit_and_its_object() -> None:
+    point = RestorePoint(Step(100), RestartRound(0), Digest(manifest_digest(100, 0)))
+    observed = finishing(spec={"store": "main"}, store=store())
+    assert observed.coordinator is not None
+    observed = replace(observed, coordinator=replace(observed.coordinator, last_persisted=point))
+    decision = decide(observed, now())
+    (commit,) = [a for a in decision.actions if isinstance(a, CommitPersisted)]
+    assert commit.status.last_persisted == PersistedView(
+        Step(100), RestartRound(0), manifest_digest(100, 0)
+    )
+    assert not commit.status.is_true(JobCondition.COMPLETE)
+    after = replace(observed, job=replace(observed.job, status=commit.status))
+    assert not any(w.is_true(JobCondition.COMPLETE) for w in writes(decide(after, now())))
+    recorded = replace(after, checkpoints=(checkpoint(100, 0),))
+    assert writes(decide(recorded, now()))[0].is_true(JobCondition.COMPLETE)
+
+
+def test_every_pod_ended_well() -> None:
+    ended = tuple(pod(w, phase=PodPhase.SUCCEEDED) for w in (0, 1))
+    observed = finishing(pods=ended, coordinator=None, sidecars=())
+    assert writes(decide(observed, now()))[0].is_true(JobCondition.COMPLETE)
+
+
+def test_nothing_is_created_again_after_the_end() -> None:
+    over = status(0, (0, 0), conditions=(true(JobCondition.COMPLETE),), completion_time=START)
+    assert decide(Observed(job=job(2, over)), now()).actions == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "deleted"),
+    [
+        (JobCondition.FAILED, 1.0, ["job-0-r0"]),
+        (JobCondition.COMPLETE, 1.0, []),
+        (JobCondition.COMPLETE, 61.0, ["job-0-r0"]),
+    ],
+)
+def test_pods_after_the_end(kind: JobCondition, seconds: float, deleted: list[str]) -> None:
+    over = status(0, (0, 0), conditions=(true(kind),), completion_time=START)
+    pods = (pod(0), pod(1, phase=PodPhase.SUCCEEDED))
+    decision = decide(Observed(job=job(2, over), pods=pods), now(seconds))
+    assert [a.name for a in decision.actions if isinstance(a, DeletePod)] == deleted
+
+
+@pytest.mark.parametrize(("seconds", "gone"), [(59.0, False), (60.0, True)])
+def test_ttl(seconds: float, gone: bool) -> None:
+    over = status(0, (0, 0), conditions=(true(JobCondition.COMPLETE),), completion_time=START)
+    observed = Observed(job=job(2, over, ttl_after_finished=timedelta(seconds=60)))
+    actions = decide(observed, now(seconds)).actions
+    assert any(isinstance(a, DeleteJob) for a in actions) is gone
+
+
+def test_deadline() -> None:
+    late = status(0, (0, 0), start_time=START)
+    observed = Observed(job=job(2, late, active_deadline=timedelta(seconds=100)))
+    (written,) = writes(decide(observed, now(100.0)))
+    failed = written.condition(JobCondition.FAILED)
+    assert failed is not None
+    assert failed.reason == Reason.DEADLINE_EXCEEDED
+
+
+def test_a_job_that_is_being_deleted_is_left_alone() -> None:
+    observed = finishing()
+    gone = replace(observed, job=replace(observed.job, deleting=True))
+    assert decide(gone, now()).actions == ()
+
+
+# --------------------------------------------------------------------------- suspension
+
+
+def test_a_job_that_is_created_suspended_gets_no_pods() -> None:
+    decision = decide(Observed(job=job(2, suspend=True)), now())
+    (written,) = writes(decision)
+    assert written.is_true(JobCondition.SUSPENDED)
+    assert written.phase == "Suspended"
+    assert decide(Observed(job=job(2, written, suspend=True)), now()).actions == ()
+    (resumed,) = writes(decide(Observed(job=job(2, written)), now()))
+    assert not resumed.is_true(JobCondition.SUSPENDED)
+    third = decide(Observed(job=job(2, resumed)), now())
+    assert any(isinstance(a, BeginRound) for a in third.actions)
+
+
+def training(**spec: Any) -> Observed:
+    observed = finishing(spec=spec)
+    assert observed.coordinator is not None
+    return replace(
+        observed, coordinator=replace(observed.coordinator, finished=False), store=store()
+    )
+
+
+def test_suspending_asks_the_gang_to_save_first() -> None:
+    decision = decide(training(suspend=True, store="main"), now())
+    (ask,) = [a for a in decision.actions if isinstance(a, AskStop)]
+    assert (ask.worker, ask.round) == (0, 0)
+    assert not any(isinstance(a, DeletePod) for a in decision.actions)
+
+
+def test_stopped_and_saved_is_suspended_not_complete() -> None:
+    observed = finishing(spec={"suspend": True, "store": "main"}, store=store())
+    (written,) = writes(decide(observed, now()))
+    assert written.is_true(JobCondition.SUSPENDED)
+    assert not written.is_true(JobCondition.COMPLETE)
+    after = replace(observed, job=replace(observed.job, status=written))
+    decision = decide(after, now())
+    assert len([a for a in decision.actions if isinstance(a, DeletePod)]) == 2
+    assert decision.acted_version == 9
+
+
+def test_resuming_is_a_new_round_that_costs_no_restart() -> None:
+    paused = status(3, (0, 2), conditions=(true(JobCondition.SUSPENDED),))
+    decision = decide(Observed(job=job(2, paused)), now())
+    (begun,) = [a for a in decision.actions if isinstance(a, BeginRound)]
+    assert begun.status.restart_round == 4
+    assert begun.status.members == (4, 4)
+    assert begun.status.restarts == 0
+    assert not begun.status.is_true(JobCondition.SUSPENDED)
+
+
+def test_without_a_store_a_job_that_has_trained_is_not_suspended() -> None:
+    decision = decide(training(suspend=True), now())
+    assert not any(isinstance(a, DeletePod | AskStop) for a in decision.actions)
+    (written,) = writes(decision)
+    suspended = written.condition(JobCondition.SUSPENDED)
+    assert suspended is not None
+    assert (suspended.status, suspended.reason) == (False, Reason.NO_OBJECT_TIER)

@@ -1,0 +1,210 @@
+"""The pod of a worker: what is added to the template, and what is left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast_core.contract import PodContract, SidecarContract
+from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
+from holdfast_operator import labels
+from holdfast_operator.actions import CheckpointRecord, CreateCheckpointObject
+from holdfast_operator.model import JobView, StoreView
+from holdfast_operator.render.checkpoint import render_checkpoint
+from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.service import render_service
+from holdfast_operator.testing.builders import UID, job, store
+
+SIDECAR = SidecarSettings("example/sidecar:1", "Always")
+
+
+def render(of: JobView, with_store: StoreView | None = None) -> dict[str, Any]:
+    return render_pod(of, Worker(1), RestartRound(3), with_store, SIDECAR)
+
+
+def container(pod: dict[str, Any], name: str) -> dict[str, Any]:
+    spec = pod["spec"]
+    found = [c for c in [*spec["initContainers"], *spec["containers"]] if c["name"] == name]
+    assert len(found) == 1
+    return dict(found[0])
+
+
+def plain_env(of: dict[str, Any]) -> dict[str, str]:
+    return {e["name"]: e["value"] for e in of["env"] if "value" in e}
+
+
+def with_spec(changes: dict[str, Any], trainer: dict[str, Any] | None = None) -> JobView:
+    base = job(2)
+    template: dict[str, Any] = {"spec": {**base.spec.template["spec"], **changes}}
+    if trainer is not None:
+        old = template["spec"]["containers"][0]
+        template["spec"]["containers"] = [{**old, **trainer}]
+    return replace(base, spec=replace(base.spec, template=template))
+
+
+def test_identity_and_owner() -> None:
+    pod = render(job(2))
+    meta, spec = pod["metadata"], pod["spec"]
+    assert meta["name"] == "job-1-r3"
+    assert meta["labels"] == {
+        labels.MANAGED_BY: "holdfast",
+        labels.JOB_NAME: "job",
+        labels.JOB_UID: UID,
+        labels.COMPONENT: "worker",
+        labels.WORKER: "1",
+        labels.BIRTH_ROUND: "3",
+    }
+    (owner,) = meta["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == ("TrainingJob", UID)
+    assert owner["controller"] is True
+    assert owner["blockOwnerDeletion"] is True
+    assert (spec["hostname"], spec["subdomain"]) == ("job-1-r3", "job-gang")
+    assert spec["restartPolicy"] == "OnFailure"
+    assert spec["automountServiceAccountToken"] is False
+    assert "tolerations" not in spec
+
+
+def test_the_contracts_can_be_read_back() -> None:
+    pod = render(job(2), store())
+    trainer = PodContract.from_env(plain_env(container(pod, "trainer")))
+    assert trainer is not None
+    assert (trainer.worker, trainer.birth_round, trainer.job_uid) == (1, 3, UID)
+    env = container(pod, "holdfast-sidecar")["env"]
+    (address,) = [e for e in env if e["name"] == "HOLDFAST_POD_IP"]
+    assert address["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    values = plain_env(container(pod, "holdfast-sidecar"))
+    sidecar = SidecarContract.from_env({**values, "HOLDFAST_POD_IP": "10.0.0.1"})
+    assert (sidecar.pod_name, sidecar.node_capacity_bytes) == ("job-1-r3", 20 << 30)
+    assert sidecar.store_config() == store().config
+
+
+def test_the_sidecar_is_native_probed_and_flushed() -> None:
+    sidecar = container(render(job(2)), "holdfast-sidecar")
+    assert sidecar["restartPolicy"] == "Always"
+    assert sidecar["image"] == "example/sidecar:1"
+    assert sidecar["imagePullPolicy"] == "Always"
+    assert sidecar["startupProbe"]["exec"]["command"] == ["holdfast-sidecar", "healthz"]
+    assert "exec" in sidecar["lifecycle"]["preStop"]
+    assert sidecar["resources"]["limits"]["memory"]
+
+
+def test_keys_and_certificates_are_mounted_in_the_sidecar_only() -> None:
+    pod = render(job(2), store(ca_secret="store-ca"))
+    volumes = {v["name"]: v for v in pod["spec"]["volumes"]}
+    mounts = {
+        c["name"]: {m["name"] for m in c.get("volumeMounts", [])}
+        for c in [*pod["spec"]["initContainers"], *pod["spec"]["containers"]]
+    }
+    assert mounts["trainer"] == {"holdfast-shared"}
+    assert mounts["holdfast-sidecar"] == set(volumes)
+    secret = volumes["holdfast-certs"]["secret"]
+    assert secret["secretName"] == "job-certs-r3"
+    assert {i["key"]: i["path"] for i in secret["items"]} == {
+        "ca.crt": "ca.crt",
+        "job-1-r3.crt": "tls.crt",
+        "job-1-r3.key": "tls.key",
+    }
+    sources = volumes["holdfast-store"]["projected"]["sources"]
+    assert [s["secret"]["name"] for s in sources] == ["store-keys", "store-ca"]
+
+
+def test_no_store_no_store_volume() -> None:
+    assert "holdfast-store" not in {v["name"] for v in render(job(2))["spec"]["volumes"]}
+
+
+@pytest.mark.parametrize(
+    ("shared", "trainer", "expected"),
+    [
+        pytest.param(None, {"resources": {"limits": {"memory": "4Gi"}}}, str(4 << 30), id="limit"),
+        pytest.param(1 << 30, {}, str(1 << 30), id="the spec says"),
+        pytest.param(None, {"resources": {}}, None, id="none"),
+    ],
+)
+def test_shared_memory(shared: int | None, trainer: dict[str, Any], expected: str | None) -> None:
+    of = with_spec({}, trainer)
+    of = replace(of, spec=replace(of.spec, shared_memory_bytes=shared))
+    volumes = {v["name"]: v for v in render(of)["spec"]["volumes"]}
+    empty_dir = volumes["holdfast-shared"]["emptyDir"]
+    assert empty_dir["medium"] == "Memory"
+    assert empty_dir.get("sizeLimit") == expected
+    assert volumes["holdfast-node"]["emptyDir"] == {"sizeLimit": str(20 << 30)}
+
+
+def test_restricted_where_the_template_is_silent() -> None:
+    pod = render(job(2))
+    assert pod["spec"]["securityContext"] == {
+        "fsGroup": 65532,
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    for name in ("trainer", "holdfast-sidecar"):
+        context = container(pod, name)["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_what_the_template_says_wins() -> None:
+    of = with_spec(
+        {"securityContext": {"runAsUser": 0, "fsGroup": 7}, "nodeSelector": {"gpu": "yes"}},
+        {"securityContext": {"readOnlyRootFilesystem": True}},
+    )
+    pod = render(of)
+    assert pod["spec"]["securityContext"]["fsGroup"] == 7
+    assert "runAsNonRoot" not in pod["spec"]["securityContext"]
+    assert pod["spec"]["nodeSelector"] == {"gpu": "yes"}
+    assert container(pod, "trainer")["securityContext"] == {"readOnlyRootFilesystem": True}
+
+
+def test_the_operator_adds_no_privilege() -> None:
+    text = repr(render(job(2), store()))
+    for word in ("privileged", "hostPath", "hostNetwork", "hostPID", "'add'", "hostIPC"):
+        assert word not in text
+
+
+def test_users_environment_stays_and_ours_wins() -> None:
+    of = with_spec(
+        {}, {"env": [{"name": "LR", "value": "1"}, {"name": "HOLDFAST_WORKER", "value": "9"}]}
+    )
+    env = container(render(of), "trainer")["env"]
+    assert [e["value"] for e in env if e["name"] == "HOLDFAST_WORKER"] == ["1"]
+    assert [e["value"] for e in env if e["name"] == "LR"] == ["1"]
+
+
+def test_other_nodes_are_preferred_and_users_affinity_stays() -> None:
+    mine = {"nodeAffinity": {"x": 1}, "podAntiAffinity": {
+        "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]
+    }}  # fmt: skip
+    affinity = render(with_spec({"affinity": mine}))["spec"]["affinity"]
+    assert affinity["nodeAffinity"] == {"x": 1}
+    terms = affinity["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert terms[0] == {"weight": 1}
+    assert terms[1]["podAffinityTerm"]["labelSelector"]["matchLabels"] == {labels.JOB_UID: UID}
+
+
+def test_the_template_is_not_changed_and_rendering_is_deterministic() -> None:
+    of = job(2)
+    before = repr(of.spec.template)
+    assert render(of) == render(of)
+    assert repr(of.spec.template) == before
+
+
+def test_service_is_headless_and_names_pods_before_they_are_ready() -> None:
+    service = render_service(job(2))
+    assert service["metadata"]["name"] == "job-gang"
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["selector"] == {labels.JOB_UID: UID}
+
+
+@pytest.mark.parametrize(
+    ("policy", "finalizers"), [("Retain", None), ("DeleteData", [labels.DATA_FINALIZER])]
+)
+def test_checkpoint_objects_outlive_their_job(policy: str, finalizers: list[str] | None) -> None:
+    id_ = CheckpointId(Step(40), RestartRound(2))
+    action = CreateCheckpointObject("job-s40-r2", id_, policy, CheckpointRecord("Committed"))
+    body = render_checkpoint(job(2), action)
+    assert "ownerReferences" not in body["metadata"]
+    assert body["metadata"].get("finalizers") == finalizers
+    assert body["spec"] == {"jobRef": {"name": "job"}, "step": 40, "deletionPolicy": policy}

@@ -1,0 +1,30 @@
+"""The newest round that was ever forked outlives the launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.launcher.record import RoundRecord
+from holdfast_core.errors import FormatError
+from holdfast_core.ids import RestartRound
+
+
+def test_nothing_yet(tmp_path: Path) -> None:
+    assert RoundRecord(tmp_path / "round.json").read() is None
+
+
+def test_read_back_by_another_life(tmp_path: Path) -> None:
+    RoundRecord(tmp_path / "round.json").write(RestartRound(7))
+    RoundRecord(tmp_path / "round.json").write(RestartRound(8))
+    assert RoundRecord(tmp_path / "round.json").read() == 8
+    assert [path.name for path in tmp_path.iterdir()] == ["round.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"round": "x"}'])
+def test_damage_is_an_error_and_not_a_fresh_start(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "round.json"
+    path.write_text(text)
+    with pytest.raises(FormatError, match=r"round\.json"):
+        RoundRecord(path).read()

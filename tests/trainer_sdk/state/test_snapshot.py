@@ -1,0 +1,105 @@
+"""A state becomes a payload that any safetensors reader opens, and comes back bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import torch as safetensors_torch
+
+from holdfast.staging import Copier
+from holdfast.state.snapshot import plan_save, read_payload, take_snapshot, write_payload
+from holdfast_core.errors import FormatError, UnsupportedStateError
+from holdfast_core.format.rank_layout import parse_rank_layout
+from holdfast_core.ids import Rank
+
+RANK = Rank(0)
+
+
+def stored(state: dict[str, Any]) -> np.ndarray[Any, Any]:
+    snapshot = take_snapshot(state, RANK)
+    plan = plan_save(snapshot, RANK)
+    target = np.zeros(plan.payload_bytes, dtype=np.uint8)
+    write_payload(plan, snapshot, target, Copier().run)
+    return target
+
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16,
+    torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 5)], ids=str)
+def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = (torch.randn(shape) * 10).to(dtype)
+    back = read_payload(stored({"odd": torch.ones(3, dtype=torch.int8), "x": value}))["x"]
+    assert back.dtype == dtype
+    assert back.shape == value.shape
+    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (back, value))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int16", "uint64", "bool", "complex128", ">i4"])
+def test_numpy_arrays_come_back_as_arrays(dtype: str) -> None:
+    value = np.arange(12).reshape(3, 4).astype(dtype)
+    back = read_payload(stored({"x": value}))["x"]
+    assert isinstance(back, np.ndarray)
+    np.testing.assert_array_equal(back, value)
+
+
+def test_views_that_are_not_contiguous() -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    back = read_payload(stored({"t": base.t(), "s": base[:, ::2]}))
+    assert torch.equal(back["t"], base.t())
+    assert torch.equal(back["s"], base[:, ::2])
+
+
+def test_payload_is_a_safetensors_file() -> None:
+    payload = stored({"model": {"w": torch.arange(6.0).reshape(2, 3)}, "step": 4})
+    tensors = safetensors_torch.load(payload.tobytes())
+    assert torch.equal(tensors["model.w"], torch.arange(6.0).reshape(2, 3))
+
+
+def test_layout_says_where_things_are() -> None:
+    snapshot = take_snapshot({"w": torch.ones(2, 3), "n": 1}, RANK)
+    plan = plan_save(snapshot, RANK)
+    layout = parse_rank_layout(plan.layout)
+    assert layout.tensors["w"].shape == (2, 3)
+    assert set(layout.objects) == {"n", "w"}
+    assert layout.payload_bytes == plan.payload_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        pytest.param({"n": 12345}, True, id="another-number"),
+        pytest.param({"w": torch.zeros(2, 3)}, True, id="other-values"),
+        pytest.param({"w": torch.zeros(3, 2)}, False, id="another-shape"),
+        pytest.param({"w": torch.zeros(2, 3, dtype=torch.int32)}, False, id="another-dtype"),
+        pytest.param({"m": 1}, False, id="another-entry"),
+        pytest.param({"n": "x" * 100_000}, False, id="objects-outgrow-their-room"),
+    ],
+)
+def test_a_plan_is_kept_while_the_structure_is_the_same(change: dict[str, Any], fits: bool) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2, 3), "n": 1}
+    plan = plan_save(take_snapshot(state, RANK), RANK)
+    assert plan.fits(take_snapshot({**state, **change}, RANK)) is fits
+
+
+@pytest.mark.parametrize("state", [[1], {1: 2}, {"": 1}], ids=["list", "int-key", "empty-key"])
+def test_the_state_is_a_dict_of_named_parts(state: Any) -> None:
+    with pytest.raises(UnsupportedStateError):
+        take_snapshot(state, RANK)
+
+
+@pytest.mark.parametrize("position", [0, 8, 20, 100])
+def test_a_damaged_payload_is_refused(position: int) -> None:
+    payload = stored({"w": torch.ones(64)})
+    payload[position : position + 8] = 255
+    with pytest.raises(FormatError):
+        read_payload(payload)

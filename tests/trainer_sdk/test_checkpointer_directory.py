@@ -1,0 +1,246 @@
+"""The Checkpointer over a folder: restored bytes are the saved ones, whatever is killed when."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.testing import until
+from holdfast.testing.launched import children_of, is_alive
+from holdfast_core.errors import (
+    ConfigError,
+    CorruptionError,
+    SaveFailedError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
+
+PROGRAM = """
+import sys, holdfast, numpy as np
+directory, steps = sys.argv[1], int(sys.argv[2])
+state = {"w": np.zeros(1 << 18), "n": {"sum": 0}}
+with holdfast.Checkpointer(dir=directory, interval_steps=1, keep_last=2) as ckpt:
+    for index in ckpt.steps(steps, state):
+        assert state["w"][0] == state["w"][-1] == index, (state["w"], index)
+        assert state["n"]["sum"] == index * (index - 1) // 2
+        state["w"] += 1
+        state["n"]["sum"] += index
+        print(index + 1, flush=True)
+"""
+
+
+def memory_of(tmp_path: Path) -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("holdfast-*")}
+
+
+def saved(tmp_path: Path, state: dict[str, Any], *steps: int, **options: Any) -> None:
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", **options) as ckpt:
+        for step in steps:
+            ckpt.save(step, state).wait("local", timeout=60)
+
+
+def test_outside_of_a_pod_without_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r'Checkpointer\(dir="ckpt"\)'):
+        holdfast.Checkpointer()
+
+
+def test_a_fresh_folder_has_nothing_to_restore(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        assert ckpt.restore({"x": torch.zeros(1)}) is None
+
+
+def test_saved_bytes_are_those_of_the_step(tmp_path: Path) -> None:
+    tensor = torch.arange(1 << 20, dtype=torch.float32)
+    expected = tensor.clone()
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        handle = ckpt.save(1, {"t": tensor})
+        tensor.fill_(-1)
+        handle.wait("local", timeout=60)
+        handle.wait("replicated", timeout=60)
+        with pytest.raises(SaveFailedError, match="no object tier"):
+            handle.wait("persisted", timeout=60)
+    back = {"t": torch.zeros(1 << 20)}
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        assert ckpt.restore(back) == 1
+    assert torch.equal(back["t"], expected)
+
+
+def test_no_memory_is_left_in_shm(tmp_path: Path) -> None:
+    before = memory_of(tmp_path)
+    saved(tmp_path, {"t": torch.ones(4)}, 1)
+    assert memory_of(tmp_path) <= before
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+    saved(tmp_path, {"t": torch.ones(4)}, 1, 2, 3, 4, 5, keep_last=2)
+    kept = sorted(p.parent.name for p in (tmp_path / "ckpt").rglob("manifests/*/*.json"))
+    assert kept == ["s000000000004", "s000000000005"]
+    shards = sorted(p.parent.parent.name for p in (tmp_path / "ckpt").rglob("*.shard"))
+    assert shards == kept
+
+
+def test_steps_saves_by_interval_and_at_the_end(tmp_path: Path) -> None:
+    state = {"t": torch.zeros(1)}
+    options: dict[str, Any] = {"interval_steps": 3, "keep_last": 10, "when_busy": "wait"}
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", **options) as ckpt:
+        assert list(ckpt.steps(7, state)) == list(range(7))
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", **options) as ckpt:
+        assert list(ckpt.steps(7, state)) == []
+        assert list(ckpt.steps(9, state)) == [7, 8]
+
+
+def test_a_bad_copy_is_passed_over_and_kept_aside(tmp_path: Path) -> None:
+    state = {"t": torch.ones(1 << 12)}
+    saved(tmp_path, state, 1)
+    state["t"].fill_(2)
+    saved(tmp_path, state, 2)
+    (shard,) = (tmp_path / "ckpt").rglob("s000000000002/*/*.shard")
+    with open(shard, "r+b") as file:
+        file.seek(9000)
+        file.write(b"\x55")
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        assert ckpt.restore(state) == 1
+        assert state["t"][0] == 1
+    assert list((tmp_path / "ckpt/tier/quarantine").iterdir())
+
+
+def test_nothing_readable_is_not_a_fresh_start(tmp_path: Path) -> None:
+    saved(tmp_path, {"t": torch.ones(1)}, 1)
+    for shard in (tmp_path / "ckpt").rglob("*.shard"):
+        shard.unlink()
+    with (
+        pytest.raises(CorruptionError, match="none that can be restored"),
+        holdfast.Checkpointer(dir=tmp_path / "ckpt"),
+    ):
+        pytest.fail("it opened")
+
+
+def test_mismatch_is_the_callers_error(tmp_path: Path) -> None:
+    saved(tmp_path, {"t": torch.ones(2)}, 1)
+    with (
+        holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt,
+        pytest.raises(StateMismatchError, match=r"t: expected float32 \[3\]"),
+    ):
+        ckpt.restore({"t": torch.ones(3)})
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", strict=False) as ckpt:
+        assert ckpt.restore({"t": torch.ones(3)}) == 1
+        assert len(ckpt.skipped) == 1
+
+
+def test_a_failed_save_is_a_warning_or_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        handle = ckpt.save(1, {"bad": object()})
+        assert ckpt.saves_failed == 1
+        assert "training goes on" in caplog.text
+        with pytest.raises(SaveFailedError, match="bad"):
+            handle.wait(timeout=0)
+    with (
+        holdfast.Checkpointer(dir=tmp_path / "ckpt", on_save_error="raise") as ckpt,
+        pytest.raises(UnsupportedStateError, match=r"bad: builtins\.object"),
+    ):
+        ckpt.save(1, {"bad": object()})
+
+
+def test_a_state_that_grows_gets_larger_slots(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"t": torch.ones(4)}
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        ckpt.allocate(state)
+        state["more"] = torch.ones(1 << 20)
+        ckpt.save(1, state).wait(timeout=60)
+
+
+def test_the_persister_may_die(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+        for pid in children_of(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+        state = {"t": torch.full((4,), 2.0)}
+        until(lambda: ckpt.save(2, state).failure is None, "a save after the restart")
+        until(lambda: any((tmp_path / "ckpt").rglob("manifests/s000000000002/*")), "step 2")
+
+
+def test_sigterm_saves_and_stops(tmp_path: Path) -> None:
+    state = {"t": torch.zeros(1)}
+    done = []
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=0) as ckpt:
+        for index in ckpt.steps(10, state):
+            done.append(index)
+            if index == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert ckpt.stopping
+    assert done == [0, 1, 2, 3]
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=0) as ckpt:
+        assert ckpt.restore(state) == 4
+
+
+def test_module_level_functions(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, holdfast\n"
+        "state = {'t': torch.zeros(2)}\n"
+        "print(holdfast.restore(state, dir=sys.argv[1]), state['t'][0].item())\n"
+        "state['t'] += 1\n"
+        "holdfast.save(5, state)\n"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / "ckpt")],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert outputs == [["None", "0.0"], ["5", "1.0"]]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("whom", ["trainer", "persister", "both"])
+def test_kill_at_any_moment(tmp_path: Path, whom: str) -> None:
+    """The newest complete checkpoint is always restorable, and holds what its step had."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    chance = random.Random(whom)
+    reached = 0
+    for _ in range(4):
+        victim = subprocess.Popen(
+            [sys.executable, str(program), str(tmp_path / "ckpt"), "100000"],
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert victim.stdout is not None
+        for _ in range(chance.randrange(3, 40)):
+            reached = int(victim.stdout.readline())
+        persisters = children_of(victim.pid)
+        if whom != "trainer":
+            for pid in persisters:
+                os.kill(pid, signal.SIGKILL)
+        if whom != "persister":
+            victim.kill()
+        else:
+            for _ in range(20):
+                reached = int(victim.stdout.readline())
+            persisters += children_of(victim.pid)
+            victim.kill()
+        victim.stdout.close()
+        victim.wait()
+        until(lambda pids=persisters: not any(map(is_alive, pids)), "no orphans", 60)  # type: ignore[misc]
+    last = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "ckpt"), str(reached + 5)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [int(line) for line in last.stdout.split()]
+    assert lines[-1] == reached + 5
+    assert lines[0] > 1, "it started from the beginning"

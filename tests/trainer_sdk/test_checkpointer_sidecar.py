@@ -1,0 +1,156 @@
+"""The Checkpointer in a pod, against a sidecar that refuses, is slow, dies and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.testing import FakeSidecar, until
+from holdfast_core.errors import SaveFailedError, UnavailableError
+from holdfast_core.transfer.messages import Hello, Progress, Refusal, Stage
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSidecar]:
+    with FakeSidecar(tmp_path / "shared", tmp_path / "node", interval_steps=2) as fake:
+        for name, value in fake.environment(HOLDFAST_ROUND="0").items():
+            monkeypatch.setenv(name, value)
+        yield fake
+
+
+def enter_round(sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a restart of the gang does to a rank's environment."""
+    sidecar.stop()
+    sidecar.start()
+    monkeypatch.setenv("HOLDFAST_ROUND", str(sidecar.round))
+
+
+def train(ckpt: holdfast.Checkpointer, state: dict[str, Any], steps: int) -> list[int]:
+    done = []
+    for index in ckpt.steps(steps, state):
+        state["t"] += 1
+        ckpt.report(loss=torch.tensor(0.5), bad=float("nan"))
+        done.append(index)
+    return done
+
+
+def test_a_round_and_the_next(sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"t": torch.zeros(3)}
+    with holdfast.Checkpointer(when_busy="wait") as ckpt:
+        assert train(ckpt, state, 5) == [0, 1, 2, 3, 4]
+    assert [m.step for m in sidecar.messages(Stage)] == [2, 4, 5]
+    assert sidecar.messages(Hello)[0].round == 0
+
+    enter_round(sidecar, monkeypatch)
+    state = {"t": torch.zeros(3)}
+    with holdfast.Checkpointer() as ckpt:
+        assert train(ckpt, state, 8) == [5, 6, 7]
+    assert state["t"].tolist() == [8.0] * 3
+
+
+def test_progress_says_the_step_and_the_numbers(sidecar: FakeSidecar) -> None:
+    with holdfast.Checkpointer() as ckpt:
+        train(ckpt, {"t": torch.zeros(1)}, 3)
+        last = sidecar.wait_for(Progress, 3)
+    assert (last.step, last.rank, last.round) == (3, 0, 0)
+    assert last.metrics == {"loss": 0.5}
+    assert last.blocked_seconds > 0
+
+
+def test_save_now_and_stop(sidecar: FakeSidecar) -> None:
+    state = {"t": torch.zeros(1)}
+    with holdfast.Checkpointer() as ckpt:
+        done = []
+        for index in ckpt.steps(100, state):
+            done.append(index)
+            if index == 4:
+                sidecar.request_save("t1")
+                until(lambda: ckpt._session._save_wanted, "the push")
+            if index == 6:
+                sidecar.request_stop("t2")
+                until(lambda: ckpt._session.stop_wanted, "the push")
+        assert ckpt.stopping
+    assert done[-1] == 6
+    assert {5, 7} <= {m.step for m in sidecar.messages(Stage)}
+
+
+def test_a_refused_stage_frees_its_slot(sidecar: FakeSidecar) -> None:
+    sidecar.faults.refuse["Stage"] = Refusal.SEALED
+    with holdfast.Checkpointer() as ckpt:
+        state = {"t": torch.zeros(1)}
+        for step in range(1, 5):  # more than there are slots
+            with pytest.raises(SaveFailedError, match="Sealed"):
+                ckpt.save(step, state).wait(timeout=60)
+        sidecar.faults.refuse.clear()
+        ckpt.save(9, state).wait(timeout=60)
+
+
+def test_both_slots_busy_skips_and_counts(sidecar: FakeSidecar) -> None:
+    sidecar.faults.delay_seconds["Stage"] = 3600
+    with holdfast.Checkpointer() as ckpt:
+        state = {"t": torch.zeros(1)}
+        handles = [ckpt.save(step, state) for step in (1, 2, 3)]
+        assert ckpt.saves_skipped == 1
+        assert handles[2].failure is not None
+        assert "skipped" in handles[2].failure
+        sidecar.die()
+
+
+def test_training_goes_on_without_a_sidecar(
+    sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"t": torch.zeros(1)}
+    with holdfast.Checkpointer() as ckpt:
+        steps = ckpt.steps(1000, state)
+        next(steps)
+        sidecar.die()
+        until(lambda: "no connection to the sidecar" in caplog.text, "the warning")
+        for _ in range(20):
+            next(steps)
+        assert ckpt.saves_failed >= 9
+        assert caplog.text.count("no connection to the sidecar (") == 1
+        sidecar.start(0)
+        until(lambda: "saves go on" in caplog.text, "the reconnect")
+        ckpt.save(500, state).wait(timeout=60)
+        steps.close()
+
+
+def test_what_was_staged_is_staged_again_after_a_crash(sidecar: FakeSidecar) -> None:
+    with holdfast.Checkpointer() as ckpt:
+        state = {"t": torch.ones(1)}
+        sidecar.faults.delay_seconds["Stage"] = 3600
+        handle = ckpt.save(1, state)
+        sidecar.wait_for(Stage)
+        sidecar.die()
+        sidecar.faults.delay_seconds.clear()
+        sidecar.start(0)
+        handle.wait(timeout=60)
+
+
+def test_raise_on_a_missing_sidecar(sidecar: FakeSidecar) -> None:
+    with holdfast.Checkpointer(on_save_error="raise") as ckpt:
+        ckpt.save(1, {"t": torch.zeros(1)}).wait(timeout=60)
+        sidecar.die()
+        until(lambda: not ckpt._session.link.is_connected, "the end")  # type: ignore[union-attr]
+        with pytest.raises(UnavailableError):
+            ckpt.save(2, {"t": torch.zeros(1)})
+
+
+def test_nothing_to_restore_needs_no_sidecar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeSidecar(tmp_path / "shared", tmp_path / "node")
+    told = fake.environment(
+        HOLDFAST_ROUND="0", HOLDFAST_RESTORE_STEP="", HOLDFAST_INTERVAL_STEPS="5"
+    )
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("holdfast.restoring._FIRST_CONNECT_SECONDS", 0.01)
+    with holdfast.Checkpointer() as ckpt:
+        assert list(ckpt.steps(7, {"t": torch.zeros(1)})) == list(range(7))
+        assert ckpt.saves_failed == 2

@@ -1,0 +1,26 @@
+"""`import holdfast` is cheap: neither torch nor Kubernetes comes with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FORBIDDEN = ("torch", "kubernetes", "kopf", "minio", "aiohttp", "pydantic")
+
+
+@pytest.mark.parametrize("module", ["holdfast", "holdfast.__main__", "holdfast.persister"])
+def test_import_pulls_in_nothing_heavy(module: str) -> None:
+    program = f"import {module}, sys; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert not set(FORBIDDEN) & set(done.stdout.split())
+
+
+def test_version_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("holdfast ")
