@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from testbed import faults
+import testbed.faults as faults
 from testbed.driver import install, metrics
 from testbed.driver.jobs import Job, Training, job_manifest, prepare_namespace
 from testbed.driver.kube import Kube, wait_for

@@ -15,7 +15,7 @@ MANIFEST = Digest("b3:" + "c" * 64)
 
 
 def info(rank: int, digest: Digest = A) -> ShardInfo:
-    return ShardInfo(Rank(rank), 100, digest)
+    return ShardInfo(Rank(rank), 100, digest, digest)
 
 
 def ledger(*, workers: int = 2, expects_copies: bool = True) -> Ledger:

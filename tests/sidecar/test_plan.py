@@ -25,7 +25,7 @@ ONE, TWO = Worker(1), Worker(2)
 
 def shard(step: int = 7, rank: int = 0, **fields: object) -> OwnShard:
     ref = ShardRef(JobUid("job"), Step(step), RestartRound(0), Rank(rank), DIGEST)
-    made = OwnShard(ref, ShardInfo(Rank(rank), 10, DIGEST), DIGEST)
+    made = OwnShard(ref, ShardInfo(Rank(rank), 10, DIGEST, DIGEST), DIGEST)
     return replace(made, **fields)  # type: ignore[arg-type]
 
 

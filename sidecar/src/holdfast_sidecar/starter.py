@@ -78,10 +78,12 @@ class Starter:
         self.barrier_open = False
 
     async def end_ranks(self, round_: RestartRound) -> bool:
-        """Tell the launcher to end all ranks below `round_`. True when it said so, or is gone;
-        False when it did not answer in time."""
+        """Tell the launcher to end all ranks below `round_`. True when it said so, is gone or runs
+        none; False when it did not answer in time."""
         self._ended.clear()
-        if not self._intake.push_launcher(End(round_)):
+        told = self._intake.push_launcher(End(round_))
+        if not told or self._gang.running_round is None:
+            # Nobody to wait for: a launcher that runs nothing may be busy for long (preloading).
             return True
         try:
             async with asyncio.timeout(self._settings.end_seconds):

@@ -142,7 +142,10 @@ def training_job(**checkpoint: Any) -> dict[str, Any]:
 
 
 def shards(step: int, round_: int) -> tuple[ShardInfo, ...]:
-    return tuple(ShardInfo(Rank(r), 100, Digest(f"b3:{step}-{round_}-{r}")) for r in range(WORKERS))
+    return tuple(
+        ShardInfo(Rank(r), 100, Digest(f"b3:{step}-{round_}-{r}"), Digest("b3:table"))
+        for r in range(WORKERS)
+    )
 
 
 def manifest(step: int, round_: int) -> ManifestInfo:

@@ -166,7 +166,8 @@ def manifest(step: int, round_: int, world_size: int = 2) -> ManifestInfo:
         manifest=manifest_digest(step, round_),
         world_size=world_size,
         shards=tuple(
-            ShardInfo(Rank(r), 100, shard_digest(step, round_, r)) for r in range(world_size)
+            ShardInfo(Rank(r), 100, shard_digest(step, round_, r), Digest("b3:table"))
+            for r in range(world_size)
         ),
     )
 
