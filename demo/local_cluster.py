@@ -42,7 +42,7 @@ from holdfast_operator.actions import (
     SendRound,
     round_digest,
 )
-from holdfast_operator.apply import apply
+from holdfast_operator.apply import apply, memory_after
 from holdfast_operator.decide import decide
 from holdfast_operator.effects import ConflictError
 from holdfast_operator.model import (
@@ -132,15 +132,16 @@ class LocalCluster:
 
     async def one_pass(self) -> None:
         now = Now(self.clock.monotonic(), self.clock.utc_now())
-        decision = decide(self.observe(), now)
-        self.memory = decision.memory
+        observed = self.observe()
+        decision = decide(observed, now)
         if decision.acted_version is not None:
             self.acted_version = decision.acted_version
         try:
-            applied = await apply(decision, self.observe(), self, SidecarSettings(image="local"))
+            applied = await apply(decision, observed, self, SidecarSettings(image="local"))
         except ConflictError:
             self._wake.set()
             return
+        self.memory = memory_after(decision, observed, applied)
         for failed in applied.failed:
             self.events.append(f"{type(failed.action).__name__}: {failed.error}")
 

@@ -16,7 +16,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_operator import logs
-from holdfast_operator.apply import Applied, apply
+from holdfast_operator.apply import Applied, apply, memory_after
 from holdfast_operator.certificates import Certificates
 from holdfast_operator.cluster import Cluster
 from holdfast_operator.decide import decide
@@ -152,8 +152,8 @@ class Controller:
         decision = decide(observed, Now(self._clock.monotonic(), self._clock.utc_now()))
         self._said.info(str(key), decision.reason, **_fields(job))
         applied = await apply(decision, observed, self._effects, self._sidecar)
+        self._memory[job.uid] = memory_after(decision, observed, applied)
         if applied.complete:
-            self._memory[job.uid] = decision.memory
             self._sidecars.acted_on(job.uid, decision.acted_version)
             if decision.requeue_after_seconds is not None:
                 self._queue.add_after(key, decision.requeue_after_seconds)
