@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from testbed import nodeimage
+from testbed import nodeimage, template
 from testbed.config import CLUSTER, CONTROL_PLANE, KINDEST_NODE, NODES, PACKAGE, Bed, digest
 from testbed.shell import BedError, Command, answers, each, run
 
@@ -115,9 +114,12 @@ def inputs(bed: Bed) -> str:
     return digest(kind_config(bed), image, PACKAGE / "cluster.py")
 
 
-def up(bed: Bed, log: Path) -> str:
-    """Have the cluster with all nodes Ready and pods that reach each other."""
-    stamp = bed.stamps / "cluster"
+def up(bed: Bed, log: Path, preload: Collection[str] = ()) -> str:
+    """Have the cluster with all nodes Ready and pods that reach each other.
+
+    A new cluster of local mode starts with the images of `preload` in its nodes.
+    """
+    stamp = bed.stamps / "cluster inputs"
     state = containers(bed)
     action, reason = decide_cluster(
         state,
@@ -130,7 +132,7 @@ def up(bed: Bed, log: Path) -> str:
         if not wait_for_api(bed, 60):
             action, reason = ClusterAction.RECREATE, f"{reason}; no API 60 s after a start"
     if action in (ClusterAction.CREATE, ClusterAction.RECREATE):
-        create(bed, log)
+        create(bed, log, preload)
     if action is not ClusterAction.USE:
         connect_nodes(bed)
     wait_ready(bed)
@@ -143,13 +145,15 @@ def start_all(bed: Bed, state: Mapping[str, str]) -> None:
     if paused:
         run(["docker", "unpause", *paused], env=bed.environment())
     first = [CONTROL_PLANE, *(name for name in state if name != CONTROL_PLANE)]
-    run(["docker", "start", *first], env=bed.environment(), check=False)
+    run(["docker", "start", *first], env=bed.environment(), check=False, timeout_seconds=120)
 
 
-def create(bed: Bed, log: Path) -> None:
-    delete(bed)
+def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
+    delete(bed, log)
     if bed.local:
-        each(lambda name: nodeimage.link_template(bed, name), NODES)
+        if preload:
+            template.add(bed, preload, log)
+        each(lambda name: template.link(bed, name), NODES)
     config = bed.root / "kind.json"
     config.write_text(kind_config(bed))
     image = nodeimage.node_tag() if bed.local else KINDEST_NODE
@@ -172,15 +176,16 @@ def keep_from_workers(bed: Bed) -> None:
         kubectl(bed, "-n", namespace, "patch", "deploy", name, "-p", patch)
 
 
-def delete(bed: Bed) -> None:
-    (bed.stamps / "cluster").unlink(missing_ok=True)
+def delete(bed: Bed, log: Path | None = None) -> None:
+    (bed.stamps / "cluster inputs").unlink(missing_ok=True)
     env = bed.environment()
     command: Command = ["kind", "delete", "cluster", "--name", CLUSTER]
-    run([*command, "--kubeconfig", bed.kubeconfig], env=env, check=False)
+    run([*command, "--kubeconfig", bed.kubeconfig], env=env, check=False, log=log)
     left = list(containers(bed))
     if left:
-        run(["docker", "rm", "-f", "-v", *left], env=env)
-    shutil.rmtree(bed.nodes, ignore_errors=True)
+        run(["docker", "rm", "-f", "-v", *left], env=env, log=log)
+    if bed.nodes.exists():
+        run(["rm", "-rf", bed.nodes], log=log)
 
 
 def addresses(bed: Bed) -> dict[str, str]:

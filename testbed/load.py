@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
-import subprocess
-import tarfile
 from collections.abc import Collection
 from pathlib import Path
 
-from testbed import cluster, config
+from testbed import archive, cluster, config
 from testbed.config import CLUSTER, NODES, Bed
 from testbed.images import IMAGES
 from testbed.shell import BedError, each, run
@@ -32,12 +29,11 @@ def load(bed: Bed, log: Path, tags: Collection[str] = ()) -> str:
         run(["kind", "load", "docker-image", "--name", CLUSTER, *changed], env=bed.environment())
         return f"loaded {', '.join(changed)}"
     known = each(lambda node: node_blobs(bed, node), running)
-    archive = missing_archive(bed, changed, set.intersection(*known))
-    outcome = each(lambda node: import_archive(bed, node, archive), running)
-    with log.open("a") as file:
-        file.writelines(outcome)
-    size = len(archive) / 1e6
-    return f"loaded {', '.join(t.split('/')[1] for t in changed)}: {size:.1f} MB a node"
+    try:
+        return send(bed, running, changed, set.intersection(*known))
+    except BedError as error:  # a blob that was there may have been collected meanwhile
+        log.write_text(f"{error}\nonce more, with all blobs\n")
+        return send(bed, running, changed, ())
 
 
 def image_ids(bed: Bed, tags: Collection[str]) -> dict[str, str]:
@@ -63,34 +59,18 @@ def node_blobs(bed: Bed, node: str) -> set[str]:
     return set(cluster.in_node(bed, node, f"{_CTR} content ls -q").split())
 
 
-def missing_archive(bed: Bed, tags: Collection[str], known: Collection[str]) -> bytes:
-    """An OCI archive of the images without the blobs that every node has."""
-    out = io.BytesIO()
-    save = ["docker", "save", *tags]
-    with (
-        subprocess.Popen(save, stdout=subprocess.PIPE, env=bed.environment()) as process,
-        tarfile.open(fileobj=out, mode="w") as target,
-    ):
-        assert process.stdout is not None
-        filter_archive(process.stdout, target, known)
-        process.stdout.read()
-    if process.returncode:
-        raise BedError(f"docker save failed: exit {process.returncode}")
-    return out.getvalue()
+def send(bed: Bed, nodes: Collection[str], tags: Collection[str], known: Collection[str]) -> str:
+    """Import the images in all nodes at once, without the blobs in `known`."""
+    file = bed.work / "load.tar"
+    with file.open("wb") as out:
+        archive.write_missing(bed, tags, known, out)
 
+    def take(node: str) -> str:
+        command = ["docker", "exec", "-i", node, "ctr", "-n", "k8s.io", "images", "import", "-"]
+        with file.open("rb") as data:
+            return run(command, env=bed.environment(), stdin=data, timeout_seconds=600)
 
-def filter_archive(source: object, target: tarfile.TarFile, known: Collection[str]) -> None:
-    """Copy a `docker save` stream, leaving out known blobs and Docker's own older index."""
-    with tarfile.open(fileobj=source, mode="r|") as saved:  # type: ignore[call-overload]  # a pipe
-        for member in saved:
-            name = member.name
-            if not member.isfile() or name in ("manifest.json", "repositories"):
-                continue
-            if name.startswith("blobs/sha256/") and f"sha256:{Path(name).name}" in known:
-                continue
-            target.addfile(member, saved.extractfile(member))
-
-
-def import_archive(bed: Bed, node: str, archive: bytes) -> str:
-    command = ["docker", "exec", "-i", node, "ctr", "-n", "k8s.io", "images", "import", "-"]
-    return run(command, env=bed.environment(), stdin=archive, timeout_seconds=600)
+    each(take, nodes)
+    size = file.stat().st_size / 1e6
+    file.unlink()
+    return f"loaded {', '.join(tag.split('/')[1] for tag in tags)}: {size:.1f} MB a node"

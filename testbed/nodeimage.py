@@ -1,22 +1,15 @@
-"""The kind node image and all that a node pulls, from our own binaries (local mode only).
-
-The images' content and unpacked layers go into one containerd folder, `template`. A node gets hard
-links to it as its /var/lib/containerd: gigabytes per node cost seconds and no disk, and the nodes
-share one page cache.
-"""
+"""The kind node image and the images that a node pulls, from our own binaries (local mode only)."""
 
 from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from testbed import config, engine, host, tools
+from testbed import config, host, template, tools
 from testbed.config import KUBERNETES, NODE_SUITE, PACKAGE, Bed, digest
-from testbed.shell import BedError, Command, pipe, run
+from testbed.shell import Command, pipe, run
 from testbed.steps import Step
 
 ROOTFS_IMAGE = "holdfast/node-rootfs:dev"
@@ -142,54 +135,14 @@ def minio_image(bed: Bed, base: str, log: Path) -> None:
     build_image(bed, config.MINIO_IMAGE, base, binaries, log, *lines)
 
 
-def build_template(bed: Bed, log: Path) -> str:
-    """All images, content and unpacked, in one containerd folder that nodes link to."""
+def fill_template(bed: Bed, log: Path) -> str:
+    """Kubernetes' images, MinIO and our bases, for every node to start with."""
     images = component_images(bed, log)
     minio_image(bed, config.BASE_IMAGE, log)
     images += [config.MINIO_IMAGE, config.BASE_IMAGE, config.TORCH_BASE_IMAGE]
     shutil.rmtree(bed.template, ignore_errors=True)
-    state = bed.run / "template"
-    shutil.rmtree(state, ignore_errors=True)
-    state.mkdir(parents=True)
-    socket, file = state / "c.sock", state / "config.toml"
-    file.write_text(
-        engine.containerd_config(root=bed.template, state=state / "state", socket=socket)
-    )
-    with log.open("ab") as out:
-        daemon = subprocess.Popen(
-            [str(bed.bin / "containerd"), "-c", str(file)],
-            env=bed.environment(),
-            stdout=out,
-            stderr=out,
-            stdin=subprocess.DEVNULL,
-        )
-    try:
-        deadline = time.monotonic() + 20
-        while not socket.exists():
-            if time.monotonic() > deadline or daemon.poll() is not None:
-                raise BedError("the containerd that fills the nodes' image store did not start")
-            time.sleep(0.1)
-        ctr: Command = [bed.bin / "ctr", "-a", socket, "-n", "k8s.io", "images", "import", "-"]
-        pipe(["docker", "save", *images], ctr, env=bed.environment())
-    finally:
-        daemon.terminate()
-        daemon.wait()
-        shutil.rmtree(state, ignore_errors=True)
-    shutil.rmtree(bed.template / "tmpmounts", ignore_errors=True)
+    template.add(bed, images, log)
     return f"{len(images)} images"
-
-
-def link_template(bed: Bed, node: str) -> Path:
-    """A node's own containerd folder: hard links to the template, its databases copied."""
-    target = bed.nodes / node
-    shutil.rmtree(target, ignore_errors=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    run(["cp", "-al", bed.template, target])
-    for database in target.glob("io.containerd.*/*.db"):
-        copy = database.with_suffix(".copy")
-        shutil.copy2(database, copy)
-        copy.rename(database)
-    return target
 
 
 def build_node_image(bed: Bed, log: Path) -> None:
@@ -311,7 +264,7 @@ def image_steps(bed: Bed) -> list[Step]:
         rootfs_step(bed, "torch", config.OFFLINE_SUITE, TORCH_PACKAGES, config.TORCH_BASE_IMAGE),
         Step(
             "node's images",
-            lambda log: build_template(bed, log),
+            lambda log: fill_template(bed, log),
             (binaries, code, *bases, *STRIPPED),
             [bed.template / "io.containerd.metadata.v1.bolt/meta.db"],
         ),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,19 +28,19 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     log: Path | None = None,
-    stdin: bytes | None = None,
+    stdin: bytes | IO[bytes] | None = None,
     timeout_seconds: float | None = None,
     check: bool = True,
 ) -> str:
     """Run a command; return what it printed on stdout. With `log`, all output is appended there."""
     words = [str(word) for word in command]
+    started = time.monotonic()
     try:
-        done = subprocess.run(
+        done: subprocess.CompletedProcess[bytes] = subprocess.run(
             words,
             env=env,
             cwd=cwd,
-            input=stdin,
-            stdin=None if stdin is not None else subprocess.DEVNULL,
+            **_input(stdin),
             capture_output=True,
             timeout=timeout_seconds,
         )
@@ -52,11 +53,18 @@ def run(
     out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if log is not None:
         with log.open("a") as file:
-            file.write(f"$ {' '.join(words)[:2000]}\n{out}{err}")
+            seconds = time.monotonic() - started
+            file.write(f"$ {' '.join(words)[:2000]}  # {seconds:.1f} s\n{out}{err}")
     if check and done.returncode:
         tail = "\n".join((out + err).strip().splitlines()[-15:])
         raise BedError(f"{' '.join(words)[:300]}: exit {done.returncode}\n{tail}")
     return out
+
+
+def _input(stdin: bytes | IO[bytes] | None) -> dict[str, Any]:
+    if isinstance(stdin, bytes):
+        return {"input": stdin}
+    return {"stdin": subprocess.DEVNULL if stdin is None else stdin}
 
 
 def answers(command: Sequence[str | Path], *, env: Mapping[str, str], seconds: float = 20) -> bool:

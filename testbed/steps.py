@@ -53,7 +53,8 @@ def run_steps(steps: Sequence[Step], bed: Bed) -> None:
         started = time.monotonic()
         log = bed.logs / f"{step.name.replace(' ', '-').replace('/', '-')}.log"
         log.write_text("")
-        (bed.stamps / step.name).unlink(missing_ok=True)
+        if not step.always:
+            (bed.stamps / step.name).unlink(missing_ok=True)
         try:
             note = step.action(log)
         except (BedError, OSError) as error:

@@ -49,6 +49,8 @@ async def run_kopf(rim: Rim, stop: asyncio.Event) -> None:
         clusterwide=not namespaces,
         namespaces=namespaces,
         standalone=True,
+        # kopf would name itself after the Unix user, and uid 65532 of an image has no name.
+        identity="holdfast",  # type: ignore[arg-type]  # its NewType is private to kopf
         liveness_endpoint=f"http://0.0.0.0:{rim.settings.health_port}/healthz",
         stop_flag=stop,
     )

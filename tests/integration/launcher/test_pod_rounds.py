@@ -70,8 +70,6 @@ def digests(run: Launched) -> dict[int, str]:
 
 
 def test_three_rounds_end_in_the_bits_of_one(tmp_path: Path, sidecar: FakeSidecar) -> None:
-    with launch(tmp_path / "calm", FakeSidecar(tmp_path / "calm/shared", tmp_path / "calm/n")):
-        pass  # only makes the folder: the calm run below is standalone
     calm = Launched(
         tmp_path / "calm",
         ["--nproc", str(RANKS)],

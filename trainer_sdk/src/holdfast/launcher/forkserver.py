@@ -5,7 +5,8 @@ thread pool came to life leaves the child with locks that nobody will release. I
 launcher's: at the end of the socket it kills every process group that it started.
 
  1. launcher: starts it with one end of a socket pair, OMP and BLAS held to one thread.
- 2. server: imports torch, what DDP and FSDP import at first use, what the user named; says Ready.
+ 2. server: imports what the launcher names (torch, what DDP and FSDP import at first use, what the
+    user asked for); says Ready.
  3. launcher: ForkRank, ForkStore; server: forks, says Forked; later Reaped.
 """
 
@@ -27,7 +28,7 @@ from pathlib import Path
 from holdfast.launcher import wire
 from holdfast.launcher.child import become_rank, become_store
 
-_TORCH_MODULES = (
+TORCH_MODULES = (
     "numpy",
     "torch",
     "torch.distributed",
@@ -175,13 +176,13 @@ def preload(modules: Sequence[str]) -> None:
     Raises ImportError for a module that the user named, ThreadsError for one that starts threads.
     """
     _require_one_thread("at the start")
-    for name in _TORCH_MODULES:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-            _require_one_thread(f"after importing {name}")
     importlib.import_module("holdfast.checkpointer")
     for name in modules:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            if name not in TORCH_MODULES:
+                raise
         _require_one_thread(f"after importing {name} (--preload)")
 
 

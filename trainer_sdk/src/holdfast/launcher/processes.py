@@ -16,8 +16,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.launcher import wire
-from holdfast.launcher.command import Command
-from holdfast.launcher.forkserver import kill_group
+from holdfast.launcher.command import Command, CommandKind
+from holdfast.launcher.forkserver import TORCH_MODULES, kill_group
 from holdfast.launcher.output import OutputPump, Tail
 from holdfast.settings import current_environment, single_thread_defaults
 from holdfast_core.errors import ConfigError, HoldfastError
@@ -78,6 +78,8 @@ class Processes:
                     "-m",
                     "holdfast.launcher.forkserver",
                     str(theirs.fileno()),
+                    # What is executed afresh can use nothing of what was imported here.
+                    *([] if self._command.kind is CommandKind.EXEC else TORCH_MODULES),
                     *self._preload,
                 ],
                 pass_fds=[theirs.fileno()],
@@ -281,5 +283,8 @@ class Processes:
                 waiting.set_exception(error)
         for pid in self._living():
             kill_group(pid)
+        for process in self._ranks.values():
+            if process.code is None:
+                self._spawn(self._conclude(process, -signal.SIGKILL))
         if not self._closing:
             self.on_server_lost(why)
