@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import argparse
 import shlex
 import sys
@@ -201,9 +198,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(words)
-    if Path("/tmp/lead-holds-the-cluster").exists() and not os.environ.get("LEAD"):
-        print("THE LEAD NEEDS THE CLUSTER NOW: stop using it, send your final report at once")
-        return 1
     try:
         arguments.action(arguments)
     except BedError as error:

@@ -45,7 +45,11 @@ def connect_store(settings: RankSettings) -> GangStore | None:
     prefix = f"holdfast/{settings.round or 0}/{instance}"
     if settings.agent_store:
         store = distributed.TCPStore(
-            settings.master_address, settings.master_port, is_master=False, timeout=_TIMEOUT
+            settings.master_address,
+            settings.master_port,
+            is_master=False,
+            timeout=_TIMEOUT,
+            use_libuv=False,
         )
     elif distributed.is_initialized():
         store = distributed.distributed_c10d._get_default_store()

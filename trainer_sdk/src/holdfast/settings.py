@@ -99,6 +99,9 @@ def rank_environment(settings: RankSettings, *, group_rank: int, run_id: str) ->
         "TORCHELASTIC_RESTART_COUNT": str(settings.round or 0),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Distributions build torch without libuv, and asking for it then is an error. Heard by torch
+        # after 2.6; for 2.6 see launcher.child.
+        "USE_LIBUV": "0",
     }
     if settings.round is not None:
         env[ENV_ROUND] = str(settings.round)
