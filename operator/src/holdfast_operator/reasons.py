@@ -86,6 +86,8 @@ class Reason(StrEnum):
     NOT_SUSPENDED = "NotSuspended"
     COMPLETED = "Completed"
     """Every rank returned 0 and everything it saved has reached its levels."""
+    BACKING_OFF = "BackingOff"
+    """It fails again and again from the same step: the next round waits a little."""
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     """More restarts within failurePolicy.window than failurePolicy.maxRestarts."""
     EXIT_CODE_RULE = "ExitCodeRule"

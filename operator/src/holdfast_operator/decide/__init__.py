@@ -87,6 +87,10 @@ def decide(observed: Observed, now: Now) -> Decision:
     failures = failure.find_failures(world, memory, now)
     memory = times.with_failure(memory, bool(failures), now)
     if failures:
+        delay = failure.restart_delay_seconds(world, failures, now)
+        ends = lifecycle.failure_of_job(world, failures, now) is not None
+        if not ends and times.seconds_since(memory.failure_seen_at, now) < delay:
+            return _back_off(world, memory, now, failures[0], delay)
         return _restart(world, memory, now, failures)
     done = lifecycle.completed(world, now)
     if done is not None and not job.spec.suspend:
@@ -163,6 +167,14 @@ def _restart(world: World, memory: JobMemory, now: Now, failures: tuple[Failure,
     words = f"round {status.restart_round} begins: {cause.message}"
     event = EmitEvent(EventKind.WARNING, cause.reason, words)
     return _begun(world, memory, now, status, gone, event)
+
+
+def _back_off(
+    world: World, memory: JobMemory, now: Now, cause: Failure, delay_seconds: float
+) -> Decision:
+    words = f"{cause.message}; the next round begins after {delay_seconds:.0f} s"
+    note = Note(Reason.BACKING_OFF, words)
+    return _with_status_write(world, memory, now, [], note, STARTING_SECONDS)
 
 
 def _begun(

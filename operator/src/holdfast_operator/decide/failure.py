@@ -26,6 +26,10 @@ ALL_SILENT_SECONDS = 300.0
 MAX_TRAINER_RESTARTS = 2
 """Then the kubelet's back-off grows to minutes: a new pod is faster."""
 
+FREE_RESTARTS = 2
+"""Restarts from the same step that do not wait."""
+MAX_DELAY_SECONDS = 60.0
+
 CANNOT_START = frozenset(
     {
         "ErrImagePull",
@@ -235,6 +239,27 @@ def counted_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
     """Those of status.recentRestarts that are still inside the window."""
     start = now.utc - world.observed.job.spec.restart_window
     return tuple(r for r in world.status.recent_restarts if r.at > start)
+
+
+def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now) -> float:
+    """How long a failure is looked at before the next round begins.
+
+    None for disruptions and after progress. A gang that fails again and again from the same step
+    would otherwise spend its whole budget within seconds, before anybody can look.
+    """
+    if is_disruption(failures):
+        return 0.0
+    status = world.status
+    point = status.restore_point
+    base_step = None if point is None else point.step
+    committed = status.last_committed_step
+    if committed is not None and (base_step is None or committed > base_step):
+        return 0.0
+    base_round = -1 if point is None or point.round is None else point.round
+    futile = sum(1 for r in counted_restarts(world, now) if r.round > base_round)
+    if futile < FREE_RESTARTS:
+        return 0.0
+    return min(2.0 ** (futile - FREE_RESTARTS), MAX_DELAY_SECONDS)
 
 
 def budget_spent(world: World, failures: tuple[Failure, ...], now: Now) -> bool:

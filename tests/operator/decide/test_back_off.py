@@ -1,0 +1,107 @@
+"""A gang that fails again and again from the same step waits before each new round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
+from holdfast_core.transfer.messages import CoordinatorState, DeadRank
+from holdfast_operator.actions import BeginRound
+from holdfast_operator.decide import decide
+from holdfast_operator.model import (
+    ExitCodeRule,
+    JobMemory,
+    NodeView,
+    Observed,
+    RestartRecord,
+    RestorePointView,
+)
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.builders import START, job, now, pod, sidecar, status
+
+ROUND = RestartRound(6)
+BASE = RestorePointView(Step(10), RestartRound(1), Digest("b3:m"))
+
+
+def failing(futile: int, *, committed: int | None = 10, **spec: object) -> Observed:
+    """Rank 1 is dead in round 6; `futile` counted restarts lie after the round of the base."""
+    records = tuple(
+        RestartRecord(RestartRound(ROUND - i), START + timedelta(seconds=900), Reason.RANK_FAILED)
+        for i in range(futile)
+    )
+    pods = (pod(0), pod(1))
+    begun = status(
+        ROUND,
+        (0, 0),
+        restore_point=BASE,
+        recent_restarts=records,
+        last_committed_step=None if committed is None else Step(committed),
+        coordinator=Worker(0),
+    )
+    return Observed(
+        job=job(2, begun, **spec),
+        pods=pods,
+        sidecars=tuple(sidecar(p, ROUND, version=1) for p in pods),
+        nodes={f"node-{i}": NodeView(f"node-{i}") for i in range(2)},
+        coordinator=CoordinatorState(5, ROUND, dead=(DeadRank(Rank(1), Worker(1), 1, "boom"),)),
+        services=frozenset({"job-gang"}),
+        memory=JobMemory(round=ROUND, round_seen_at=900.0, failure_seen_at=1000.0),
+    )
+
+
+def begins(observed: Observed, seconds_after_failure: float) -> bool:
+    decision = decide(observed, now(1000.0 + seconds_after_failure))
+    return any(isinstance(a, BeginRound) for a in decision.actions)
+
+
+@pytest.mark.parametrize(
+    ("futile", "waits_seconds"),
+    [
+        pytest.param(0, 0.0, id="the first failure"),
+        pytest.param(1, 0.0, id="the second"),
+        pytest.param(2, 1.0, id="the third waits one second"),
+        pytest.param(4, 4.0, id="then twice as long each time"),
+    ],
+)
+def test_each_futile_restart_waits_longer(futile: int, waits_seconds: float) -> None:
+    observed = failing(futile)
+    if waits_seconds:
+        assert not begins(observed, waits_seconds - 0.1)
+    assert begins(observed, waits_seconds)
+
+
+def test_the_wait_is_bounded() -> None:
+    observed = failing(4)
+    many = tuple(
+        RestartRecord(RestartRound(2 + i), START + timedelta(seconds=900), Reason.RANK_FAILED)
+        for i in range(40)
+    )
+    begun = replace(observed.job.status, recent_restarts=many)
+    spec = replace(observed.job.spec, max_restarts=100)
+    observed = replace(observed, job=replace(observed.job, status=begun, spec=spec))
+    assert not begins(observed, 59.0)
+    assert begins(observed, 60.0)
+
+
+def test_progress_since_the_restore_point_ends_the_wait() -> None:
+    assert begins(failing(4, committed=20), 0.0)
+
+
+def test_a_disruption_never_waits() -> None:
+    observed = failing(4)
+    assert begins(replace(observed, pods=(pod(0),)), 0.0)
+
+
+def test_a_rule_that_ends_the_job_does_not_wait() -> None:
+    rule = ExitCodeRule((1,))
+    decision = decide(failing(4, rules=(rule,)), now(1000.0))
+    assert "FailJob" in decision.reason
+
+
+def test_the_person_who_looks_is_told() -> None:
+    decision = decide(failing(4), now(1000.5))
+    assert "the next round begins after 4 s" in decision.reason
+    assert "boom" in decision.reason
