@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from testbed import faults
 from testbed.driver.kube import Kube, kubeconfig_path, wait_for
 
 NAMESPACE = "holdfast-system"
@@ -70,6 +71,20 @@ def ensure_installed(kube: Kube) -> None:
         lambda: bool(operator_pod(kube)),
         timeout_seconds=90,
     )
+
+
+def kill_operator(kube: Kube) -> None:
+    """SIGKILL the operator's process; returns when the kubelet has started it again."""
+    name = wait_for("an operator", lambda: operator_pod(kube), timeout_seconds=120)
+
+    def restarts() -> int:
+        pod = kube.pod(NAMESPACE, name) or {}
+        return int(pod["status"]["containerStatuses"][0]["restartCount"])
+
+    before = restarts()
+    faults.kill_process(NAMESPACE, name, "operator")
+    wait_for("the operator to be started again", lambda: restarts() > before, timeout_seconds=120)
+    wait_for("the operator to be Ready", lambda: operator_pod(kube), timeout_seconds=120)
 
 
 def operator_pod(kube: Kube) -> str | None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from testbed import faults
 from testbed.driver import install, metrics
-from testbed.driver.jobs import prepare_namespace
+from testbed.driver.jobs import Training, prepare_namespace
 from testbed.driver.kube import Kube, wait_for
 from testbed.driver.scenario import Scenario
 
@@ -106,11 +106,12 @@ def test_a_step_trained_twice_never_comes_back(scenario):
         scenario.kube.delete_pod(scenario.namespace, pod["metadata"]["name"], grace_seconds=0)
     job.wait_round(1, 180)
     assert job.status["restorePoint"]["step"] == 40
-    job.wait_step(55)
+    again = job.round
+    job.wait_step(58)
     faults.kill_process(scenario.namespace, job.pod_name(0), "trainer", match="holdfast-rank")
-    job.wait_round(2)
+    job.wait_round(again + 1)
     point = job.status["restorePoint"]
-    assert (point["step"], point["round"]) == (50, 1), "step 50 of round 1, never that of round 0"
+    assert (point["step"], point["round"]) == (50, again), "that of the new round, never round 0's"
     scenario.finish_and_judge(job)
 
 
@@ -158,18 +159,28 @@ def test_survivor_that_answers_late(scenario, nodes_back):
 
 
 def test_operator_killed_during_recovery(scenario, installed: Kube):
-    """Killed again and again while a recovery runs: after CAS 1, after the seal, after CAS 2."""
-    job = scenario.start()
-    job.wait_step(25)
-    scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
-    wait_for("round 1", lambda: job.round >= 1, timeout_seconds=60, describe=job.describe)
-    for _ in range(3):
-        pod = install.operator_pod(installed)
-        if pod:
-            faults.kill_process(install.NAMESPACE, pod, "operator", match="holdfast-operator")
-        wait_for("the operator", lambda: install.operator_pod(installed), timeout_seconds=120)
-    job.wait_round(1, 180)
-    scenario.finish_and_judge(job)
+    """Killed after CAS 1, after the seal, after CAS 2: each time the next operator goes on."""
+    longer = Training(workers=3, steps=200, sleep_per_step=0.05)
+    job = scenario.start(longer)
+    phases = {
+        "CAS 1": lambda before: job.round > before,
+        "the seal": lambda before: job.metric(0, "holdfast_restart_round").get("", 0) > before,
+        "CAS 2": lambda before: job.round > before and "restorePoint" in job.status,
+    }
+    for name, reached in phases.items():
+        job.wait_step(job.live_step() + 15)
+        before = job.round
+        scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
+        wait_for(
+            name,
+            lambda r=reached, b=before: r(b),
+            timeout_seconds=60,
+            describe=job.describe,
+            every_seconds=0.02,
+        )
+        install.kill_operator(installed)
+        job.wait_round(before + 1, 180)
+    scenario.finish_and_judge(job, longer)
 
 
 def test_retained_checkpoint_starts_a_new_job(scenario):

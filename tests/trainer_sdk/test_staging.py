@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +139,7 @@ def test_copies_by_two_threads_do_all_of_it() -> None:
     target = np.zeros_like(source)
     size = 3 * MIB
     jobs = [
-        (size, lambda at=at: np.copyto(target[at : at + size], source[at : at + size]))
+        (size, partial(np.copyto, target[at : at + size], source[at : at + size]))
         for at in range(0, len(source), size)
     ]
     copier = Copier()

@@ -87,6 +87,9 @@ class Lifecycle:
             parts = self._parts
             before = parts.keeper.state.held
             await self._record(message.round, message.version)
+            # A SEAL does not wait for the lock: it may have come while the record was written, and a
+            # ROUND of the old round must not unseal the new one.
+            self._check(caller, message)
             parts.keeper.state = parts.keeper.state.holding(message)
             parts.metrics.level(pending=parts.flow.pending, round_=message.round)
             if before is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import enum
 import json
 import math
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -118,6 +117,10 @@ def test_what_belongs_to_the_rank_carries_it() -> None:
     assert names == {"s.data.seen@rank4", "s.model.weight", "s.model.bias"}
 
 
+class Point(NamedTuple):
+    x: int
+
+
 class Colour(enum.IntEnum):
     RED = 1
 
@@ -132,7 +135,7 @@ class Colour(enum.IntEnum):
         pytest.param({"t": torch.ones(2).to_sparse()}, r"optim\.t: .*dense", id="sparse"),
         pytest.param({"t": np.array(["x"])}, r"optim\.t: .*numpy array", id="text-array"),
         pytest.param({"t": torch.empty(2, device="meta")}, r"optim\.t: .*meta", id="meta"),
-        pytest.param(collections.namedtuple("P", "x")(1), r"optim: ", id="namedtuple"),
+        pytest.param(Point(1), r"optim: ", id="namedtuple"),
     ],
 )
 def test_unsupported_names_its_path(value: Any, path: str) -> None:

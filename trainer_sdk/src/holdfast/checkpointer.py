@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 from holdfast.agreement import StepAgreement, Verdict
 from holdfast.gang_store import GangStore, connect_store
 from holdfast.handle import SaveHandle
+from holdfast.layouts import LayoutFiles
 from holdfast.places import DirectoryPlace, Place, PodPlace
 from holdfast.restoring import Restorer
 from holdfast.session import Session
@@ -36,7 +37,6 @@ from holdfast_core.errors import (
     SaveFailedError,
     UnavailableError,
 )
-from holdfast_core.format.digest import hex_of
 from holdfast_core.ids import Level, RestartRound, Step
 from holdfast_core.transfer.messages import Policy, Progress, Stage
 
@@ -108,7 +108,7 @@ class Checkpointer:
         self._agreement: StepAgreement | None = None
         self._restorer: Restorer | None = None
         self._plan: SavePlan | None = None
-        self._layouts_written: set[str] = set()
+        self._layouts = LayoutFiles(self._place.layouts_dir)
         self._metrics: dict[str, float] = {}
         self._blocked_seconds = 0.0
         self._unreported_seconds = 0.0
@@ -175,7 +175,7 @@ class Checkpointer:
         state: MutableMapping[str, Any],
         *,
         before_rng: Callable[[], None] | None = None,
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Restore, then yield the index of each step still to do, 0 to total - 1.
 
         The body does one optimizer step: after the body of index i, i + 1 steps are done. Saves when
@@ -360,7 +360,7 @@ class Checkpointer:
         if self._plan is None or not self._plan.fits(snapshot):
             self._plan = plan_save(snapshot, self._settings.rank)
         plan = self._plan
-        self._write_layout(plan)
+        self._layouts.ensure(plan)
         self._ring.ensure(plan.payload_bytes, handle.round)
         slot = self._ring.acquire(_BUSY_WAIT_SECONDS if wait else 0.0)
         if slot is None:
@@ -385,19 +385,6 @@ class Checkpointer:
         )
         self._handles.append(handle)
         self._session.stage(stage, slot, handle)
-
-    def _write_layout(self, plan: SavePlan) -> None:
-        """The document that `Stage` names, whole before it is named."""
-        name = f"{hex_of(plan.layout_digest)}.json"
-        path = self._place.layouts_dir / name
-        if name in self._layouts_written and path.exists():
-            return
-        self._place.layouts_dir.mkdir(mode=0o2770, parents=True, exist_ok=True)
-        temporary = self._place.layouts_dir / f".{name}.{os.getpid()}.tmp"
-        temporary.write_bytes(plan.layout)
-        temporary.chmod(0o660)
-        temporary.replace(path)
-        self._layouts_written.add(name)
 
     def _raise_older(self) -> None:
         """With on_save_error="raise": a save that failed after it was handed over is raised here."""

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from holdfast.settings import RankSettings
+from holdfast.tcp_store import open_store
 from holdfast_core.errors import ConfigError
 
 _TIMEOUT = timedelta(minutes=30)
@@ -44,7 +45,7 @@ def connect_store(settings: RankSettings) -> GangStore | None:
     instance = next(_instances)
     prefix = f"holdfast/{settings.round or 0}/{instance}"
     if settings.agent_store:
-        store = distributed.TCPStore(
+        store = open_store(
             settings.master_address,
             settings.master_port,
             is_master=False,

@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ _PAGE_BYTES = 4096
 _TWO_THREADS_FROM_BYTES = 16 << 20
 _POLL_SECONDS = 0.002
 
-Jobs = list[tuple[int, Callable[[], None]]]
+Jobs = Sequence[tuple[int, Callable[[], object]]]
 
 
 class Slot:

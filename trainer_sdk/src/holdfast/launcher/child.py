@@ -21,6 +21,7 @@ from pathlib import Path
 from holdfast.launcher import wire
 from holdfast.launcher.command import CommandKind
 from holdfast.settings import apply_environment
+from holdfast.tcp_store import open_store, tolerate_missing_libuv
 
 EXIT_NOT_FOUND = 127
 """As a shell: the command does not exist."""
@@ -46,6 +47,7 @@ def become_rank(request: wire.ForkRank, stdout: int, stderr: int) -> int:
     kind = CommandKind(request.kind)
     if kind is CommandKind.EXEC:
         return _execute(request.argv)
+    tolerate_missing_libuv()
     sys.argv = list(request.argv)
     target = request.argv[0]
     try:
@@ -79,10 +81,8 @@ def _without_libuv() -> None:
 def become_store(listener: socket.socket) -> int:
     """Host one TCPStore until it is killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     port = listener.getsockname()[1]
-    store = TCPStore(
+    store = open_store(
         "127.0.0.1",
         port,
         is_master=True,

@@ -1,0 +1,440 @@
+"""What a person got wrong, and what they read: field or object, value found, what to do.
+
+Nothing here trains longer than it must. Every refusal is made by the real API server, every
+condition and Event by the running operator. Also: correcting the mistake is enough, and what was
+wrong with one job costs nobody else anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kubernetes.client.exceptions import ApiException
+from testbed.driver.jobs import (
+    MINIO_PASSWORD,
+    MINIO_USER,
+    STORE_NAME,
+    STORE_SECRET,
+    Job,
+    Training,
+    job_manifest,
+    prepare_namespace,
+    store_manifest,
+)
+from testbed.driver.kube import GROUP, VERSION, Kube, Object, condition, is_true, show, wait_for
+
+SPACE = "e2e-bad-input"
+ALONE = Training(workers=1, steps=20, sleep_per_step=0.0, layers=1, width=32)
+BALLAST = Training(workers=1, steps=20, sleep_per_step=0.0, layers=1, width=32, state_mib=16)
+ONE_WORKER: dict[str, Any] = {"copies": 0, "object_every": None}
+
+
+@pytest.fixture(scope="module")
+def namespace(installed: Kube) -> Iterator[str]:
+    """One for all cases: they differ by the names of their objects."""
+    installed.delete_namespace(SPACE)
+    wait_for(
+        f"namespace {SPACE} to go",
+        lambda: SPACE not in _namespaces(installed),
+        timeout_seconds=120,
+        every_seconds=0.5,
+    )
+    prepare_namespace(installed, SPACE)
+    yield SPACE
+    installed.delete_namespace(SPACE)
+
+
+def _namespaces(kube: Kube) -> list[str]:
+    return [n["metadata"]["name"] for n in kube.plain(kube.core.list_namespace())["items"]]
+
+
+@pytest.fixture
+def submit(installed: Kube, namespace: str) -> Iterator[Callable[[Object], Job]]:
+    """Create a job from a manifest; it is deleted, and gone, after the test."""
+    jobs: list[Job] = []
+
+    def create(manifest: Object) -> Job:
+        job = Job(installed, namespace, manifest["metadata"]["name"])
+        jobs.append(job)
+        installed.create(manifest)
+        return job
+
+    yield create
+    for job in jobs:
+        job.delete()
+
+
+def trainer(manifest: Object) -> Object:
+    container: Object = manifest["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+def without_restarts(manifest: Object) -> Object:
+    manifest["spec"]["failurePolicy"] = {"maxRestarts": 0, "window": "1h"}
+    return manifest
+
+
+def assert_says(text: str, *words: str) -> None:
+    missing = [w for w in words if w not in text]
+    assert not missing, f"{missing} missing in:\n{text}"
+
+
+def wait_event(kube: Kube, name: str, reason: str, *words: str) -> None:
+    """Until an Event of that reason about our object `name` says all `words`."""
+
+    def probe() -> list[str]:
+        return [
+            e["message"]
+            for e in kube.events(SPACE)
+            if e["involvedObject"]["name"] == name
+            and e["reason"] == reason
+            and all(w in e["message"] for w in words)
+        ]
+
+    wait_for(
+        f"Event {reason} of {name} that says {words}",
+        probe,
+        timeout_seconds=30,
+        describe=lambda: show(
+            [(e["involvedObject"]["name"], e["reason"], e["message"]) for e in kube.events(SPACE)]
+        ),
+    )
+
+
+# --------------------------------------------------------------------------- the API server
+
+
+def _two_trainers(manifest: Object) -> None:
+    containers = manifest["spec"]["template"]["spec"]["containers"]
+    containers.append(dict(containers[0]))
+
+
+def _our_volume(manifest: Object) -> None:
+    manifest["spec"]["template"]["spec"]["volumes"] = [{"name": "holdfast-x", "emptyDir": {}}]
+
+
+def _no_launcher(manifest: Object) -> None:
+    trainer(manifest)["command"] = ["python3", "train.py"]
+
+
+REFUSED: dict[str, tuple[Callable[[Object], Any], tuple[str, ...]]] = {
+    "no workers": (
+        lambda m: m["spec"].update(workers=0),
+        ("spec.workers", "got 0", "say how many pods train together"),
+    ),
+    "interval of no steps": (
+        lambda m: m["spec"]["checkpoint"].update(interval={"steps": 0}),
+        ("checkpoint.interval.steps", "got 0", "say after how many optimizer steps"),
+    ),
+    "uploads that are no saves": (
+        lambda m: m["spec"]["checkpoint"]["object"].update(every={"steps": 25}),
+        ("checkpoint.object.every.steps is 25", "interval.steps (10)", "choose a multiple"),
+    ),
+    "two trainers": (
+        _two_trainers,
+        ("template.spec.containers", '2 containers named "trainer"', "exactly one"),
+    ),
+    "no trainer": (
+        lambda m: trainer(m).update(name="main"),
+        ("template.spec.containers", '0 containers named "trainer"', "name the container"),
+    ),
+    "no launcher": (
+        _no_launcher,
+        ("template.spec.containers", "does not use the launcher", "put `holdfast run --` before"),
+    ),
+    "more copies than other workers": (
+        lambda m: m["spec"]["checkpoint"].update(peer={"copies": 2}),
+        ("checkpoint.peer.copies is 2", "only 1 other", "lower copies or add workers"),
+    ),
+    "restartPolicy": (
+        lambda m: m["spec"]["template"]["spec"].update(restartPolicy="Always"),
+        ("restartPolicy is Always", "expected OnFailure", "leave the field out"),
+    ),
+    "a size that is no quantity": (
+        lambda m: m["spec"]["checkpoint"].update(memory={"sizeLimit": "lots"}),
+        ("checkpoint.memory.sizeLimit", '"lots"', "for example 8Gi"),
+    ),
+    "restoreFrom nothing": (
+        lambda m: m["spec"].update(restoreFrom={}),
+        ("spec.restoreFrom", "set checkpointRef.name"),
+    ),
+    "a volume of ours": (
+        _our_volume,
+        ("template.spec", "start with holdfast-", "choose another name"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_api_server_refuses_with_field_value_and_remedy(installed, namespace, case):
+    spoil, words = REFUSED[case]
+    manifest = job_manifest("refused", namespace, Training(workers=2))
+    spoil(manifest)
+    with pytest.raises(ApiException) as refused:
+        installed.create(manifest)
+    assert refused.value.status == 422
+    assert_says(json.loads(refused.value.body)["message"], *words)
+
+
+def test_misspelt_field_is_refused_as_kubectl_asks(installed, namespace):
+    manifest = job_manifest("misspelt", namespace, Training(workers=2))
+    manifest["spec"]["checkpoint"]["intervall"] = {"steps": 10}
+    with pytest.raises(ApiException) as refused:
+        installed.custom.create_namespaced_custom_object(
+            GROUP, VERSION, namespace, "trainingjobs", manifest, field_validation="Strict"
+        )
+    assert_says(json.loads(refused.value.body)["message"], "spec.checkpoint.intervall")
+
+
+# --------------------------------------------------------------------------- stores
+
+
+BAD_STORES: dict[str, tuple[dict[str, Any], dict[str, str] | None, str, tuple[str, ...]]] = {
+    "secret-missing": (
+        {},
+        None,
+        "SecretNotFound",
+        ("Secret keys-of-secret-missing", "accessKey and secretKey", "create what is missing"),
+    ),
+    "secret-key-wrong": (
+        {},
+        {"accessKey": MINIO_USER, "secretKey": "not-the-secret-key"},
+        "AccessDenied",
+        ("SignatureDoesNotMatch", "the secret key is not the one of this access key"),
+    ),
+    "access-key-wrong": (
+        {},
+        {"accessKey": "nobody-at-all", "secretKey": MINIO_PASSWORD},
+        "AccessDenied",
+        ("InvalidAccessKeyId", "the store does not know this access key"),
+    ),
+    "bucket-missing": (
+        {"bucket": "no-such-bucket"},
+        {"accessKey": MINIO_USER, "secretKey": MINIO_PASSWORD},
+        "BucketNotFound",
+        ("no-such-bucket", "create the bucket or correct its name"),
+    ),
+    "port-closed": (
+        {"endpoint": "http://minio.minio.svc:9999"},
+        {"accessKey": MINIO_USER, "secretKey": MINIO_PASSWORD},
+        "Unreachable",
+        ("minio.minio.svc:9999",),
+    ),
+    "host-unknown": (
+        {"endpoint": "http://nowhere.minio.svc:9000"},
+        {"accessKey": MINIO_USER, "secretKey": MINIO_PASSWORD},
+        "Unreachable",
+        ("nowhere.minio.svc",),
+    ),
+}
+"""Name of the store -> spec, keys in its Secret, reason, words."""
+
+
+def _create_store(kube: Kube, name: str) -> None:
+    spec, keys, _, _ = BAD_STORES[name]
+    if keys is not None:
+        kube.ensure_secret(SPACE, f"keys-of-{name}", keys)
+    ref = {"name": f"keys-of-{name}"}
+    kube.create(store_manifest(SPACE, name, credentialsSecretRef=ref, **spec))
+
+
+def _wait_store(kube: Kube, name: str, status: str, timeout_seconds: float) -> Object:
+    def probe() -> Object | None:
+        found = condition(kube.get("CheckpointStore", SPACE, name), "Available")
+        return found if found.get("status") == status else None
+
+    return wait_for(
+        f"CheckpointStore {name} Available={status}",
+        probe,
+        timeout_seconds=timeout_seconds,
+        describe=lambda: show(kube.get("CheckpointStore", SPACE, name)),
+        every_seconds=0.3,
+    )
+
+
+@pytest.mark.parametrize("name", BAD_STORES)
+def test_store_that_does_not_work_says_why_on_itself_and_on_its_job(
+    installed, namespace, submit, name
+):
+    _, _, reason, words = BAD_STORES[name]
+    _create_store(installed, name)
+    found = _wait_store(installed, name, "False", 90)
+    assert found["reason"] == reason, show(found)
+    assert_says(found["message"], *words)
+    assert MINIO_PASSWORD not in found["message"], "no secret is ever repeated"
+    wait_event(installed, name, reason, *words)
+
+    manifest = job_manifest(f"on-{name}", namespace, ALONE, copies=0)
+    manifest["spec"]["checkpoint"]["object"]["storeRef"]["name"] = name
+    job = submit(manifest)
+    accepted = job.wait(
+        "Accepted=False for its store",
+        lambda: (c := condition(job.read(), "Accepted")).get("reason") == "StoreUnavailable" and c,
+        60,
+    )
+    assert accepted["status"] == "False"
+    assert_says(accepted["message"], f"CheckpointStore {name}", *words)
+    wait_event(installed, job.name, "StoreUnavailable", *words)
+    assert job.pods() == [], "no pod waits for a store that does not work"
+
+
+def test_missing_secret_created_later_is_enough(installed, namespace):
+    name = "secret-late"
+    ref = {"name": f"keys-of-{name}"}
+    installed.create(store_manifest(namespace, name, credentialsSecretRef=ref))
+    found = _wait_store(installed, name, "False", 90)
+    assert found["reason"] == "SecretNotFound"
+    installed.ensure_secret(
+        namespace, ref["name"], {"accessKey": MINIO_USER, "secretKey": MINIO_PASSWORD}
+    )
+    _wait_store(installed, name, "True", 90)
+
+
+def test_missing_store_created_later_is_enough(installed, namespace, submit):
+    manifest = job_manifest("store-late", namespace, ALONE, copies=0)
+    manifest["spec"]["checkpoint"]["object"]["storeRef"]["name"] = "late"
+    job = submit(manifest)
+    words = ("CheckpointStore late", f"namespace {namespace}", "create it, or correct storeRef")
+    found = job.wait_condition("Accepted", "False", 30)
+    assert found["reason"] == "StoreNotFound"
+    assert_says(found["message"], *words)
+    wait_event(installed, job.name, "StoreNotFound", *words)
+    ref = {"name": STORE_SECRET}
+    installed.create(store_manifest(namespace, "late", credentialsSecretRef=ref))
+    job.wait_condition("Accepted", "True", 90)
+    job.wait_complete(120)
+
+
+# --------------------------------------------------------------------------- restoreFrom
+
+
+def test_restore_from_a_checkpoint_that_is_not_there(installed, namespace, submit):
+    manifest = job_manifest("from-nowhere", namespace, ALONE, copies=0, restore_from="gone-s20-r0")
+    job = submit(manifest)
+    found = job.wait_condition("Accepted", "False", 60)
+    words = ("spec.restoreFrom", "Checkpoint gone-s20-r0", f"not in namespace {namespace}")
+    assert found["reason"] == "CheckpointNotFound"
+    assert_says(found["message"], *words)
+    wait_event(installed, job.name, "CheckpointNotFound", *words)
+    assert job.pods() == [], "it never starts from the beginning instead"
+
+
+def test_restore_from_another_world_size(installed, namespace, submit):
+    first = submit(job_manifest("one-rank", namespace, ALONE, copies=0))
+    first.wait_complete(150)
+    kept = [
+        c
+        for c in installed.items("Checkpoint", namespace)
+        if c["spec"]["jobRef"]["name"] == first.name
+    ]
+    name = max(kept, key=lambda c: c["spec"]["step"])["metadata"]["name"]
+
+    two = Training(workers=2, steps=20, layers=1, width=32)
+    job = submit(job_manifest("two-ranks", namespace, two, restore_from=name))
+    found = job.wait_condition("Accepted", "False", 60)
+    words = (f"Checkpoint {name}", "saved by 1 ranks", "this job has 2", "set workers")
+    assert found["reason"] == "WorldSizeMismatch"
+    assert_says(found["message"], *words)
+    wait_event(installed, job.name, "WorldSizeMismatch", *words)
+    assert job.pods() == []
+    assert is_true(installed.get("Checkpoint", namespace, name), "Persisted"), "nothing was lost"
+
+
+# --------------------------------------------------------------------------- pods that do not start
+
+
+def test_image_that_cannot_be_pulled(installed, namespace, submit):
+    image = "registry.invalid/nobody/nothing:1"
+    manifest = job_manifest("no-image", namespace, ALONE, **ONE_WORKER)
+    trainer(manifest)["image"] = image
+    job = submit(manifest)
+    _assert_cannot_start(job, image)
+
+    installed.patch("TrainingJob", namespace, job.name, {"spec": {"suspend": True}})
+    job.wait_condition("Suspended", "True", 60)
+    assert job.pods() == [], "a job that never began can be taken away again"
+
+
+def test_image_without_the_launcher(installed, namespace, submit):
+    """The kubelet starts nothing: waiting, not failing, with the kubelet's words."""
+    manifest = job_manifest("no-launcher", namespace, ALONE, **ONE_WORKER)
+    trainer(manifest)["image"] = "holdfast/operator:dev"
+    _assert_cannot_start(submit(manifest), "holdfast", "not found")
+
+
+def _assert_cannot_start(job: Job, *words: str) -> None:
+    def probe() -> Object | None:
+        found = condition(job.read(), "Running")
+        said = found.get("reason") == "ContainerCannotStart"
+        return found if said and all(w in found["message"] for w in words) else None
+
+    found = job.wait(f"ContainerCannotStart that says {words}", probe, 90)
+    assert found["status"] == "False"
+    assert_says(found["message"], f"pod {job.name}-0-r0")
+    assert job.status["restarts"] == 0, "waiting costs no restart"
+
+
+# --------------------------------------------------------------------------- too little room
+
+
+def test_too_little_shared_memory_is_said_before_the_first_step(installed, namespace, submit):
+    manifest = job_manifest("small-memory", namespace, BALLAST, **ONE_WORKER)
+    manifest["spec"]["checkpoint"]["memory"] = {"sizeLimit": "1Mi"}
+    job = submit(without_restarts(manifest))
+    found = job.wait_condition("Failed", "True", 120)
+    words = ("CapacityError", "needs", "has", "spec.checkpoint.memory.sizeLimit")
+    assert_says(found["message"], "rank 0 ended with code 1", *words)
+    wait_event(installed, job.name, found["reason"], *words)
+    assert not job.status.get("step"), "not one step was trained for nothing"
+
+
+def test_too_small_node_volume_does_not_stop_training(installed, namespace, submit):
+    manifest = job_manifest("small-volume", namespace, BALLAST, **ONE_WORKER)
+    manifest["spec"]["checkpoint"]["node"]["volume"]["emptyDir"]["sizeLimit"] = "8Mi"
+    job = submit(manifest)
+    found = job.wait_condition("LastCheckpointSucceeded", "False", 120)
+    assert found["reason"] == "NodeVolumeFull"
+    assert_says(found["message"], "bytes", "checkpoint.node.volume")
+    job.wait_complete(120)
+    assert job.status["restarts"] == 0
+    assert not job.status.get("lastCommittedStep"), "a save that failed is no commit"
+
+
+# --------------------------------------------------------------------------- state
+
+
+UNSAVABLE = """
+import holdfast
+
+with holdfast.Checkpointer() as ckpt:
+    for step in ckpt.steps(20, {"seen": {"documents": {1, 2, 3}}}):
+        pass
+"""
+
+
+def test_state_that_cannot_be_saved_names_its_path(installed, namespace, submit):
+    installed.core.create_namespaced_config_map(
+        namespace, {"metadata": {"name": "script"}, "data": {"unsavable.py": UNSAVABLE}}
+    )
+    manifest = job_manifest("unsavable", namespace, ALONE, **ONE_WORKER)
+    container = trainer(manifest)
+    container["command"] = ["holdfast", "run", "--", "python3", "/script/unsavable.py"]
+    container["volumeMounts"] = [{"name": "script", "mountPath": "/script", "readOnly": True}]
+    volume = {"name": "script", "configMap": {"name": "script"}}
+    manifest["spec"]["template"]["spec"]["volumes"] = [volume]
+    job = submit(without_restarts(manifest))
+    found = job.wait_condition("Failed", "True", 120)
+    words = ("UnsupportedStateError", "seen.documents", "set cannot be saved", "expected tensors")
+    assert_says(found["message"], *words)
+    wait_event(installed, job.name, found["reason"], *words)
+
+
+# --------------------------------------------------------------------------- nobody else
+
+
+def test_the_good_store_and_a_good_job_are_untouched(installed, namespace, submit):
+    assert is_true(installed.get("CheckpointStore", namespace, STORE_NAME), "Available")
+    submit(job_manifest("good", namespace, ALONE, copies=0)).wait_complete(120)
