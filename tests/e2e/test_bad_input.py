@@ -355,14 +355,28 @@ def test_image_that_cannot_be_pulled(installed, namespace, submit):
 
     installed.patch("TrainingJob", namespace, job.name, {"spec": {"suspend": True}})
     job.wait_condition("Suspended", "True", 60)
-    assert job.pods() == [], "a job that never began can be taken away again"
+    job.wait("no pods", lambda: not job.pods(), 60)
 
 
 def test_image_without_the_launcher(installed, namespace, submit):
-    """The kubelet starts nothing: waiting, not failing, with the kubelet's words."""
+    """The kubelet tries again and again: the job waits with its words, and spends no restart."""
     manifest = job_manifest("no-launcher", namespace, ALONE, **ONE_WORKER)
     trainer(manifest)["image"] = "holdfast/operator:dev"
-    _assert_cannot_start(submit(manifest), "holdfast", "not found")
+    job = submit(manifest)
+    _assert_cannot_start(job, "holdfast", "not found")
+    job.wait("three tries of the kubelet", lambda: _tries(job) >= 3 or job.round > 0, 90)
+    _assert_cannot_start(job, "holdfast", "not found")
+    assert job.status["members"] == [0], "another pod of the same image would do no better"
+
+
+def _tries(job: Job) -> int:
+    """Restarts of the trainer's container as the kubelet counts them."""
+    return sum(
+        c["restartCount"]
+        for pod in job.pods()
+        for c in pod["status"].get("containerStatuses", [])
+        if c["name"] == "trainer"
+    )
 
 
 def _assert_cannot_start(job: Job, *words: str) -> None:
@@ -373,8 +387,8 @@ def _assert_cannot_start(job: Job, *words: str) -> None:
 
     found = job.wait(f"ContainerCannotStart that says {words}", probe, 90)
     assert found["status"] == "False"
-    assert_says(found["message"], f"pod {job.name}-0-r0")
-    assert job.status["restarts"] == 0, "waiting costs no restart"
+    assert_says(found["message"], f"pod {job.name}-0-r")
+    assert job.status["restartsCountTowardsMax"] == 0, "waiting costs no restart"
 
 
 # --------------------------------------------------------------------------- too little room
@@ -385,7 +399,7 @@ def test_too_little_shared_memory_is_said_before_the_first_step(installed, names
     manifest["spec"]["checkpoint"]["memory"] = {"sizeLimit": "1Mi"}
     job = submit(without_restarts(manifest))
     found = job.wait_condition("Failed", "True", 120)
-    words = ("CapacityError", "needs", "has", "spec.checkpoint.memory.sizeLimit")
+    words = ("CapacityError", "shared memory volume", "needs", "has", "spec.checkpoint.memory")
     assert_says(found["message"], "rank 0 ended with code 1", *words)
     wait_event(installed, job.name, found["reason"], *words)
     assert not job.status.get("step"), "not one step was trained for nothing"
@@ -395,12 +409,12 @@ def test_too_small_node_volume_does_not_stop_training(installed, namespace, subm
     manifest = job_manifest("small-volume", namespace, BALLAST, **ONE_WORKER)
     manifest["spec"]["checkpoint"]["node"]["volume"]["emptyDir"]["sizeLimit"] = "8Mi"
     job = submit(manifest)
-    found = job.wait_condition("LastCheckpointSucceeded", "False", 120)
-    assert found["reason"] == "NodeVolumeFull"
-    assert_says(found["message"], "bytes", "checkpoint.node.volume")
     job.wait_complete(120)
-    assert job.status["restarts"] == 0
+    found = job.wait_condition("LastCheckpointSucceeded", "False", 10)
+    assert found["reason"] == "NodeVolumeFull"
+    assert job.status["restartsCountTowardsMax"] == 0, "no rank and no pod died of it"
     assert not job.status.get("lastCommittedStep"), "a save that failed is no commit"
+    assert_says(found["message"], "needs", "bytes", "available", "checkpoint.node.volume")
 
 
 # --------------------------------------------------------------------------- state

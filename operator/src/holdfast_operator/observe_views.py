@@ -332,6 +332,21 @@ def checkpoint_view(raw: Mapping[str, Any]) -> CheckpointView:
 # --------------------------------------------------------------------------- pods, nodes
 
 
+def _never_started(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A container whose command cannot be started (an image without the launcher).
+
+    The kubelet alternates StartError, RunContainerError and CrashLoopBackOff for it, and counts
+    restarts: seen by those alone it would look like a trainer that crashes.
+    """
+    state = trainer.get("state") or {}
+    if state.get("running"):
+        return {}
+    for ended in (state.get("terminated"), (trainer.get("lastState") or {}).get("terminated")):
+        if ended and ended.get("reason") == "StartError":
+            return {"reason": "StartError", "message": ended.get("message")}
+    return {}
+
+
 def pod_view(raw: Mapping[str, Any]) -> PodView | None:
     """None for a pod without our labels: it is no worker."""
     meta = raw.get("metadata") or {}
@@ -341,7 +356,7 @@ def pod_view(raw: Mapping[str, Any]) -> PodView | None:
     status = raw.get("status") or {}
     trainer = _container(status.get("containerStatuses"), TRAINER_CONTAINER)
     sidecar = _container(status.get("initContainerStatuses"), SIDECAR_CONTAINER)
-    waiting = _first_waiting(status)
+    waiting = _never_started(trainer) or _first_waiting(status)
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
     reason, message = _words(status, trainer, conditions)
     ended = (trainer.get("state") or {}).get("terminated") or {}

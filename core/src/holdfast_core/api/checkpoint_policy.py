@@ -157,7 +157,8 @@ class CheckpointPolicySpec(ApiModel):
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
             rule(
-                "!has(self.object) || self.object.every.steps % self.interval.steps == 0",
+                "!has(self.object) || self.interval.steps < 1"
+                " || self.object.every.steps % self.interval.steps == 0",
                 message_expression=(
                     "'checkpoint.object.every.steps is %d, not a multiple of "
                     "checkpoint.interval.steps (%d): only a step that is saved can be uploaded; "

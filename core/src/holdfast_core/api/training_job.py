@@ -115,7 +115,8 @@ class TrainingJobSpec(ApiModel):
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
             rule(
-                "!has(self.checkpoint.peer) || self.checkpoint.peer.copies < self.workers",
+                "!has(self.checkpoint.peer) || self.workers < 1"
+                " || self.checkpoint.peer.copies < self.workers",
                 message_expression=(
                     "'checkpoint.peer.copies is %d, but a shard has only %d other workers to go to "
                     "(workers: %d): lower copies or add workers'.format([self.checkpoint.peer."

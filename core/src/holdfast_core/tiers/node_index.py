@@ -118,7 +118,7 @@ class Budget:
                 raise CapacityError(
                     f"{what} into {self._root}: needs {size} bytes, {free} available of "
                     f"{self._limit()} that the node tier may use ({self._used + self._reserved} "
-                    "taken); prune older steps or give the node volume more"
+                    "taken); raise spec.checkpoint.node.volume.emptyDir.sizeLimit, or keep fewer steps"
                 )
             self._reserved += size
 

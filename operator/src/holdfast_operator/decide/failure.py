@@ -26,6 +26,8 @@ ALL_SILENT_SECONDS = 300.0
 MAX_TRAINER_RESTARTS = 2
 """Then the kubelet's back-off grows to minutes: a new pod is faster."""
 
+LAST_WORDS_CHARACTERS = 700
+
 FREE_RESTARTS = 2
 """Restarts from the same step that do not wait."""
 MAX_DELAY_SECONDS = 60.0
@@ -143,6 +145,8 @@ def _of_container(world: World, member: MemberState, pod: PodView, now: Now) -> 
             return None  # the finish barrier: the others follow
         words = f"pod {pod.name} ended before round {world.round} began to run"
         return Failure(Reason.POD_SUCCEEDED_EARLY, words, worker, disruption=True, replace_pod=True)
+    if pod.waiting_reason in CANNOT_START:
+        return _of_sidecar(world, member, pod, now)
     if pod.trainer_restarts > MAX_TRAINER_RESTARTS:
         words = f"the trainer of pod {pod.name} restarted {pod.trainer_restarts} times"
         return Failure(
@@ -206,7 +210,7 @@ def _of_ranks(world: World) -> list[Failure]:
         oom = member is not None and member.pod is not None and member.pod.reason == "OOMKilled"
         words = f"rank {dead.rank} ended with code {dead.code}"
         if dead.message:
-            words += f": {dead.message}"
+            words += f": {_last_words(dead.message)}"
         found.append(
             Failure(
                 Reason.OOM_KILLED if oom else Reason.RANK_FAILED,
@@ -216,6 +220,14 @@ def _of_ranks(world: World) -> list[Failure]:
             )
         )
     return found
+
+
+def _last_words(message: str) -> str:
+    """The end of a traceback names the error; conditions and Events keep the start of a message."""
+    if len(message) <= LAST_WORDS_CHARACTERS:
+        return message
+    tail = message[-LAST_WORDS_CHARACTERS:]
+    return tail[tail.find("\n") + 1 :]
 
 
 def _gone_name(world: World, member: MemberState) -> str:

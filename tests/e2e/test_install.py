@@ -1,0 +1,183 @@
+"""Helm: install, upgrade below a running job, uninstall and install again.
+
+The release is shared by all scenarios: whatever happens here, it is installed as before at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from kubernetes import client
+from testbed.driver import install
+from testbed.driver.jobs import Training, store_manifest
+from testbed.driver.kube import PLURALS, Kube, is_true, kubeconfig_path, show, wait_for
+
+LONG = Training(workers=2, steps=4000, sleep_per_step=0.05)
+"""Longer than anything here: it must still train at the end of what it is there for."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed_again(kube: Kube) -> Iterator[None]:
+    """The values that all scenarios expect, after each and every end of this module."""
+    yield
+    install.ensure_installed(kube)
+
+
+def upgrade(*more: str) -> str:
+    arguments = install.install_arguments()
+    return install.helm("upgrade", "--install", *arguments, *more, "--wait", "--timeout", "120s")
+
+
+def operator_spec(kube: Kube) -> dict:
+    pod = kube.pod(install.NAMESPACE, str(install.operator_pod(kube)))
+    assert pod is not None
+    return pod["spec"]
+
+
+def kubectl(*arguments: str) -> str:
+    command = [f"{install.testbed_bin()}/kubectl", "--kubeconfig", kubeconfig_path(), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def custom_resources(kube: Kube) -> list[str]:
+    names = {f"{plural}.holdfast.dev" for plural in PLURALS.values()}
+    listed = client.ApiextensionsV1Api(kube.api).list_custom_resource_definition()
+    return sorted(
+        c["metadata"]["name"] for c in kube.plain(listed)["items"] if c["metadata"]["name"] in names
+    )
+
+
+def finalizers(kube: Kube, namespace: str) -> dict[str, list[str]]:
+    """Of all objects of our kinds, where there are any: without an operator each one would hang."""
+    return {
+        f"{kind}/{item['metadata']['name']}": item["metadata"]["finalizers"]
+        for kind in PLURALS
+        for item in kube.items(kind, namespace)
+        if item["metadata"].get("finalizers")
+    }
+
+
+def test_upgrade_leaves_a_running_job_alone(scenario, installed):
+    job = scenario.start(LONG, name="under-upgrade")
+    job.wait_round(0)
+    step = job.wait_step(15)
+    pods = {p["metadata"]["uid"] for p in job.pods()}
+    before = install.operator_pod(installed)
+
+    upgrade("--set-string", "operator.logLevel=debug")
+    after = wait_for(
+        "another operator pod",
+        lambda: (p := install.operator_pod(installed)) != before and p,
+        timeout_seconds=90,
+    )
+    environment = operator_spec(installed)["containers"][0]["env"]
+    assert {"name": "HOLDFAST_LOG_LEVEL", "value": "debug"} in environment, after
+
+    job.wait_step(step + 15)
+    persisted = job.status["lastPersisted"]["step"]
+    job.wait_persisted(persisted + 20, 120)
+    assert {p["metadata"]["uid"] for p in job.pods()} == pods, "no pod was replaced"
+    assert job.round == 0, "a new operator is no reason for a new round"
+    job.delete()
+
+
+def test_operator_pod_is_admitted_by_restricted(installed):
+    """Judged by the API server: the very pod again, into a namespace that enforces `restricted`."""
+    space = "e2e-restricted"
+    installed.ensure_namespace(space)
+    try:
+        spec = operator_spec(installed)
+        spec.pop("nodeName", None)
+        spec["serviceAccountName"] = spec["serviceAccount"] = "default"
+        spec["automountServiceAccountToken"] = False
+        ours = {v["name"] for v in spec["volumes"] if v["name"].startswith("kube-api-access")}
+        spec["volumes"] = [v for v in spec["volumes"] if v["name"] not in ours]
+        for container in spec["containers"]:
+            mounts = container["volumeMounts"]
+            container["volumeMounts"] = [m for m in mounts if m["name"] not in ours]
+        wait_for(
+            "the namespace's service account",
+            lambda: installed.core.list_namespaced_service_account(space).items,
+            timeout_seconds=30,
+        )
+        body = {"metadata": {"name": "operator"}, "spec": spec}
+        installed.core.create_namespaced_pod(space, body, dry_run="All")
+    finally:
+        installed.delete_namespace(space)
+
+
+def test_notes_print_commands_that_work(installed):
+    notes = install.helm("get", "notes", install.RELEASE)
+    commands = [w.strip() for w in notes.splitlines() if w.strip().startswith("kubectl ")]
+    told = "\n".join(commands)
+    assert "rollout status deployment/holdfast" in told, notes
+    assert "helm uninstall" in notes and "keeps the CRDs" in notes
+    for command in commands:
+        if "-w" in command.split() or " delete " in command:
+            continue
+        assert kubectl(*command.split()[1:]), f"{command} printed nothing"
+    assert set(PLURALS.values()) <= {
+        line.split()[0]
+        for line in kubectl("api-resources", "--categories", "holdfast").splitlines()
+    }
+
+
+def test_misspelt_value_is_refused(installed):
+    with pytest.raises(AssertionError, match="logLevell"):
+        upgrade("--dry-run=client", "--set-string", "operator.logLevell=debug")
+
+
+def test_uninstall_hangs_nothing_and_install_goes_on_from_there(scenario, kube):
+    job = scenario.start(LONG, name="orphan")
+    doomed = scenario.start(LONG, name="doomed")
+    for each in (job, doomed):
+        each.wait_round(0)
+        each.wait_persisted(20)
+    pods = {p["metadata"]["uid"] for p in job.pods()}
+
+    install.helm("uninstall", install.RELEASE, "--wait", "--timeout", "120s")
+    assert custom_resources(kube) == sorted(f"{p}.holdfast.dev" for p in PLURALS.values())
+    wait_for("the operator to go", lambda: not kube.pods(install.NAMESPACE), timeout_seconds=60)
+    leftovers = json.loads(
+        kubectl(
+            "get",
+            "clusterrole,clusterrolebinding,validatingadmissionpolicy,"
+            "validatingadmissionpolicybinding",
+            *("-l", f"app.kubernetes.io/instance={install.RELEASE}", "-o", "json"),
+        )
+    )["items"]
+    assert leftovers == [], "nothing of the release is left in the cluster's scope but CRDs"
+    assert finalizers(kube, scenario.namespace) == {}, "nobody is there to take a finalizer away"
+
+    step = job.wait_step(25)
+    job.wait_step(step + 15)
+    assert {p["metadata"]["uid"] for p in job.pods()} == pods, "training needs no operator"
+    doomed.delete()
+    assert kube.get("TrainingJob", scenario.namespace, "doomed") is None, "deletable all the same"
+
+    # A namespace with a job, a store and checkpoints goes, operator or not.
+    other = scenario.namespace + "-b"
+    kube.ensure_namespace(other)
+    kube.create(store_manifest(other))
+    kube.delete_namespace(other)
+    wait_for(
+        f"namespace {other} to go",
+        lambda: f"{other}" not in kubectl("get", "namespaces", "-o", "name"),
+        timeout_seconds=90,
+        every_seconds=0.5,
+    )
+
+    install.ensure_installed(kube)
+    persisted = job.status["lastPersisted"]["step"]
+    job.wait_persisted(persisted + 20, 120)
+    assert {p["metadata"]["uid"] for p in job.pods()} == pods
+    assert job.round == 0, "away and back is no reason for a new round"
+    assert is_true(job.read(), "Running"), show(job.status)
+    scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=1)
+    job.wait_round(1)
+    job.delete()
