@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 from pathlib import Path
 
 from testbed import faults
+from testbed.config import current_bed
 from testbed.driver.kube import Kube, kubeconfig_path, wait_for
+from testbed.images import image_label
 
 NAMESPACE = "holdfast-system"
 RELEASE = "holdfast"
@@ -49,17 +50,11 @@ def helm(*arguments: str, check: bool = True) -> str:
     return done.stdout
 
 
-def chart_revision() -> str:
-    """Changes when the chart or an image input changes: then the release is upgraded."""
-    digest = hashlib.sha256()
-    for path in sorted(CHART.rglob("*")):
-        if path.is_file():
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def install_arguments() -> list[str]:
-    sets = [part for key, value in VALUES.items() for part in ("--set-string", f"{key}={value}")]
+    """The tag never changes, so the inputs of the image are an annotation: a new image is a rollout."""
+    built = image_label(current_bed(), "holdfast/operator:dev") or "unknown"
+    values = {**VALUES, "operator.podAnnotations.holdfast\\.dev/image-inputs": built}
+    sets = [part for key, value in values.items() for part in ("--set-string", f"{key}={value}")]
     return [RELEASE, str(CHART), "--create-namespace", *sets]
 
 
