@@ -100,7 +100,7 @@ def rank_environment(settings: RankSettings, *, group_rank: int, run_id: str) ->
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # Distributions build torch without libuv, and asking for it then is an error. Heard by torch
-        # after 2.6; for 2.6 see launcher.child.
+        # after 2.6; for 2.6 see tcp_store.
         "USE_LIBUV": "0",
     }
     if settings.round is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import random
 import runpy
@@ -43,7 +42,6 @@ def become_rank(request: wire.ForkRank, stdout: int, stderr: int) -> int:
     _name_process(RANK_PROCESS_NAME)
     apply_environment(request.env)
     _as_if_freshly_started()
-    _without_libuv()
     kind = CommandKind(request.kind)
     if kind is CommandKind.EXEC:
         return _execute(request.argv)
@@ -63,19 +61,6 @@ def become_rank(request: wire.ForkRank, stdout: int, stderr: int) -> int:
         sys.excepthook(*sys.exc_info())
         return 130 if isinstance(sys.exc_info()[1], KeyboardInterrupt) else 1
     return 0
-
-
-def _without_libuv() -> None:
-    """env:// rendezvous as a client of the round's store must not ask for libuv.
-
-    Distributions build torch without it, and torch up to 2.6 ignores USE_LIBUV for the store of an
-    agent: `init_process_group` would raise.
-    """
-    rendezvous = sys.modules.get("torch.distributed.rendezvous")
-    if rendezvous is not None:
-        vars(rendezvous)["TCPStore"] = functools.partial(
-            vars(rendezvous)["TCPStore"], use_libuv=False
-        )
 
 
 def become_store(listener: socket.socket) -> int:
