@@ -33,6 +33,7 @@ def store(
     last_probe: str | None = None,
     observed: int | None = 1,
     ca: str | None = None,
+    since: str = "2026-05-01T10:00:00Z",
 ) -> StoreRecord:
     status: dict[str, Any] = {"observedGeneration": observed}
     if last_probe is not None:
@@ -44,7 +45,7 @@ def store(
                 "status": str(available),
                 "reason": reason,
                 "message": "words",
-                "lastTransitionTime": "2026-05-01T10:00:00Z",
+                "lastTransitionTime": since,
             }
         ]
     s3: dict[str, Any] = {
@@ -96,14 +97,13 @@ def pod(**changes: Any) -> ProbePod:
         ("available", store(True, last_probe=PROBED), None, False),
         ("a job began to use it", store(True, last_probe=PROBED), NOW, True),
         ("its job is older", store(True, last_probe=PROBED), NOW - timedelta(hours=1), False),
-        ("unavailable, 5 minutes ago", store(False, "AccessDenied", PROBED), None, False),
+        ("unavailable, 5 minutes ago", store(False, "AccessDenied", PROBED), None, True),
         (
-            "unavailable, 11 minutes ago",
-            store(False, "AccessDenied", "2026-05-01T11:49:00Z"),
+            "unavailable for long, 1 minute ago",
+            store(False, "AccessDenied", "2026-05-01T11:59:00Z"),
             None,
-            True,
+            False,
         ),
-        ("the Secret was missing", store(False, "SecretNotFound", PROBED), None, True),
     ],
 )
 def test_due(name: str, record: StoreRecord, job_start: datetime | None, due: bool) -> None:
@@ -112,7 +112,24 @@ def test_due(name: str, record: StoreRecord, job_start: datetime | None, due: bo
 
 def test_next_look() -> None:
     assert next_look_seconds(store(True, last_probe=PROBED), NOW) is None
-    assert next_look_seconds(store(False, "AccessDenied", PROBED), NOW) == 300.0
+    just_now = "2026-05-01T12:00:00Z"
+    assert next_look_seconds(store(False, "AccessDenied", just_now), NOW) == 120.0
+
+
+@pytest.mark.parametrize(
+    ("since", "wait"),
+    [
+        ("2026-05-01T12:00:00Z", 2.0),
+        ("2026-05-01T11:59:50Z", 10.0),
+        ("2026-05-01T11:59:00Z", 60.0),
+        ("2026-05-01T09:00:00Z", 120.0),
+    ],
+)
+def test_unavailable_store_is_probed_soon_and_then_less_often(since: str, wait: float) -> None:
+    refused = store(False, "ProbeRefused", "2026-05-01T12:00:00Z", since=since)
+    assert next_look_seconds(refused, NOW) == wait
+    assert probe_due(refused, None, NOW + timedelta(seconds=wait - 1)) is False
+    assert probe_due(refused, None, NOW + timedelta(seconds=wait)) is True
 
 
 def test_name_is_the_same_until_a_probe_has_ended() -> None:

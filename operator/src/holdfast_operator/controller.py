@@ -7,6 +7,7 @@ Knows neither kopf nor HTTP; it decides nothing about jobs itself.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -41,15 +42,26 @@ TICK_SECONDS = 1.0
 SWEEP_SECONDS = 3600.0
 FAILED_AGAIN_SECONDS = 1.0
 NOT_GONE_AGAIN_SECONDS = 0.2
-REFUSAL_SECONDS = 30.0
-"""A template that the server refused is shown to it again: the namespace may have changed."""
+REFUSAL_SECONDS = (1.0, 30.0)
+"""A template that the server refused is shown to it again, at first soon: the namespace may have changed,
+or it is so new that its service account is not there yet. Shortest and longest wait; in between as long
+as the refusals have lasted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
     generation: int
     words: str | None
+    since: float
     at: float
+
+    @property
+    def stands_until(self) -> float:
+        """A template that is fine stays fine."""
+        if self.words is None:
+            return math.inf
+        shortest, longest = REFUSAL_SECONDS
+        return self.at + min(max(self.at - self.since, shortest), longest)
 
 
 class Controller:
@@ -147,7 +159,7 @@ class Controller:
         if wait is not None:
             self._queue.add_after(key, wait)  # the event that we wait for adds the key, too
             return
-        refusal = await self._template_refusal(job)
+        refusal = await self._template_refusal(key, job)
         observed = self._observer.observe(job, self._memory.get(job.uid, JobMemory()), refusal)
         decision = decide(observed, Now(self._clock.monotonic(), self._clock.utc_now()))
         self._said.info(str(key), decision.reason, **_fields(job))
@@ -175,7 +187,7 @@ class Controller:
                 words = f"{name} failed: {failed.error}"
                 self._said.warning(f"{key} {name}", words, **_fields(job))
 
-    async def _template_refusal(self, job: JobView) -> str | None:
+    async def _template_refusal(self, key: Key, job: JobView) -> str | None:
         """Before the first round: would the API server take the job's pod? Asked once a generation,
         and again now and then while the answer is no."""
         if job.status.restart_round is not None or job.deleting:
@@ -183,17 +195,19 @@ class Controller:
             return None
         now = self._clock.monotonic()
         known = self._refusals.get(job.uid)
-        if (
-            known is not None
-            and known.generation == job.generation
-            and (known.words is None or now - known.at < REFUSAL_SECONDS)
-        ):
+        if known is not None and known.generation == job.generation and now < known.stands_until:
+            if known.words is not None:
+                self._queue.add_after(key, known.stands_until - now)
             return known.words
         if template_problem(job.spec.template) is not None:
             return None  # it cannot be rendered, and that is said already
         body = render_pod(job, Worker(0), RestartRound(0), None, self._sidecar)
         words = await self._cluster.refusal_of_pod(job.namespace, body)
-        self._refusals[job.uid] = _Refusal(job.generation, words, now)
+        since = now if known is None or known.generation != job.generation else known.since
+        refusal = _Refusal(job.generation, words, since, now)
+        self._refusals[job.uid] = refusal
+        if words is not None:
+            self._queue.add_after(key, refusal.stands_until - now)
         return words
 
     def _pass_failed(self, key: Key, error: Exception) -> None:

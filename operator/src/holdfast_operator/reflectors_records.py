@@ -82,6 +82,12 @@ class StoreRecord:
         return found.status is ConditionStatus.TRUE
 
     @property
+    def since(self) -> datetime | None:
+        """When `available` last changed."""
+        found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
+        return None if found is None else parse_stamp(found.last_transition_time)
+
+    @property
     def message(self) -> str:
         found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
         return "" if found is None else found.message

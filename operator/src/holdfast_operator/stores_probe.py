@@ -22,9 +22,11 @@ STUCK_SECONDS = 20.0
 """A pod whose Secret is missing waits in ContainerCreating and says so only in Events."""
 LIMIT_SECONDS = 120
 """activeDeadlineSeconds of the pod: image pull and probe."""
-UNAVAILABLE_AGAIN = timedelta(minutes=10)
-NOT_PROBED_AGAIN = timedelta(seconds=30)
-"""After a probe that could not run at all: the Secret may come a moment after the store."""
+AGAIN_SOONEST = timedelta(seconds=2)
+AGAIN_LATEST = timedelta(minutes=2)
+"""Between two probes of an unavailable store. In between they wait as long as it has been unavailable
+until now, so that each wait is about twice the last: a Secret or the namespace's service account often
+comes a moment after the store, and a store that is down for a night is not worth a pod a second."""
 
 SECRET_NOT_FOUND = "SecretNotFound"
 PROBE_FAILED = "ProbeFailed"
@@ -60,8 +62,9 @@ def next_look_seconds(store: StoreRecord, now: datetime) -> float | None:
 
 
 def _again(store: StoreRecord) -> timedelta:
-    could_not_run = store.reason in (SECRET_NOT_FOUND, PROBE_FAILED)
-    return NOT_PROBED_AGAIN if could_not_run else UNAVAILABLE_AGAIN
+    if store.last_probe is None or store.since is None:
+        return AGAIN_SOONEST
+    return min(max(store.last_probe - store.since, AGAIN_SOONEST), AGAIN_LATEST)
 
 
 def probe_name(store: StoreRecord) -> str:

@@ -164,6 +164,20 @@ def training(version: int, round_: int, step: int) -> CoordinatorState:
     )
 
 
+STORE = {
+    "apiVersion": "holdfast.dev/v1alpha1",
+    "kind": "CheckpointStore",
+    "metadata": {"name": "main"},
+    "spec": {
+        "s3": {
+            "endpoint": "http://minio.storage.svc:9000",
+            "bucket": "checkpoints",
+            "credentialsSecretRef": {"name": "store-keys"},
+        }
+    },
+}
+
+
 def run_first_round(bed: Bed, job: dict[str, Any] | None = None) -> None:
     """Round 0 trains: pods run, ROUND is with everybody, the coordinator says so."""
     bed.plane.request("POST", bed.path("trainingjobs"), job or training_job())
@@ -294,6 +308,27 @@ def test_template_that_the_server_refuses(bed: Bed) -> None:
     assert bed.pod_names() == []
 
 
+def test_namespace_whose_service_account_comes_a_moment_later(bed: Bed) -> None:
+    """One `kubectl apply` of namespace, store and job: pods are refused until a controller of the
+    cluster has made the service account."""
+    account = f"/api/v1/namespaces/{bed.namespace}/serviceaccounts"
+    bed.plane.request("DELETE", f"{account}/default")
+    bed.start_operator()
+    bed.plane.request("POST", bed.path("checkpointstores"), STORE)
+    bed.plane.request("POST", bed.path("trainingjobs"), training_job())
+    bed.until("refused", lambda: "service account" in bed.condition("Accepted").get("message", ""))
+
+    def store_words() -> str:
+        status = bed.plane.request("GET", bed.path("checkpointstores", "main")).get("status") or {}
+        return str(status.get("conditions"))
+
+    bed.until("the store's probe is refused", lambda: "ProbeRefused" in store_words())
+    bed.plane.request("POST", account, {"metadata": {"name": "default"}})
+    names = [f"gpt-{w}-r0" for w in range(WORKERS)]
+    bed.until("the job's pods", lambda: set(names) < set(bed.pod_names()))
+    bed.until("a probe's pod", lambda: len(bed.pod_names()) == len(names) + 1)
+
+
 def test_pods_of_a_job_are_created_once(bed: Bed) -> None:
     bed.start_operator()
     run_first_round(bed)
@@ -365,22 +400,10 @@ def test_silent_node_is_lost(bed: Bed) -> None:
 
 def test_store_is_probed_and_job_waits_for_it(bed: Bed) -> None:
     bed.start_operator()
-    store = {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "CheckpointStore",
-        "metadata": {"name": "main"},
-        "spec": {
-            "s3": {
-                "endpoint": "http://minio.storage.svc:9000",
-                "bucket": "checkpoints",
-                "credentialsSecretRef": {"name": "store-keys"},
-            }
-        },
-    }
     object_tier = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
     bed.plane.request("POST", bed.path("trainingjobs"), training_job(object=object_tier))
     bed.until("no store", lambda: bed.condition("Accepted").get("reason") == "StoreNotFound")
-    bed.plane.request("POST", bed.path("checkpointstores"), store)
+    bed.plane.request("POST", bed.path("checkpointstores"), STORE)
     probes = bed.until("a probe's pod", bed.kubelet.pods)
     assert len(probes) == 1
     assert probes[0]["metadata"]["name"].startswith("holdfast-probe-main-")
