@@ -1,0 +1,106 @@
+"""A SEAL that comes while a ROUND of the old round is being recorded: the seal wins.
+
+Real pools, fencing state and node tier; what a settled seal would stop is played by stand-ins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from holdfast_core.errors import StaleRoundError
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.transfer.messages import Member, Policy, RestorePoint, Round, Seal
+from holdfast_sidecar.lifecycle import Lifecycle
+from holdfast_sidecar.parts import Keeper
+from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.rounds import OPERATOR, RoundState
+
+
+class SlowNode:
+    """The node tier, but a write of the round file waits until the test lets it go on."""
+
+    def __init__(self, tier: DiskNodeTier) -> None:
+        self._tier = tier
+        self.writing = threading.Event()
+        self.go_on = threading.Event()
+
+    def read_round(self) -> tuple[RestartRound, int] | None:
+        return self._tier.read_round()
+
+    def write_round(self, round_: RestartRound, version: int) -> None:
+        self.writing.set()
+        assert self.go_on.wait(30)
+        self._tier.write_round(round_, version)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> SlowNode:
+    tier = DiskNodeTier(tmp_path)
+    tier.open()
+    return SlowNode(tier)
+
+
+def old_round(round_: int) -> Round:
+    return Round(
+        round=RestartRound(round_),
+        version=2,
+        restore_point=RestorePoint(),
+        coordinator=Worker(1),
+        store_host=Worker(1),
+        workers=2,
+        members=tuple(Member(Worker(w), f"gpt-{w}-r0", f"10.0.0.{w}:1:2") for w in range(2)),
+        copies=(),
+        policy=Policy(interval_steps=1),
+    )
+
+
+def parts_of(state: RoundState, node: SlowNode, pools: Pools) -> Any:
+    """As far as SEAL and ROUND use them."""
+    return SimpleNamespace(
+        settings=SimpleNamespace(settle_seconds=1.0),
+        keeper=Keeper(state),
+        pools=pools,
+        node=node,
+        coordinator=None,
+        flow=Mock(reset=AsyncMock(), pending=0),
+        rehydrator=Mock(reset=AsyncMock()),
+        starter=Mock(reset=AsyncMock(), end_ranks=AsyncMock()),
+        stager=Mock(settle=AsyncMock(return_value=True)),
+        gang=Mock(),
+        failures=Mock(),
+        metrics=Mock(),
+    )
+
+
+def test_round_of_the_old_round_does_not_unseal_the_new_one(
+    slow: SlowNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=1, store=1)
+        sealed = RoundState(worker=Worker(0), procs_per_worker=1, round=RestartRound(4))
+        parts = parts_of(sealed, slow, pools)
+        lifecycle = Lifecycle(parts)
+        monkeypatch.setattr(lifecycle, "inventory", AsyncMock())
+        late = asyncio.create_task(lifecycle.round(OPERATOR, old_round(4)))
+        await asyncio.to_thread(slow.writing.wait, 30)
+        seal = asyncio.create_task(lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
+        await asyncio.sleep(0)  # the seal is in force in memory at its first turn
+        assert parts.keeper.state.round == 5
+        slow.go_on.set()
+        with pytest.raises(StaleRoundError):
+            await late
+        await seal
+        assert (parts.keeper.state.round, parts.keeper.state.held) == (5, None), "sealed for 5"
+        assert slow.read_round() == (5, 0), "and durably so"
+        parts.rehydrator.begin.assert_not_called()
+        pools.close()
+
+    asyncio.run(scenario())
