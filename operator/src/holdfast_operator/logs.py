@@ -74,6 +74,11 @@ class Changed:
         if self._is_new(subject, message):
             warning(message, **fields)
 
+    def warning_once(self, subject: str, message: str, **fields: Any) -> None:
+        """Whatever the words: nothing more about a subject until it is well again."""
+        if subject not in self._said:
+            self.warning(subject, message, **fields)
+
     def forget(self, subject: str) -> bool:
         """The subject is well again, or gone. True if something had been said."""
         return self._said.pop(subject, None) is not None

@@ -145,7 +145,9 @@ class SidecarClient:
                 data = await _bounded(response)
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            words = str(error) or type(error).__name__
+            # aiohttp's own words for a failed connect show the TLS context's address in memory.
+            cause = getattr(error, "os_error", None) or error
+            words = str(cause) or type(cause).__name__
             raise UnavailableError(
                 f"{method} {path.partition('?')[0]} to the sidecar of pod {target.pod} at "
                 f"{target.address} failed: {words}"

@@ -38,6 +38,8 @@ from holdfast_operator.model import AckedRound, PodView, Reachable, SidecarView
 from holdfast_operator.sidecar_client import SidecarClient, SidecarRefused, Target
 
 UNREACHABLE_AFTER = 2
+STARTING_SECONDS = 15.0
+"""A sidecar that never answered may still be starting: its silence is not worth a line before."""
 FIRST_BACKOFF_SECONDS = 0.25
 MAX_BACKOFF_SECONDS = 1.0
 PROBE_SECONDS = 2.0
@@ -63,6 +65,8 @@ class _Pod:
 
     view: SidecarView
     target: Target
+    answered: bool = False
+    """Ever, while this operator runs."""
     failures: int = 0
     failing_since: float | None = None
     not_before: float = 0.0
@@ -328,6 +332,7 @@ class Sidecars:
     def _alive(self, pod: _Pod) -> None:
         if self._said.forget(pod.view.pod_uid):
             logs.info("sidecar answers again", pod=pod.target.pod)
+        pod.answered = True
         pod.failures = 0
         pod.failing_since = None
         pod.not_before = 0.0
@@ -339,7 +344,9 @@ class Sidecars:
             pod.failing_since = self._clock.monotonic()
         self._hold_off(pod)
         if pod.failures >= UNREACHABLE_AFTER:
-            self._said.warning(pod.view.pod_uid, str(error), pod=pod.target.pod)
+            failing_seconds = self._clock.monotonic() - pod.failing_since
+            if pod.answered or failing_seconds >= STARTING_SECONDS:
+                self._said.warning_once(pod.view.pod_uid, str(error), pod=pod.target.pod)
             pod.view = replace(
                 pod.view, reachable=Reachable.NO, unreachable_since=pod.failing_since
             )

@@ -107,6 +107,7 @@ class Local:
         match message:
             case Progress() if message.round == self.state.round and self._own(message.rank):
                 parts.gang.progressed(message)
+                parts.metrics.trained(message.round)
                 parts.metrics.stalled(message.blocked_seconds, message.saves_skipped)
             case Exited() if message.round == self.state.round and self._own(message.rank):
                 parts.gang.exited(message)

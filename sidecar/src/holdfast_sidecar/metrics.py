@@ -98,7 +98,6 @@ class Metrics:
         """This pod's ranks as the coordinator is told of them; what is unknown is not shown."""
         for progress in report.progress:
             self._step.labels(progress.rank).set(progress.step)
-            self._trained_round.set(report.round)
             for name, value in progress.metrics.items():
                 self._reported.labels(progress.rank, name).set(value)
         self._newest.clear()
@@ -119,6 +118,11 @@ class Metrics:
     def stored(self, tier: TierName, payload_bytes: int, seconds: float) -> None:
         self._bytes.labels(tier.value).inc(payload_bytes)
         self._durable.labels(tier.value).observe(seconds)
+
+    def trained(self, round_: int) -> None:
+        """A rank finished a step in this round: the rank's own word, since between a SEAL and the end of
+        the old ranks a report of the new round still shows the old round's steps."""
+        self._trained_round.set(round_)
 
     def stalled(self, seconds: float, saves_skipped: int) -> None:
         if seconds > 0:

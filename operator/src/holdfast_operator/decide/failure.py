@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from dataclasses import dataclass
 
 from holdfast_core.api import JobCondition
 from holdfast_core.ids import Worker
+from holdfast_core.transfer.messages import DeadRank
 from holdfast_operator.decide.times import seconds_since
 from holdfast_operator.decide.world import MemberState, World
 from holdfast_operator.model import JobMemory, Now, PodPhase, PodView, RestartRecord
@@ -27,6 +30,8 @@ MAX_TRAINER_RESTARTS = 2
 """Then the kubelet's back-off grows to minutes: a new pod is faster."""
 
 LAST_WORDS_CHARACTERS = 700
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
+"""torch's excepthook puts it before each line of a traceback."""
 
 FREE_RESTARTS = 2
 """Restarts from the same step that do not wait."""
@@ -208,9 +213,7 @@ def _of_ranks(world: World) -> list[Failure]:
     for dead in state.dead:
         member = world.member(dead.worker)
         oom = member is not None and member.pod is not None and member.pod.reason == "OOMKilled"
-        words = f"rank {dead.rank} ended with code {dead.code}"
-        if dead.message:
-            words += f": {_last_words(dead.message)}"
+        words = f"rank {dead.rank} {how_it_ended(dead)}"
         found.append(
             Failure(
                 Reason.OOM_KILLED if oom else Reason.RANK_FAILED,
@@ -222,11 +225,29 @@ def _of_ranks(world: World) -> list[Failure]:
     return found
 
 
-def _last_words(message: str) -> str:
-    """The end of a traceback names the error; conditions and Events keep the start of a message."""
-    if len(message) <= LAST_WORDS_CHARACTERS:
-        return message
-    tail = message[-LAST_WORDS_CHARACTERS:]
+def how_it_ended(dead: DeadRank) -> str:
+    """For conditions and Events: exit code or signal, then the error itself.
+
+    Who was killed from outside had no last word: what it printed before explains nothing.
+    """
+    if dead.code in (-signal.SIGKILL, -signal.SIGTERM):
+        return f"was killed by {signal.Signals(-dead.code).name}"
+    words = f"ended with code {dead.code}"
+    said = _last_words(dead.message)
+    return f"{words}: {said}" if said else words
+
+
+def _last_words(output: str) -> str:
+    """What follows the last frame of a traceback: the error and its text. Without a traceback, the end."""
+    lines = [_RANK_PREFIX.sub("", line).rstrip() for line in output.splitlines()]
+    frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
+    after = [line for line in lines[frames[-1] + 1 :] if line] if frames else []
+    if after:
+        return "\n".join(after)[:LAST_WORDS_CHARACTERS]
+    text = "\n".join(line for line in lines if line)
+    if len(text) <= LAST_WORDS_CHARACTERS:
+        return text
+    tail = text[-LAST_WORDS_CHARACTERS:]
     return tail[tail.find("\n") + 1 :]
 
 

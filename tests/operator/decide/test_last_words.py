@@ -1,0 +1,58 @@
+"""What a person reads of a rank's death: the error, not the output around it."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_core.ids import Rank, Worker
+from holdfast_core.transfer.messages import DeadRank
+from holdfast_operator.decide.failure import LAST_WORDS_CHARACTERS, how_it_ended
+
+TORCH = """\
+[rank2]:     ^^^^^^^^^^^^^^^^^^^^^
+[rank2]:   File "/usr/lib/python3/dist-packages/torch/autograd/graph.py", line 823, in _engine_run_backward
+[rank2]:     return Variable._execution_engine.run_backward(  # Calls into the C++ engine
+[rank2]:            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+[rank2]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.244.4.2]:4711
+"""
+
+TWO_LINES = """\
+step 3 loss 4.2
+Traceback (most recent call last):
+  File "/app/train.py", line 3, in <module>
+    main()
+holdfast.CapacityError: the shared memory volume has 1 MiB free,
+this state needs 37 MiB: raise spec.checkpoint.memory
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "words"),
+    [
+        (
+            1,
+            TORCH,
+            "ended with code 1: RuntimeError: [../gloo/transport/tcp/pair.cc:534] "
+            "Connection closed by peer [10.244.4.2]:4711",
+        ),
+        (
+            1,
+            TWO_LINES,
+            "ended with code 1: holdfast.CapacityError: the shared memory volume has 1 MiB free,\n"
+            "this state needs 37 MiB: raise spec.checkpoint.memory",
+        ),
+        (2, "usage: train.py\ntrain.py: error: no data\n", "ended with code 2: usage: train.py\ntrain.py: error: no data"),
+        (3, "", "ended with code 3"),
+        (-9, "restored step 50 from memory", "was killed by SIGKILL"),
+        (-15, "step 3 loss 4.2", "was killed by SIGTERM"),
+        (-6, "terminate called: std::bad_alloc", "ended with code -6: terminate called: std::bad_alloc"),
+        (1, "Traceback:\n  File x\n    cut off here", "ended with code 1: Traceback:\n  File x\n    cut off here"),
+    ],
+)  # fmt: skip
+def test_how_it_ended(code: int, output: str, words: str) -> None:
+    assert how_it_ended(DeadRank(Rank(2), Worker(1), code, output)) == words
+
+
+def test_endless_words_are_cut() -> None:
+    dead = DeadRank(Rank(0), Worker(0), 1, "x" * 2048)
+    assert len(how_it_ended(dead)) <= LAST_WORDS_CHARACTERS + len("ended with code 1: ")

@@ -1,0 +1,29 @@
+"""What the gauges say in the moments when a round ends."""
+
+from __future__ import annotations
+
+from holdfast_core.ids import Rank, RestartRound, Step, Worker
+from holdfast_core.transfer.messages import RankProgress, WorkerReport
+from holdfast_sidecar.metrics import Metrics
+
+
+def sample(metrics: Metrics, name: str) -> float:
+    lines = metrics.render().decode().splitlines()
+    (line,) = [x for x in lines if x.partition(" ")[0] == name]
+    return float(line.rpartition(" ")[2])
+
+
+def test_a_seal_is_no_step_of_the_new_round() -> None:
+    """Sealed for round 5, the ranks of round 4 not ended yet: their steps are still reported."""
+    metrics = Metrics()
+    metrics.trained(RestartRound(4))
+    metrics.gang(
+        WorkerReport(
+            round=RestartRound(5),
+            worker=Worker(0),
+            progress=(RankProgress(Rank(0), Step(30)),),
+            instance="a",
+        )
+    )
+    assert sample(metrics, "holdfast_trained_round") == 4
+    assert sample(metrics, 'holdfast_step{rank="0"}') == 30
