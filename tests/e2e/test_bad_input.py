@@ -388,6 +388,7 @@ def _assert_cannot_start(job: Job, *words: str) -> None:
     found = job.wait(f"ContainerCannotStart that says {words}", probe, 90)
     assert found["status"] == "False"
     assert_says(found["message"], f"pod {job.name}-0-r")
+    wait_event(job.kube, job.name, "ContainerCannotStart", *words)
     assert job.status["restartsCountTowardsMax"] == 0, "waiting costs no restart"
 
 
@@ -414,7 +415,9 @@ def test_too_small_node_volume_does_not_stop_training(installed, namespace, subm
     assert found["reason"] == "NodeVolumeFull"
     assert job.status["restartsCountTowardsMax"] == 0, "no rank and no pod died of it"
     assert not job.status.get("lastCommittedStep"), "a save that failed is no commit"
-    assert_says(found["message"], "needs", "bytes", "available", "checkpoint.node.volume")
+    words = ("needs", "bytes", "available", "checkpoint.node.volume")
+    assert_says(found["message"], *words)
+    wait_event(installed, job.name, "NodeVolumeFull", *words)
 
 
 # --------------------------------------------------------------------------- state

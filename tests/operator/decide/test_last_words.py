@@ -41,14 +41,14 @@ this state needs 37 MiB: raise spec.checkpoint.memory
             "ended with code 1: holdfast.CapacityError: the shared memory volume has 1 MiB free,\n"
             "this state needs 37 MiB: raise spec.checkpoint.memory",
         ),
-        (2, "usage: train.py\ntrain.py: error: no data\n", "ended with code 2: usage: train.py\ntrain.py: error: no data"),
+        (2, "usage: x\nx: error: no data\n", "ended with code 2: usage: x\nx: error: no data"),
         (3, "", "ended with code 3"),
         (-9, "restored step 50 from memory", "was killed by SIGKILL"),
         (-15, "step 3 loss 4.2", "was killed by SIGTERM"),
-        (-6, "terminate called: std::bad_alloc", "ended with code -6: terminate called: std::bad_alloc"),
-        (1, "Traceback:\n  File x\n    cut off here", "ended with code 1: Traceback:\n  File x\n    cut off here"),
+        (-6, "what(): std::bad_alloc", "ended with code -6: what(): std::bad_alloc"),
+        (1, "Traceback:\n  File x\n    cut", "ended with code 1: Traceback:\n  File x\n    cut"),
     ],
-)  # fmt: skip
+)
 def test_how_it_ended(code: int, output: str, words: str) -> None:
     assert how_it_ended(DeadRank(Rank(2), Worker(1), code, output)) == words
 

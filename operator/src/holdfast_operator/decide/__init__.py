@@ -35,6 +35,7 @@ from holdfast_operator.decide import (
     times,
 )
 from holdfast_operator.decide.failure import CANNOT_START, Failure
+from holdfast_operator.decide.notices import with_notices
 from holdfast_operator.decide.status import (
     Note,
     after_write,
@@ -68,6 +69,10 @@ WAITING_SECONDS = 10.0
 
 def decide(observed: Observed, now: Now) -> Decision:
     """The effects of one pass, and what the operator remembers for the next."""
+    return with_notices(_decide(observed, now), observed.job.status)
+
+
+def _decide(observed: Observed, now: Now) -> Decision:
     world = World(observed)
     memory = times.advance(world, now)
     job = observed.job
