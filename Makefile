@@ -56,7 +56,7 @@ test-integration: tools ## real MinIO, real API server, real sidecars and traine
 	$(RUN) pytest tests/integration tests/charts -q
 
 .PHONY: test-e2e
-test-e2e: cluster-up ## every failure of docs/failures.md on the kind cluster
+test-e2e: cluster-up ## every failure of the README, bad input, install and upgrade, on the kind cluster
 	$(RUN) pytest tests/e2e -q --durations=0
 
 .PHONY: test
@@ -88,7 +88,7 @@ demo-local: sync ## the same story as processes on this machine, without a clust
 	$(PY) -m demo local
 
 .PHONY: bench-recovery-quick
-bench-recovery-quick: cluster-up ## R1-R5 into benchmarks/results/recovery-quick.json
+bench-recovery-quick: cluster-up ## recovery times R1-R5 into benchmarks/results/recovery-quick.json
 	$(PY) -m benchmarks.recovery_quick
 
 .PHONY: clean

@@ -1,6 +1,7 @@
 """R1-R5 on the kind cluster: `make bench-recovery-quick` -> results/recovery-quick.json.
 
-R1 rank killed -> next training step; R2 pod deleted -> next step; R3 node killed -> next step;
+R1 rank killed -> next training step; R2 pod deleted -> next step; R2-oom trainer container killed by
+the kernel's OOM killer -> next step (held to R2's target); R3 node killed -> next step;
 R4 trainer blocked per save against torch DCP's async thread; R5 operator memory with four jobs.
 A next step is seen when a sidecar's metrics show a step of the new round; looked at every 50 ms.
 """
@@ -44,6 +45,7 @@ def recovery(job: Job, cause: Callable[[], None], timeout_seconds: float) -> flo
 def measure_recoveries(kube: Kube, repetitions: int) -> list[Figure]:
     job = _start(kube, "recovery", LONG)
     kills: list[float] = []
+    ooms: list[float] = []
     deletes: list[float] = []
     nodes: list[float] = []
     for turn in range(repetitions):
@@ -51,20 +53,23 @@ def measure_recoveries(kube: Kube, repetitions: int) -> list[Figure]:
         _settle(job)
         kills.append(recovery(job, partial(_kill_rank, job, worker), 60))
         _settle(job)
+        ooms.append(recovery(job, partial(_oom, job, worker), 120))
+        _settle(job)
         deletes.append(recovery(job, partial(_delete_pod, job, worker), 120))
         _settle(job)
         node = job.node_of(worker)
         nodes.append(recovery(job, partial(faults.kill_node, node), 180))
         faults.heal_nodes()
         print(
-            f"  {turn + 1}/{repetitions}: rank {kills[-1]:.1f} s, pod {deletes[-1]:.1f} s, "
-            f"node {nodes[-1]:.1f} s",
+            f"  {turn + 1}/{repetitions}: rank {kills[-1]:.1f} s, out of memory {ooms[-1]:.1f} s, "
+            f"pod {deletes[-1]:.1f} s, node {nodes[-1]:.1f} s",
             flush=True,
         )
     job.delete()
     return [
         at_most("R1", kills, "seconds", 4, what="rank process killed -> next training step, p50"),
         at_most("R2", deletes, "seconds", 12, what="pod deleted -> next step, p50"),
+        at_most("R2-oom", ooms, "seconds", 12, what="trainer out of memory -> next step, p50"),
         at_most("R3", nodes, "seconds", 60, what="node killed -> next step, p50"),
     ]
 
@@ -124,6 +129,10 @@ def _settle(job: Job) -> None:
 
 def _kill_rank(job: Job, worker: int) -> None:
     faults.kill_process(job.namespace, job.pod_name(worker), "trainer", match="holdfast-rank")
+
+
+def _oom(job: Job, worker: int) -> None:
+    faults.oom_container(job.namespace, job.pod_name(worker), "trainer")
 
 
 def _delete_pod(job: Job, worker: int) -> None:
