@@ -310,6 +310,22 @@ def test_suspect_node_is_called_directly() -> None:
     asyncio.run(story())
 
 
+def test_pod_on_its_way_out_is_asked_where_its_node_is_silent() -> None:
+    """The operator restarted meanwhile: only the answer that fails lets the corpse be removed."""
+
+    async def story() -> None:
+        async with bench() as b:
+            pod = replace(pod_view(0), terminating=True)
+
+            def silent() -> bool:
+                b.follow(pod, suspects=frozenset({"node-a"}))
+                return b.view(pod).reachable is Reachable.NO
+
+            await b.until(silent)
+
+    asyncio.run(story())
+
+
 def test_stranger_on_the_address_is_no_answer() -> None:
     async def story() -> None:
         async with bench() as b:

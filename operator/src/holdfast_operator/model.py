@@ -438,11 +438,14 @@ class Observed:
         )
 
     def node_lost(self, pod: PodView) -> bool:
-        """The pod's node is silent and its sidecar does not answer either."""
+        """The pod's node is silent and calls to its sidecar have failed; a pod without an address
+        never had one to call."""
         if pod.node is None:
             return False
         node = self.nodes.get(pod.node)
         if node is None or not node.lost:
             return False
         sidecar = self.sidecar_of(pod)
-        return sidecar is None or sidecar.reachable is not Reachable.YES
+        if sidecar is None:
+            return pod.ip is None
+        return sidecar.reachable is Reachable.NO

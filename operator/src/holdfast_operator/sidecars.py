@@ -167,7 +167,8 @@ class Sidecars:
                 job.pods[pod_uid].not_before = 0.0
         self._follow_coordinator(job, present, coordinator)
         for pod_uid, pod in present.items():
-            if pod.alive:
+            # Of a silent node a pod on its way out is asked, too: nobody else tells whether it is gone.
+            if pod.alive or pod.node in suspects:
                 self._look_after(job, job.pods[pod_uid], pod, suspects)
 
     def forget(self, uid: JobUid) -> None:

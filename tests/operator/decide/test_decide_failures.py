@@ -85,6 +85,20 @@ LOST_NODE = {"node-0": NodeView("node-0"), "node-1": NodeView("node-1", lost=Tru
 SILENT_1 = (sidecar(pod(0), 3, version=1), silent(pod(1), 900.0))
 
 
+def test_silent_node_whose_sidecar_was_not_asked_yet_is_not_lost() -> None:
+    """An operator that has just started knows of no answer, which is not the same as none."""
+    asked_nobody = (sidecar(pod(0), 3, version=1), silent(pod(1)))
+    decision = decide(world(nodes=LOST_NODE, sidecars=asked_nobody), now())
+    assert not any(isinstance(a, BeginRound) for a in decision.actions)
+
+
+def test_pod_without_an_address_is_lost_with_its_node() -> None:
+    stuck = pod(1, ip=None, phase=PodPhase.PENDING, ready=False)
+    pods, sidecars = (pod(0), stuck), (sidecar(pod(0), 3, version=1),)
+    found = begun(decide(world(nodes=LOST_NODE, pods=pods, sidecars=sidecars), now()))
+    assert found.status.members == (0, 4)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "members", "counts"),
     [
