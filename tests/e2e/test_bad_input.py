@@ -322,16 +322,23 @@ def test_restore_from_a_checkpoint_that_is_not_there(installed, namespace, submi
     assert job.pods() == [], "it never starts from the beginning instead"
 
 
-def test_restore_from_another_world_size(installed, namespace, submit):
-    first = submit(job_manifest("one-rank", namespace, ALONE, copies=0))
+@pytest.fixture(scope="module")
+def one_rank_checkpoint(installed, namespace) -> Iterator[str]:
+    """Name of the newest Checkpoint that a job of one rank left."""
+    first = Job(installed, namespace, "one-rank")
+    installed.create(job_manifest(first.name, namespace, ALONE, copies=0))
     first.wait_complete(150)
     kept = [
         c
         for c in installed.items("Checkpoint", namespace)
         if c["spec"]["jobRef"]["name"] == first.name
     ]
-    name = max(kept, key=lambda c: c["spec"]["step"])["metadata"]["name"]
+    yield max(kept, key=lambda c: c["spec"]["step"])["metadata"]["name"]
+    first.delete()
 
+
+def test_restore_from_another_world_size(installed, namespace, submit, one_rank_checkpoint):
+    name = one_rank_checkpoint
     two = Training(workers=2, steps=20, layers=1, width=32)
     job = submit(job_manifest("two-ranks", namespace, two, restore_from=name))
     found = job.wait_condition("Accepted", "False", 60)
@@ -341,6 +348,20 @@ def test_restore_from_another_world_size(installed, namespace, submit):
     wait_event(installed, job.name, "WorldSizeMismatch", *words)
     assert job.pods() == []
     assert is_true(installed.get("Checkpoint", namespace, name), "Persisted"), "nothing was lost"
+
+
+def test_restore_from_other_shapes(installed, namespace, submit, one_rank_checkpoint):
+    wider = Training(workers=1, steps=20, layers=1, width=48)
+    manifest = job_manifest(
+        "other-shapes", namespace, wider, copies=0, restore_from=one_rank_checkpoint
+    )
+    job = submit(without_restarts(manifest))
+    found = job.wait_condition("Failed", "True", 120)
+    words = ("StateMismatchError", "model.", "expected float32 [", "48]", "found float32 [", "32]")
+    assert_says(found["message"], *words)
+    wait_event(installed, job.name, found["reason"], *words)
+    kept = installed.get("Checkpoint", namespace, one_rank_checkpoint)
+    assert is_true(kept, "Persisted"), "nothing was lost"
 
 
 # --------------------------------------------------------------------------- pods that do not start

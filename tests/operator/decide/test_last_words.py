@@ -26,6 +26,16 @@ this state needs 37 MiB: raise spec.checkpoint.memory
 """
 
 
+INDENTED = """\
+[rank0]:   File "/app/train.py", line 3, in <module>
+[rank0]:     ckpt.restore(state)
+[rank0]:     ~~~~~~~~~~~~^^^^^^^
+[rank0]: holdfast.StateMismatchError: the checkpoint does not fit this state in 1 places:
+[rank0]:   model.w: expected float32 [4], found float32 [3]
+[rank0]: nothing was loaded
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "output", "words"),
     [
@@ -42,6 +52,12 @@ this state needs 37 MiB: raise spec.checkpoint.memory
             "this state needs 37 MiB: raise spec.checkpoint.memory",
         ),
         (2, "usage: x\nx: error: no data\n", "ended with code 2: usage: x\nx: error: no data"),
+        (
+            1,
+            INDENTED,
+            "ended with code 1: holdfast.StateMismatchError: the checkpoint does not fit this state in "
+            "1 places:\n  model.w: expected float32 [4], found float32 [3]\nnothing was loaded",
+        ),
         (3, "", "ended with code 3"),
         (-9, "restored step 50 from memory", "was killed by SIGKILL"),
         (-15, "step 3 loss 4.2", "was killed by SIGTERM"),

@@ -32,6 +32,7 @@ MAX_TRAINER_RESTARTS = 2
 LAST_WORDS_CHARACTERS = 700
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
 """torch's excepthook puts it before each line of a traceback."""
+_FRAME = re.compile(r'^  File ".*", line \d+')
 
 FREE_RESTARTS = 2
 """Restarts from the same step that do not wait."""
@@ -238,17 +239,27 @@ def how_it_ended(dead: DeadRank) -> str:
 
 
 def _last_words(output: str) -> str:
-    """What follows the last frame of a traceback: the error and its text. Without a traceback, the end."""
+    """The error and its text, as they follow a traceback. Without a traceback, the end."""
     lines = [_RANK_PREFIX.sub("", line).rstrip() for line in output.splitlines()]
-    frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
-    after = [line for line in lines[frames[-1] + 1 :] if line] if frames else []
-    if after:
-        return "\n".join(after)[:LAST_WORDS_CHARACTERS]
-    text = "\n".join(line for line in lines if line)
+    lines = [line for line in lines if line]
+    error = _after_traceback(lines)
+    if error:
+        return "\n".join(error)[:LAST_WORDS_CHARACTERS]
+    text = "\n".join(lines)
     if len(text) <= LAST_WORDS_CHARACTERS:
         return text
     tail = text[-LAST_WORDS_CHARACTERS:]
     return tail[tail.find("\n") + 1 :]
+
+
+def _after_traceback(lines: list[str]) -> list[str]:
+    """Lines after the last frame and its source; an error's own text may be indented by less."""
+    frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
+    if not frames:
+        return []
+    rest = lines[frames[-1] + 1 :]
+    source = next((i for i, line in enumerate(rest) if not line.startswith("    ")), len(rest))
+    return rest[source:]
 
 
 def _gone_name(world: World, member: MemberState) -> str:
