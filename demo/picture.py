@@ -54,6 +54,7 @@ def draw(recorder: Recorder, path: Path, *, title: str, verdict: str) -> None:
             va="top",
             fontsize=8,
             color=FAILURE,
+            bbox={"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1},
         )
     bottom.legend(loc="lower right", fontsize=8)
     figure.suptitle(f"{title}\n{verdict}", fontsize=11)

@@ -52,8 +52,6 @@ class Stage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    settle_steps: int = 15
-    """Steps to train after a recovery before the next failure."""
     recovery_timeout_seconds: float = 120.0
     finish_timeout_seconds: float = 300.0
 
@@ -65,6 +63,8 @@ class StoryFailed(Exception):
 class Teller:
     def __init__(self, stage: Stage, title: str, picture: Path, timing: Timing) -> None:
         self.stage = stage
+        self.settle_steps = stage.total_steps // 6
+        """Steps to train after a recovery before the next failure: four of them over the run."""
         self.title = title
         self.picture = picture
         self.timing = timing
@@ -138,7 +138,7 @@ class Teller:
             f"✓ back at step {act.restored_step} from {act.served_by or act.source} "
             f"in {act.recovery_seconds:.1f} s ({phases})"
         )
-        floor = (act.restored_step or 0) + self.timing.settle_steps
+        floor = (act.restored_step or 0) + self.settle_steps
         self._until(
             screen,
             f"step {floor}",
