@@ -260,5 +260,6 @@ def test_metrics_count_what_a_write_says_anew() -> None:
     assert 'holdfast_recovery_seconds_count{phase="detect"} 1.0' in text
     assert 'holdfast_lost_steps_total{job="gpt",namespace="team"} 3.0' in text
     assert 'holdfast_goodput_ratio{job="gpt",namespace="team"} 0.25' in text
+    assert "process_resident_memory_bytes" in text
     metrics.forget(job())
     assert "holdfast_goodput_ratio{" not in generate_latest(metrics.registry).decode()

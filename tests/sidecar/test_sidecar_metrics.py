@@ -27,3 +27,7 @@ def test_a_seal_is_no_step_of_the_new_round() -> None:
     )
     assert sample(metrics, "holdfast_trained_round") == 4
     assert sample(metrics, 'holdfast_step{rank="0"}') == 30
+
+
+def test_the_process_itself_is_watched() -> None:
+    assert sample(Metrics(), "process_resident_memory_bytes") > 0

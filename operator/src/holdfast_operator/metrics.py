@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from holdfast_operator.model import JobStatusView, JobView, RecoveryView
 from holdfast_operator.reasons import Reason
@@ -18,6 +18,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self._rounds = Counter(
             "holdfast_restart_rounds",
             "Restart rounds that were begun, by the reason that began them.",
