@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.agreement import StepAgreement, Verdict
 from holdfast.session import Session
+from holdfast.testing import DictStore
 from holdfast_core.ids import JobUid, Rank, RestartRound
 from holdfast_core.transfer.messages import SaveRequested, StopRequested
 
 ROUND = RestartRound(0)
-
-
-@dataclass
-class DictStore:
-    """The gang's store within one process."""
-
-    values: dict[str, str] = field(default_factory=dict)
-
-    def set(self, key: str, value: str, /) -> None:
-        self.values[key] = value
-
-    def get(self, key: str, /) -> bytes:
-        return self.values[key].encode()
-
-    def add(self, key: str, amount: int, /) -> int:
-        raise NotImplementedError
-
-    def check(self, keys: list[str], /) -> bool:
-        return all(key in self.values for key in keys)
 
 
 def sessions(count: int) -> list[Session]:
@@ -81,3 +61,27 @@ def test_every_rank_agrees(asked: list[tuple[str, int, int]], orders: list[list[
             return
     wanted = [at for what, _, at in asked if what != "save" and at >= 1]
     assert not wanted or min(wanted) >= 8, "a stop was not met within two steps"
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 2)), min_size=10, max_size=10),
+    st.lists(st.permutations([0, 1, 2]), min_size=10, max_size=10),
+    st.sampled_from([1, 2, 3]),
+)
+def test_a_save_is_left_out_by_all_or_by_none(
+    full: list[set[int]], orders: list[list[int]], interval: int
+) -> None:
+    """`full[s]`: the ranks that have no slot when step s + 1 starts. In every step the ranks look and
+    tell in any order; only the step's collective keeps them together."""
+    store = DictStore()
+    agreements = [StepAgreement(s, store, Rank(r)) for r, s in enumerate(sessions(3))]
+    told: set[int] = set()
+    for step, order in enumerate(orders):
+        seen = set()
+        for rank in order:
+            if step % interval == 0:
+                seen.add(agreements[rank].is_left_out(step))
+            if (step + 1) % interval == 0 and rank in full[step]:
+                agreements[rank].leave_out(step + 1)
+                told.add(step + 1)
+        assert seen <= {step in told}

@@ -204,16 +204,14 @@ def test_module_level_functions(tmp_path: Path) -> None:
     assert outputs == [["None", "0.0"], ["5", "1.0"]]
 
 
-def newest_manifest(folder: Path) -> int:
-    """Newest committed step; 0 if there is none."""
-    steps = [int(path.parent.name[1:]) for path in folder.rglob("manifests/s*/*.json")]
-    return max(steps, default=0)
-
-
 def committed(directory: Path) -> int:
-    """The newest step that has a manifest; 0 for none."""
-    steps = [int(path.parent.name[1:]) for path in directory.rglob("manifests/*/*.json")]
-    return max(steps, default=0)
+    """The newest step that has a manifest; 0 for none. Pruning may take folders away meanwhile."""
+    steps = [0]
+    for folder, _, files in os.walk(directory):
+        path = Path(folder)
+        if path.parent.name == "manifests" and any(name.endswith(".json") for name in files):
+            steps.append(int(path.name[1:]))
+    return max(steps)
 
 
 @pytest.mark.integration

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.testing import FakeSidecar, until
+from holdfast.agreement import StepAgreement
+from holdfast.testing import DictStore, FakeSidecar, until
 from holdfast_core.errors import SaveFailedError, UnavailableError
+from holdfast_core.ids import Rank
 from holdfast_core.transfer.messages import Hello, Progress, Refusal, Stage
 
 
@@ -99,6 +101,33 @@ def test_both_slots_busy_skips_and_counts(sidecar: FakeSidecar) -> None:
         assert handles[2].failure is not None
         assert "skipped" in handles[2].failure
         sidecar.die()
+
+
+def test_a_rank_without_a_slot_makes_the_gang_leave_the_save_out(sidecar: FakeSidecar) -> None:
+    """The rank is one of a gang here: it tells the others before the step, and then obeys."""
+    sidecar.faults.delay_seconds["Stage"] = 3600
+    store = DictStore()
+    with holdfast.Checkpointer() as ckpt:
+        ckpt._agreement = StepAgreement(ckpt._session, store, Rank(0))
+        state = {"t": torch.zeros(1)}
+        saved = []
+        for step in range(1, 9):
+            if ckpt.should_save(step):
+                saved.append(step)
+                ckpt.save(step, state)
+        assert saved == [2, 4]
+        assert ckpt.saves_skipped == 2
+        assert store.values["full/0"] == "8"
+        sidecar.die()
+
+
+def test_what_another_rank_has_no_slot_for_is_left_out_here(sidecar: FakeSidecar) -> None:
+    store = DictStore()
+    with holdfast.Checkpointer() as ckpt:
+        ckpt._agreement = StepAgreement(ckpt._session, store, Rank(1))
+        store.set("full/0", "4")
+        assert [step for step in range(1, 7) if ckpt.should_save(step)] == [2, 6]
+        assert ckpt.saves_skipped == 1
 
 
 def test_training_goes_on_without_a_sidecar(

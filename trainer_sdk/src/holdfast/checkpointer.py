@@ -60,7 +60,8 @@ class Checkpointer:
     strict: a checkpoint must hold exactly what the state asks for; False: what does not fit is skipped
       and listed in `skipped`.
     on_save_error: "warn" logs and counts; "raise" raises at this or the next save.
-    when_busy: both slots are still being written: "skip" this save, or "wait" for one.
+    when_busy: all slots of a rank are still being written when a step begins: every rank leaves its
+      save out ("skip"), or waits for a slot ("wait"). The same on every rank.
 
     Raises ConfigError when it is told neither by a pod nor by `dir` where checkpoints go.
     """
@@ -117,6 +118,7 @@ class Checkpointer:
         self._warned_failure = False
         self._stopping = False
         self._verdicts: tuple[int, Verdict] | None = None
+        self._left_out: int | None = None
         self._began = False
         self._last_saved: Step | None = None
         self._handles: list[SaveHandle] = []
@@ -218,7 +220,7 @@ class Checkpointer:
 
     @property
     def saves_skipped(self) -> int:
-        """Saves that were left out because both slots were still being written."""
+        """Saves that every rank left out because some rank's slots were all still being written."""
         return self._saves_skipped
 
     @property
@@ -234,8 +236,13 @@ class Checkpointer:
         verdict = self._verdict(Step(step))
         if verdict.stop:
             self._stopping = True
-        interval = self.interval_steps
-        return verdict.save or verdict.stop or (interval > 0 and step % interval == 0)
+        asked = verdict.save or verdict.stop
+        due = self._is_due(step)
+        if due and not asked and self._is_left_out(step):
+            due = False
+        if not (due or asked):
+            self._foresee(step + 1)
+        return due or asked
 
     # ------------------------------------------------------------------ restore and save
 
@@ -301,6 +308,7 @@ class Checkpointer:
             spent = time.monotonic() - started
             self._blocked_seconds += spent
             self._unreported_seconds += spent
+        self._foresee(step + 1)
         return handle
 
     def _opened(self) -> Restorer:
@@ -315,6 +323,28 @@ class Checkpointer:
     def _needed_bytes(self, state: Mapping[str, Any]) -> int:
         snapshot = take_snapshot(state, self._settings.rank)
         return slot_bytes(state, plan_save(snapshot, self._settings.rank))
+
+    def _is_due(self, step: int) -> bool:
+        interval = self.interval_steps
+        return interval > 0 and step % interval == 0
+
+    def _foresee(self, step: int) -> None:
+        """Before `step` starts: tell the gang if its save would find no slot here."""
+        if self._agreement is None or self._when_busy == "wait" or not self._is_due(step):
+            return
+        if self._ring.slots and not self._ring.has_free():
+            self._agreement.leave_out(step)
+
+    def _is_left_out(self, step: int) -> bool:
+        if self._agreement is None or self._when_busy == "wait":
+            return False
+        if not self._agreement.is_left_out(step):
+            return False
+        if self._left_out != step:
+            self._left_out = step
+            self._saves_skipped += 1
+            logger.info("save of step %d left out: a rank's slots are still being written", step)
+        return True
 
     def _begin(self, step: int) -> None:
         self._began = True

@@ -155,6 +155,10 @@ class SlotRing:
         finally:
             self._slots = [kept[index] for index in sorted(kept)]
 
+    def has_free(self) -> bool:
+        """Whether `acquire` would find a slot now; only this rank's own saves take one."""
+        return any(slot.header().state is SlotState.FREE for slot in self._slots)
+
     def acquire(self, wait_seconds: float = 0.0) -> Slot | None:
         """A slot that may be written, the one not used last first; None when all are busy."""
         deadline = time.monotonic() + wait_seconds

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from holdfast.testing.dict_store import DictStore
 from holdfast.testing.fake_sidecar import FakeSidecar
 from holdfast.testing.launched import Launched, until
 
-__all__ = ["FakeSidecar", "Launched", "until"]
+__all__ = ["DictStore", "FakeSidecar", "Launched", "until"]
