@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from testbed import faults
 from testbed.driver import install, metrics
 from testbed.driver.jobs import Training, prepare_namespace
 from testbed.driver.kube import Kube, wait_for
-from testbed.driver.scenario import Scenario
+from testbed.driver.scenario import SHORT, Scenario
 
 
 def _served_by(job) -> dict[int, str]:
@@ -99,7 +100,8 @@ def test_all_pods_deleted_restores_the_newest_persisted_step(scenario):
 
 def test_a_step_trained_twice_never_comes_back(scenario):
     """Restored to an older step, the steps after it are trained again; the first ones are gone."""
-    job = scenario.start(interval=10, object_every=40)
+    slow = replace(SHORT, sleep_per_step=0.2)  # failures late in the run, on a busy machine, too
+    job = scenario.start(slow, interval=10, object_every=40)
     job.wait_persisted(40)
     job.wait_step(52)
     for pod in job.pods():
@@ -111,7 +113,8 @@ def test_a_step_trained_twice_never_comes_back(scenario):
     faults.kill_process(scenario.namespace, job.pod_name(0), "trainer", match="holdfast-rank")
     job.wait_round(again + 1)
     point = job.status["restorePoint"]
-    assert (point["step"], point["round"]) == (50, again), "that of the new round, never round 0's"
+    assert point["step"] >= 50, "50 was committed again before step 58 was done"
+    assert point["round"] == again, "those of the new round count, never round 0's"
     scenario.finish_and_judge(job)
 
 
