@@ -36,7 +36,6 @@ from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.slots import SlotFile, rank_of_slot
 from holdfast_sidecar.staging import Stager
 
-_CHUNKS_A_READ = 4
 _MAX_TRIES = 8
 """Bad copies in a row before a rank is told no."""
 
@@ -168,12 +167,10 @@ class Filler:
             try:
                 filling = SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes)
                 slot.write_header(filling)
-                step = reader.record.header.chunk_bytes * _CHUNKS_A_READ
-                buffer = memoryview(bytearray(min(step, max(payload_bytes, 1))))
-                for start in range(0, payload_bytes, step):
-                    part = buffer[: min(step, payload_bytes - start)]
-                    reader.read_payload_into(start, part)
-                    slot.write_payload(start, part)
+                written = 0
+                for part in reader.read_payload():
+                    slot.write_payload(written, part)
+                    written += len(part)
                 slot.write_header(
                     SlotHeader(
                         SlotState.FREE,

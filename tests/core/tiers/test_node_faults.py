@@ -18,7 +18,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
-from holdfast_core.testing.builders import JOB_UID, BytesSource, payload, shard_header
+from holdfast_core.testing.builders import JOB_UID, BytesSource, payload, shard_file, shard_header
 from holdfast_core.testing.failpoints import failpoints
 from holdfast_core.tiers.node import QUARANTINE_KEPT, DiskNodeTier, OpenReport
 
@@ -184,6 +184,41 @@ def test_a_flipped_payload_bit_shows_when_it_is_read(
             reader.verify()
         with pytest.raises(CorruptionError, match="chunk"):
             reader.read_payload_into(0, memoryview(bytearray(SIZE)))
+        with pytest.raises(CorruptionError, match="chunk 0"):
+            list(reader.read_payload())
+
+
+@pytest.mark.parametrize("write_call", [1, 2, 3])
+def test_a_copy_that_the_disk_refuses_leaves_nothing(
+    root: Path, tier: DiskNodeTier, write_call: int
+) -> None:
+    size = 20 << 20
+    file, record = shard_file(shard_header(size), payload(size))
+    free = tier.free_bytes()
+    writer = tier.begin_copy(record.ref, len(file))
+    with failpoints(f"node.write=err@{write_call}"):
+        with pytest.raises(TierError, match="writing the copy"):
+            writer.write(file)
+            writer.commit()
+    assert tier.free_bytes() == free
+    assert list(root.rglob(".tmp-*")) == list(root.rglob("*.shard")) == []
+
+
+def test_a_shard_that_was_cut_while_it_is_open_ends_within_its_payload(
+    root: Path, tier: DiskNodeTier
+) -> None:
+    record = write(tier)
+    with tier.open_shard(record.ref) as reader:
+        os.truncate(only_shard(root), 8192)
+        with pytest.raises(CorruptionError, match="ends within its payload, at 8192"):
+            list(reader.read_payload())
+
+
+def test_a_shard_that_is_pruned_while_it_is_read_is_read_to_its_end(tier: DiskNodeTier) -> None:
+    record = write(tier)
+    with tier.open_shard(record.ref) as reader:
+        tier.delete_shard(record.ref)
+        assert b"".join(bytes(piece) for piece in reader.read_payload()) == payload(SIZE)
 
 
 def test_quarantine_is_bounded(root: Path, tier: DiskNodeTier) -> None:

@@ -315,22 +315,34 @@ def test_what_is_not_there_is_not_found(pair: Pair) -> None:
         pair.fetch(MemoryTier(), record.ref)
 
 
-def test_wrong_bytes_are_refused_by_the_receiver(pair: Pair) -> None:
+def test_a_sender_finds_its_own_damage_before_it_sends_it(pair: Pair) -> None:
     source, record = filled()
     source.damage(record.ref, 5 << 20)
-    with pytest.raises(CorruptionError):
+    with pytest.raises(CorruptionError, match="chunk 1"):
         pair.send(source, record)
     assert pair.tier.list_shards() == ()
+    assert len(pair.handler.puts) == 1
+
+
+def test_wrong_bytes_are_refused_by_the_receiver(pair: Pair) -> None:
+    """Chunks larger than a frame: the sender does not compare them."""
+    source, record = filled(chunk_bytes=8 << 20)
+    source.damage(record.ref, 5 << 20)
+    with pytest.raises(CorruptionError, match="PUT_COPY"):
+        pair.send(source, record)
+    assert pair.tier.list_shards() == ()
+    assert len(pair.handler.puts) == 2
 
 
 def test_wrong_bytes_are_refused_by_the_fetcher(pair: Pair) -> None:
     record = pair.tier.write_shard(shard_header(SIZE), BytesSource(payload(SIZE)))
     pair.tier.damage(record.ref, 5 << 20)
     target = MemoryTier(capacity_bytes=64 << 20)
-    with pytest.raises(CorruptionError):
+    with pytest.raises(CorruptionError, match="chunk 1"):
         pair.fetch(target, record.ref)
     assert target.list_shards() == ()
     assert target.free_bytes() == 64 << 20
+    assert [ref for ref, _ in pair.tier.quarantined] == [record.ref]
 
 
 def test_a_torn_shard_is_quarantined_by_its_server(pair: Pair) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.digest import Blake3, crc32c
-from holdfast_core.format.record import CHUNK_BYTES, ShardHeader, ShardRecord
+from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.format.shard import (
     HEAD_PREFIX,
     Trailer,
@@ -21,21 +22,33 @@ from holdfast_core.format.shard import (
 )
 from holdfast_core.ids import ShardRef
 
+_CACHED_BYTES = 512 << 10
+"""Both digests of a slice before the next: the second finds it in the processor's cache."""
 
-class PayloadDigester:
-    """Chunk CRCs and BLAKE3 of a payload that arrives in order, in pieces of any size."""
 
-    __slots__ = ("_blake3", "_chunk_bytes", "_crcs", "_current", "_filled")
+class Digester(Protocol):
+    """Digests a payload that arrives in order, in pieces of any size."""
+
+    def update(self, data: memoryview) -> None: ...
+
+    def finish(self, header: ShardHeader) -> tuple[ShardRecord, tuple[int, ...]]:
+        """The record and the CRC of each chunk. Called once, after the last piece."""
+        ...
+
+
+class ChunkCrcs:
+    """CRC32C of each chunk of bytes that arrive in order, in pieces of any size."""
+
+    __slots__ = ("_chunk_bytes", "_current", "_filled", "complete")
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
-        self._blake3 = Blake3()
-        self._crcs: list[int] = []
         self._current = 0
         self._filled = 0
+        self.complete: list[int] = []
+        """One of each chunk that has passed wholly."""
 
     def update(self, data: memoryview) -> None:
-        self._blake3.update(data)
         position = 0
         while position < len(data):
             piece = data[position : position + self._chunk_bytes - self._filled]
@@ -45,52 +58,98 @@ class PayloadDigester:
             if self._filled == self._chunk_bytes:
                 self._close_chunk()
 
-    def finish(self, header: ShardHeader) -> tuple[ShardRecord, tuple[int, ...]]:
+    def finish(self) -> tuple[int, ...]:
+        """All of them; the last chunk may be shorter."""
         if self._filled:
             self._close_chunk()
-        return record_of(header, self._blake3.digest(), self._crcs), tuple(self._crcs)
+        return tuple(self.complete)
 
     def _close_chunk(self) -> None:
-        self._crcs.append(self._current)
+        self.complete.append(self._current)
         self._current = 0
         self._filled = 0
 
 
+class PayloadDigester:
+    """Chunk CRCs and BLAKE3 of a payload."""
+
+    __slots__ = ("_blake3", "_crcs")
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._blake3 = Blake3()
+        self._crcs = ChunkCrcs(chunk_bytes)
+
+    def update(self, data: memoryview) -> None:
+        for start in range(0, len(data), _CACHED_BYTES):
+            piece = data[start : start + _CACHED_BYTES]
+            self._blake3.update(piece)
+            self._crcs.update(piece)
+
+    def finish(self, header: ShardHeader) -> tuple[ShardRecord, tuple[int, ...]]:
+        crcs = self._crcs.finish()
+        return record_of(header, self._blake3.digest(), crcs), crcs
+
+
 class ShardStream:
     """Verifies a shard file that arrives in order: identity as soon as the head is there, digests
-    when it is whole. Every error is a CorruptionError and means: this copy is bad."""
+    when it is whole. Every error is a CorruptionError and means: this copy is bad.
 
-    __slots__ = ("_digester", "_expected_bytes", "_header", "_held", "_position", "_ref", "_stop")
+    `digester` makes what digests the payload, from the length of a chunk in bytes; it may work on
+    the pieces after `feed` has returned, until `finish`.
+    """
 
-    def __init__(self, ref: ShardRef, expected_bytes: int) -> None:
+    __slots__ = (
+        "_digester",
+        "_expected_bytes",
+        "_header",
+        "_held",
+        "_make_digester",
+        "_position",
+        "_ref",
+        "_stop",
+    )
+
+    def __init__(
+        self,
+        ref: ShardRef,
+        expected_bytes: int,
+        digester: Callable[[int], Digester] = PayloadDigester,
+    ) -> None:
         self._ref = ref
         self._expected_bytes = expected_bytes
         self._held = bytearray()
         self._position = 0
         self._stop = HEAD_PREFIX.size
         self._header: ShardHeader | None = None
-        self._digester = PayloadDigester(CHUNK_BYTES)
+        self._make_digester = digester
+        self._digester: Digester | None = None
 
     @property
     def position(self) -> int:
         """Bytes of the file taken so far."""
         return self._position
 
+    @property
+    def at_payload(self) -> bool:
+        """The head is whole and nothing of the payload has come."""
+        return self._header is not None and self._position == self._stop
+
     def feed(self, data: memoryview) -> None:
+        """The next bytes of the file, of any number."""
         if self._position + len(data) > self._expected_bytes:
             raise CorruptionError(
                 f"shard of {self._ref}: more than the {self._expected_bytes} bytes announced"
             )
         taken = 0
         while taken < len(data):
-            if self._header is None:
+            if self._header is None or self._digester is None:
                 taken += self._feed_head(data[taken:])
             else:
-                taken += self._feed_body(self._header, data[taken:])
+                taken += self._feed_body(self._header, self._digester, data[taken:])
 
     def finish(self) -> Trailer:
         """Raises CorruptionError unless the file is whole and is what the ref names."""
-        if self._header is None:
+        if self._header is None or self._digester is None:
             raise CorruptionError(f"shard of {self._ref}: ends within its head")
         if self._position != self._expected_bytes:
             raise CorruptionError(
@@ -120,16 +179,16 @@ class ShardStream:
                 f"{self._expected_bytes} were announced"
             )
         self._header = header
-        self._digester = PayloadDigester(header.chunk_bytes)
+        self._digester = self._make_digester(header.chunk_bytes)
         self._held.clear()
         return len(piece)
 
-    def _feed_body(self, header: ShardHeader, data: memoryview) -> int:
+    def _feed_body(self, header: ShardHeader, digester: Digester, data: memoryview) -> int:
         payload_start = self._stop
         payload_stop = payload_start + header.payload_bytes
         if self._position < payload_stop:
             piece = data[: payload_stop - self._position]
-            self._digester.update(piece)
+            digester.update(piece)
         elif self._position < trailer_offset(header):
             piece = data[: trailer_offset(header) - self._position]
             expect_zeros(piece, f"shard of {self._ref}")

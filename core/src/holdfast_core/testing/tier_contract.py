@@ -14,7 +14,7 @@ from holdfast_core.errors import (
     NotFoundError,
 )
 from holdfast_core.format.record import CHUNK_BYTES, ShardRecord
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
+from holdfast_core.ids import ByteRange, CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.testing.builders import JOB_UID, BytesSource, payload, shard_file, shard_header
 from holdfast_core.tiers.base import NodeTier
 
@@ -47,7 +47,31 @@ class TierContract:
             buffer = bytearray(size)
             reader.read_payload_into(0, memoryview(buffer))
             assert bytes(buffer) == data
+            assert b"".join(bytes(piece) for piece in reader.read_payload()) == data
             assert reader.record == record
+
+    @pytest.mark.parametrize("chunk_bytes", [4096, 12288, CHUNK_BYTES, 3 * CHUNK_BYTES])
+    def test_pieces_of_the_payload_need_not_be_chunks(
+        self, tier: NodeTier, chunk_bytes: int
+    ) -> None:
+        data = payload(5 * CHUNK_BYTES + 3)
+        record = write(tier, data, chunk_bytes=chunk_bytes)
+        with tier.open_shard(record.ref) as reader:
+            assert b"".join(bytes(piece) for piece in reader.read_payload()) == data
+            reader.verify()
+
+    def test_ranges_of_the_file_come_in_order_and_end_with_it(self, tier: NodeTier) -> None:
+        data = payload(50_000)
+        expected, _ = shard_file(shard_header(50_000), data)
+        record = write(tier, data)
+        size = len(expected)
+        ranges = [(0, 4096), (4096, 30_001), (30_001, 30_002), (10, 20), (size - 1, size + 10)]
+        with tier.open_shard(record.ref) as reader:
+            found = [bytes(v) for v in reader.read_file(ByteRange(*r) for r in ranges)]
+            assert found == [expected[start:stop] for start, stop in ranges]
+            # Whoever stops early gives everything back: the reader goes on to work.
+            next(iter(reader.read_payload()))
+            reader.verify()
 
     def test_chunks_read_alone(self, tier: NodeTier) -> None:
         data = payload(10 * 4096 + 5)
@@ -121,6 +145,26 @@ class TierContract:
         assert tier.find(record.ref) is None
         assert writer.commit() == record
         assert tier.find(record.ref) == record
+        with tier.open_shard(record.ref) as reader:
+            reader.verify()
+            assert read_file(reader.fd, len(file) + 1) == file
+
+    @pytest.mark.parametrize("piece", [4 << 20, (3 << 20) + 1])
+    def test_a_copy_is_received_into_the_writers_room(self, tier: NodeTier, piece: int) -> None:
+        size = 20 << 20
+        file, record = shard_file(shard_header(size), payload(size))
+        writer = tier.begin_copy(record.ref, len(file))
+        while writer.offset < len(file):
+            # The first time the connection breaks: the room is asked for again.
+            writer.room(piece)[:1000] = b"x" * 1000
+            part = file[writer.offset : writer.offset + piece]
+            room = writer.room(len(part))
+            assert len(room) == len(part)
+            room[:] = part
+            before = writer.offset
+            writer.advance(len(part))
+            assert writer.offset == before + len(part)
+        assert writer.commit() == record
         with tier.open_shard(record.ref) as reader:
             reader.verify()
             assert read_file(reader.fd, len(file) + 1) == file

@@ -7,11 +7,12 @@ after an unknown outcome the caller repeats it.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
 from types import TracebackType
 from typing import Protocol, Self
 
 from holdfast_core.format.record import CHUNK_BYTES, ShardHeader, ShardRecord
-from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
+from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 
 __all__ = [
     "CHUNK_BYTES",
@@ -53,6 +54,17 @@ class ShardReader(Protocol):
         Raises CorruptionError."""
         ...
 
+    def read_payload(self) -> Generator[memoryview]:
+        """The payload in order, in pieces of at most 16 MiB; the next one is read while the caller
+        uses this one, which is valid until then. Each chunk is compared with the table when it has
+        passed. Raises CorruptionError: nothing that came before is to be used."""
+        ...
+
+    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
+        """Like `read_payload`, for ranges of the whole file of at most 4 MiB each, unverified. A
+        view is shorter where the file ends."""
+        ...
+
     def verify(self) -> None:
         """Read everything: chunk CRCs and the BLAKE3 of the payload. Raises CorruptionError."""
         ...
@@ -77,7 +89,18 @@ class CopyWriter(Protocol):
         """Bytes received so far."""
         ...
 
-    def write(self, data: memoryview | bytes) -> None: ...
+    def room(self, length: int) -> memoryview:
+        """Where the next `length` bytes (at most 4 MiB) may be received into, without a copy. They
+        count only after `advance(length)`; until then the room may be asked for again."""
+        ...
+
+    def advance(self, length: int) -> None:
+        """The room that was given last, of this length, is filled. Raises what `write` raises."""
+        ...
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Raises CorruptionError as soon as the bytes cannot be the shard; the copy is gone."""
+        ...
 
     def commit(self) -> ShardRecord:
         """Verify identity, chunk CRCs and BLAKE3 against the ref that was asked for, then make it

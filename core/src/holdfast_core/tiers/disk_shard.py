@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +29,8 @@ from holdfast_core.format.shard import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.format.stream import PayloadDigester, check_ref, check_same
-from holdfast_core.ids import ShardRef
+from holdfast_core.format.stream import ChunkCrcs, PayloadDigester, check_ref, check_same
+from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.tiers.base import PayloadSource
 from holdfast_core.tiers.disk import (
     BufferPool,
@@ -39,6 +39,8 @@ from holdfast_core.tiers.disk import (
     read_at,
     write_at,
 )
+from holdfast_core.tiers.disk_ahead import pieces, read_ahead
+from holdfast_core.tiers.disk_blocks import BlockPipe, PipedDigester
 
 WRITE_BYTES = 16 << 20
 """Of one O_DIRECT write: measured as the size from which larger ones are no faster."""
@@ -47,33 +49,26 @@ WRITE_BYTES = 16 << 20
 def write_payload(
     fd: int, header: ShardHeader, source: PayloadSource, buffers: BufferPool
 ) -> tuple[ShardRecord, tuple[int, ...]]:
-    """Write head, payload and trailer. While one block is on its way to the disk, the next is read
-    and digested. Raises OSError of the disk and whatever `source` raises."""
+    """Write head, payload and trailer. While one block is read, another is digested and on its way
+    to the disk. Raises OSError of the disk and whatever `source` raises."""
     start = head_bytes(header)
-    digester = PayloadDigester(header.chunk_bytes)
-    position = 0
+    _write_small(fd, pack_head(header), 0, buffers)
     with ExitStack() as stack:
-        blocks = (stack.enter_context(buffers.take()), stack.enter_context(buffers.take()))
-        writer = stack.enter_context(ThreadPoolExecutor(1, "holdfast-node-write"))
-        pending: Future[None] = writer.submit(_write_small, fd, pack_head(header), 0, buffers)
-        turn = 0
-        while position < header.payload_bytes:
+        pipe = BlockPipe(fd, [stack.enter_context(buffers.take()) for _ in range(2)])
+        stack.callback(pipe.close)
+        digester = PipedDigester(pipe, header.chunk_bytes)
+        for position in range(0, header.payload_bytes, buffers.size_bytes):
             length = min(buffers.size_bytes, header.payload_bytes - position)
-            view = blocks[turn][:length]
-            source.read_into(position, view)
-            digester.update(view)
-            padded = blocks[turn][: align(length)]
-            padded[length:] = bytes(len(padded) - length)
-            pending.result()
-            pending = writer.submit(write_at, fd, padded, start + position)
+            block = pipe.begin()
+            source.read_into(position, block[:length])
+            digester.update(block[:length])
+            block[length : align(length)] = bytes(align(length) - length)
+            pipe.write(block[: align(length)], start + position)
             if position == 0:
                 failpoint("node.mid_write")
-            position += length
-            turn ^= 1
-        pending.result()
         record, crcs = digester.finish(header)
-        trailer = pack_trailer(header, record.blake3, crcs)
-        _write_small(fd, trailer, trailer_offset(header), buffers)
+    trailer = pack_trailer(header, record.blake3, crcs)
+    _write_small(fd, trailer, trailer_offset(header), buffers)
     return record, crcs
 
 
@@ -221,25 +216,54 @@ class DiskShardReader:
                     f"shard {self._path}: CRC32C of chunk {chunk} does not match ({got} bytes read)"
                 )
 
+    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
+        with disk_errors(f"reading shard {self._path}"):
+            yield from read_ahead(self._fd, ranges, self._buffers)
+
+    def read_payload(self) -> Generator[memoryview]:
+        header = self.record.header
+        crcs = ChunkCrcs(header.chunk_bytes)
+        checked = position = 0
+        for view in self._payload(header.payload_bytes):
+            crcs.update(view)
+            position += len(view)
+            found = crcs.finish() if position == header.payload_bytes else tuple(crcs.complete)
+            self._expect_chunks(found, checked)
+            checked = len(found)
+            yield view
+
     def verify(self) -> None:
         header = self.record.header
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         again = read_record(self._fd, self._path, self._buffers)
         digester = PayloadDigester(header.chunk_bytes)
-        with self._buffers.take() as buffer:
-            stop = align(header.payload_bytes)
-            for position in range(0, stop, self._buffers.size_bytes):
-                view = buffer[: min(self._buffers.size_bytes, stop - position)]
-                with disk_errors(f"reading shard {self._path}"):
-                    got = read_at(self._fd, view, self._start + position)
-                if got != len(view):
-                    raise CorruptionError(f"shard {self._path}: ends within its payload")
-                length = min(len(view), header.payload_bytes - position)
-                digester.update(view[:length])
-                expect_zeros(view[length:], f"shard {self._path}")
+        position = 0
+        for view in self._payload(align(header.payload_bytes)):
+            length = max(0, min(len(view), header.payload_bytes - position))
+            digester.update(view[:length])
+            expect_zeros(view[length:], f"shard {self._path}")
+            position += len(view)
         record, crcs = digester.finish(header)
         check_same(record, crcs, again)
         check_same(record, crcs, self._trailer)
+
+    def _payload(self, length: int) -> Iterator[memoryview]:
+        """So many bytes from the payload's first one, read ahead, none checked but for their
+        number."""
+        span = ByteRange(self._start, self._start + length)
+        wanted = tuple(pieces(span, self._buffers))
+        for piece, view in zip(wanted, self.read_file(wanted), strict=True):
+            if len(view) != piece.length_bytes:
+                raise CorruptionError(
+                    f"shard {self._path}: ends within its payload, at "
+                    f"{piece.start + len(view)} of {span.stop}"
+                )
+            yield view
+
+    def _expect_chunks(self, found: tuple[int, ...], first: int) -> None:
+        for chunk in range(first, len(found)):
+            if found[chunk] != self.chunk_crcs[chunk]:
+                raise CorruptionError(f"shard {self._path}: CRC32C of chunk {chunk} does not match")
 
     def close(self) -> None:
         if not self._closed:

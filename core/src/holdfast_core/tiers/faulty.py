@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -19,7 +19,7 @@ from typing import Self
 
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.format.record import ShardHeader, ShardRecord
-from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
+from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.tiers.base import (
     CopyWriter,
     NodeTier,
@@ -202,10 +202,20 @@ class FaultyCopyWriter:
     def __init__(self, inner: CopyWriter, faults: Faults) -> None:
         self._inner = inner
         self._faults = faults
+        self._room = memoryview(b"")
 
     @property
     def offset(self) -> int:
         return self._inner.offset
+
+    def room(self, length: int) -> memoryview:
+        self._room = self._inner.room(length)
+        return self._room
+
+    def advance(self, length: int) -> None:
+        if self._faults.strike("copy.write") and length:
+            self._room[length // 2] ^= 1
+        self._inner.advance(length)
 
     def write(self, data: memoryview | bytes) -> None:
         flip = self._faults.strike("copy.write")
@@ -243,6 +253,18 @@ class FaultyShardReader:
         self._inner.read_payload_into(offset, buffer)
         if flip and len(buffer):
             buffer[len(buffer) // 2] ^= 1
+
+    def read_payload(self) -> Generator[memoryview]:
+        for view in self._inner.read_payload():
+            yield self._struck(view)
+
+    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
+        for view in self._inner.read_file(ranges):
+            yield self._struck(view)
+
+    def _struck(self, view: memoryview) -> memoryview:
+        flip = self._faults.strike("read")
+        return memoryview(_flipped(bytes(view), True)) if flip else view
 
     def verify(self) -> None:
         self._faults.strike("verify")

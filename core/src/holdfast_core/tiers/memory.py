@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Generator, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -30,7 +31,7 @@ from holdfast_core.format.shard import (
     unpack_trailer,
 )
 from holdfast_core.format.stream import PayloadDigester, ShardStream, check_ref
-from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef
+from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, RestartRound, ShardRef
 from holdfast_core.tiers.base import PayloadSource
 
 
@@ -189,12 +190,20 @@ class MemoryCopyWriter:
         self._ref = ref
         self._file_bytes = file_bytes
         self._data = bytearray()
+        self._room = memoryview(b"")
         self._stream = ShardStream(ref, file_bytes)
         self._open = True
 
     @property
     def offset(self) -> int:
         return self._stream.position
+
+    def room(self, length: int) -> memoryview:
+        self._room = memoryview(bytearray(length))
+        return self._room
+
+    def advance(self, length: int) -> None:
+        self.write(self._room[:length])
 
     def write(self, data: memoryview | bytes) -> None:
         if not self._open:
@@ -260,6 +269,18 @@ class MemoryShardReader:
             if crc32c(chunk) != self.chunk_crcs[position // header.chunk_bytes]:
                 raise CorruptionError(f"shard of {self._ref}: chunk at {position} does not match")
             buffer[position - offset : end - offset] = chunk
+
+    def read_payload(self) -> Generator[memoryview]:
+        header = self.record.header
+        for start in range(0, header.payload_bytes, header.chunk_bytes):
+            length = min(header.chunk_bytes, header.payload_bytes - start)
+            view = memoryview(bytearray(length))
+            self.read_payload_into(start, view)
+            yield view
+
+    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
+        for wanted in ranges:
+            yield memoryview(self._data)[wanted.start : wanted.stop]
 
     def verify(self) -> None:
         stream = ShardStream(self._ref, len(self._data))

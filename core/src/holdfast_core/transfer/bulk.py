@@ -43,9 +43,11 @@ from holdfast_core.transfer.messages import Refusal, Refused
 
 MAGIC = b"HFBK"
 VERSION = 1
-DATA_BYTES = 1 << 20
-"""Of one DATA frame: larger slices make TLS no faster."""
 MAX_DATA_BYTES = 4 << 20
+"""Of one DATA frame."""
+_SEND_BYTES = 1 << 20
+"""Handed to the socket at once: larger slices make TLS no faster, and each must get through within
+the time-out."""
 MAX_META_BYTES = 64 << 10
 SOCKET_BUFFER_BYTES = 4 << 20
 
@@ -122,20 +124,8 @@ def send_frame(sock: socket.socket, frame: BulkFrame, data: memoryview | None = 
     )
     sock.sendall(header + meta)
     if data is not None:
-        sock.sendall(data)
-
-
-def send_data(sock: socket.socket, request: BulkFrame, offset: int, data: memoryview) -> None:
-    """One DATA frame of the shard that `request` names."""
-    frame = BulkFrame(
-        Kind.DATA,
-        request.ref,
-        request.round,
-        offset=offset,
-        length=len(data),
-        crc32c=crc32c(data),
-    )
-    send_frame(sock, frame, data)
+        for start in range(0, len(data), _SEND_BYTES):
+            sock.sendall(data[start : start + _SEND_BYTES])
 
 
 def receive_frame(sock: socket.socket) -> BulkFrame | None:

@@ -6,7 +6,6 @@ where the last one broke, and gives up after a bounded number of attempts.
 
 from __future__ import annotations
 
-import os
 import random
 import select
 import socket
@@ -18,17 +17,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast_core.errors import (
-    CorruptionError,
     FormatError,
     HoldfastError,
-    TierError,
     UnavailableError,
 )
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.tiers.base import CopyWriter, OpenWriter, ShardReader
 from holdfast_core.transfer.bulk import (
-    DATA_BYTES,
     MAX_DATA_BYTES,
     BulkFrame,
     BulkOptions,
@@ -38,10 +34,10 @@ from holdfast_core.transfer.bulk import (
     raise_reply,
     receive_data,
     receive_frame,
-    send_data,
     send_frame,
     tune,
 )
+from holdfast_core.transfer.bulk_data import receive_piece, send_shard
 
 T = TypeVar("T")
 
@@ -111,7 +107,7 @@ def fetch_shard(
             reply = _expect_reply(sock, peer, request)
             if writer is None:
                 writer = open_writer(ref, reply.length)
-            _receive_all(sock, peer, request, ByteRange(offset, reply.length), writer.write)
+            _receive_shard(sock, peer, request, reply.length, writer)
         return writer.commit()
 
     try:
@@ -140,12 +136,10 @@ def fetch_range(
     )
 
     def attempt() -> bytes:
-        parts = bytearray()
         with _connect(peer) as sock:
             send_frame(sock, request)
             _expect_reply(sock, peer, request)
-            _receive_all(sock, peer, request, byte_range, parts.extend)
-        return bytes(parts)
+            return _receive_range(sock, peer, request, byte_range)
 
     return _with_attempts(peer, attempt)
 
@@ -172,30 +166,18 @@ def _put(peer: _Peer, request: BulkFrame, reader: ShardReader) -> None:
 def _send_all(
     sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame, reader: ShardReader, offset: int
 ) -> None:
-    buffer = memoryview(bytearray(DATA_BYTES))
     early = select.poll()
     early.register(sock, select.POLLIN)
-    while offset < request.length:
+
+    def before(length: int) -> None:
         if early.poll(0):
             # The receiver speaks before it has everything: it refuses the rest.
             _expect_reply(sock, peer, request)
-            raise FormatError(f"bulk: {peer} acknowledged {request.ref} at {offset} of its bytes")
-        view = buffer[: min(DATA_BYTES, request.length - offset)]
-        got = _read(reader, view, offset)
-        if got == 0:
-            raise CorruptionError(f"shard of {request.ref}: the file ends at {offset}")
+            raise FormatError(f"bulk: {peer} acknowledged {request.ref} before it was sent")
         if peer.options.throttle is not None:
-            peer.options.throttle(got)
-        send_data(sock, request, offset, view[:got])
-        offset += got
+            peer.options.throttle(length)
 
-
-def _read(reader: ShardReader, view: memoryview, offset: int) -> int:
-    """Apart, so that an error of the own disk is not taken for one of the network."""
-    try:
-        return os.preadv(reader.fd, [view], offset)
-    except OSError as error:
-        raise TierError(f"reading the shard of {reader.record.ref}: {error}") from error
+    send_shard(sock, request, reader, offset, before)
 
 
 def _raise_last_words(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> None:
@@ -209,27 +191,40 @@ def _raise_last_words(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> N
         raise_reply(reply, f"bulk: sending {request.ref} to {peer}")
 
 
-def _receive_all(
-    sock: ssl.SSLSocket,
-    peer: _Peer,
-    request: BulkFrame,
-    wanted: ByteRange,
-    take: Callable[[memoryview], object],
+def _receive_shard(
+    sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame, size: int, writer: CopyWriter
 ) -> None:
-    buffer = memoryview(bytearray(MAX_DATA_BYTES))
-    offset = wanted.start
-    while offset < wanted.stop:
-        frame = receive_frame(sock)
-        if frame is None:
-            raise ConnectionResetError("the other side closed within the shard")
-        if frame.kind is Kind.REPLY:
-            raise_reply(frame, f"bulk: reading {request.ref} from {peer}")
-        room = buffer[: min(len(buffer), wanted.stop - offset)]
-        data = receive_data(sock, frame, request.ref, offset, room)
+    while writer.offset < size:
+        frame = _expect_data(sock, peer, request)
+        length = receive_piece(sock, frame, request, writer)
+        if peer.options.throttle is not None:
+            peer.options.throttle(length)
+        writer.advance(length)
+
+
+def _receive_range(
+    sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame, wanted: ByteRange
+) -> bytes:
+    found = bytearray(wanted.length_bytes)
+    view = memoryview(found)
+    position = 0
+    while position < len(found):
+        frame = _expect_data(sock, peer, request)
+        room = view[position : position + MAX_DATA_BYTES]
+        data = receive_data(sock, frame, request.ref, wanted.start + position, room)
         if peer.options.throttle is not None:
             peer.options.throttle(len(data))
-        take(data)
-        offset += len(data)
+        position += len(data)
+    return bytes(found)
+
+
+def _expect_data(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> BulkFrame:
+    frame = receive_frame(sock)
+    if frame is None:
+        raise ConnectionResetError("the other side closed within the shard")
+    if frame.kind is Kind.REPLY:
+        raise_reply(frame, f"bulk: reading {request.ref} from {peer}")
+    return frame
 
 
 def _expect_reply(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> BulkFrame:

@@ -7,7 +7,6 @@ and a copy whose connection broke waits a while for its sender to come back.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import ssl
 import threading
@@ -24,21 +23,20 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
+from holdfast_core.format.digest import crc32c
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
 from holdfast_core.transfer.bulk import (
-    DATA_BYTES,
     MAX_DATA_BYTES,
     BulkFrame,
     Kind,
     Status,
     error_reply,
-    receive_data,
     receive_frame,
-    send_data,
     send_frame,
     tune,
 )
+from holdfast_core.transfer.bulk_data import receive_piece, send_data, send_shard
 from holdfast_core.transfer.messages import Refusal
 from holdfast_core.transfer.tls import peer_name
 
@@ -193,7 +191,7 @@ class BulkServer:
             case Kind.GET_SHARD:
                 self._handler.authorize_get(peer, request.ref)
                 with self._open_shard(request.ref) as reader:
-                    _give_file(sock, request, reader)
+                    self._give_file(sock, request, reader)
             case Kind.GET_RANGE:
                 self._handler.authorize_get(peer, request.ref)
                 with self._open_shard(request.ref) as reader:
@@ -232,6 +230,13 @@ class BulkServer:
                 writer.abort()
         send_frame(sock, BulkFrame(Kind.REPLY, request.ref, request.round))
 
+    def _give_file(self, sock: ssl.SSLSocket, request: BulkFrame, reader: ShardReader) -> None:
+        try:
+            _give_file(sock, request, reader)
+        except CorruptionError as error:
+            self._tier.quarantine(request.ref, str(error))
+            raise
+
     def _give_range(self, sock: ssl.SSLSocket, request: BulkFrame, reader: ShardReader) -> None:
         header = reader.record.header
         stop = request.offset + request.length
@@ -250,9 +255,10 @@ class BulkServer:
                 self._tier.quarantine(request.ref, str(error))
                 raise
             piece = ByteRange(max(start, request.offset), min(start + len(chunk), stop))
-            for offset in range(piece.start, piece.stop, DATA_BYTES):
-                end = min(offset + DATA_BYTES, piece.stop)
-                send_data(sock, request, offset, chunk[offset - start : end - start])
+            for offset in range(piece.start, piece.stop, MAX_DATA_BYTES):
+                end = min(offset + MAX_DATA_BYTES, piece.stop)
+                data = chunk[offset - start : end - start]
+                send_data(sock, request, offset, data, crc32c(data))
 
 
 class _BrokenTransferError(UnavailableError):
@@ -317,16 +323,15 @@ class _Copies:
 
 
 def _receive_copy(sock: ssl.SSLSocket, request: BulkFrame, writer: CopyWriter) -> None:
-    buffer = memoryview(bytearray(MAX_DATA_BYTES))
     while writer.offset < request.length:
         try:
             frame = receive_frame(sock)
             if frame is None:
                 raise _BrokenTransferError(f"copy of {request.ref}: the sender closed within it")
-            data = receive_data(sock, frame, request.ref, writer.offset, buffer)
+            length = receive_piece(sock, frame, request, writer)
         except (OSError, UnavailableError) as error:
             raise _BrokenTransferError(f"copy of {request.ref}: {error}") from error
-        writer.write(data)
+        writer.advance(length)
 
 
 def _give_file(sock: ssl.SSLSocket, request: BulkFrame, reader: ShardReader) -> None:
@@ -337,14 +342,7 @@ def _give_file(sock: ssl.SSLSocket, request: BulkFrame, reader: ShardReader) -> 
         sock,
         BulkFrame(Kind.REPLY, request.ref, request.round, offset=request.offset, length=size),
     )
-    buffer = memoryview(bytearray(DATA_BYTES))
-    offset = request.offset
-    while offset < size:
-        got = os.preadv(reader.fd, [buffer[: min(DATA_BYTES, size - offset)]], offset)
-        if got == 0:
-            raise CorruptionError(f"shard of {request.ref}: the file ends at {offset} of {size}")
-        send_data(sock, request, offset, buffer[:got])
-        offset += got
+    send_shard(sock, request, reader, request.offset, lambda length: None)
 
 
 def _drain(sock: ssl.SSLSocket) -> None:

@@ -1,0 +1,391 @@
+"""A2, A4, A6: the node tier and the bulk wire, against what the disk and loopback do by themselves.
+
+All legs move the same bytes, in turns, one after the other: only ratios within one run count. The
+server of the bulk wire is a process of its own, as in a cluster, with its node tier beside ours.
+
+    raw_write, raw_read    16 MiB O_DIRECT blocks from and to one buffer, one file, fsync at the end
+    node_write, node_verify, node_fill    our shard: written durably, verified, read into a slot
+    loopback    sendfile of a file in memory to recv_into of one buffer: what the wire can do
+    wire_*      GET_SHARD of a shard in memory, verified and thrown away: our wire without a disk
+    put_*, get_*    a shard of one node tier copied to the other, durable and verified
+
+Prints one JSON line: {"mib": .., "seconds": {leg: [..]}, "gib_per_second": {leg: median},
+"cpu_seconds_per_gib": {leg: median, both processes}, "ratios": {name: median}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import multiprocessing
+import os
+import shutil
+import socket
+import ssl
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from holdfast_core.format.record import ShardHeader, ShardRecord
+from holdfast_core.format.stream import ShardStream
+from holdfast_core.ids import RestartRound, ShardRef
+from holdfast_core.testing.builders import shard_header
+from holdfast_core.testing.pki import Authority
+from holdfast_core.tiers.base import OpenWriter
+from holdfast_core.tiers.disk import set_direct
+from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.transfer.bulk_client import fetch_shard, send_copy
+from holdfast_core.transfer.bulk_server import BulkServer
+from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
+
+SERVER = "gpt-1-r0.uid.holdfast"
+CLIENT = "gpt-0-r0.uid.holdfast"
+BLOCK_BYTES = 16 << 20
+MEMORY = Path("/dev/shm")
+
+RATIOS = {
+    "node_write/raw_write": ("node_write", "raw_write"),
+    "node_verify/raw_read": ("node_verify", "raw_read"),
+    "node_fill/raw_read": ("node_fill", "raw_read"),
+    "wire_tls/loopback": ("wire_tls", "loopback"),
+    "put_tls/raw_write": ("put_tls", "raw_write"),
+    "get_tls/raw_write": ("get_tls", "raw_write"),
+}
+
+
+class Handler:
+    """Allows everything."""
+
+    def authorize_put(
+        self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
+    ) -> None: ...
+
+    def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None: ...
+
+
+class Discard:
+    """CopyWriter that verifies what arrives and keeps nothing."""
+
+    def __init__(self, ref: ShardRef, file_bytes: int) -> None:
+        self._stream = ShardStream(ref, file_bytes)
+        self._buffer = memoryview(bytearray(4 << 20))
+
+    @property
+    def offset(self) -> int:
+        return self._stream.position
+
+    def room(self, length: int) -> memoryview:
+        return self._buffer[:length]
+
+    def advance(self, length: int) -> None:
+        self._stream.feed(self._buffer[:length])
+
+    def write(self, data: memoryview | bytes) -> None:
+        self._stream.feed(memoryview(data))
+
+    def commit(self) -> ShardRecord:
+        return self._stream.finish().record
+
+    def abort(self) -> None: ...
+
+
+class FileSource:
+    """PayloadSource over a file in memory: what a slot is to the sidecar."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        done = 0
+        while done < len(buffer):
+            done += os.preadv(self._fd, [buffer[done:]], offset + done)
+
+
+@dataclass(frozen=True)
+class Ports:
+    disk: int
+    memory: int
+    raw: int
+
+
+def opened(root: Path) -> DiskNodeTier:
+    tier = DiskNodeTier(root, capacity_bytes=1 << 40)
+    tier.open()
+    return tier
+
+
+def serve(folder: Path, memory: Path, certificates: Path, pipe: Connection) -> None:
+    """The other node: its tiers, its bulk servers, a plain sender. Commands: what to do between
+    legs, each answered."""
+    context = server_context(TlsFiles.in_directory(certificates))
+    disk, shared = opened(folder), opened(memory)
+    with ExitStack() as stack:
+        servers = []
+        for tier in (disk, shared):
+            server = BulkServer(Handler(), tier, context, host="127.0.0.1")
+            server.start()
+            stack.callback(server.close)
+            servers.append(server)
+        raw = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        threading.Thread(target=_send_raw, args=(raw, memory), daemon=True).start()
+        pipe.send(Ports(servers[0].port, servers[1].port, raw.getsockname()[1]))
+        while True:
+            command, *arguments = pipe.recv()
+            if command == "stop":
+                return
+            if command == "write":
+                pipe.send(_written(disk if arguments[0] == "disk" else shared, *arguments[1:]))
+            if command == "cpu":
+                pipe.send(time.process_time())
+            if command == "forget":
+                disk.delete_shard(arguments[0])
+                pipe.send(None)
+
+
+def _written(tier: DiskNodeTier, header: ShardHeader, path: Path) -> ShardRecord:
+    return tier.write_shard(header, FileSource(path))
+
+
+def _send_raw(listener: socket.socket, root: Path) -> None:
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        (path,) = root.glob("*/shards/**/*.shard")
+        with sock, path.open("rb") as file:
+            sock.sendfile(file)
+
+
+@dataclass
+class Bench:
+    folder: Path
+    payload: Path
+    size: int
+    tier: DiskNodeTier
+    ports: Ports
+    context: ssl.SSLContext
+    pipe: Connection
+    record: ShardRecord
+    """On our disk; put_* copies it."""
+    theirs: ShardRecord
+    """On their disk; get_* fetches it."""
+    in_memory: ShardRecord
+    buffer: memoryview
+    step: int = 1000
+
+    def raw_write(self) -> float:
+        path = self.folder / "raw"
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        began = time.perf_counter()
+        os.posix_fallocate(fd, 0, self.size)
+        set_direct(fd, True)
+        for offset in range(0, self.size, BLOCK_BYTES):
+            os.pwrite(fd, self.buffer[: min(BLOCK_BYTES, self.size - offset)], offset)
+        os.fsync(fd)
+        seconds = time.perf_counter() - began
+        os.close(fd)
+        return seconds
+
+    def raw_read(self) -> float:
+        fd = os.open(self.folder / "raw", os.O_RDONLY)
+        set_direct(fd, True)
+        began = time.perf_counter()
+        for offset in range(0, self.size, BLOCK_BYTES):
+            os.preadv(fd, [self.buffer[: min(BLOCK_BYTES, self.size - offset)]], offset)
+        seconds = time.perf_counter() - began
+        os.close(fd)
+        return seconds
+
+    def node_write(self) -> float:
+        self.step += 1
+        header = shard_header(self.size, step=self.step)
+        source = FileSource(self.payload)
+        began = time.perf_counter()
+        record = self.tier.write_shard(header, source)
+        seconds = time.perf_counter() - began
+        self.tier.delete_shard(record.ref)
+        return seconds
+
+    def node_verify(self) -> float:
+        began = time.perf_counter()
+        with self.tier.open_shard(self.record.ref) as reader:
+            reader.verify()
+        return time.perf_counter() - began
+
+    def node_fill(self) -> float:
+        self._forget_pages(self.record)
+        slot = os.open(self.payload.with_name("slot"), os.O_WRONLY | os.O_CREAT, 0o600)
+        began = time.perf_counter()
+        with self.tier.open_shard(self.record.ref) as reader:
+            written = 0
+            for part in reader.read_payload():
+                written += os.pwrite(slot, part, written)
+        seconds = time.perf_counter() - began
+        os.close(slot)
+        return seconds
+
+    def loopback(self) -> float:
+        began = time.perf_counter()
+        with socket.create_connection(("127.0.0.1", self.ports.raw)) as sock:
+            while sock.recv_into(self.buffer):
+                pass
+        return time.perf_counter() - began
+
+    def wire_tls(self) -> float:
+        return self._fetch(self.ports.memory, self.in_memory, Discard)
+
+    def put_tls(self) -> float:
+        self._forget_pages(self.record)
+        began = time.perf_counter()
+        with self.tier.open_shard(self.record.ref) as reader:
+            send_copy("127.0.0.1", self.ports.disk, SERVER, self.context, RestartRound(0), reader)
+        seconds = time.perf_counter() - began
+        self.pipe.send(("forget", self.record.ref))
+        self.pipe.recv()
+        return seconds
+
+    def get_tls(self) -> float:
+        self._forget_pages(self.theirs)
+        seconds = self._fetch(self.ports.disk, self.theirs, self.tier.begin_copy)
+        self.tier.delete_shard(self.theirs.ref)
+        return seconds
+
+    def cpu(self) -> float:
+        self.pipe.send(("cpu",))
+        return time.process_time() + float(self.pipe.recv())
+
+    def _fetch(self, port: int, record: ShardRecord, begin: OpenWriter) -> float:
+        began = time.perf_counter()
+        fetch_shard("127.0.0.1", port, SERVER, self.context, RestartRound(0), record.ref, begin)
+        return time.perf_counter() - began
+
+    def _forget_pages(self, record: ShardRecord) -> None:
+        """A shard lies on the disk when it is asked for, not in the page cache."""
+        for path in self.folder.rglob(f"*{record.blake3[3:19]}.shard"):
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+LEGS = (
+    "raw_write",
+    "node_write",
+    "raw_read",
+    "node_verify",
+    "node_fill",
+    "loopback",
+    "wire_tls",
+    "put_tls",
+    "get_tls",
+)
+
+
+Measured = dict[str, list[float]]
+
+
+def measured(bench: Bench, legs: list[str], repetitions: int) -> tuple[Measured, Measured]:
+    """Seconds, and processor seconds of both processes. The first round warms buffers up and is not
+    counted."""
+    seconds: Measured = {leg: [] for leg in legs}
+    cpu: Measured = {leg: [] for leg in legs}
+    for repetition in range(repetitions + 1):
+        for leg in legs:
+            before = bench.cpu()
+            took = getattr(bench, leg)()
+            used = bench.cpu() - before
+            if repetition:
+                seconds[leg].append(took)
+                cpu[leg].append(used)
+            print(f"{repetition} {leg} {took:.3f} s", file=sys.stderr, flush=True)
+    return seconds, cpu
+
+
+def report(mib: int, seconds: Measured, cpu: Measured) -> str:
+    """Ratios of speeds, taken repetition by repetition, then the median."""
+    gib = mib / 1024
+    ratios = {
+        name: round(
+            statistics.median(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True)), 3
+        )
+        for name, (ours, theirs) in RATIOS.items()
+        if ours in seconds and theirs in seconds
+    }
+    speeds = {leg: round(gib / statistics.median(took), 2) for leg, took in seconds.items()}
+    rounded = {leg: [round(s, 4) for s in took] for leg, took in seconds.items()}
+    used = {leg: round(statistics.median(took) / gib, 2) for leg, took in cpu.items()}
+    return json.dumps(
+        {
+            "mib": mib,
+            "seconds": rounded,
+            "gib_per_second": speeds,
+            "cpu_seconds_per_gib": used,
+            "ratios": ratios,
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: TMPDIR")
+    parser.add_argument("--legs", default=",".join(LEGS))
+    arguments = parser.parse_args()
+    size = arguments.mib << 20
+    with ExitStack() as stack:
+        folder = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=arguments.directory)
+            )
+        )
+        memory = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=MEMORY))
+        stack.callback(shutil.rmtree, memory)
+        payload = memory / "payload"
+        block = os.urandom(1 << 20)
+        with payload.open("wb") as file:
+            for number in range(arguments.mib):
+                file.write(number.to_bytes(8, "big") + block[8:])
+
+        authority = Authority()
+        ours, theirs = multiprocessing.Pipe()
+        authority.write_leaf(folder / "server", SERVER)
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(folder / "theirs", memory / "theirs", folder / "server", theirs)
+        )
+        process.start()
+        stack.callback(process.join, 10)
+        ports = ours.recv()
+        stack.callback(ours.send, ("stop",))
+        tier = opened(folder / "ours")
+        ours.send(("write", "disk", shard_header(size, rank=1), payload))
+        fetched = ours.recv()
+        ours.send(("write", "memory", shard_header(size, rank=2), payload))
+        files = TlsFiles.in_directory(authority.write_leaf(folder / "client", CLIENT))
+        bench = Bench(
+            folder,
+            payload,
+            size,
+            tier,
+            ports,
+            client_context(files),
+            ours,
+            tier.write_shard(shard_header(size), FileSource(payload)),
+            fetched,
+            ours.recv(),
+            memoryview(mmap.mmap(-1, BLOCK_BYTES)),
+        )
+        seconds, cpu = measured(bench, arguments.legs.split(","), arguments.repetitions)
+    print(report(arguments.mib, seconds, cpu))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The DATA of the bulk wire: a shard file cut into frames, out of a reader and into a writer.
+
+A frame is a chunk wherever chunks are small enough, so that its CRC is the chunk table's: damage on
+the sender's disk shows before the bytes leave it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+from holdfast_core.errors import CorruptionError
+from holdfast_core.format.digest import crc32c
+from holdfast_core.format.record import ShardRecord
+from holdfast_core.format.shard import head_bytes
+from holdfast_core.ids import ByteRange
+from holdfast_core.tiers.base import CopyWriter, ShardReader
+from holdfast_core.transfer.bulk import (
+    MAX_DATA_BYTES,
+    BulkFrame,
+    Kind,
+    receive_data,
+    send_frame,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Of one DATA frame: bytes of the file, and the chunk that they are, if they are just one."""
+
+    span: ByteRange
+    chunk: int | None = None
+
+
+def pieces(record: ShardRecord, start: int) -> Iterator[Piece]:
+    """The file from byte `start` on. Cut where the payload begins and ends, and at its chunks; at
+    most MAX_DATA_BYTES each."""
+    chunk_bytes = record.header.chunk_bytes
+    payload = ByteRange(
+        head_bytes(record.header), head_bytes(record.header) + record.header.payload_bytes
+    )
+    position = start
+    while position < record.file_bytes:
+        if position < payload.start:
+            stop = payload.start
+        elif position < payload.stop:
+            chunk = (position - payload.start) // chunk_bytes
+            stop = min(payload.start + (chunk + 1) * chunk_bytes, payload.stop)
+            if (
+                position == payload.start + chunk * chunk_bytes
+                and stop - position <= MAX_DATA_BYTES
+            ):
+                yield Piece(ByteRange(position, stop), chunk)
+                position = stop
+                continue
+        else:
+            stop = record.file_bytes
+        stop = min(stop, position + MAX_DATA_BYTES)
+        yield Piece(ByteRange(position, stop))
+        position = stop
+
+
+def send_shard(
+    sock: socket.socket,
+    request: BulkFrame,
+    reader: ShardReader,
+    start: int,
+    before: Callable[[int], None],
+) -> None:
+    """The file from byte `start` to its end; the next piece is read while one is sent. `before` is
+    called with the bytes of each frame. Raises CorruptionError where a chunk is not what the table
+    says, TierError of the own disk, OSError of the connection."""
+    wanted = tuple(pieces(reader.record, start))
+    with closing(reader.read_file(piece.span for piece in wanted)) as views:
+        for piece, view in zip(wanted, views, strict=True):
+            if len(view) != piece.span.length_bytes:
+                raise CorruptionError(
+                    f"shard of {request.ref}: the file ends at {piece.span.start + len(view)} of "
+                    f"{reader.record.file_bytes}"
+                )
+            crc = crc32c(view)
+            if piece.chunk is not None and crc != reader.chunk_crcs[piece.chunk]:
+                raise CorruptionError(
+                    f"shard of {request.ref}: CRC32C of chunk {piece.chunk} does not match"
+                )
+            before(len(view))
+            send_data(sock, request, piece.span.start, view, crc)
+
+
+def send_data(
+    sock: socket.socket, request: BulkFrame, offset: int, data: memoryview, crc: int
+) -> None:
+    """One DATA frame of the shard that `request` names; `crc` is that of `data`."""
+    frame = BulkFrame(
+        Kind.DATA,
+        request.ref,
+        request.round,
+        offset=offset,
+        length=len(data),
+        crc32c=crc,
+    )
+    send_frame(sock, frame, data)
+
+
+def receive_piece(
+    sock: socket.socket, frame: BulkFrame, request: BulkFrame, writer: CopyWriter
+) -> int:
+    """The bytes of a DATA frame into the writer's room; they count after `writer.advance` of the
+    number that this returns. Raises what `receive_data` raises."""
+    room = writer.room(min(frame.length, MAX_DATA_BYTES))
+    return len(receive_data(sock, frame, request.ref, writer.offset, room))

@@ -1,0 +1,75 @@
+"""How a shard file is cut into frames."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_core.format.record import ShardRecord
+from holdfast_core.format.shard import head_bytes
+from holdfast_core.testing.builders import payload, shard_file, shard_header
+from holdfast_core.transfer.bulk import MAX_DATA_BYTES
+from holdfast_core.transfer.bulk_data import pieces
+
+MIB = 1 << 20
+
+
+def record_of(size: int, chunk_bytes: int) -> ShardRecord:
+    return shard_file(shard_header(size, chunk_bytes=chunk_bytes), payload(size))[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk_bytes", "start", "expected"),
+    [
+        # (start, stop, chunk), counted from the payload's first byte; the head is 4096 bytes.
+        (0, 4 * MIB, 0, [(-4096, 0, None), (0, 4096, None)]),
+        (10, 4 * MIB, 0, [(-4096, 0, None), (0, 10, 0), (10, 8192, None)]),
+        (
+            9 * MIB,
+            4 * MIB,
+            0,
+            [
+                (-4096, 0, None),
+                (0, 4 * MIB, 0),
+                (4 * MIB, 8 * MIB, 1),
+                (8 * MIB, 9 * MIB, 2),
+                (9 * MIB, 9 * MIB + 4096, None),
+            ],
+        ),
+        (
+            6 * MIB,
+            8 * MIB,
+            0,
+            [
+                (-4096, 0, None),
+                (0, 4 * MIB, None),
+                (4 * MIB, 6 * MIB, None),
+                (6 * MIB, 6 * MIB + 4096, None),
+            ],
+        ),
+        # Within a chunk: up to its end, and whole chunks again after it.
+        (8 * MIB, 4 * MIB, 4096 + MIB, [(MIB, 4 * MIB, None), (4 * MIB, 8 * MIB, 1)]),
+    ],
+    ids=["empty", "tiny", "chunks", "chunks larger than frames", "from within a chunk"],
+)
+def test_a_file_is_cut_at_its_chunks(
+    size: int, chunk_bytes: int, start: int, expected: list[tuple[int, int, int | None]]
+) -> None:
+    record = record_of(size, chunk_bytes)
+    first = head_bytes(record.header)
+    assert first == 4096
+    found = [(p.span.start - first, p.span.stop - first, p.chunk) for p in pieces(record, start)]
+    assert found[: len(expected)] == expected
+    assert found[-1][1] + first == record.file_bytes
+
+
+@pytest.mark.parametrize("start", [0, 1, 4095, 4096, 5000, 12 * MIB + 7])
+@pytest.mark.parametrize("chunk_bytes", [4096, 12288, 4 * MIB, 12 * MIB])
+def test_every_byte_travels_once(start: int, chunk_bytes: int) -> None:
+    record = record_of(13 * MIB + 5, chunk_bytes)
+    position = start
+    for piece in pieces(record, start):
+        assert piece.span.start == position
+        assert 0 < piece.span.length_bytes <= MAX_DATA_BYTES
+        position = piece.span.stop
+    assert position == record.file_bytes
+    assert list(pieces(record, record.file_bytes)) == []
