@@ -38,8 +38,8 @@ from holdfast_core.testing.hostile_s3 import (
     error_document,
     on,
 )
-from holdfast_core.testing.minio_server import MinioServer
 from holdfast_core.testing.shard_files import CopyWriters, write_shard
+from holdfast_core.testing.store_server import StoreServer
 from holdfast_core.tiers.disk_shard import DiskShardReader
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.retry import Retrier, RetryPolicy
@@ -108,10 +108,10 @@ def bench(
     tier: S3ObjectTier,
     proxied: S3ObjectTier,
     proxy: HostileProxy,
-    minio: MinioServer,
+    server: StoreServer,
     store: StoreConfig,
 ) -> Iterator[Bench]:
-    client = S3Client(store, minio.credentials)
+    client = S3Client(store, server.credentials)
     small, large = 300_000, 11 * MIB
     with (
         write_shard(tmp_path, shard_header(small, rank=0), os.urandom(small)) as whole,
@@ -246,12 +246,12 @@ class Rotating:
 
 
 def test_f59_keys_that_expire_within_an_upload_are_read_again(
-    bench: Bench, minio: MinioServer, store: StoreConfig, quick: Retrier
+    bench: Bench, server: StoreServer, store: StoreConfig, quick: Retrier
 ) -> None:
-    good = minio.credentials.keys
+    good = server.credentials.keys
     provider = Rotating(good, good, good)
     bench.honest.put_layout(NAMESPACE, JOB_UID, b"{}")
-    config = minio.config(store.prefix, endpoint=bench.proxy.endpoint)
+    config = server.config(store.prefix, endpoint=bench.proxy.endpoint)
     tier = S3ObjectTier(config, provider, retrier=quick)
     provider.old = provider.current = Keys(good.access_key, "expired")
     tier.upload_shard(NAMESPACE, bench.parts)
@@ -406,25 +406,27 @@ def test_a_list_never_names_what_is_outside_of_the_job(bench: Bench) -> None:
     assert [s.path for s in bench.proxy.requests if "team-b" in s.path] == []
 
 
-def test_f63_an_upload_goes_on_when_a_killed_server_is_back(tmp_path: Path) -> None:
+def test_f63_an_upload_goes_on_when_a_killed_server_is_back(
+    tmp_path: Path, server: StoreServer
+) -> None:
     failed = threading.Event()
 
     def wait(seconds: float) -> None:
         failed.set()
         threading.Event().wait(min(seconds, 0.2))
 
-    with MinioServer() as server:
+    with type(server)() as own:
         retrier = Retrier(RetryPolicy(max_attempts=1000, budget_seconds=60), sleep=wait)
         tier = S3ObjectTier(
-            server.config("p"), server.credentials, retrier=retrier, timeouts=Timeouts(2.0, 5.0)
+            own.config("p"), own.credentials, retrier=retrier, timeouts=Timeouts(2.0, 5.0)
         )
         size = 11 * MIB
         with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
-            server.kill()
+            own.kill()
             thread = threading.Thread(target=tier.upload_shard, args=(NAMESPACE, reader))
             thread.start()
             assert failed.wait(30)
-            server.revive()
+            own.revive()
             thread.join(60)
             assert not thread.is_alive()
             target = tmp_path / "target"
