@@ -35,6 +35,7 @@ from holdfast_core.testing.hostile_s3 import (
     LoseReply,
     Matches,
     Replace,
+    Seen,
     SetReplyHeader,
     error_document,
     on,
@@ -269,61 +270,112 @@ def test_f59_keys_that_expire_within_an_upload_are_read_again(
     tier.close()
 
 
-READS: list[tuple[str, Action, int]] = [
-    # name, what happens once, how many writers the tier needs: a flip costs a second whole read
-    ("F46-503", Answer(503, "SlowDown"), 1),
-    ("F50-cut", CutReply(3 * MIB), 1),
-    ("F50-cut-and-lying", CutReply(3 * MIB, lying=True), 1),
-    ("reset-before-a-byte", LoseReply(), 1),
-    ("silence", Hang(), 1),
-    ("200-instead-of-206", Replace(200, b"everything"), 1),
-    ("other-range", SetReplyHeader("Content-Range", "bytes 4096-8191/8192"), 1),
-    ("F52-flip-in-payload", FlipReply(5 * MIB), 2),
-    ("F52-flip-in-head", FlipReply(30), 2),
-    ("F52-flip-in-trailer", FlipReply(-40), 2),
+def asks_for_byte(position: int) -> Matches:
+    """Ranged GETs that include this byte of the object."""
+
+    def matches(seen: Seen) -> bool:
+        first, _, last = seen.headers.get("range", "").removeprefix("bytes=").partition("-")
+        return seen.method == "GET" and bool(last) and int(first) <= position <= int(last)
+
+    return matches
+
+
+FIRST_PIECE = asks_for_byte(0)
+READS: list[tuple[str, Matches, Action]] = [
+    ("F46-503", GET, Answer(503, "SlowDown")),
+    ("F46-503-in-the-middle", FIRST_PIECE, Answer(503, "SlowDown")),
+    ("F50-cut-trailer", GET, CutReply(1000)),
+    ("F50-cut", FIRST_PIECE, CutReply(3 * MIB)),
+    ("F50-cut-and-lying", FIRST_PIECE, CutReply(3 * MIB, lying=True)),
+    ("reset-before-a-byte", FIRST_PIECE, LoseReply()),
+    ("silence", FIRST_PIECE, Hang()),
+    ("200-instead-of-206", FIRST_PIECE, Replace(200, b"everything")),
+    ("other-range", FIRST_PIECE, SetReplyHeader("Content-Range", "bytes 4096-8191/8192")),
+    ("F52-flip-in-payload", FIRST_PIECE, FlipReply(3 * MIB)),
+    ("F52-flip-in-second-piece", asks_for_byte(9 * MIB), FlipReply(100)),
+    ("F52-flip-in-head", FIRST_PIECE, FlipReply(30)),
+    ("F52-flip-in-table", GET, FlipReply(-60)),
+    ("F52-flip-in-footer", GET, FlipReply(-20)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("action", "opened"), [case[1:] for case in READS], ids=[case[0] for case in READS]
+    ("matches", "action"), [case[1:] for case in READS], ids=[case[0] for case in READS]
 )
-def test_a_download_gets_over_it(bench: Bench, action: Action, opened: int) -> None:
+def test_a_download_gets_over_it(bench: Bench, matches: Matches, action: Action) -> None:
+    """And what is wrong is asked for again alone: the writer never sees it."""
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    fault = bench.proxy.add(GET, action)
+    fault = bench.proxy.add(matches, action)
     record, writers = bench.parts.record, bench.writers()
     assert bench.tier.download_shard(NAMESPACE, record.ref, writers) == record
-    assert (fault.applied, len(writers.opened)) == (1, opened)
+    assert (fault.applied, len(writers.opened)) == (1, 1)
+
+
+def ranges(bench: Bench, matches: Matches) -> list[str]:
+    seen = [s for s in bench.proxy.requests if s.method == "GET" and matches(s)]
+    return [s.headers["range"] for s in seen]
 
 
 def test_a_broken_download_goes_on_at_the_last_byte(bench: Bench) -> None:
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    bench.proxy.add(GET, CutReply(3 * MIB))
-    bench.proxy.add(GET, CutReply(2 * MIB, lying=True))
+    bench.proxy.add(FIRST_PIECE, CutReply(3 * MIB))
+    bench.proxy.add(asks_for_byte(3 * MIB), CutReply(2 * MIB, lying=True))
     bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers())
-    last = bench.parts.record.file_bytes - 1
-    assert [seen.headers["range"] for seen in bench.proxy.requests if seen.method == "GET"] == [
+    last = 4096 + 4 * MIB - 1  # head and one chunk: a second would not fit into the piece
+    assert ranges(bench, asks_for_byte(last)) == [
         f"bytes=0-{last}",
         f"bytes={3 * MIB}-{last}",
-        f"bytes={5 * MIB}-{last}",
+    ]
+
+
+def test_a_wrong_chunk_is_asked_for_again_and_nothing_else_is(bench: Bench) -> None:
+    bench.honest.upload_shard(NAMESPACE, bench.parts)
+    start = 4096 + 4 * MIB  # the second chunk begins the second piece, the third ends it
+    fault = bench.proxy.add(asks_for_byte(start), FlipReply(5 * MIB))
+    bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers())
+    assert fault.applied == 1
+    assert ranges(bench, asks_for_byte(start + 5 * MIB)) == [
+        f"bytes={start}-{4096 + 11 * MIB - 1}",
+        f"bytes={4096 + 8 * MIB}-{4096 + 11 * MIB - 1}",
     ]
 
 
 def test_a_server_that_gives_a_byte_at_a_time_is_given_up(bench: Bench) -> None:
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    bench.proxy.add(GET, CutReply(1), FOREVER)
+    bench.proxy.add(asks_for_byte(5 * MIB), CutReply(1), FOREVER)
     writers = bench.writers()
     with pytest.raises(UnavailableError, match="given up after 5"):
         bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, writers)
     assert [writer.aborted for writer in writers.opened] == [True]
 
 
-def test_f52_bytes_that_are_wrong_twice_are_corrupt(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("matches", "offset", "opened"),
+    [(asks_for_byte(4096 + 4 * MIB), 0, [True]), (FIRST_PIECE, 7, [True]), (GET, -30, [])],
+    ids=["payload", "head", "trailer"],
+)
+def test_f52_bytes_that_are_wrong_twice_are_corrupt(
+    bench: Bench, matches: Matches, offset: int, opened: list[bool]
+) -> None:
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    bench.proxy.add(GET, FlipReply(5 * MIB), FOREVER)
+    fault = bench.proxy.add(matches, FlipReply(offset), FOREVER)
     writers = bench.writers()
     with pytest.raises(CorruptionError):
         bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, writers)
-    assert len(writers.opened) == 2
+    assert [writer.aborted for writer in writers.opened] == opened
+    assert fault.applied == 2
+
+
+def test_a_download_that_fails_leaves_no_thread_at_work(bench: Bench) -> None:
+    """Else a range that is still under way would write into memory that has another use."""
+    bench.honest.upload_shard(NAMESPACE, bench.parts)
+    bench.proxy.add(FIRST_PIECE, Answer(403, "AccessDenied"), FOREVER)
+    with pytest.raises(AccessDeniedError):
+        bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers())
+    before = bench.proxy.count(GET)
+    bench.honest.list_manifests(NAMESPACE, JOB_UID)
+    assert bench.proxy.count(GET) == before
+    bench.tier.upload_shard(NAMESPACE, bench.parts)
 
 
 def test_f61_bucket_gone_while_reading(bench: Bench) -> None:
