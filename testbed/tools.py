@@ -60,6 +60,9 @@ TOOL_SETS = (
     ToolSet("helm", {"helm": "helm.sh/helm/v4/cmd/helm"}, registry=True),
     ToolSet("minio", {"minio": "github.com/minio/minio"}, registry=True),
     ToolSet("mc", {"mc": "github.com/minio/mc"}, registry=True),
+    ToolSet(
+        "versitygw", {"versitygw": "github.com/versity/versitygw/cmd/versitygw"}, registry=True
+    ),
     ToolSet("kind", {"kind": "sigs.k8s.io/kind"}, registry=True),
     ToolSet(
         "containerd",

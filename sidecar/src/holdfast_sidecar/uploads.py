@@ -26,6 +26,7 @@ from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.versioned import Versioned
 
 _STALE_UPLOADS = timedelta(hours=24)
+_REAP_SECONDS = 6 * 3600.0
 
 
 class Uploads:
@@ -128,9 +129,10 @@ class Uploads:
         """Until cancelled. Without a store there is nothing to do."""
         if self._store is None:
             return
-        await self._reap()
         backoff = Backoff(0.5, 15.0)
+        reaper = Reaper(self._contract, self._store, self._pools, self._clock)
         while True:
+            await reaper.reap_if_due()
             await self._versioned.wait_tick(at_most_seconds=5.0)
             step = self._ledger.next_upload()
             entry = None if step is None else self._ledger.steps.get(step)
@@ -176,10 +178,28 @@ class Uploads:
             self.last_bytes = entry.payload_bytes
         logs.info("persisted", step=entry.step, round=entry.round, level=Level.PERSISTED)
 
-    async def _reap(self) -> None:
-        """Multipart uploads that a dead pod left behind a day ago: they cost money for ever."""
-        if not isinstance(self._store, S3ObjectTier):
+
+class Reaper:
+    """Multipart uploads that a dead pod left behind a day ago: they cost money for ever."""
+
+    def __init__(
+        self,
+        contract: SidecarContract,
+        store: ObjectTier | None,
+        pools: Pools,
+        clock: Clock,
+    ) -> None:
+        self._contract = contract
+        self._store = store
+        self._pools = pools
+        self._clock = clock
+        self._due_at = clock.monotonic()
+
+    async def reap_if_due(self) -> None:
+        """At first and then every few hours, because one coordinator may live for weeks."""
+        if not isinstance(self._store, S3ObjectTier) or self._clock.monotonic() < self._due_at:
             return
+        self._due_at = self._clock.monotonic() + _REAP_SECONDS
         try:
             await self._pools.store.run(
                 self._store.abort_stale_uploads,

@@ -14,7 +14,7 @@ from holdfast_core.format.digest import crc32c
 from holdfast_core.testing.builders import shard_header
 from holdfast_core.testing.shard_files import flip_bit, write_shard
 from holdfast_core.tiers.disk_shard import DiskShardReader
-from holdfast_core.tiers.object_parts import append_crc, part_spans, plan_parts
+from holdfast_core.tiers.object_parts import append_crc, crc_between, part_spans, plan_parts
 
 MIB = 1 << 20
 
@@ -72,8 +72,46 @@ def test_whole_chunks_are_not_read_again(tmp_path: Path) -> None:
     assert plan_parts(reader, 5 * MIB) == before
 
 
-def test_a_chunk_that_a_part_cuts_is_verified(tmp_path: Path) -> None:
+@given(before=st.binary(max_size=50), between=st.binary(max_size=50), after=st.binary(max_size=50))
+def test_the_checksum_between_two_known_ones(before: bytes, between: bytes, after: bytes) -> None:
+    whole = crc32c(before + between + after)
+    known = crc32c(before), len(between), crc32c(after), len(after)
+    assert crc_between(whole, *known) == crc32c(between)
+
+
+@pytest.mark.parametrize("part_bytes", [10_000, 70_000, 65_536])
+@pytest.mark.parametrize("position", [0, 9_000, 65_535, 65_536, 100_000, 4 * 65_536 - 1])
+def test_a_flipped_bit_of_the_payload_never_gets_a_checksum_of_its_own(
+    tmp_path: Path, part_bytes: int, position: int
+) -> None:
+    """Whatever part boundaries cut: some part then has another checksum than its bytes, and the
+    checksum of the whole is still that of the tensors."""
     reader, path = open_shard(tmp_path, 4 * 65_536)
-    flip_bit(path, 4096 + 100)
-    with pytest.raises(CorruptionError):
+    before = plan_parts(reader, part_bytes)
+    flip_bit(path, 4096 + position)
+    plan, data = plan_parts(reader, part_bytes), path.read_bytes()
+    assert plan.crc32c == before.crc32c
+    bad = [p for p in plan.parts if p.crc32c != crc32c(data[p.span.start : p.span.stop])]
+    assert bad != []
+
+
+def test_most_of_a_file_is_not_read(tmp_path: Path) -> None:
+    """With the real sizes a boundary cuts one block from a chunk."""
+    payload = 3 * 32 * MIB
+    reader = write_shard(tmp_path, shard_header(payload), bytes(payload))
+    before = _bytes_read()
+    plan_parts(reader, 32 * MIB)
+    assert _bytes_read() - before < 64 << 10
+
+
+def _bytes_read() -> int:
+    """By this process, from files and the page cache alike."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"])
+
+
+def test_a_file_that_is_too_short_is_said(tmp_path: Path) -> None:
+    reader, path = open_shard(tmp_path, 4 * 65_536)
+    os.truncate(path, 4096 + 10_000)
+    with pytest.raises(CorruptionError, match=r"ends at byte \d+, expected 270336 bytes"):
         plan_parts(reader, 10_000)

@@ -18,7 +18,8 @@ import pytest
 from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step
-from holdfast_core.testing.minio_server import ACCESS_KEY, SECRET_KEY, MinioServer
+from holdfast_core.testing.minio_server import MinioServer
+from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
 from holdfast_core.transfer.messages import Refusal, Stage
 from holdfast_sidecar.settings import inherited
 from holdfast_sidecar.testing import FakeRank

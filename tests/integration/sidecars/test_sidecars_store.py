@@ -11,7 +11,8 @@ import pytest
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, TierName
-from holdfast_core.testing.minio_server import ACCESS_KEY, SECRET_KEY, MinioServer
+from holdfast_core.testing.minio_server import MinioServer
+from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.transfer.messages import (
     Ask,

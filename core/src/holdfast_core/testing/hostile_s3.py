@@ -43,11 +43,11 @@ Matches = Callable[[Seen], bool]
 
 
 def on(method: str, *, query: str | None = None, path: str = "") -> Matches:
-    """Requests of this method whose path contains `path` and whose query contains `query` (None:
-    any; "": those without a query)."""
+    """Requests of this method ("": any) whose path contains `path` and whose query contains `query`
+    (None: any; "": those without a query)."""
 
     def matches(seen: Seen) -> bool:
-        if seen.method != method or path not in seen.path:
+        if (method and seen.method != method) or path not in seen.path:
             return False
         return query is None or (query in seen.query if query else not seen.query)
 
@@ -81,6 +81,21 @@ class CutRequest:
 
     after_bytes: int
     reset: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FlipRequest:
+    """Invert one bit of the request's body on its way to the store."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreezeRequest:
+    """Pass on this many bytes of the body and no more, for as long as the client lives; then end
+    the connection to the store. HostileProxy.holding says when it has come to that."""
+
+    after_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +141,8 @@ Action = (
     Answer
     | Replace
     | CutRequest
+    | FlipRequest
+    | FreezeRequest
     | LoseReply
     | Hang
     | CutReply
@@ -156,6 +173,8 @@ class HostileProxy:
         self._faults: list[Fault] = []
         self._server: _Server | None = None
         self.requests: list[Seen] = []
+        self.holding = threading.Event()
+        """Set when a Hang or a FreezeRequest holds a request."""
         self.released = threading.Event()
         """Set when the proxy ends: what hangs, ends."""
 
@@ -170,6 +189,12 @@ class HostileProxy:
         with self._lock:
             self._faults.append(fault)
         return fault
+
+    def body_bytes(self, matches: Matches) -> int:
+        """Bytes of the bodies of all matching requests so far, as their heads announce them."""
+        with self._lock:
+            bodies = [s.headers.get("content-length", "0") for s in self.requests if matches(s)]
+        return sum(int(length) for length in bodies)
 
     def count(self, matches: Matches) -> int:
         """Requests seen so far that match."""
@@ -265,7 +290,7 @@ class _Connection(socketserver.StreamRequestHandler):
             return True
         if isinstance(action, DropRequestHeader):
             headers = self._without(seen, headers, action.name)
-        limit = action.after_bytes if isinstance(action, CutRequest) else None
+        limit = action.after_bytes if isinstance(action, CutRequest | FreezeRequest) else None
         reply = self._forward(seen, headers, length, limit, action)
         self._apply(seen, reply, action)
         return True
@@ -273,11 +298,19 @@ class _Connection(socketserver.StreamRequestHandler):
     def _apply(self, seen: Seen, reply: _Reply, action: Action | None) -> None:
         body = reply.body
         match action:
-            case None | DropRequestHeader() | Answer() | CutRequest():
+            case (
+                None
+                | DropRequestHeader()
+                | Answer()
+                | CutRequest()
+                | FlipRequest()
+                | FreezeRequest()
+            ):
                 self._reply(seen, reply, len(body))
             case LoseReply():
                 self._reset()
             case Hang():
+                self.server.proxy.holding.set()
                 self.server.proxy.released.wait()
                 raise _EndError
             case Replace(status, other):
@@ -335,15 +368,22 @@ class _Connection(socketserver.StreamRequestHandler):
             for name, value in headers:
                 upstream.putheader(name, value)
             upstream.endheaders()
-            left = length if limit is None else min(length, limit)
+            left = total = length if limit is None else min(length, limit)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 while left > 0:
                     data = self.rfile.read(min(left, 64 << 10))
                     if not data:
                         raise _EndError
+                    if isinstance(action, FlipRequest):
+                        data = _flipped(data, action.offset - (total - left))
                     left -= len(data)
                     upstream.send(data)
             self._drain(left)
+            if isinstance(action, FreezeRequest):
+                self.server.proxy.holding.set()
+                while self.rfile.read1(64 << 10):
+                    pass
+                raise _EndError
             if isinstance(action, CutRequest):
                 if action.reset:
                     _reset_on_close(upstream.sock)
@@ -394,6 +434,13 @@ class _Connection(socketserver.StreamRequestHandler):
     def finish(self) -> None:
         with contextlib.suppress(OSError):
             super().finish()
+
+
+def _flipped(data: bytes, offset: int) -> bytes:
+    """With one bit inverted where `offset` lies within."""
+    if not 0 <= offset < len(data):
+        return data
+    return data[:offset] + bytes([data[offset] ^ 0x10]) + data[offset + 1 :]
 
 
 def _reset_on_close(sock: socket.socket) -> None:

@@ -36,9 +36,10 @@ MAX_LISTED_KEYS = 1_000_000
 class S3ObjectTier:
     """base.ObjectTier on an S3-compatible store. Safe for use by many threads.
 
-    At most `config.max_concurrency` parts are in flight over all uploads; each costs one thread and
-    at most 1 MiB (the bytes of a shard go from its file to the socket). `close` ends waits between
-    attempts at once; a transfer in progress ends with its time-out.
+    At most `config.max_concurrency` parts and ranges are in flight over all transfers, a thread
+    each. An upload holds at most 1 MiB a part (the bytes of a shard go from its file to the
+    socket), a download object_download.MAX_AHEAD_BYTES. `close` ends waits between attempts at
+    once; a transfer in progress ends with its time-out.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class S3ObjectTier:
     def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
         """Raises NotFoundError, CorruptionError, UnavailableError and what the writer raises."""
         key = self._key(namespace, ref.job_uid, keys.shard_key(ref))
-        return download_shard(self._client, self._retrier, key, ref, open_writer)
+        return download_shard(self._client, self._retrier, self._workers, key, ref, open_writer)
 
     def put_manifest(
         self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes

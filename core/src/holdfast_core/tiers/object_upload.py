@@ -3,7 +3,10 @@
 Every request carries a signed CRC32C, because some stores publish half an object as a whole one
 when the client dies in mid-body. Nothing is repeated blindly: each attempt looks first (HEAD in
 checksum mode), so a lost reply, a 412 or an upload that is gone are all settled by what is there.
-An upload that did not complete is aborted, whatever the reason.
+
+An upload that was interrupted (this process killed or stopped, the store gone for longer than the
+budget) stays in the store: the next attempt finds it there by its key, keeps the parts whose
+checksums are right and sends the rest. One that failed for good is aborted.
 """
 
 from __future__ import annotations
@@ -12,9 +15,16 @@ import logging
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
-from holdfast_core.errors import AlreadyExistsError, HoldfastError, TierError, UnavailableError
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    HoldfastError,
+    NotFoundError,
+    TierError,
+    UnavailableError,
+)
 from holdfast_core.tiers.base import ShardReader
 from holdfast_core.tiers.object_parts import Part, PartPlan
+from holdfast_core.tiers.object_resume import OpenUpload, best_upload
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import (
     CHECKSUM_HEADER,
@@ -23,6 +33,7 @@ from holdfast_core.tiers.s3_client import (
     S3Client,
     S3Reply,
     S3Request,
+    UploadedPart,
     encode_crc,
 )
 from holdfast_core.tiers.s3_http import FileBody
@@ -30,10 +41,14 @@ from holdfast_core.tiers.s3_http import FileBody
 _LOG = logging.getLogger(__name__)
 _RESTARTS = 3
 """How often an upload is begun that vanishes under us (a lifecycle rule, another's abort)."""
+_MAX_LEFTOVERS = 16
+"""Unfinished uploads of one shard that are looked at; each comes from one interrupted attempt."""
+_PART_CODES = frozenset({"InvalidPart", "InvalidPartOrder"})
 
 
 class UploadLostError(TierError):
-    """The multipart upload is gone and the object is not there: begin again. Never leaves here."""
+    """The multipart upload is gone or no good, the object is not there: begin again. Never leaves
+    here."""
 
 
 class _AbandonedError(TierError):
@@ -124,38 +139,80 @@ class ShardUpload:
         call = self._retrier.call
         if call(f"look for {self._key}", self._confirm):
             return
-        upload_id = call(
-            f"begin of upload {self._key}", lambda: self._client.create_upload(self._key)
+        leftovers = self._leftovers()
+        upload = best_upload(self._plan, leftovers) or OpenUpload(
+            call(f"begin of upload {self._key}", lambda: self._client.create_upload(self._key)), {}
         )
-        completed = False
+        ended = completing = False
         try:
-            etags = self._send_parts(upload_id)
-            completed = self._complete(upload_id, etags)
+            etags = self._send_parts(upload)
+            completing = True
+            ended = self._complete(upload.upload_id, etags)
+        except UnavailableError:
+            # Interrupted: the next attempt goes on here. But one that was taken over and cannot be
+            # completed may be broken in the store, and would be taken over for ever.
+            ended = not (completing and upload.etags)
+            raise
         finally:
-            if not completed:
-                self._abort(upload_id)
+            if not ended:
+                self._abort(upload.upload_id)
+        for upload_id in leftovers.keys() - {upload.upload_id}:
+            self._abort(upload_id)  # the object is there: nobody can need it
 
-    def _send_parts(self, upload_id: str) -> list[str]:
-        """ETags in the order of the parts. When one fails for good, none is begun after it and all
-        have ended before the error goes on: an abort must not race with a part in flight."""
-        failed = threading.Event()
-        futures: list[Future[str]] = [
-            self._workers.submit(self._send_part, upload_id, part, failed)
-            for part in self._plan.parts
-        ]
+    def _leftovers(self) -> dict[str, tuple[UploadedPart, ...]]:
+        """Unfinished uploads of this shard, by id, with what the store holds of each. Empty where
+        the store does not list them or the credentials may not ask: the upload begins anew."""
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)
+            uploads, _ = self._retrier.call(
+                f"look for unfinished uploads of {self._key}",
+                lambda: self._client.list_uploads(self._key),
+            )
+            return {
+                upload.upload_id: parts
+                for upload in uploads[:_MAX_LEFTOVERS]
+                if upload.key == self._key
+                and (parts := self._parts_of(upload.upload_id)) is not None
+            }
+        except TierError as error:
+            if error.retryable:
+                raise
+            _LOG.info("unfinished uploads of %s are not looked for: %s", self._key, error)
+            return {}
+
+    def _parts_of(self, upload_id: str) -> tuple[UploadedPart, ...] | None:
+        """None when it has just ended."""
+        try:
+            return self._retrier.call(
+                f"list of parts of {self._key}",
+                lambda: self._client.list_parts(self._key, upload_id),
+            )
+        except NotFoundError:
+            return None
+
+    def _send_parts(self, upload: OpenUpload) -> list[str]:
+        """ETags in the order of the parts; what is there already is not sent. When one fails for
+        good, none is begun after it and all have ended before the error goes on: an abort must not
+        race with a part in flight."""
+        failed = threading.Event()
+        futures: dict[int, Future[str]] = {
+            part.number: self._workers.submit(self._send_part, upload.upload_id, part, failed)
+            for part in self._plan.parts
+            if part.number not in upload.etags
+        }
+        try:
+            wait(futures.values(), return_when=FIRST_EXCEPTION)
         finally:
-            if not all(future.done() for future in futures):
+            if not all(future.done() for future in futures.values()):
                 failed.set()
-            for future in futures:
+            for future in futures.values():
                 future.cancel()
-            wait(futures)
-        for future in futures:
+            wait(futures.values())
+        for future in futures.values():
             error = None if future.cancelled() else future.exception()
             if error is not None and not isinstance(error, _AbandonedError):
                 raise error
-        return [future.result() for future in futures]
+        etags = {**upload.etags, **{number: sent.result() for number, sent in futures.items()}}
+        return [etags[part.number] for part in self._plan.parts]
 
     def _send_part(self, upload_id: str, part: Part, failed: threading.Event) -> str:
         what = f"part {part.number} of {self._key}"
@@ -218,6 +275,10 @@ class ShardUpload:
                 if failure.is_absent and failure.code != "NoSuchBucket":
                     raise UploadLostError(f"{failure.request}: {failure.words}")
                 raise UnavailableError(f"{failure.request}: {failure.words}; yet nothing is there")
+            if failure.is_bad_bytes or failure.code in _PART_CODES:
+                # The parts there are not what their list said: nothing of them is trusted again.
+                self._reader.verify()
+                raise UploadLostError(f"{failure.request}: {failure.words}")
             self._raise_failure(reply)
             return True
 

@@ -84,6 +84,17 @@ class PendingUpload:
     """RFC 3339, the server's clock."""
 
 
+@dataclass(frozen=True, slots=True)
+class UploadedPart:
+    """A part that the server holds of an unfinished upload."""
+
+    number: int
+    size_bytes: int
+    crc32c: int | None
+    """None where the server keeps none."""
+    etag: str
+
+
 def encode_crc(crc: int) -> str:
     """A CRC32C as S3 headers carry it."""
     return base64.b64encode(crc.to_bytes(4, "big")).decode("ascii")
@@ -101,6 +112,16 @@ def decode_crc(text: str | None) -> int | None:
 def _key_decoder(root: ElementTree.Element) -> Callable[[str], str]:
     """A server that ignored encoding-type=url says so by leaving the element out."""
     return unquote_plus if child_text(root, "EncodingType") == "url" else str
+
+
+def _uploaded_part(item: ElementTree.Element) -> UploadedPart:
+    number, size = child_text(item, "PartNumber"), child_text(item, "Size")
+    return UploadedPart(
+        int(number) if number.isdigit() else 0,
+        int(size) if size.isdigit() else -1,
+        decode_crc(child_text(item, "ChecksumCRC32C")),
+        child_text(item, "ETag"),
+    )
 
 
 class S3Client:
@@ -242,6 +263,24 @@ class S3Client:
             if local_name(item) == "Upload"
         )
         return uploads, reply.headers.get("date", "")
+
+    def list_parts(self, key: str, upload_id: str) -> tuple[UploadedPart, ...]:
+        """All parts of an unfinished upload, by number. Raises NotFoundError when it is gone."""
+        parts: list[UploadedPart] = []
+        marker = 0
+        while True:
+            query = {"uploadId": upload_id, "part-number-marker": str(marker)}
+            request = S3Request("GET", key, query)
+            root = self._xml(request, "ListPartsResult")
+            page = [_uploaded_part(item) for item in root if local_name(item) == "Part"]
+            parts += page
+            if child_text(root, "IsTruncated") != "true":
+                return tuple(parts)
+            # By our own count: some servers send a marker of 0, which would begin anew.
+            highest = max((part.number for part in page), default=0)
+            if highest <= marker:
+                raise TierError(f"{self.describe(request)}: truncated list without a next part")
+            marker = highest
 
     def _xml(self, request: S3Request, expected: str) -> ElementTree.Element:
         return self._document(request, self.send(request).checked(), expected)

@@ -22,8 +22,8 @@ from holdfast_core.errors import (
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, ShardRef, Step
 from holdfast_core.testing.builders import JOB_UID, BytesSource, shard_header
 from holdfast_core.testing.hostile_s3 import HostileProxy
-from holdfast_core.testing.minio_server import MinioServer
 from holdfast_core.testing.shard_files import CopyWriters, flip_bit, write_shard
+from holdfast_core.testing.store_server import StoreServer
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.retry import Retrier
@@ -40,8 +40,8 @@ def checkpoint(step: int, restart_round: int = 0) -> CheckpointId:
     return CheckpointId(Step(step), RestartRound(restart_round))
 
 
-def keys_below(minio: MinioServer, prefix: str) -> list[str]:
-    listed = minio.admin().list_objects(minio.bucket, prefix=prefix, recursive=True)
+def keys_below(server: StoreServer, prefix: str) -> list[str]:
+    listed = server.admin().list_objects(server.bucket, prefix=prefix, recursive=True)
     return [str(item.object_name) for item in listed]
 
 
@@ -56,7 +56,7 @@ def unfinished(client: S3Client, tier_prefix: str, ref: ShardRef) -> int:
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
 def test_a_shard_comes_back_as_it_was(
-    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig, size: int
+    tmp_path: Path, tier: S3ObjectTier, server: StoreServer, store: StoreConfig, size: int
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
@@ -65,10 +65,10 @@ def test_a_shard_comes_back_as_it_was(
         tier.upload_shard(NAMESPACE, reader)
         ref = reader.record.ref
         assert tier.download_shard(NAMESPACE, ref, CopyWriters(target)) == reader.record
-        assert unfinished(S3Client(store, minio.credentials), store.prefix, ref) == 0
+        assert unfinished(S3Client(store, server.credentials), store.prefix, ref) == 0
     (before,), (after,) = source.iterdir(), target.iterdir()
     assert after.read_bytes() == before.read_bytes()
-    assert keys_below(minio, store.prefix) == [
+    assert keys_below(server, store.prefix) == [
         f"{store.prefix}/team-a/{JOB_UID}/shards/s000000000010/r000000/"
         f"rank000000-{ref.blake3[3:19]}.shard"
     ]
@@ -99,25 +99,25 @@ def test_the_second_upload_sends_no_bytes(
 
 @pytest.mark.parametrize("size", [70_001, 11 * MIB], ids=["whole", "parts"])
 def test_something_else_under_the_key_is_never_overwritten(
-    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig, size: int
+    tmp_path: Path, tier: S3ObjectTier, server: StoreServer, store: StoreConfig, size: int
 ) -> None:
     with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
         tier.upload_shard(NAMESPACE, reader)
-        (key,) = keys_below(minio, store.prefix)
+        (key,) = keys_below(server, store.prefix)
         with (tmp_path / "other").open("w+b") as file:
             file.write(b"other")
             file.seek(0)
-            minio.admin().put_object(minio.bucket, key, file, 5)
+            server.admin().put_object(server.bucket, key, file, 5)
         with pytest.raises(AlreadyExistsError, match="found 5 bytes"):
             tier.upload_shard(NAMESPACE, reader)
-    answer = minio.admin().get_object(minio.bucket, key)
+    answer = server.admin().get_object(server.bucket, key)
     assert answer.read() == b"other"
     answer.close()
 
 
 @pytest.mark.parametrize("size", [200_000, 11 * MIB], ids=["whole", "parts"])
 def test_a_shard_that_went_bad_on_the_node_is_not_stored(
-    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig, size: int
+    tmp_path: Path, tier: S3ObjectTier, server: StoreServer, store: StoreConfig, size: int
 ) -> None:
     """The store refuses the bytes, because the checksum is that of the tensors."""
     with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
@@ -125,9 +125,9 @@ def test_a_shard_that_went_bad_on_the_node_is_not_stored(
         flip_bit(path, 4096 + 1000)
         with pytest.raises(CorruptionError, match="chunk"):
             tier.upload_shard(NAMESPACE, reader)
-        client = S3Client(store, minio.credentials)
+        client = S3Client(store, server.credentials)
         assert unfinished(client, store.prefix, reader.record.ref) == 0
-    assert keys_below(minio, store.prefix) == []
+    assert keys_below(server, store.prefix) == []
 
 
 def test_what_is_not_there(tmp_path: Path, tier: S3ObjectTier) -> None:
@@ -147,20 +147,20 @@ def test_what_is_not_there(tmp_path: Path, tier: S3ObjectTier) -> None:
 
 
 def test_a_shard_that_is_another_one_is_refused(
-    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig
+    tmp_path: Path, tier: S3ObjectTier, server: StoreServer, store: StoreConfig
 ) -> None:
     """Right name, wrong rank inside: a misdirected write (F29)."""
     with write_shard(tmp_path, shard_header(1000, rank=1), os.urandom(1000)) as reader:
         tier.upload_shard(NAMESPACE, reader)
         ref = reader.record.ref
-    (key,) = keys_below(minio, store.prefix)
+    (key,) = keys_below(server, store.prefix)
     wrong = ShardRef(ref.job_uid, ref.step, ref.round, shard_header(0, rank=2).rank, ref.blake3)
-    data = minio.admin().get_object(minio.bucket, key)
+    data = server.admin().get_object(server.bucket, key)
     other = key.replace("rank000001", "rank000002")
     with (tmp_path / "x").open("w+b") as file:
         length = file.write(data.read())
         file.seek(0)
-        minio.admin().put_object(minio.bucket, other, file, length)
+        server.admin().put_object(server.bucket, other, file, length)
     target = tmp_path / "target"
     target.mkdir()
     with pytest.raises(CorruptionError, match="expected"):
@@ -177,9 +177,9 @@ def test_a_manifest_is_put_once(tier: S3ObjectTier) -> None:
 
 
 def test_manifests_are_listed_in_order_over_pages_and_foreign_names_are_not(
-    tier: S3ObjectTier, minio: MinioServer, store: StoreConfig
+    tier: S3ObjectTier, server: StoreServer, store: StoreConfig
 ) -> None:
-    client = S3Client(store, minio.credentials)
+    client = S3Client(store, server.credentials)
     wanted = [checkpoint(step, step % 3) for step in range(1005)]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda c: tier.put_manifest(NAMESPACE, JOB_UID, c, b"{}"), wanted))
@@ -187,21 +187,21 @@ def test_manifests_are_listed_in_order_over_pages_and_foreign_names_are_not(
         key = f"{store.prefix}/{NAMESPACE}/{JOB_UID}/{name}"
         with open(os.devnull, "rb") as nothing:
             if ".." not in name:
-                minio.admin().put_object(minio.bucket, key, nothing, 0)
+                server.admin().put_object(server.bucket, key, nothing, 0)
     first_page, token = client.list_keys(f"{store.prefix}/{NAMESPACE}/{JOB_UID}/manifests/")
     assert len(first_page) == 1000 and token
     assert tier.list_manifests(NAMESPACE, JOB_UID) == tuple(wanted)
 
 
 def test_a_layout_is_named_by_its_bytes(
-    tier: S3ObjectTier, minio: MinioServer, store: StoreConfig, tmp_path: Path
+    tier: S3ObjectTier, server: StoreServer, store: StoreConfig, tmp_path: Path
 ) -> None:
     digest = tier.put_layout(NAMESPACE, JOB_UID, b'{"tensors":{}}')
     assert tier.put_layout(NAMESPACE, JOB_UID, b'{"tensors":{}}') == digest
     assert tier.get_layout(NAMESPACE, JOB_UID, digest) == b'{"tensors":{}}'
-    (key,) = keys_below(minio, store.prefix)
+    (key,) = keys_below(server, store.prefix)
     (tmp_path / "x").write_bytes(b'{"tensors":1}')
-    minio.admin().fput_object(minio.bucket, key, str(tmp_path / "x"))
+    server.admin().fput_object(server.bucket, key, str(tmp_path / "x"))
     with pytest.raises(CorruptionError, match="expected digest"):
         tier.get_layout(NAMESPACE, JOB_UID, digest)
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_is_deleted_manifest_first_and_nothing_else_is(
     tier: S3ObjectTier,
     proxied: S3ObjectTier,
     proxy: HostileProxy,
-    minio: MinioServer,
+    server: StoreServer,
     store: StoreConfig,
 ) -> None:
     for step in (100, 1000):
@@ -222,19 +222,19 @@ def test_a_checkpoint_is_deleted_manifest_first_and_nothing_else_is(
     proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(100))
     deleted = [seen.path for seen in proxy.requests if seen.method == "DELETE"]
     assert "/manifests/" in deleted[0] and len(deleted) == 4
-    assert all("s000000001000" in key for key in keys_below(minio, store.prefix))
-    assert len(keys_below(minio, store.prefix)) == 4
+    assert all("s000000001000" in key for key in keys_below(server, store.prefix))
+    assert len(keys_below(server, store.prefix)) == 4
     proxied.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint(100))
 
 
 def test_stale_uploads_are_aborted_and_young_ones_are_not(
-    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig
+    tmp_path: Path, tier: S3ObjectTier, server: StoreServer, store: StoreConfig
 ) -> None:
-    client = S3Client(store, minio.credentials)
+    client = S3Client(store, server.credentials)
     with write_shard(tmp_path, shard_header(10), b"x" * 10) as reader:
         ref = reader.record.ref
         tier.upload_shard(NAMESPACE, reader)
-    (key,) = keys_below(minio, store.prefix)
+    (key,) = keys_below(server, store.prefix)
     client.create_upload(key)
 
     def abort(older_than: timedelta) -> int:
@@ -301,20 +301,20 @@ def test_eight_writers_of_the_same_manifest_are_all_right(tier: S3ObjectTier) ->
 
 @pytest.mark.parametrize("size", [100_000, 6 * MIB], ids=["whole", "parts"])
 def test_eight_writers_of_the_same_shard_leave_one_object_and_no_upload(
-    tmp_path: Path, tier: S3ObjectTier, minio: MinioServer, store: StoreConfig, size: int
+    tmp_path: Path, tier: S3ObjectTier, server: StoreServer, store: StoreConfig, size: int
 ) -> None:
     with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
         results = race(lambda _: tier.upload_shard(NAMESPACE, reader))
         assert results == [None] * WRITERS
-        client = S3Client(store, minio.credentials)
+        client = S3Client(store, server.credentials)
         assert unfinished(client, store.prefix, reader.record.ref) == 0
-    assert len(keys_below(minio, store.prefix)) == 1
+    assert len(keys_below(server, store.prefix)) == 1
 
 
 def test_keys_that_are_corrected_are_used_without_a_restart(
-    tmp_path: Path, minio: MinioServer, store: StoreConfig, quick: Retrier
+    tmp_path: Path, server: StoreServer, store: StoreConfig, quick: Retrier
 ) -> None:
-    right = minio.credentials.keys
+    right = server.credentials.keys
     (tmp_path / "accessKey").write_text(right.access_key)
     (tmp_path / "secretKey").write_text("wrong-for-now")
     tier = S3ObjectTier(store, FileCredentials(tmp_path), retrier=quick)

@@ -29,21 +29,23 @@ from holdfast_core.testing.hostile_s3 import (
     CutRequest,
     DropRequestHeader,
     FlipReply,
+    FlipRequest,
     Hang,
     HostileProxy,
     LoseReply,
     Matches,
     Replace,
+    Seen,
     SetReplyHeader,
     error_document,
     on,
 )
-from holdfast_core.testing.minio_server import MinioServer
 from holdfast_core.testing.shard_files import CopyWriters, write_shard
+from holdfast_core.testing.store_server import StoreServer
 from holdfast_core.tiers.disk_shard import DiskShardReader
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.retry import Retrier, RetryPolicy
-from holdfast_core.tiers.s3_client import S3Client
+from holdfast_core.tiers.s3_client import CHECKSUM_HEADER, S3Client
 from holdfast_core.tiers.s3_credentials import Keys
 from holdfast_core.tiers.s3_http import Timeouts
 
@@ -52,6 +54,8 @@ MIB = 1 << 20
 NAMESPACE = "team-a"
 CHECKPOINT = CheckpointId(Step(100), RestartRound(0))
 FOREVER = 1000
+
+ANYTHING = on("")
 
 PUT_WHOLE = on("PUT", query="")
 PUT_PART = on("PUT", query="partNumber=")
@@ -108,10 +112,10 @@ def bench(
     tier: S3ObjectTier,
     proxied: S3ObjectTier,
     proxy: HostileProxy,
-    minio: MinioServer,
+    server: StoreServer,
     store: StoreConfig,
 ) -> Iterator[Bench]:
-    client = S3Client(store, minio.credentials)
+    client = S3Client(store, server.credentials)
     small, large = 300_000, 11 * MIB
     with (
         write_shard(tmp_path, shard_header(small, rank=0), os.urandom(small)) as whole,
@@ -137,7 +141,7 @@ HEALED: list[tuple[str, str, Matches, Action, int]] = [
     ("reset-in-part", "parts", SECOND_PART, CutRequest(2 * MIB), 2),
     ("client-dies-in-put", "whole", PUT_WHOLE, CutRequest(100_000, reset=False), 1),
     ("client-dies-in-part", "parts", SECOND_PART, CutRequest(MIB, reset=False), 1),
-    ("F51-checksum-once", "whole", HEAD, SetReplyHeader("x-amz-checksum-crc32c", "AAAAAA=="), 2),
+    ("F51-checksum-once", "whole", HEAD, SetReplyHeader(CHECKSUM_HEADER, "AAAAAA=="), 2),
     ("F54-404-after-put", "whole", HEAD, Answer(404), 2),
     ("F54-404-after-complete", "parts", HEAD, Answer(404), 2),
     ("F55-409-on-put", "whole", PUT_WHOLE, Answer(409, "ConditionalRequestConflict"), 1),
@@ -153,7 +157,12 @@ HEALED: list[tuple[str, str, Matches, Action, int]] = [
     ),
     ("F58-upload-gone-at-part", "parts", SECOND_PART, Answer(404, "NoSuchUpload"), 1),
     ("F58-upload-gone-at-complete", "parts", COMPLETE, Answer(404, "NoSuchUpload"), 2),
-    ("bytes-changed-on-the-way", "whole", PUT_WHOLE, Answer(400, "BadDigest"), 1),
+    ("flip-in-put", "whole", PUT_WHOLE, FlipRequest(150_000), 1),
+    ("flip-in-part", "parts", SECOND_PART, FlipRequest(MIB), 1),
+    ("503-burst", "parts", ANYTHING, Answer(503, "SlowDown"), 4),
+    ("429-burst", "parts", ANYTHING, Answer(429, "TooManyRequests"), 4),
+    ("part-checksum-wrong", "parts", SECOND_PART, SetReplyHeader(CHECKSUM_HEADER, "AAAAAA=="), 1),
+    ("condition-ignored", "parts", COMPLETE, DropRequestHeader("If-None-Match"), 1),
     ("abort-refused", "parts", ABORT, Answer(503), 1),
 ]
 
@@ -201,7 +210,7 @@ STUCK: list[tuple[str, str, Matches, Action, type[HoldfastError], str]] = [
     [case[1:] for case in STUCK],
     ids=[case[0] for case in STUCK],
 )
-def test_an_upload_that_cannot_succeed_says_why_and_leaves_nothing(
+def test_an_upload_that_cannot_succeed_says_why(
     bench: Bench,
     kind: str,
     matches: Matches,
@@ -214,17 +223,18 @@ def test_an_upload_that_cannot_succeed_says_why_and_leaves_nothing(
         bench.tier.upload_shard(NAMESPACE, bench.reader(kind))
     assert bench.proxy.endpoint in str(caught.value) or words == "vanished"
     assert not bench.is_stored(bench.reader(kind))
-    assert bench.unfinished(bench.reader(kind)) == 0
+    interrupted = kind == "parts" and expected is UnavailableError and words != "vanished"
+    assert bench.unfinished(bench.reader(kind)) == (1 if interrupted else 0)
 
 
 def test_f51_a_checksum_that_stays_wrong_is_never_taken_for_done(bench: Bench) -> None:
-    bench.proxy.add(HEAD, SetReplyHeader("x-amz-checksum-crc32c", "AAAAAA=="), FOREVER)
+    bench.proxy.add(HEAD, SetReplyHeader(CHECKSUM_HEADER, "AAAAAA=="), FOREVER)
     with pytest.raises(AlreadyExistsError, match=r"found \d+ bytes with CRC32C 00000000"):
         bench.tier.upload_shard(NAMESPACE, bench.whole)
 
 
 def test_a_store_that_keeps_no_checksum_is_not_trusted(bench: Bench) -> None:
-    bench.proxy.add(HEAD, SetReplyHeader("x-amz-checksum-crc32c", ""), FOREVER)
+    bench.proxy.add(HEAD, SetReplyHeader(CHECKSUM_HEADER, ""), FOREVER)
     with pytest.raises(TierError, match="kept no CRC32C"):
         bench.tier.upload_shard(NAMESPACE, bench.whole)
 
@@ -246,12 +256,12 @@ class Rotating:
 
 
 def test_f59_keys_that_expire_within_an_upload_are_read_again(
-    bench: Bench, minio: MinioServer, store: StoreConfig, quick: Retrier
+    bench: Bench, server: StoreServer, store: StoreConfig, quick: Retrier
 ) -> None:
-    good = minio.credentials.keys
+    good = server.credentials.keys
     provider = Rotating(good, good, good)
     bench.honest.put_layout(NAMESPACE, JOB_UID, b"{}")
-    config = minio.config(store.prefix, endpoint=bench.proxy.endpoint)
+    config = server.config(store.prefix, endpoint=bench.proxy.endpoint)
     tier = S3ObjectTier(config, provider, retrier=quick)
     provider.old = provider.current = Keys(good.access_key, "expired")
     tier.upload_shard(NAMESPACE, bench.parts)
@@ -260,61 +270,112 @@ def test_f59_keys_that_expire_within_an_upload_are_read_again(
     tier.close()
 
 
-READS: list[tuple[str, Action, int]] = [
-    # name, what happens once, how many writers the tier needs: a flip costs a second whole read
-    ("F46-503", Answer(503, "SlowDown"), 1),
-    ("F50-cut", CutReply(3 * MIB), 1),
-    ("F50-cut-and-lying", CutReply(3 * MIB, lying=True), 1),
-    ("reset-before-a-byte", LoseReply(), 1),
-    ("silence", Hang(), 1),
-    ("200-instead-of-206", Replace(200, b"everything"), 1),
-    ("other-range", SetReplyHeader("Content-Range", "bytes 4096-8191/8192"), 1),
-    ("F52-flip-in-payload", FlipReply(5 * MIB), 2),
-    ("F52-flip-in-head", FlipReply(30), 2),
-    ("F52-flip-in-trailer", FlipReply(-40), 2),
+def asks_for_byte(position: int) -> Matches:
+    """Ranged GETs that include this byte of the object."""
+
+    def matches(seen: Seen) -> bool:
+        first, _, last = seen.headers.get("range", "").removeprefix("bytes=").partition("-")
+        return seen.method == "GET" and bool(last) and int(first) <= position <= int(last)
+
+    return matches
+
+
+FIRST_PIECE = asks_for_byte(0)
+READS: list[tuple[str, Matches, Action]] = [
+    ("F46-503", GET, Answer(503, "SlowDown")),
+    ("F46-503-in-the-middle", FIRST_PIECE, Answer(503, "SlowDown")),
+    ("F50-cut-trailer", GET, CutReply(1000)),
+    ("F50-cut", FIRST_PIECE, CutReply(3 * MIB)),
+    ("F50-cut-and-lying", FIRST_PIECE, CutReply(3 * MIB, lying=True)),
+    ("reset-before-a-byte", FIRST_PIECE, LoseReply()),
+    ("silence", FIRST_PIECE, Hang()),
+    ("200-instead-of-206", FIRST_PIECE, Replace(200, b"everything")),
+    ("other-range", FIRST_PIECE, SetReplyHeader("Content-Range", "bytes 4096-8191/8192")),
+    ("F52-flip-in-payload", FIRST_PIECE, FlipReply(3 * MIB)),
+    ("F52-flip-in-second-piece", asks_for_byte(9 * MIB), FlipReply(100)),
+    ("F52-flip-in-head", FIRST_PIECE, FlipReply(30)),
+    ("F52-flip-in-table", GET, FlipReply(-60)),
+    ("F52-flip-in-footer", GET, FlipReply(-20)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("action", "opened"), [case[1:] for case in READS], ids=[case[0] for case in READS]
+    ("matches", "action"), [case[1:] for case in READS], ids=[case[0] for case in READS]
 )
-def test_a_download_gets_over_it(bench: Bench, action: Action, opened: int) -> None:
+def test_a_download_gets_over_it(bench: Bench, matches: Matches, action: Action) -> None:
+    """And what is wrong is asked for again alone: the writer never sees it."""
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    fault = bench.proxy.add(GET, action)
+    fault = bench.proxy.add(matches, action)
     record, writers = bench.parts.record, bench.writers()
     assert bench.tier.download_shard(NAMESPACE, record.ref, writers) == record
-    assert (fault.applied, len(writers.opened)) == (1, opened)
+    assert (fault.applied, len(writers.opened)) == (1, 1)
+
+
+def ranges(bench: Bench, matches: Matches) -> list[str]:
+    seen = [s for s in bench.proxy.requests if s.method == "GET" and matches(s)]
+    return [s.headers["range"] for s in seen]
 
 
 def test_a_broken_download_goes_on_at_the_last_byte(bench: Bench) -> None:
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    bench.proxy.add(GET, CutReply(3 * MIB))
-    bench.proxy.add(GET, CutReply(2 * MIB, lying=True))
+    bench.proxy.add(FIRST_PIECE, CutReply(3 * MIB))
+    bench.proxy.add(asks_for_byte(3 * MIB), CutReply(2 * MIB, lying=True))
     bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers())
-    last = bench.parts.record.file_bytes - 1
-    assert [seen.headers["range"] for seen in bench.proxy.requests if seen.method == "GET"] == [
+    last = 4096 + 4 * MIB - 1  # head and one chunk: a second would not fit into the piece
+    assert ranges(bench, asks_for_byte(last)) == [
         f"bytes=0-{last}",
         f"bytes={3 * MIB}-{last}",
-        f"bytes={5 * MIB}-{last}",
+    ]
+
+
+def test_a_wrong_chunk_is_asked_for_again_and_nothing_else_is(bench: Bench) -> None:
+    bench.honest.upload_shard(NAMESPACE, bench.parts)
+    start = 4096 + 4 * MIB  # the second chunk begins the second piece, the third ends it
+    fault = bench.proxy.add(asks_for_byte(start), FlipReply(5 * MIB))
+    bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers())
+    assert fault.applied == 1
+    assert ranges(bench, asks_for_byte(start + 5 * MIB)) == [
+        f"bytes={start}-{4096 + 11 * MIB - 1}",
+        f"bytes={4096 + 8 * MIB}-{4096 + 11 * MIB - 1}",
     ]
 
 
 def test_a_server_that_gives_a_byte_at_a_time_is_given_up(bench: Bench) -> None:
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    bench.proxy.add(GET, CutReply(1), FOREVER)
+    bench.proxy.add(asks_for_byte(5 * MIB), CutReply(1), FOREVER)
     writers = bench.writers()
     with pytest.raises(UnavailableError, match="given up after 5"):
         bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, writers)
     assert [writer.aborted for writer in writers.opened] == [True]
 
 
-def test_f52_bytes_that_are_wrong_twice_are_corrupt(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("matches", "offset", "opened"),
+    [(asks_for_byte(4096 + 4 * MIB), 0, [True]), (FIRST_PIECE, 7, [True]), (GET, -30, [])],
+    ids=["payload", "head", "trailer"],
+)
+def test_f52_bytes_that_are_wrong_twice_are_corrupt(
+    bench: Bench, matches: Matches, offset: int, opened: list[bool]
+) -> None:
     bench.honest.upload_shard(NAMESPACE, bench.parts)
-    bench.proxy.add(GET, FlipReply(5 * MIB), FOREVER)
+    fault = bench.proxy.add(matches, FlipReply(offset), FOREVER)
     writers = bench.writers()
     with pytest.raises(CorruptionError):
         bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, writers)
-    assert len(writers.opened) == 2
+    assert [writer.aborted for writer in writers.opened] == opened
+    assert fault.applied == 2
+
+
+def test_a_download_that_fails_leaves_no_thread_at_work(bench: Bench) -> None:
+    """Else a range that is still under way would write into memory that has another use."""
+    bench.honest.upload_shard(NAMESPACE, bench.parts)
+    bench.proxy.add(FIRST_PIECE, Answer(403, "AccessDenied"), FOREVER)
+    with pytest.raises(AccessDeniedError):
+        bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers())
+    before = bench.proxy.count(GET)
+    bench.honest.list_manifests(NAMESPACE, JOB_UID)
+    assert bench.proxy.count(GET) == before
+    bench.tier.upload_shard(NAMESPACE, bench.parts)
 
 
 def test_f61_bucket_gone_while_reading(bench: Bench) -> None:
@@ -406,25 +467,27 @@ def test_a_list_never_names_what_is_outside_of_the_job(bench: Bench) -> None:
     assert [s.path for s in bench.proxy.requests if "team-b" in s.path] == []
 
 
-def test_f63_an_upload_goes_on_when_a_killed_server_is_back(tmp_path: Path) -> None:
+def test_f63_an_upload_goes_on_when_a_killed_server_is_back(
+    tmp_path: Path, server: StoreServer
+) -> None:
     failed = threading.Event()
 
     def wait(seconds: float) -> None:
         failed.set()
         threading.Event().wait(min(seconds, 0.2))
 
-    with MinioServer() as server:
+    with type(server)() as own:
         retrier = Retrier(RetryPolicy(max_attempts=1000, budget_seconds=60), sleep=wait)
         tier = S3ObjectTier(
-            server.config("p"), server.credentials, retrier=retrier, timeouts=Timeouts(2.0, 5.0)
+            own.config("p"), own.credentials, retrier=retrier, timeouts=Timeouts(2.0, 5.0)
         )
         size = 11 * MIB
         with write_shard(tmp_path, shard_header(size), os.urandom(size)) as reader:
-            server.kill()
+            own.kill()
             thread = threading.Thread(target=tier.upload_shard, args=(NAMESPACE, reader))
             thread.start()
             assert failed.wait(30)
-            server.revive()
+            own.revive()
             thread.join(60)
             assert not thread.is_alive()
             target = tmp_path / "target"

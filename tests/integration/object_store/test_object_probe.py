@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 from collections.abc import Callable
@@ -10,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from minio import MinioAdmin
-from minio.credentials.providers import StaticProvider
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.testing.hostile_s3 import (
@@ -26,7 +25,7 @@ from holdfast_core.testing.hostile_s3 import (
     SetReplyHeader,
     on,
 )
-from holdfast_core.testing.minio_server import ACCESS_KEY, REGION, MinioServer
+from holdfast_core.testing.store_server import ACCESS_KEY, StoreServer
 from holdfast_core.tiers.object_probe import ProbeReason, StoreFeatures, probe
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_credentials import FileCredentials, Keys, StaticCredentials
@@ -37,19 +36,19 @@ ALL = StoreFeatures(conditional_put=True, checksum=True, multipart=True, range_g
 FAST = Timeouts(2.0, idle_seconds=0.5)
 
 
-def left_below(minio: MinioServer, store: StoreConfig) -> list[str]:
-    listed = minio.admin().list_objects(minio.bucket, prefix=store.prefix, recursive=True)
+def left_below(server: StoreServer, store: StoreConfig) -> list[str]:
+    listed = server.admin().list_objects(server.bucket, prefix=store.prefix, recursive=True)
     return [str(item.object_name) for item in listed]
 
 
-def test_a_good_store(minio: MinioServer, store: StoreConfig) -> None:
-    report = probe(store, minio.credentials)
+def test_a_good_store(server: StoreServer, store: StoreConfig) -> None:
+    report = probe(store, server.credentials)
     assert (report.available, report.reason, report.features) == (True, ProbeReason.AVAILABLE, ALL)
-    assert left_below(minio, store) == []
+    assert left_below(server, store) == []
     assert json.loads(report.to_json()) == {
         "available": True,
         "reason": "Available",
-        "message": f"bucket 'holdfast' at {minio.endpoint} passed every check",
+        "message": f"bucket 'holdfast' at {server.endpoint} passed every check",
         "features": {
             "conditionalPut": True,
             "checksum": True,
@@ -63,31 +62,36 @@ def test_a_good_store(minio: MinioServer, store: StoreConfig) -> None:
     ("keys", "code", "advice"),
     [
         (Keys(ACCESS_KEY, "not-the-secret"), "SignatureDoesNotMatch", "the secret key is not"),
-        (Keys("nobody", "not-the-secret"), "InvalidAccessKeyId", "does not know this access key"),
+        (
+            Keys("nobody", "not-the-secret"),
+            "InvalidAccessKeyId|XAdminUserNotFound",
+            "does not know this access key",
+        ),
     ],
     ids=["wrong-secret", "unknown-key"],
 )
 def test_wrong_keys(
-    minio: MinioServer, store: StoreConfig, keys: Keys, code: str, advice: str
+    server: StoreServer, store: StoreConfig, keys: Keys, code: str, advice: str
 ) -> None:
     report = probe(store, StaticCredentials(keys))
     assert (report.available, report.reason) == (False, ProbeReason.ACCESS_DENIED)
-    for words in (code, advice, minio.endpoint, "'holdfast'"):
+    assert re.search(code, report.message)
+    for words in (advice, server.endpoint, "'holdfast'"):
         assert words in report.message
     assert "not-the-secret" not in report.to_json()
 
 
-def test_missing_bucket(minio: MinioServer, store: StoreConfig) -> None:
-    report = probe(replace(store, bucket="no-such-bucket"), minio.credentials)
+def test_missing_bucket(server: StoreServer, store: StoreConfig) -> None:
+    report = probe(replace(store, bucket="no-such-bucket"), server.credentials)
     assert (report.available, report.reason) == (False, ProbeReason.BUCKET_NOT_FOUND)
     for words in ("NoSuchBucket", "The specified bucket does not exist", "'no-such-bucket'"):
         assert words in report.message
 
 
-def test_nobody_listens(minio: MinioServer, store: StoreConfig, quick: Retrier) -> None:
+def test_nobody_listens(server: StoreServer, store: StoreConfig, quick: Retrier) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-    report = probe(replace(store, endpoint=endpoint), minio.credentials, retrier=quick)
+    report = probe(replace(store, endpoint=endpoint), server.credentials, retrier=quick)
     assert (report.available, report.reason) == (False, ProbeReason.UNREACHABLE)
     assert endpoint in report.message and "refused" in report.message
 
@@ -102,13 +106,13 @@ def test_nobody_listens(minio: MinioServer, store: StoreConfig, quick: Retrier) 
     ids=["no-such-host", "scheme", "tls-to-a-plain-port"],
 )
 def test_endpoints_that_cannot_work(
-    minio: MinioServer,
+    server: StoreServer,
     store: StoreConfig,
     quick: Retrier,
     change: Callable[[StoreConfig], StoreConfig],
     reason: ProbeReason,
 ) -> None:
-    report = probe(change(store), minio.credentials, retrier=quick)
+    report = probe(change(store), server.credentials, retrier=quick)
     assert (report.available, report.reason) == (False, reason)
 
 
@@ -196,7 +200,7 @@ PUT, GET, HEAD = on("PUT", query=""), on("GET", query=""), on("HEAD")
     ],
 )
 def test_a_store_that_cannot_be_used(
-    minio: MinioServer,
+    server: StoreServer,
     store: StoreConfig,
     proxy: HostileProxy,
     quick: Retrier,
@@ -207,78 +211,46 @@ def test_a_store_that_cannot_be_used(
 ) -> None:
     proxy.add(matches, action, times=1000)
     config = replace(store, endpoint=proxy.endpoint)
-    report = probe(config, minio.credentials, retrier=quick, timeouts=FAST)
+    report = probe(config, server.credentials, retrier=quick, timeouts=FAST)
     assert (report.available, report.reason) == (False, reason)
     assert words in report.message
     assert len(report.to_json()) < 4096
-    assert left_below(minio, store) == []
+    assert left_below(server, store) == []
 
 
 def test_a_range_that_is_answered_with_everything(
-    minio: MinioServer, store: StoreConfig, proxy: HostileProxy
+    server: StoreServer, store: StoreConfig, proxy: HostileProxy
 ) -> None:
     proxy.add(lambda seen: "range" in seen.headers, Replace(200, b"everything"), times=9)
-    report = probe(replace(store, endpoint=proxy.endpoint), minio.credentials)
+    report = probe(replace(store, endpoint=proxy.endpoint), server.credentials)
     assert (report.available, report.reason) == (False, ProbeReason.RANGE_GET_UNSUPPORTED)
 
 
 def test_f56_an_ignored_condition_is_switched_off_and_said(
-    minio: MinioServer, store: StoreConfig, proxy: HostileProxy
+    server: StoreServer, store: StoreConfig, proxy: HostileProxy
 ) -> None:
     proxy.add(PUT, DropRequestHeader("If-None-Match"), times=1000)
-    report = probe(replace(store, endpoint=proxy.endpoint), minio.credentials)
+    report = probe(replace(store, endpoint=proxy.endpoint), server.credentials)
     assert report.available
     assert report.features == replace(ALL, conditional_put=False)
     assert "ignores If-None-Match" in report.message
 
 
 def test_a_store_that_never_deletes_is_said(
-    minio: MinioServer, store: StoreConfig, proxy: HostileProxy
+    server: StoreServer, store: StoreConfig, proxy: HostileProxy
 ) -> None:
     proxy.add(on("DELETE", query=""), Answer(403, "AccessDenied"), times=1000)
-    report = probe(replace(store, endpoint=proxy.endpoint), minio.credentials)
+    report = probe(replace(store, endpoint=proxy.endpoint), server.credentials)
     assert report.available
     assert "retention cannot" in report.message and "AccessDenied" in report.message
 
 
-def limited_key(minio: MinioServer, prefix: str) -> StaticCredentials:
-    """A key that may do below one prefix what docs ask for, and nothing else (T6)."""
-    root = minio.credentials.keys
-    admin = MinioAdmin(
-        endpoint=minio.endpoint,
-        credentials=StaticProvider(root.access_key, root.secret_key),
-        secure=False,
-        region=REGION,
-    )
-    keys = Keys(secrets.token_hex(8), secrets.token_hex(16))
-    objects = ["s3:PutObject", "s3:GetObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
-    admin.add_service_account(
-        access_key=keys.access_key,
-        secret_key=keys.secret_key,
-        policy={
-            "Version": "2012-10-17",
-            "Statement": [
-                {
-                    "Effect": "Allow",
-                    "Action": objects,
-                    "Resource": [f"arn:aws:s3:::{minio.bucket}/{prefix}/*"],
-                },
-                {
-                    "Effect": "Allow",
-                    "Action": ["s3:ListBucket"],
-                    "Resource": [f"arn:aws:s3:::{minio.bucket}"],
-                    "Condition": {"StringLike": {"s3:prefix": [f"{prefix}/*"]}},
-                },
-            ],
-        },
-    )
-    return StaticCredentials(keys)
-
-
 def test_t6_a_key_that_is_limited_to_its_prefix_is_enough_and_reaches_no_further(
-    minio: MinioServer, store: StoreConfig
+    server: StoreServer, store: StoreConfig
 ) -> None:
-    credentials = limited_key(minio, store.prefix)
+    keys = Keys(secrets.token_hex(8), secrets.token_hex(16))
+    server.add_user(keys, store.prefix)
+    credentials = StaticCredentials(keys)
     assert probe(store, credentials).features == ALL
     elsewhere = replace(store, prefix="another-tenant")
     report = probe(elsewhere, credentials)
@@ -287,10 +259,10 @@ def test_t6_a_key_that_is_limited_to_its_prefix_is_enough_and_reaches_no_further
 
 
 def test_a_busy_moment_is_forgiven(
-    minio: MinioServer, store: StoreConfig, proxy: HostileProxy, quick: Retrier
+    server: StoreServer, store: StoreConfig, proxy: HostileProxy, quick: Retrier
 ) -> None:
     proxy.add(PUT, Answer(503, "SlowDown"), times=2)
     report = probe(
-        replace(store, endpoint=proxy.endpoint), minio.credentials, retrier=quick, timeouts=FAST
+        replace(store, endpoint=proxy.endpoint), server.credentials, retrier=quick, timeouts=FAST
     )
     assert report.available

@@ -1,0 +1,63 @@
+"""Which bytes of a shard in the store are fetched together, and the CRC32C that each must have. Pure.
+
+Everything follows from the trailer: the head is the identity once more, the payload is the chunk
+table's, and the padding is zeros. So each range can be verified as it arrives, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast_core.format.digest import crc32c
+from holdfast_core.format.shard import Trailer, head_bytes, pack_head, trailer_offset
+from holdfast_core.ids import ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Bytes of the file that are verified, and fetched again, as one."""
+
+    span: ByteRange
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Segments that follow each other and are asked for with one request."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def span(self) -> ByteRange:
+        return ByteRange(self.segments[0].span.start, self.segments[-1].span.stop)
+
+
+def plan_pieces(trailer: Trailer, piece_bytes: int) -> Iterator[Piece]:
+    """The file up to its trailer in pieces of at most `longest_piece` bytes."""
+    current: list[Segment] = []
+    for segment in _segments(trailer):
+        if current and segment.span.stop - current[0].span.start > piece_bytes:
+            yield Piece(tuple(current))
+            current = []
+        current.append(segment)
+    yield Piece(tuple(current))
+
+
+def longest_piece(trailer: Trailer, piece_bytes: int) -> int:
+    """`piece_bytes`, or a whole chunk or the head where that alone is longer."""
+    header = trailer.record.header
+    return max(piece_bytes, min(header.chunk_bytes, header.payload_bytes), head_bytes(header))
+
+
+def _segments(trailer: Trailer) -> Iterator[Segment]:
+    header = trailer.record.header
+    head = pack_head(header)
+    yield Segment(ByteRange(0, len(head)), crc32c(head))
+    stop = len(head) + header.payload_bytes
+    for index, crc in enumerate(trailer.chunk_crcs):
+        start = len(head) + index * header.chunk_bytes
+        yield Segment(ByteRange(start, min(start + header.chunk_bytes, stop)), crc)
+    padding = trailer_offset(header) - stop
+    if padding:
+        yield Segment(ByteRange(stop, stop + padding), crc32c(bytes(padding)))

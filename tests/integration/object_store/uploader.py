@@ -1,0 +1,34 @@
+"""Child of the kill tests: uploads one shard file and says so.
+
+usage: uploader.py STORE_CONFIG_JSON SHARD_FILE REF_JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step
+from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
+from holdfast_core.tiers.disk import BufferPool
+from holdfast_core.tiers.disk_shard import DiskShardReader
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.tiers.s3_credentials import Keys, StaticCredentials
+
+
+def main(config: str, path: str, ref: str) -> None:
+    job_uid, step, restart_round, rank, digest = json.loads(ref)
+    wanted = ShardRef(
+        JobUid(job_uid), Step(step), RestartRound(restart_round), Rank(rank), Digest(digest)
+    )
+    keys = StaticCredentials(Keys(ACCESS_KEY, SECRET_KEY))
+    tier = S3ObjectTier(StoreConfig.from_json(config), keys)
+    with DiskShardReader.open(Path(path), wanted, BufferPool(1 << 20, keep=2)) as reader:
+        tier.upload_shard("team-a", reader)
+    tier.close()
+    print("done")
+
+
+main(*sys.argv[1:])
