@@ -36,7 +36,7 @@ from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.slots import SlotFile, rank_of_slot
 from holdfast_sidecar.staging import Stager
 
-_CHUNKS_A_READ = 4
+_CHUNKS_A_READ = 64
 _MAX_TRIES = 8
 """Bad copies in a row before a rank is told no."""
 
