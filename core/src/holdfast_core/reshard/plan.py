@@ -1,0 +1,214 @@
+"""Which bytes of which old ranks' payloads make a new rank's payload. Pure.
+
+A source is any shard whose layout covers a part of a wanted box, whichever rank wrote it. Where
+several hold the same box, the new rank r takes that of its home, the old rank r mod N; if that one
+does not hold it, the holder at r mod their number: so equal copies serve about equally many ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from holdfast_core.errors import FormatError, StateMismatchError
+from holdfast_core.format.dtypes import element_bytes
+from holdfast_core.format.layout import Layout, PlacedSlice, TensorLayout
+from holdfast_core.format.payload import PayloadPlan, plan_payload
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.ids import ByteRange, Rank
+from holdfast_core.reshard.boxes import Box, intersect, runs, subtract
+
+
+class Move(NamedTuple):
+    """Bytes of one old rank's payload and where they begin in the new one.
+
+    `times` runs of `length_bytes` each, `start_step` apart in the old payload and `target_step` in
+    the new one: a tensor that is cut along its columns is one move, not one for every row."""
+
+    source: Rank
+    start: int
+    length_bytes: int
+    target: int
+    times: int = 1
+    start_step: int = 0
+    target_step: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.length_bytes * self.times
+
+    @property
+    def stop(self) -> int:
+        """End of the last run in the old payload."""
+        return self.start + (self.times - 1) * self.start_step + self.length_bytes
+
+
+def home_of(rank: Rank, old_world_size: int) -> Rank:
+    """The old rank whose objects (all that is no tensor) the new `rank` takes: its own where there
+    was one, else r mod N."""
+    return Rank(rank % old_world_size)
+
+
+def plan(wanted: RankLayout, source: Layout, *, avoid: Collection[Rank] = ()) -> tuple[Move, ...]:
+    """Moves that fill every wanted box, and the objects, exactly once; in order of source and start,
+    neighbours joined. The payload's header is not among them: see `payload_plan`.
+
+    `avoid`: old ranks whose shards cannot be read.
+    Raises StateMismatchError naming every tensor that is missing, of another dtype or shape, or not
+    covered by the shards that may be read.
+    """
+    problems = mismatches(wanted, source)
+    moves: list[Move] = []
+    if not problems:
+        home = home_of(wanted.rank, len(source.ranks))
+        for fqn, item in sorted(wanted.tensors.items()):
+            layout = source.tensors[fqn]
+            found, left = _tensor(item, layout, wanted.rank, home, avoid)
+            moves += found
+            if left:
+                problems.append(_uncovered(fqn, item, left))
+        problems += _objects(wanted, source, home, avoid, moves)
+    if problems:
+        lines = "\n  ".join(problems)
+        raise StateMismatchError(
+            f"rank {wanted.rank} cannot be made from the checkpoint of {len(source.ranks)} ranks: "
+            f"{len(problems)} problems:\n  {lines}"
+        )
+    return _joined(moves)
+
+
+def mismatches(wanted: RankLayout, source: Layout) -> list[str]:
+    """A line for every wanted tensor that is missing, or has another dtype or shape."""
+    problems: list[str] = []
+    for fqn, item in sorted(wanted.tensors.items()):
+        found = source.tensors.get(fqn)
+        expected = f"{fqn}: expected {item.dtype} {list(item.shape)}"
+        if found is None:
+            problems.append(f"{expected}, found nothing in the checkpoint")
+        elif (found.dtype, found.shape) != (item.dtype, item.shape):
+            problems.append(f"{expected}, found {found.dtype} {list(found.shape)}")
+    return problems
+
+
+def payload_plan(wanted: RankLayout) -> PayloadPlan:
+    """The payload that `wanted` describes; its header is what no old shard holds.
+    Raises FormatError unless tensors and objects lie where a payload has them."""
+    places = set(wanted.objects.values())
+    if len(places) > 1:
+        raise FormatError(f"layout of rank {wanted.rank}: objects in {len(places)} places, not 1")
+    capacity = sum(place.length_bytes for place in places)
+    planned = plan_payload(
+        ((fqn, item.dtype, item.lengths) for fqn, item in wanted.tensors.items()), capacity
+    )
+    ranges = {tensor.fqn: tensor.byte_range for tensor in planned.tensors}
+    asked = {fqn: item.byte_range for fqn, item in wanted.tensors.items()}
+    same_objects = not places or planned.objects in places
+    if ranges != asked or not same_objects or planned.total_bytes != wanted.payload_bytes:
+        raise FormatError(
+            f"layout of rank {wanted.rank}: its byte ranges are not those of a payload of "
+            f"{planned.total_bytes} bytes with these tensors"
+        )
+    return planned
+
+
+def _tensor(
+    item: TensorSlice,
+    layout: TensorLayout,
+    rank: Rank,
+    home: Rank,
+    avoid: Collection[Rank],
+) -> tuple[list[Move], list[Box]]:
+    """Moves for one wanted box, and what no shard covers."""
+    target = Box(item.offsets, item.lengths)
+    if not target.elements:
+        return [], []
+    holders: dict[Box, list[PlacedSlice]] = {}
+    for placed in layout.slices:
+        if placed.rank not in avoid:
+            holders.setdefault(Box(placed.offsets, placed.lengths), []).append(placed)
+    overlaps = []
+    for box, equal in holders.items():
+        common = intersect(target, box)
+        if common is not None:
+            at_home = any(placed.rank == home for placed in equal)
+            overlaps.append((-common.elements, not at_home, box))
+    size = element_bytes(item.dtype, "reshard")
+    moves: list[Move] = []
+    left = [target]
+    for _, _, box in sorted(overlaps):
+        if not left:
+            break
+        chosen = _choose(holders[box], rank, home)
+        rest: list[Box] = []
+        for open_box in left:
+            part = intersect(open_box, box)
+            if part is None:
+                rest.append(open_box)
+                continue
+            rest += subtract(open_box, part)
+            for run in runs(part, box, target):
+                moves.append(
+                    Move(
+                        chosen.rank,
+                        chosen.byte_range.start + run.source * size,
+                        run.length * size,
+                        item.byte_range.start + run.target * size,
+                        run.times,
+                        run.source_step * size,
+                        run.target_step * size,
+                    )
+                )
+        left = rest
+    return moves, left
+
+
+def _choose(equal: list[PlacedSlice], rank: Rank, home: Rank) -> PlacedSlice:
+    at_home = next((placed for placed in equal if placed.rank == home), None)
+    return at_home or equal[rank % len(equal)]
+
+
+def _objects(
+    wanted: RankLayout, source: Layout, home: Rank, avoid: Collection[Rank], moves: list[Move]
+) -> list[str]:
+    problems: list[str] = []
+    pairs: set[tuple[ByteRange, ByteRange]] = set()
+    for fqn, target in sorted(wanted.objects.items()):
+        places = source.objects.get(fqn, ())
+        place = next((p.byte_range for p in places if p.rank == home), None)
+        if place is None or home in avoid:
+            problems.append(f"object {fqn}: expected it in the shard of rank {home}, not readable")
+        elif place.length_bytes != target.length_bytes:
+            problems.append(
+                f"object {fqn}: expected {target.length_bytes} bytes, found "
+                f"{place.length_bytes} in the shard of rank {home}"
+            )
+        else:
+            pairs.add((place, target))
+    moves += [
+        Move(home, place.start, place.length_bytes, target.start)
+        for place, target in pairs
+        if place.length_bytes
+    ]
+    return problems
+
+
+def _uncovered(fqn: str, item: TensorSlice, left: list[Box]) -> str:
+    elements = sum(box.elements for box in left)
+    first = left[0]
+    return (
+        f"{fqn}: {elements} of {Box(item.offsets, item.lengths).elements} elements are in no "
+        f"readable shard, the first at {list(first.offsets)} of {list(item.shape)}"
+    )
+
+
+def _joined(moves: list[Move]) -> tuple[Move, ...]:
+    joined: list[Move] = []
+    for move in sorted(moves):
+        if joined and joined[-1].times == move.times == 1:
+            last = joined[-1]
+            stop = (last.source, last.start + last.length_bytes, last.target + last.length_bytes)
+            if stop == (move.source, move.start, move.target):
+                joined[-1] = last._replace(length_bytes=last.length_bytes + move.length_bytes)
+                continue
+        joined.append(move)
+    return tuple(joined)

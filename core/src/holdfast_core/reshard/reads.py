@@ -1,0 +1,97 @@
+"""Moves of one source as reads of whole chunks: only whole chunks can be verified. Pure.
+
+Chunks that several moves touch are read once; chunks that no move touches are not read.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast_core.ids import ByteRange, Rank
+from holdfast_core.reshard.plan import Move
+
+READ_BYTES = 16 << 20
+"""At most in one read, in whole chunks: the buffer that a reader needs."""
+
+
+class Piece(NamedTuple):
+    """Bytes of a read (of a payload), from its first byte, and where they go in the new payload."""
+
+    start: int
+    length_bytes: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """`span` of the source's payload: from a chunk boundary, to one or to the payload's end."""
+
+    span: ByteRange
+    pieces: tuple[Piece, ...]
+
+
+def by_source(moves: Iterable[Move]) -> dict[Rank, list[Move]]:
+    """In order of start."""
+    found: dict[Rank, list[Move]] = {}
+    for move in sorted(moves):
+        found.setdefault(move.source, []).append(move)
+    return found
+
+
+def reads_of(
+    moves: Sequence[Move], payload_bytes: int, chunk_bytes: int, limit_bytes: int = READ_BYTES
+) -> Iterator[Read]:
+    """Reads for the moves of one source, which are in order of start. Each is of at most
+    `limit_bytes`, but of one chunk at least."""
+    limit_bytes = max(limit_bytes // chunk_bytes, 1) * chunk_bytes
+    start = stop = 0
+    pieces: list[Piece] = []
+    for run in _runs(moves):
+        position, end = run.start, run.start + run.length_bytes
+        while position < end:
+            chunk = position - position % chunk_bytes
+            if not pieces or chunk > stop or position >= start + limit_bytes:
+                if pieces:
+                    yield Read(ByteRange(start, min(stop, payload_bytes)), tuple(pieces))
+                    pieces = []
+                start = stop = chunk
+            length = min(end, start + limit_bytes) - position
+            pieces.append(Piece(position - start, length, run.target + position - run.start))
+            position += length
+            stop = max(stop, position + -position % chunk_bytes)
+    if pieces:
+        yield Read(ByteRange(start, min(stop, payload_bytes)), tuple(pieces))
+
+
+def bytes_read(moves: Iterable[Move], payload_bytes: Sequence[int], chunk_bytes: int) -> int:
+    """What a plan costs: `payload_bytes` is indexed by old rank."""
+    return sum(
+        read.span.length_bytes
+        for rank, group in by_source(moves).items()
+        for read in reads_of(group, payload_bytes[rank], chunk_bytes)
+    )
+
+
+def _runs(moves: Sequence[Move]) -> Iterator[Piece]:
+    """The single runs of moves, in order of their start. Moves that lie within each other's rows
+    are merged; others are not mixed, so that there are never many open."""
+    first = 0
+    while first < len(moves):
+        last, stop = first + 1, moves[first].stop
+        while last < len(moves) and moves[last].start < stop:
+            stop = max(stop, moves[last].stop)
+            last += 1
+        if last == first + 1:
+            yield from _runs_of(moves[first])
+        else:
+            yield from heapq.merge(*map(_runs_of, moves[first:last]))
+        first = last
+
+
+def _runs_of(move: Move) -> Iterator[Piece]:
+    for i in range(move.times):
+        start, target = move.start + i * move.start_step, move.target + i * move.target_step
+        yield Piece(start, move.length_bytes, target)

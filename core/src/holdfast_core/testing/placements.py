@@ -1,0 +1,73 @@
+"""Ranks that hold parts of the same tensors, as tests need them: meshes, shards, payloads, layouts.
+
+A shard of a dimension is cut as `torch.chunk` cuts: equal pieces, the last ones shorter or empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast_core.format.payload import pack_objects, plan_payload
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.ids import Rank
+from holdfast_core.reshard.boxes import Box
+
+Placement = Sequence[int | None]
+"""For each dimension of the mesh: the dimension of the tensor that it cuts, None for a replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A global tensor and how a mesh holds it. `placement` None: on every rank, whole."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    placement: Placement | None = None
+
+
+def box_of(tensor: Tensor, mesh: Sequence[int], rank: int) -> Box:
+    """What `rank` holds; ranks of a mesh are counted with its last dimension fastest."""
+    offsets, lengths = [0] * len(tensor.shape), list(tensor.shape)
+    if tensor.placement is not None:
+        for axis, dimension in enumerate(tensor.placement):
+            if dimension is None:
+                continue
+            index = rank // math.prod(mesh[axis + 1 :]) % mesh[axis]
+            piece = -(-lengths[dimension] // mesh[axis])
+            start = min(index * piece, lengths[dimension])
+            offsets[dimension] += start
+            lengths[dimension] = min(piece, lengths[dimension] - start)
+    if 0 in lengths:
+        offsets = [0] * len(offsets)
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def layout_of(
+    tensors: Mapping[str, Tensor], mesh: Sequence[int], rank: int, objects_bytes: int = 64
+) -> RankLayout:
+    """Of a rank that saves its part of every tensor."""
+    boxes = {fqn: box_of(tensor, mesh, rank) for fqn, tensor in tensors.items()}
+    planned = plan_payload(
+        ((fqn, tensor.dtype, boxes[fqn].lengths) for fqn, tensor in tensors.items()), objects_bytes
+    )
+    return RankLayout(
+        rank=Rank(rank),
+        tensors={
+            fqn: TensorSlice(
+                tensor.dtype,
+                tensor.shape,
+                boxes[fqn].offsets,
+                boxes[fqn].lengths,
+                planned.byte_range(fqn),
+            )
+            for fqn, tensor in tensors.items()
+        },
+        objects={"state": planned.objects},
+        payload_bytes=planned.total_bytes,
+    )
+
+
+def objects_of(rank: int, objects_bytes: int = 64) -> bytes:
+    return pack_objects({"state": {"saved by": rank}}, objects_bytes)

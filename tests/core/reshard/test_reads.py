@@ -1,0 +1,121 @@
+"""Reads of whole chunks: all that is needed, nothing twice, and little besides."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.record import CHUNK_BYTES
+from holdfast_core.ids import Rank
+from holdfast_core.reshard.plan import Move, plan
+from holdfast_core.reshard.reads import by_source, bytes_read, reads_of
+from holdfast_core.testing.placements import Tensor, layout_of
+
+CHUNK = 8
+
+
+@st.composite
+def payload_and_moves(draw: st.DrawFn) -> tuple[int, list[Move]]:
+    cuts = sorted(draw(st.sets(st.integers(0, 200), min_size=2, max_size=20)))
+    payload_bytes = cuts[-1] + draw(st.integers(0, 9))
+    moves = [
+        Move(Rank(0), a, b - a, 1000 * a)
+        for a, b in itertools.pairwise(cuts)
+        if draw(st.booleans())
+    ]
+    return payload_bytes, moves
+
+
+@given(payload_and_moves(), st.sampled_from([1, CHUNK, 3 * CHUNK, 1000]))
+def test_reads_bring_every_byte_once(case: tuple[int, list[Move]], limit: int) -> None:
+    check_reads(*case, limit)
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 30), st.integers(0, 9))
+def test_rows_within_each_others_rows_are_merged(a: int, gap: int, rows: int, b: int) -> None:
+    step = a + gap + b + 1
+    moves = [Move(Rank(0), 3, a, 10_000, rows, step, a)]
+    if b:
+        moves.append(Move(Rank(0), 3 + a + gap, b, 20_000, rows, step, b))
+    moves.append(Move(Rank(0), 3 + rows * step, 5, 30_000))
+    check_reads(3 + rows * step + 11, moves, 3 * CHUNK)
+
+
+def check_reads(payload_bytes: int, moves: list[Move], limit: int) -> None:
+    needed = {
+        move.start + row * move.start_step + i: move.target + row * move.target_step + i
+        for move in moves
+        for row in range(move.times)
+        for i in range(move.length_bytes)
+    }
+    brought: dict[int, int] = {}
+    stop = 0
+    for read in reads_of(moves, payload_bytes, CHUNK, limit):
+        assert read.span.start % CHUNK == 0
+        assert read.span.stop % CHUNK == 0 or read.span.stop == payload_bytes
+        assert 0 < read.span.length_bytes <= max(limit, CHUNK)
+        assert read.span.start >= stop, "a chunk is read once"
+        stop = read.span.stop
+        for piece in read.pieces:
+            assert piece.start >= 0
+            assert piece.start + piece.length_bytes <= read.span.length_bytes
+            for i in range(piece.length_bytes):
+                assert read.span.start + piece.start + i not in brought
+                brought[read.span.start + piece.start + i] = piece.target + i
+    assert brought == needed
+    touched = {position // CHUNK for position in needed}
+    whole = sum(min(CHUNK, payload_bytes - chunk * CHUNK) for chunk in touched)
+    assert bytes_read(moves, [payload_bytes], CHUNK) == whole
+
+
+def test_moves_are_grouped_by_source_in_order() -> None:
+    moves = [Move(Rank(1), 9, 1, 0), Move(Rank(0), 5, 1, 1), Move(Rank(1), 2, 1, 2)]
+    assert by_source(moves) == {
+        0: [Move(Rank(0), 5, 1, 1)],
+        1: [Move(Rank(1), 2, 1, 2), Move(Rank(1), 9, 1, 0)],
+    }
+
+
+def transformer(layers: int, placement: list[int | None] | None) -> dict[str, Tensor]:
+    """Some layers of a model of 1.2e9 parameters in fp32, with Adam's two tensors each: what a
+    layer costs does not depend on their number."""
+    width, inner, words = 2048, 8192, 128256
+    shapes = {"up": (inner, width), "gate": (inner, width), "down": (width, inner)}
+    shapes |= {name: (width, width) for name in "qkvo"}
+    tensors: dict[str, Tensor] = {}
+    for part in ("model", "exp_avg", "exp_avg_sq"):
+        tensors[f"{part}.words"] = Tensor("F32", (words, width), placement)
+        for layer in range(layers):
+            tensors[f"{part}.{layer}.norm"] = Tensor("F32", (width, 1), None)
+            for name, shape in shapes.items():
+                tensors[f"{part}.{layer}.{name}"] = Tensor("F32", shape, placement)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("old", "before", "new", "after"),
+    [
+        pytest.param(8, [0], 6, [0], id="rows 8 to 6"),
+        pytest.param(6, [0], 8, [0], id="rows 6 to 8"),
+        pytest.param(8, [0], 4, [0], id="rows 8 to 4"),
+        pytest.param(1, None, 4, [0], id="1 to 4"),
+        pytest.param(8, None, 6, None, id="replicated 8 to 6"),
+        pytest.param(4, [1], 2, [1], id="columns 4 to 2"),
+    ],
+)
+def test_little_is_read_besides_what_is_needed(
+    old: int, before: list[int | None] | None, new: int, after: list[int | None] | None
+) -> None:
+    """At most 1.1 bytes for every byte needed, on every rank, with the chunks that shards have."""
+    source = merge_layouts(
+        layout_of(transformer(4, before), [old], rank).to_bytes() for rank in range(old)
+    )
+    sizes = [part.payload_bytes for part in source.ranks]
+    for rank in range(new):
+        moves = plan(layout_of(transformer(4, after), [new], rank), source)
+        needed = sum(move.total_bytes for move in moves)
+        assert bytes_read(moves, sizes, CHUNK_BYTES) <= 1.1 * needed
