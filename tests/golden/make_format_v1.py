@@ -16,6 +16,8 @@ from holdfast_core.testing.builders import (
 )
 
 WORLD_SIZE = 2
+CHUNK_BYTES = 4 << 20
+"""Each shard says its own: readers take any."""
 FOLDER = Path(__file__).parent / "format_v1"
 
 
@@ -27,7 +29,12 @@ def golden_files() -> dict[str, bytes]:
         data = rank_payload(rank=rank, world_size=WORLD_SIZE)
         document = rank_layout(rank=rank, world_size=WORLD_SIZE)
         header = shard_header(
-            len(data), rank=rank, round=3, world_size=WORLD_SIZE, layout=digest_of(document)
+            len(data),
+            rank=rank,
+            round=3,
+            world_size=WORLD_SIZE,
+            layout=digest_of(document),
+            chunk_bytes=CHUNK_BYTES,
         )
         file, record = shard_file(header, data)
         records.append(record)
