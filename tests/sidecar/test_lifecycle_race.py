@@ -68,6 +68,7 @@ def parts_of(state: RoundState, node: SlowNode, pools: Pools) -> Any:
         settings=SimpleNamespace(settle_seconds=1.0),
         keeper=Keeper(state),
         pools=pools,
+        pacing=Mock(),
         node=node,
         coordinator=None,
         flow=Mock(reset=AsyncMock(), pending=0),

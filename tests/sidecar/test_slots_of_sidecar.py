@@ -57,6 +57,17 @@ def test_header_and_bytes(tmp_path: Path) -> None:
     slot.close()
 
 
+def test_a_paced_slot_asks_before_it_reads(tmp_path: Path) -> None:
+    make(tmp_path)
+    slot = SlotFile.open(tmp_path, NAME)
+    asked: list[int] = []
+    slot.throttle = asked.append
+    slot.read_into(0, memoryview(bytearray(300)))
+    slot.read_into(300, memoryview(bytearray(200)))
+    slot.close()
+    assert asked == [300, 200]
+
+
 def test_a_header_that_promises_more_than_the_file_holds(tmp_path: Path) -> None:
     make(tmp_path, promised=5000)
     slot = SlotFile.open(tmp_path, NAME)

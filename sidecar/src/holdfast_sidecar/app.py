@@ -15,6 +15,7 @@ from pathlib import Path
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.ids import RestartRound
+from holdfast_core.pacing import Pacing
 from holdfast_core.tiers.base import ObjectTier
 from holdfast_core.tiers.directory import DirectoryObjectTier, directory_of
 from holdfast_core.tiers.node import DiskNodeTier
@@ -135,6 +136,7 @@ class Sidecar:
         settings, clock = self._settings, self._clock
         contract = settings.contract
         metrics = Metrics()
+        pacing = Pacing(clock.monotonic)
 
         def changed() -> None:
             if self._parts is not None:
@@ -149,11 +151,13 @@ class Sidecar:
         peers = Peers(
             contract, certificates.client, keeper.current, call_seconds=settings.call_seconds
         )
-        bulk = BulkPeers(node, certificates, peers, keeper.current)
+        bulk = BulkPeers(node, certificates, peers, keeper.current, pacing.throttle.take)
         layouts = RankLayouts(settings.layouts_dir, node, pools)
         gang = LocalGang(contract.worker)
         intake = Intake(settings.socket_path, contract.job_uid, local)
-        stager = Stager(settings, node, layouts, pools, failures, metrics, clock, local.staged)
+        stager = Stager(
+            settings, node, layouts, pools, failures, metrics, clock, pacing, local.staged
+        )
         flow = Flow(
             settings,
             keeper.current,
@@ -197,6 +201,7 @@ class Sidecar:
             clock,
             keeper,
             pools,
+            pacing,
             node,
             store,
             peers,
@@ -219,6 +224,8 @@ class Sidecar:
         return parts is None or parts.idle
 
     async def wait_idle(self, timeout_seconds: float) -> bool:
+        if self._parts is not None:
+            self._parts.pacing.hurry()
         deadline = self._clock.monotonic() + timeout_seconds
         while not self.idle:
             if self._clock.monotonic() >= deadline:

@@ -7,6 +7,7 @@ and never changed in place. Calls block: run them in a pool.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import RefusedError
@@ -93,11 +94,13 @@ class BulkPeers:
         certificates: Certificates,
         peers: Peers,
         current: Callable[[], RoundState],
+        throttle: Callable[[int], None],
     ) -> None:
         self._node = node
         self._certificates = certificates
         self._peers = peers
         self._current = current
+        self._putting = replace(_OPTIONS, throttle=throttle)
 
     def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> None:
         """Durable at the member when it returns. Raises what bulk_client.send_copy raises, and
@@ -111,7 +114,7 @@ class BulkPeers:
                 self._certificates.client,
                 round_,
                 reader,
-                options=_OPTIONS,
+                options=self._putting,
             )
 
     def fetch(self, member: Member, ref: ShardRef) -> ShardRecord:

@@ -99,6 +99,8 @@ class Control:
         return parts.metrics.render()
 
     def flushed(self) -> bool:
+        """Asked by the preStop hook: the pod is going."""
+        self._parts.pacing.hurry()
         return self._parts.flushed
 
     # ------------------------------------------------------------------ words

@@ -47,6 +47,7 @@ class Lifecycle:
         self._check(caller, message)
         if message.round > parts.keeper.state.round:
             logs.info("sealed", round=message.round)
+            parts.pacing.hurry()
             parts.keeper.state = parts.keeper.state.sealed_for(message.round)
         async with self._lock:
             self._check(caller, message)
@@ -110,6 +111,7 @@ class Lifecycle:
         await parts.pools.shard.run(delete_off_lineage, parts.node, uid, message)
         await self._resume_own_shards(message.round)
         parts.stager.recover(parts.keeper.state)
+        parts.pacing.begin()
         self._coordinate(message)
         parts.rehydrator.begin(message)
         parts.starter.begin()

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast_core.errors import FormatError, RefusedError
 from holdfast_core.ids import Level, Rank, Step
+from holdfast_core.pacing import bytes_each_step
 from holdfast_core.transfer.messages import (
     Ask,
     Ended,
@@ -93,6 +94,7 @@ class Local:
         if refused is not None:
             raise RefusedError(refused.code, refused.message)
         self.parts.gang.done = True
+        self.parts.pacing.hurry()
         self.parts.reporter.changed()
         released = self._released
         await released.wait()
@@ -108,6 +110,10 @@ class Local:
             case Progress() if message.round == self.state.round and self._own(message.rank):
                 parts.gang.progressed(message)
                 parts.metrics.trained(message.round)
+                if message.rank == self.state.own_ranks[0]:
+                    # The ranks of a gang step together: one of them tells for all.
+                    parts.pacing.step_done(message.blocked_seconds)
+                    parts.metrics.limited(parts.pacing.limit)
                 parts.metrics.stalled(message.blocked_seconds, message.saves_skipped)
             case Exited() if message.round == self.state.round and self._own(message.rank):
                 parts.gang.exited(message)
@@ -136,8 +142,21 @@ class Local:
             and self.state.held is not None
             and outcome.record.header.round == self.state.round
         ):
+            self._expect_saves(outcome.record.header.payload_bytes)
             self.parts.flow.add(own_shard(outcome.record))
         self.parts.reporter.changed()
+
+    def _expect_saves(self, payload_bytes: int) -> None:
+        state = self.state
+        if state.held is not None:
+            policy = state.held.policy
+            each_step = bytes_each_step(
+                payload_bytes * len(state.own_ranks),
+                policy.interval_steps,
+                len(state.copy_targets()),
+                policy.object_every_steps,
+            )
+            self.parts.pacing.expect(each_step)
 
     def level(self, message: LevelNotice) -> None:
         """Tell the ranks; release Finish when the coordinator says so."""

@@ -93,6 +93,11 @@ class Metrics:
             "Newest step at the level, as the coordinator knows it",
             "level",
         )
+        self._limit = Gauge(
+            "holdfast_background_limit_bytes_per_second",
+            "Rate to which saves are held so that steps are not slowed down; 0: no limit",
+            registry=self._registry,
+        )
         self._free = Gauge(
             "holdfast_node_free_bytes",
             "Bytes that may still be written to the node volume",
@@ -137,6 +142,9 @@ class Metrics:
             self._stall.inc(seconds)
         if saves_skipped > 0:
             self._skipped.inc(saves_skipped)
+
+    def limited(self, bytes_per_second: float | None) -> None:
+        self._limit.set(bytes_per_second or 0.0)
 
     def recovered(self, phase: str, seconds: float) -> None:
         self._recovery.labels(phase).observe(seconds)

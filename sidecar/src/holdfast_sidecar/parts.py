@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast_core.clock import Clock
+from holdfast_core.pacing import Pacing
 from holdfast_core.tiers.base import ObjectTier
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_sidecar.client import Peers
@@ -41,6 +42,7 @@ class Parts:
     clock: Clock
     keeper: Keeper
     pools: Pools
+    pacing: Pacing
     node: DiskNodeTier
     store: ObjectTier | None
     peers: Peers

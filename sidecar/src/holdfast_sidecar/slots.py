@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class SlotFile:
 
     name: str
     fd: int
+    throttle: Callable[[int], object] | None = None
+    """Asked before the payload is read for the node tier: it paces the write."""
 
     @classmethod
     def open(cls, directory: Path, name: str) -> SlotFile:
@@ -86,6 +89,8 @@ class SlotFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """PayloadSource: raises FormatError when the file ends too early."""
+        if self.throttle is not None:
+            self.throttle(len(buffer))
         done = 0
         while done < len(buffer):
             try:

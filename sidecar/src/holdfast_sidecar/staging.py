@@ -18,6 +18,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, RefusedError
 from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import Level, TierName
+from holdfast_core.pacing import Pacing
 from holdfast_core.tiers.base import NodeTier, ShardHeader, ShardRecord
 from holdfast_core.transfer.codec import dumps, loads
 from holdfast_core.transfer.messages import Refusal, SaveFailed, Stage, Staged
@@ -53,6 +54,7 @@ class Stager:
         failures: Failures,
         metrics: Metrics,
         clock: Clock,
+        pacing: Pacing,
         on_outcome: Callable[[Outcome], None],
     ) -> None:
         self._settings = settings
@@ -62,6 +64,7 @@ class Stager:
         self._failures = failures
         self._metrics = metrics
         self._clock = clock
+        self._pacing = pacing
         self._on_outcome = on_outcome
         self._pending: dict[str, Stage] = {}
         self._tasks = Tasks()
@@ -144,6 +147,7 @@ class Stager:
         self._pending[slot.name] = message
 
     def _write_later(self, slot: SlotFile, message: Stage, world_size: int) -> None:
+        slot.throttle = self._pacing.throttle.take
         self._tasks.spawn(self._write(slot, message, world_size), f"write {message.slot}")
 
     async def _write(self, slot: SlotFile, message: Stage, world_size: int) -> None:

@@ -140,6 +140,7 @@ def test_probes_hooks_and_the_end(gangs: Gangs) -> None:
             text = await asyncio.to_thread(read, f"http://127.0.0.1:{ports['metrics']}/metrics")
             assert 'holdfast_checkpoint_bytes_total{tier="node"} 100001.0' in text
             assert "holdfast_restart_round 0.0" in text
+            assert "holdfast_background_limit_bytes_per_second 0.0" in text
             busy = await asyncio.to_thread(hook, gang, "pre-stop", "--timeout", "0.5")
             assert busy.returncode == 0
             assert "not everything was safe" in busy.stderr

@@ -1,0 +1,79 @@
+"""Keeps background bytes from slowing a trainer down: its steps in, a shared limit out.
+
+One for each process that persists a trainer's saves. Movers of bytes call `throttle.take`; whoever
+hears of finished steps calls `step_done`, from one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from holdfast_core.policy.pace import Pace
+from holdfast_core.throttle import Throttle
+
+HEADROOM = 1.25
+"""A checkpoint is moved in this part of the time until the next one."""
+LEAST_BYTES_PER_SECOND = float(16 << 20)
+"""Also where nothing is due: what was asked for by hand must end."""
+
+
+class Pacing:
+    def __init__(
+        self,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.throttle = Throttle(monotonic, sleep)
+        self._monotonic = monotonic
+        self._pace = Pace()
+        self._last: float | None = None
+        self._moved = 0
+        self._bytes_each_step = 0.0
+        self._hurrying = False
+
+    @property
+    def limit(self) -> float | None:
+        """Bytes a second in force now; None: no limit."""
+        return None if self._hurrying else self._pace.limit
+
+    def begin(self) -> None:
+        """A round starts: nothing is in a hurry, and the next step is the first one."""
+        self._hurrying = False
+        self._last = None
+        self._apply()
+
+    def expect(self, bytes_each_step: float) -> None:
+        """What this process has to move, averaged over steps: the limit never falls below it."""
+        self._bytes_each_step = bytes_each_step
+
+    def hurry(self) -> None:
+        """Somebody waits for what is on its way, and no trainer runs that could suffer."""
+        self._hurrying = True
+        self._apply()
+
+    def step_done(self, blocked_seconds: float) -> None:
+        """A step ended now, of which saving blocked so much (that is the save's cost, not ours)."""
+        now, moved = self._monotonic(), self.throttle.moved_bytes
+        if self._last is not None:
+            seconds = max(0.0, now - self._last - blocked_seconds)
+            quiet = self._pace.quiet_step_seconds
+            needed = 0.0 if not quiet else HEADROOM * self._bytes_each_step / quiet
+            self._pace.floor = max(LEAST_BYTES_PER_SECOND, needed)
+            self._pace.step(seconds, moved - self._moved)
+            self._apply()
+        self._last, self._moved = now, moved
+
+    def _apply(self) -> None:
+        self.throttle.set_limit(self.limit)
+
+
+def bytes_each_step(
+    payload_bytes: int, interval_steps: int, copies: int, object_every_steps: int | None
+) -> float:
+    """What a rank's saves make its pod move, averaged over steps: to the node tier, to peers, to the
+    object store."""
+    if interval_steps < 1:
+        return 0.0
+    moved = payload_bytes * (1 + copies) / interval_steps
+    return moved + (payload_bytes / object_every_steps if object_every_steps else 0.0)

@@ -1,0 +1,85 @@
+"""From finished steps to the limit in force."""
+
+from __future__ import annotations
+
+from holdfast_core.pacing import LEAST_BYTES_PER_SECOND, Pacing, bytes_each_step
+
+MIB = 1 << 20
+
+
+class Trainer:
+    """Steps of a second; a step in which bytes move takes a tenth more. Movers do not obey."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pacing = Pacing(lambda: self.now, lambda seconds: None)
+
+    def steps(
+        self, count: int, *, moving: int = 0, blocked: float = 0.0, slower: float = 0.1
+    ) -> None:
+        for _ in range(count):
+            self.pacing.throttle.take(moving)
+            self.now += 1.0 + blocked + (slower if moving else 0.0)
+            self.pacing.step_done(blocked)
+
+
+def test_steps_that_suffer_bring_a_limit_and_quiet_ones_lift_it() -> None:
+    trainer = Trainer()
+    trainer.pacing.begin()
+    trainer.steps(10)
+    assert trainer.pacing.limit is None
+    trainer.steps(10, moving=1000 * MIB)
+    found = trainer.pacing.limit
+    assert found is not None
+    assert LEAST_BYTES_PER_SECOND <= found < 1000 * MIB
+    trainer.steps(100, moving=10 * MIB, slower=0.0)
+    assert trainer.pacing.limit is None
+
+
+def test_time_that_saving_blocked_is_no_slowdown() -> None:
+    trainer = Trainer()
+    trainer.pacing.begin()
+    trainer.steps(10)
+    trainer.steps(50, moving=1000 * MIB, blocked=0.5, slower=0.0)
+    assert trainer.pacing.limit is None
+
+
+def test_checkpoints_are_never_late_for_the_next_one() -> None:
+    trainer = Trainer()
+    trainer.pacing.begin()
+    trainer.pacing.expect(500.0 * MIB)
+    trainer.steps(10)
+    trainer.steps(200, moving=1000 * MIB)
+    found = trainer.pacing.limit
+    assert found is not None
+    assert found >= 500 * MIB
+
+
+def test_a_hurry_lifts_the_limit_until_the_next_round() -> None:
+    trainer = Trainer()
+    trainer.pacing.begin()
+    trainer.steps(10)
+    trainer.steps(10, moving=1000 * MIB)
+    limited = trainer.pacing.limit
+    assert limited is not None
+    trainer.pacing.hurry()
+    assert trainer.pacing.limit is None
+    trainer.pacing.begin()
+    assert trainer.pacing.limit == limited
+
+
+def test_the_first_step_of_a_round_is_compared_with_nothing() -> None:
+    trainer = Trainer()
+    trainer.pacing.begin()
+    trainer.steps(10)
+    trainer.now += 3600  # the gang was down
+    trainer.pacing.begin()
+    trainer.steps(40, moving=10 * MIB, slower=0.0)
+    assert trainer.pacing.limit is None
+
+
+def test_bytes_each_step() -> None:
+    assert bytes_each_step(1000, 10, 1, None) == 200.0
+    assert bytes_each_step(1000, 10, 1, 100) == 210.0
+    assert bytes_each_step(1000, 10, 0, None) == 100.0
+    assert bytes_each_step(1000, 0, 1, None) == 0.0
