@@ -51,6 +51,7 @@ class Handler:
     get_error: HoldfastError | None = None
     puts: list[tuple[str, RestartRound, ShardRef, int]] = field(default_factory=list)
     gets: list[tuple[str, ShardRef]] = field(default_factory=list)
+    plain: bool = False
 
     def authorize_put(
         self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
@@ -65,6 +66,9 @@ class Handler:
         self.gets.append((peer_dns_name, ref))
         if self.get_error is not None:
             raise self.get_error
+
+    def allows_plain(self) -> bool:
+        return self.plain
 
 
 @dataclass
