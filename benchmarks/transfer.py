@@ -41,6 +41,7 @@ from holdfast_core.testing.pki import Authority
 from holdfast_core.tiers.base import OpenWriter
 from holdfast_core.tiers.disk import set_direct
 from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.transfer.bulk import BulkOptions
 from holdfast_core.transfer.bulk_client import fetch_shard, send_copy
 from holdfast_core.transfer.bulk_server import BulkServer
 from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
@@ -49,14 +50,23 @@ SERVER = "gpt-1-r0.uid.holdfast"
 CLIENT = "gpt-0-r0.uid.holdfast"
 BLOCK_BYTES = 16 << 20
 MEMORY = Path("/dev/shm")
+# One attempt: a leg that leaves its way is no measurement.
+TLS = BulkOptions(attempts=1)
+PLAIN = BulkOptions(attempts=1, plain=True)
 
 RATIOS = {
     "node_write/raw_write": ("node_write", "raw_write"),
     "node_verify/raw_read": ("node_verify", "raw_read"),
     "node_fill/raw_read": ("node_fill", "raw_read"),
     "wire_tls/loopback": ("wire_tls", "loopback"),
+    "wire_plain/loopback": ("wire_plain", "loopback"),
+    "wire_plain/wire_tls": ("wire_plain", "wire_tls"),
     "put_tls/raw_write": ("put_tls", "raw_write"),
+    "put_plain/raw_write": ("put_plain", "raw_write"),
+    "put_plain/put_tls": ("put_plain", "put_tls"),
     "get_tls/raw_write": ("get_tls", "raw_write"),
+    "get_plain/raw_write": ("get_plain", "raw_write"),
+    "get_plain/get_tls": ("get_plain", "get_tls"),
 }
 
 
@@ -68,6 +78,9 @@ class Handler:
     ) -> None: ...
 
     def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None: ...
+
+    def allows_plain(self) -> bool:
+        return True
 
 
 class Discard:
@@ -243,19 +256,42 @@ class Bench:
     def wire_tls(self) -> float:
         return self._fetch(self.ports.memory, self.in_memory, Discard)
 
+    def wire_plain(self) -> float:
+        return self._fetch(self.ports.memory, self.in_memory, Discard, PLAIN)
+
     def put_tls(self) -> float:
+        return self._put(TLS)
+
+    def put_plain(self) -> float:
+        return self._put(PLAIN)
+
+    def get_tls(self) -> float:
+        return self._get(TLS)
+
+    def get_plain(self) -> float:
+        return self._get(PLAIN)
+
+    def _put(self, options: BulkOptions) -> float:
         self._forget_pages(self.record)
         began = time.perf_counter()
         with self.tier.open_shard(self.record.ref) as reader:
-            send_copy("127.0.0.1", self.ports.disk, SERVER, self.context, RestartRound(0), reader)
+            send_copy(
+                "127.0.0.1",
+                self.ports.disk,
+                SERVER,
+                self.context,
+                RestartRound(0),
+                reader,
+                options=options,
+            )
         seconds = time.perf_counter() - began
         self.pipe.send(("forget", self.record.ref))
         self.pipe.recv()
         return seconds
 
-    def get_tls(self) -> float:
+    def _get(self, options: BulkOptions) -> float:
         self._forget_pages(self.theirs)
-        seconds = self._fetch(self.ports.disk, self.theirs, self.tier.begin_copy)
+        seconds = self._fetch(self.ports.disk, self.theirs, self.tier.begin_copy, options)
         self.tier.delete_shard(self.theirs.ref)
         return seconds
 
@@ -263,9 +299,20 @@ class Bench:
         self.pipe.send(("cpu",))
         return time.process_time() + float(self.pipe.recv())
 
-    def _fetch(self, port: int, record: ShardRecord, begin: OpenWriter) -> float:
+    def _fetch(
+        self, port: int, record: ShardRecord, begin: OpenWriter, options: BulkOptions = TLS
+    ) -> float:
         began = time.perf_counter()
-        fetch_shard("127.0.0.1", port, SERVER, self.context, RestartRound(0), record.ref, begin)
+        fetch_shard(
+            "127.0.0.1",
+            port,
+            SERVER,
+            self.context,
+            RestartRound(0),
+            record.ref,
+            begin,
+            options=options,
+        )
         return time.perf_counter() - began
 
     def _forget_pages(self, record: ShardRecord) -> None:
@@ -284,8 +331,11 @@ LEGS = (
     "node_fill",
     "loopback",
     "wire_tls",
+    "wire_plain",
     "put_tls",
+    "put_plain",
     "get_tls",
+    "get_plain",
 )
 
 

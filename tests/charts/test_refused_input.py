@@ -76,9 +76,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["checkpoint.peer.copies must be 0 to 3, got 4: 1 survives the loss of any one node"],
     ),
     "negative copies": (ckpt(peer={"copies": -1}), ["must be 0 to 3, got -1"]),
-    "encryption off": (
-        ckpt(peer={"encryption": "None"}),
-        ["spec.checkpoint.peer.encryption: Unsupported value", '"TLS"'],
+    "encryption misspelt": (
+        ckpt(peer={"encryption": "Off"}),
+        ["spec.checkpoint.peer.encryption: Unsupported value", '"TLS", "None"'],
     ),
     "upload between saves": (
         ckpt(object={"storeRef": {"name": "main"}, "every": {"steps": 120}}),

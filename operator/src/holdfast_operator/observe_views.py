@@ -112,7 +112,11 @@ def _spec_view(spec: TrainingJobSpec) -> JobSpecView:
         suspend=spec.suspend,
         active_deadline=None if deadline is None else timedelta(seconds=deadline),
         ttl_after_finished=None if ttl is None else timedelta(seconds=ttl),
-        **({} if peer is None else {"topology_key": peer.topology_key}),
+        **(
+            {}
+            if peer is None
+            else {"topology_key": peer.topology_key, "peer_encryption": peer.encryption.value}
+        ),
     )
     return view
 

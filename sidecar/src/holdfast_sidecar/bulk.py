@@ -75,6 +75,9 @@ class BulkServing:
         """Raises RefusedError for a stranger."""
         self._caller(peer_dns_name)
 
+    def allows_plain(self) -> bool:
+        return plain_copies(self._current())
+
     def _caller(self, peer_dns_name: str) -> Caller:
         caller = caller_of((peer_dns_name,), self._contract.job_uid)
         if caller is None:
@@ -100,7 +103,7 @@ class BulkPeers:
         self._certificates = certificates
         self._peers = peers
         self._current = current
-        self._putting = replace(_OPTIONS, throttle=throttle)
+        self._throttle = throttle
 
     def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> None:
         """Durable at the member when it returns. Raises what bulk_client.send_copy raises, and
@@ -114,20 +117,30 @@ class BulkPeers:
                 self._certificates.client,
                 round_,
                 reader,
-                options=self._putting,
+                options=replace(_options(self._current()), throttle=self._throttle),
             )
 
     def fetch(self, member: Member, ref: ShardRef) -> ShardRecord:
         """Verified and durable on this node when it returns. Raises NotFoundError,
         CorruptionError (the member's copy is bad), UnavailableError, CapacityError."""
         endpoint = self._peers.endpoint(member)
+        state = self._current()
         return fetch_shard(
             endpoint.host,
             endpoint.bulk_port,
             self._peers.server_name(member),
             self._certificates.client,
-            self._current().round,
+            state.round,
             ref,
             self._node.begin_copy,
-            options=_OPTIONS,
+            options=_options(state),
         )
+
+
+def _options(state: RoundState) -> BulkOptions:
+    return replace(_OPTIONS, plain=plain_copies(state))
+
+
+def plain_copies(state: RoundState) -> bool:
+    """Payloads may travel outside TLS: the ROUND that is held says so. Not before there is one."""
+    return state.held is not None and state.held.policy.plain_copies

@@ -44,7 +44,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": ({"checkpoint": {"intervall": {}}}, "spec.checkpoint.intervall: Extra inputs"),
     "nine slots": ({"checkpoint": {"memory": {"slots": 9}}}, "checkpoint.memory.slots: "),
     "four copies": ({"checkpoint": {"peer": {"copies": 4}}}, "checkpoint.peer.copies: "),
-    "no encryption": ({"checkpoint": {"peer": {"encryption": "None"}}}, "peer.encryption: "),
+    "half encryption": ({"checkpoint": {"peer": {"encryption": "Some"}}}, "peer.encryption: "),
     "keep one": ({"checkpoint": {"retention": {"keepLast": 1}}}, "retention.keepLast: "),
     "unknown action": (
         {"failurePolicy": {"rules": [{"onExitCodes": [3], "action": "Retry"}]}},

@@ -29,7 +29,14 @@ from holdfast_core.testing.builders import BytesSource, payload, shard_file, sha
 from holdfast_core.testing.pki import Authority
 from holdfast_core.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
 from holdfast_core.tiers.memory import MemoryTier
-from holdfast_core.transfer.bulk import BulkFrame, BulkOptions, Kind, receive_frame, send_frame
+from holdfast_core.transfer.bulk import (
+    BulkFrame,
+    BulkOptions,
+    Kind,
+    Status,
+    receive_frame,
+    send_frame,
+)
 from holdfast_core.transfer.bulk_client import fetch_range, fetch_shard, send_copy
 from holdfast_core.transfer.bulk_server import BulkLimits, BulkServer
 from holdfast_core.transfer.messages import Refusal
@@ -51,6 +58,7 @@ class Handler:
     get_error: HoldfastError | None = None
     puts: list[tuple[str, RestartRound, ShardRef, int]] = field(default_factory=list)
     gets: list[tuple[str, ShardRef]] = field(default_factory=list)
+    plain: bool = False
 
     def authorize_put(
         self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
@@ -65,6 +73,9 @@ class Handler:
         self.gets.append((peer_dns_name, ref))
         if self.get_error is not None:
             raise self.get_error
+
+    def allows_plain(self) -> bool:
+        return self.plain
 
 
 @dataclass
@@ -425,6 +436,19 @@ def test_noise_ends_the_connection_only(pair: Pair, data: bytes) -> None:
                     pass
     source, record = filled(1000)
     pair.send(source, record)
+
+
+def test_closing_the_server_ends_connections_that_wait(pair: Pair) -> None:
+    """They may wait for a minute; close waits for its threads."""
+    with socket.create_connection(("127.0.0.1", pair.port), timeout=10) as plain:
+        with pair.client.wrap_socket(plain, server_hostname=SERVER) as sock:
+            record = pair.tier.write_shard(shard_header(10), BytesSource(payload(10)))
+            send_frame(sock, BulkFrame(Kind.PUT_COPY, record.ref, ROUND, length=8192))
+            reply = receive_frame(sock)
+            assert reply is not None and reply.status is Status.HAVE  # another request may come
+            (serving,) = [t for t in threading.enumerate() if t.name == "bulk"]
+            pair.server.close()
+            assert not serving.is_alive()
 
 
 def test_frames_keep_their_fields() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast_core.errors import RefusedError, StaleRoundError
 from holdfast_core.ids import Level, Rank, RestartRound, TierName, Worker
-from holdfast_core.transfer.messages import Exited, HostStore, Member, Refusal
+from holdfast_core.transfer.messages import Exited, HostStore, Member, Policy, Refusal
 from holdfast_sidecar.testing import flip_a_bit, until
 
 pytestmark = pytest.mark.integration
@@ -36,13 +36,15 @@ def test_commit_reaches_replicated_on_every_member(gangs: Gangs) -> None:
     asyncio.run(scenario())
 
 
-def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs) -> None:
+@pytest.mark.parametrize("encryption", ["TLS", "None"])
+def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs, encryption: str) -> None:
     """Kill -9 and wipe worker 1; its successor restores the same bytes from worker 0's copy, the
     survivor from its shared memory; the copies of the restore point are made again."""
 
     async def scenario() -> None:
         async with gangs(2) as gang:
-            await gang.start()
+            policy = Policy(interval_steps=1, peer_copies=1, peer_encryption=encryption)
+            await gang.start(policy=policy)
             saved = await gang.commit(3, Level.REPLICATED)
             point = await gang.point(3)
             gang.lose(1)
@@ -52,7 +54,7 @@ def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs) -> None:
                 (3, 0, point.manifest)
             ]
             await gang.launch(1, birth_round=1)
-            await gang.begin(1, restore=point)
+            await gang.begin(1, restore=point, policy=policy)
             assert gang.launchers[0].ended == [1]
             for worker, source in ((0, TierName.MEMORY), (1, TierName.PEER)):
                 restore_point, data, filled = await gang.ranks[worker].restore()

@@ -182,6 +182,15 @@ def test_round_goes_to_every_member() -> None:
     assert message.policy.interval_steps == 10
 
 
+@pytest.mark.parametrize("encryption", ["TLS", "None"])
+def test_a_round_says_how_copies_travel(encryption: str) -> None:
+    observed = gang()
+    spec = replace(observed.job.spec, peer_encryption=encryption)
+    observed = replace(observed, job=replace(observed.job, spec=spec))
+    sent = of_kind(decide(observed, now()).actions, SendRound)
+    assert [a.message.policy.peer_encryption for a in sent] == [encryption, encryption]
+
+
 def test_nothing_is_repeated_to_those_who_hold_it() -> None:
     observed = gang()
     heard = tuple(acked(observed, s) for s in observed.sidecars)

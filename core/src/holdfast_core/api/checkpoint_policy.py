@@ -18,6 +18,7 @@ from holdfast_core.api.quantities import quantity_rule
 
 class PeerEncryption(StrEnum):
     TLS = "TLS"
+    NONE = "None"
 
 
 class WhenDeleted(StrEnum):
@@ -115,7 +116,12 @@ class PeerTierSpec(ApiModel):
         ),
     ] = "kubernetes.io/hostname"
     encryption: Annotated[
-        PeerEncryption, Field(description="How copies travel: TLS with both sides authenticated.")
+        PeerEncryption,
+        Field(
+            description="How copies travel: TLS, or None for a network that nobody else can read. "
+            "With None both sides are authenticated all the same and no byte is believed without "
+            "its digest, but the state of the job crosses the network in the clear."
+        ),
     ] = PeerEncryption.TLS
 
 

@@ -1,4 +1,4 @@
-"""The bulk wire: shards between sidecars, on connections of their own, always mutual TLS 1.3.
+"""The bulk wire: shards between sidecars, on connections of their own, begun with mutual TLS 1.3.
 
     frame     fixed binary header (network order), then `meta_bytes` of JSON, then for DATA `length`
               bytes of the shard
@@ -8,7 +8,8 @@
     GET_RANGE request with a range of the payload -> REPLY ok -> DATA...
 
 A connection carries one request after the other. An error in the middle ends it: the REPLY says
-what was wrong, then the connection is closed.
+what was wrong, then the connection is closed. Where request and first REPLY say `plain`, both sides
+leave TLS after the head of the shard (see bulk_line); outside, an error has no words.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ class BulkFrame:
     length: int = 0
     crc32c: int = 0
     refused: Refused | None = None
+    plain: bool = False
+    """In a request: the caller's job lets payloads travel outside TLS. In its first REPLY: so does
+    the server's, and this one does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,9 @@ class BulkOptions:
     reply_seconds: float = 120.0
     """For the REPLY to a whole copy: the other side's fsync."""
     attempts: int = 4
+    plain: bool = False
+    """Let payloads travel outside TLS, if the other side's policy says so too. Only the first
+    attempt does; what fails is tried again inside."""
     throttle: Callable[[int], None] | None = None
     """Called with the bytes about to be sent or just received; blocks to bound the bandwidth."""
 
@@ -141,7 +148,7 @@ def receive_frame(sock: socket.socket) -> BulkFrame | None:
     meta = bytearray(meta_bytes)
     receive_into(sock, memoryview(meta))
     round_, step, step_round, rank, offset, length = numbers
-    job_uid, refused = _parse_meta(bytes(meta))
+    job_uid, refused, plain = _parse_meta(bytes(meta))
     try:
         known_kind, known_status = Kind(kind), Status(status)
     except ValueError as error:
@@ -162,6 +169,7 @@ def receive_frame(sock: socket.socket) -> BulkFrame | None:
         expect_int(length, "bulk frame: length", high=_MAX_FILE_BYTES),
         crc,
         refused,
+        plain,
     )
 
 
@@ -275,13 +283,18 @@ def _meta(frame: BulkFrame) -> bytes:
     value: dict[str, Any] = {"jobUid": frame.ref.job_uid}
     if frame.refused is not None:
         value["refused"] = to_json(frame.refused)
+    if frame.plain:
+        value["plain"] = True
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _parse_meta(data: bytes) -> tuple[JobUid, Refused | None]:
+def _parse_meta(data: bytes) -> tuple[JobUid, Refused | None, bool]:
     value = loads_strict(data, "bulk frame", limit_bytes=MAX_META_BYTES)
-    fields = {"jobUid", "refused"} if isinstance(value, dict) and "refused" in value else {"jobUid"}
-    root = expect_object(value, "bulk frame", frozenset(fields))
+    optional = {"refused", "plain"} & set(value) if isinstance(value, dict) else set()
+    root = expect_object(value, "bulk frame", frozenset({"jobUid"} | optional))
     job_uid = JobUid(expect_text(root["jobUid"], "bulk frame: jobUid", limit=128))
     refused = from_json(Refused, root["refused"]) if "refused" in root else None
-    return checked_job_uid(job_uid), refused
+    plain = root.get("plain", False)
+    if not isinstance(plain, bool):
+        raise FormatError(f"bulk frame: plain is {plain!r}, expected true or false")
+    return checked_job_uid(job_uid), refused, plain

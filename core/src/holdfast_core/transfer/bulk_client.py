@@ -11,12 +11,13 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from holdfast_core.errors import (
+    CorruptionError,
     FormatError,
     HoldfastError,
     UnavailableError,
@@ -37,7 +38,14 @@ from holdfast_core.transfer.bulk import (
     send_frame,
     tune,
 )
-from holdfast_core.transfer.bulk_data import receive_piece, send_shard
+from holdfast_core.transfer.bulk_data import (
+    Piece,
+    pieces,
+    receive_piece,
+    send_outside,
+    send_pieces,
+)
+from holdfast_core.transfer.bulk_line import Line, outside_tls
 
 T = TypeVar("T")
 
@@ -54,6 +62,13 @@ class _Peer:
 
     def __str__(self) -> str:
         return f"{self.server_hostname} ({self.address}:{self.port})"
+
+    def throttle(self, length: int) -> None:
+        if self.options.throttle is not None:
+            self.options.throttle(length)
+
+    def wrap(self, plain: socket.socket) -> ssl.SSLSocket:
+        return self.ssl_context.wrap_socket(plain, server_hostname=self.server_hostname)
 
 
 def send_copy(
@@ -75,7 +90,7 @@ def send_copy(
     peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
     record = reader.record
     request = BulkFrame(Kind.PUT_COPY, record.ref, round, length=record.file_bytes)
-    _with_attempts(peer, lambda: _put(peer, request, reader))
+    _with_attempts(peer, lambda plain: _put(peer, replace(request, plain=plain), reader))
 
 
 def fetch_shard(
@@ -97,18 +112,30 @@ def fetch_shard(
     """
     peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
     writer: CopyWriter | None = None
+    outside = False  # some of the writer's bytes came outside TLS
 
-    def attempt() -> ShardRecord:
-        nonlocal writer
+    def attempt(plain: bool) -> ShardRecord:
+        nonlocal writer, outside
         offset = 0 if writer is None else writer.offset
-        request = BulkFrame(Kind.GET_SHARD, ref, round, offset=offset)
-        with _connect(peer) as sock:
-            send_frame(sock, request)
-            reply = _expect_reply(sock, peer, request)
-            if writer is None:
-                writer = open_writer(ref, reply.length)
-            _receive_shard(sock, peer, request, reply.length, writer)
-        return writer.commit()
+        request = BulkFrame(Kind.GET_SHARD, ref, round, offset=offset, plain=plain)
+        try:
+            with _connect(peer) as line:
+                send_frame(line.sock, request)
+                reply = _expect_reply(line.sock, peer, request)
+                if writer is None:
+                    writer = open_writer(ref, reply.length)
+                outside = outside or reply.plain
+                with outside_tls(f"bulk: reading {ref} from {peer}", reply.plain):
+                    if reply.plain:
+                        _receive_head(line, peer, request, writer)
+                    _receive_until(line.sock, peer, request, writer, reply.length)
+            with outside_tls(f"bulk: verifying {ref} from {peer}", outside):
+                return writer.commit()
+        except UnavailableError as error:
+            if writer is not None and isinstance(error.__cause__, CorruptionError):
+                writer.abort()
+                writer, outside = None, False
+            raise
 
     try:
         return _with_attempts(peer, attempt)
@@ -135,36 +162,42 @@ def fetch_range(
         Kind.GET_RANGE, ref, round, offset=byte_range.start, length=byte_range.length_bytes
     )
 
-    def attempt() -> bytes:
-        with _connect(peer) as sock:
-            send_frame(sock, request)
-            _expect_reply(sock, peer, request)
-            return _receive_range(sock, peer, request, byte_range)
+    def attempt(_plain: bool) -> bytes:
+        with _connect(peer) as line:
+            send_frame(line.sock, request)
+            _expect_reply(line.sock, peer, request)
+            return _receive_range(line.sock, peer, request, byte_range)
 
     return _with_attempts(peer, attempt)
 
 
 def _put(peer: _Peer, request: BulkFrame, reader: ShardReader) -> None:
-    with _connect(peer) as sock:
-        send_frame(sock, request)
-        reply = _expect_reply(sock, peer, request)
+    with _connect(peer) as line:
+        send_frame(line.sock, request)
+        reply = _expect_reply(line.sock, peer, request)
         if reply.status is Status.HAVE:
             return
         if reply.offset > request.length:
             raise FormatError(
                 f"bulk: {peer} wants to go on from {reply.offset} of {request.length}"
             )
-        try:
-            _send_all(sock, peer, request, reader, reply.offset)
-        except OSError as error:
-            _raise_last_words(sock, peer, request)
-            raise connection_error(error, f"bulk: sending {request.ref} to {peer}") from error
-        sock.settimeout(peer.options.reply_seconds)
-        _expect_reply(sock, peer, request)
+        wanted = tuple(pieces(reader.record, reply.offset))
+        if reply.plain:
+            with outside_tls(f"bulk: sending {request.ref} to {peer}", True):
+                send_outside(line, request, reader, wanted, peer.throttle)
+                line.secure()
+        else:
+            _send_inside(line.sock, peer, request, reader, wanted)
+        line.sock.settimeout(peer.options.reply_seconds)
+        _expect_reply(line.sock, peer, request)
 
 
-def _send_all(
-    sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame, reader: ShardReader, offset: int
+def _send_inside(
+    sock: ssl.SSLSocket,
+    peer: _Peer,
+    request: BulkFrame,
+    reader: ShardReader,
+    wanted: Sequence[Piece],
 ) -> None:
     early = select.poll()
     early.register(sock, select.POLLIN)
@@ -174,10 +207,13 @@ def _send_all(
             # The receiver speaks before it has everything: it refuses the rest.
             _expect_reply(sock, peer, request)
             raise FormatError(f"bulk: {peer} acknowledged {request.ref} before it was sent")
-        if peer.options.throttle is not None:
-            peer.options.throttle(length)
+        peer.throttle(length)
 
-    send_shard(sock, request, reader, offset, before)
+    try:
+        send_pieces(sock, request, reader, wanted, before)
+    except OSError as error:
+        _raise_last_words(sock, peer, request)
+        raise connection_error(error, f"bulk: sending {request.ref} to {peer}") from error
 
 
 def _raise_last_words(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> None:
@@ -191,14 +227,21 @@ def _raise_last_words(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> N
         raise_reply(reply, f"bulk: sending {request.ref} to {peer}")
 
 
-def _receive_shard(
-    sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame, size: int, writer: CopyWriter
+def _receive_head(line: Line, peer: _Peer, request: BulkFrame, writer: CopyWriter) -> None:
+    """What stays inside TLS before the rest goes outside."""
+    if writer.offset == 0:
+        _receive_until(line.sock, peer, request, writer, 1)
+    line.leave()
+
+
+def _receive_until(
+    sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame, writer: CopyWriter, stop: int
 ) -> None:
-    while writer.offset < size:
+    """DATA frames until the writer's offset is `stop` or more."""
+    while writer.offset < stop:
         frame = _expect_data(sock, peer, request)
         length = receive_piece(sock, frame, request, writer)
-        if peer.options.throttle is not None:
-            peer.options.throttle(length)
+        peer.throttle(length)
         writer.advance(length)
 
 
@@ -212,8 +255,7 @@ def _receive_range(
         frame = _expect_data(sock, peer, request)
         room = view[position : position + MAX_DATA_BYTES]
         data = receive_data(sock, frame, request.ref, wanted.start + position, room)
-        if peer.options.throttle is not None:
-            peer.options.throttle(len(data))
+        peer.throttle(len(data))
         position += len(data)
     return bytes(found)
 
@@ -222,7 +264,7 @@ def _expect_data(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> BulkFr
     frame = receive_frame(sock)
     if frame is None:
         raise ConnectionResetError("the other side closed within the shard")
-    if frame.kind is Kind.REPLY:
+    if frame.kind is Kind.REPLY and sock.version() is not None:
         raise_reply(frame, f"bulk: reading {request.ref} from {peer}")
     return frame
 
@@ -238,27 +280,29 @@ def _expect_reply(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> BulkF
 
 
 @contextmanager
-def _connect(peer: _Peer) -> Iterator[ssl.SSLSocket]:
+def _connect(peer: _Peer) -> Iterator[Line]:
     """A connection whose certificate was verified; OSErrors inside become errors of the tree."""
     try:
         with socket.create_connection(
             (peer.address, peer.port), timeout=peer.options.connect_seconds
         ) as plain:
             tune(plain)
-            with peer.ssl_context.wrap_socket(plain, server_hostname=peer.server_hostname) as sock:
-                sock.settimeout(peer.options.io_seconds)
-                yield sock
+            with Line(plain, peer.wrap) as line:
+                line.secure()
+                line.sock.settimeout(peer.options.io_seconds)
+                yield line
     except OSError as error:
         raise connection_error(error, f"bulk: {peer}") from error
 
 
-def _with_attempts(peer: _Peer, attempt: Callable[[], T]) -> T:
+def _with_attempts(peer: _Peer, attempt: Callable[[bool], T]) -> T:
+    """`attempt` hears whether it may leave TLS: the first one, where the options say so."""
     last: HoldfastError | None = None
     for number in range(peer.options.attempts):
         if number:
             time.sleep(random.uniform(0, _BACKOFF_SECONDS * 2**number))
         try:
-            return attempt()
+            return attempt(peer.options.plain and number == 0)
         except UnavailableError as error:
             last = error
     raise UnavailableError(f"gave up after {peer.options.attempts} attempts: {last}") from last

@@ -7,7 +7,7 @@ the sender's disk shows before the bytes leave it.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from holdfast_core.transfer.bulk import (
     receive_data,
     send_frame,
 )
+from holdfast_core.transfer.bulk_line import Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +63,16 @@ def pieces(record: ShardRecord, start: int) -> Iterator[Piece]:
         position = stop
 
 
-def send_shard(
+def send_pieces(
     sock: socket.socket,
     request: BulkFrame,
     reader: ShardReader,
-    start: int,
+    wanted: Sequence[Piece],
     before: Callable[[int], None],
 ) -> None:
-    """The file from byte `start` to its end; the next piece is read while one is sent. `before` is
-    called with the bytes of each frame. Raises CorruptionError where a chunk is not what the table
-    says, TierError of the own disk, OSError of the connection."""
-    wanted = tuple(pieces(reader.record, start))
+    """A DATA frame of each piece; the next one is read while one is sent. `before` is called with
+    the bytes of each. Raises CorruptionError where a chunk is not what the table says, TierError of
+    the own disk, OSError of the connection."""
     with closing(reader.read_file(piece.span for piece in wanted)) as views:
         for piece, view in zip(wanted, views, strict=True):
             if len(view) != piece.span.length_bytes:
@@ -87,6 +87,21 @@ def send_shard(
                 )
             before(len(view))
             send_data(sock, request, piece.span.start, view, crc)
+
+
+def send_outside(
+    line: Line,
+    request: BulkFrame,
+    reader: ShardReader,
+    wanted: Sequence[Piece],
+    before: Callable[[int], None],
+) -> None:
+    """Like `send_pieces`, and leaves TLS after the head (which the digest of the payload does not
+    cover) or, where the receiver has that already, at once."""
+    head = 1 if wanted and wanted[0].span.start == 0 else 0
+    send_pieces(line.sock, request, reader, wanted[:head], before)
+    line.leave()
+    send_pieces(line.sock, request, reader, wanted[head:], before)
 
 
 def send_data(

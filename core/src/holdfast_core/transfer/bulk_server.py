@@ -10,6 +10,8 @@ import contextlib
 import socket
 import ssl
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,9 +38,15 @@ from holdfast_core.transfer.bulk import (
     send_frame,
     tune,
 )
-from holdfast_core.transfer.bulk_data import receive_piece, send_data, send_shard
+from holdfast_core.transfer.bulk_data import (
+    pieces,
+    receive_piece,
+    send_data,
+    send_outside,
+    send_pieces,
+)
+from holdfast_core.transfer.bulk_line import Line
 from holdfast_core.transfer.messages import Refusal
-from holdfast_core.transfer.tls import peer_name
 
 _DRAIN_BYTES = 16 << 20
 _DRAIN_SECONDS = 2.0
@@ -56,6 +64,10 @@ class BulkHandler(Protocol):
 
     def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
         """Raises RefusedError."""
+        ...
+
+    def allows_plain(self) -> bool:
+        """The job lets payloads travel outside TLS; they do where the caller says so too."""
         ...
 
 
@@ -95,7 +107,7 @@ class BulkServer:
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._open: dict[threading.Thread, socket.socket] = {}
+        self._open: dict[threading.Thread, Line] = {}
         self._closing = threading.Event()
 
     def start(self) -> None:
@@ -127,9 +139,8 @@ class BulkServer:
             listener.close()
         with self._lock:
             threads = dict(self._open)
-        for sock in threads.values():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        for line in threads.values():
+            line.interrupt()
         for thread in (*threads, self._acceptor):
             if thread is not None:
                 thread.join(self._limits.io_seconds)
@@ -150,18 +161,23 @@ class BulkServer:
                 # Out of descriptors is no reason to stop listening; a closed listener is.
                 self._closing.wait(0.1)
                 continue
-            thread = threading.Thread(target=self._serve, args=(sock,), name="bulk", daemon=True)
+            line = Line(sock, self._wrap)
+            thread = threading.Thread(
+                target=self._serve, args=(line, sock), name="bulk", daemon=True
+            )
             with self._lock:
-                self._open[thread] = sock
+                self._open[thread] = line
             thread.start()
 
-    def _serve(self, plain: socket.socket) -> None:
+    def _wrap(self, sock: socket.socket) -> ssl.SSLSocket:
+        return self._context.wrap_socket(sock, server_side=True)
+
+    def _serve(self, line: Line, plain: socket.socket) -> None:
         try:
-            with plain:
+            with line:
                 plain.settimeout(self._limits.handshake_seconds)
                 tune(plain)
-                with self._context.wrap_socket(plain, server_side=True) as sock:
-                    self._converse(sock, peer_name(sock))
+                self._converse(line, line.secure())
         except (OSError, HoldfastError):
             # The caller sees its connection end and says why it cared; a stranger is not logged.
             return
@@ -170,32 +186,34 @@ class BulkServer:
             with self._lock:
                 self._open.pop(threading.current_thread(), None)
 
-    def _converse(self, sock: ssl.SSLSocket, peer: str) -> None:
-        while not self._closing.is_set():
-            sock.settimeout(self._limits.idle_seconds)
-            request = receive_frame(sock)
+    def _converse(self, line: Line, peer: str) -> None:
+        while not (self._closing.is_set() or line.outside):
+            line.sock.settimeout(self._limits.idle_seconds)
+            request = receive_frame(line.sock)
             if request is None:
                 return
-            sock.settimeout(self._limits.io_seconds)
+            line.sock.settimeout(self._limits.io_seconds)
             try:
-                self._answer(sock, peer, request)
+                self._answer(line, peer, request)
             except HoldfastError as error:
-                send_frame(sock, error_reply(request, error))
-                _drain(sock)
+                if line.outside:
+                    return  # words outside TLS would not be believed; the caller asks again inside
+                send_frame(line.sock, error_reply(request, error))
+                _drain(line.sock)
                 return
 
-    def _answer(self, sock: ssl.SSLSocket, peer: str, request: BulkFrame) -> None:
+    def _answer(self, line: Line, peer: str, request: BulkFrame) -> None:
         match request.kind:
             case Kind.PUT_COPY:
-                self._take_copy(sock, peer, request)
+                self._take_copy(line, peer, request)
             case Kind.GET_SHARD:
                 self._handler.authorize_get(peer, request.ref)
                 with self._open_shard(request.ref) as reader:
-                    self._give_file(sock, request, reader)
+                    self._give_file(line, request, reader)
             case Kind.GET_RANGE:
                 self._handler.authorize_get(peer, request.ref)
                 with self._open_shard(request.ref) as reader:
-                    self._give_range(sock, request, reader)
+                    self._give_range(line.sock, request, reader)
             case Kind.DATA | Kind.REPLY:
                 raise FormatError(f"bulk: {request.kind.name} is no request")
 
@@ -206,33 +224,71 @@ class BulkServer:
             self._tier.quarantine(ref, str(error))
             raise
 
-    def _take_copy(self, sock: ssl.SSLSocket, peer: str, request: BulkFrame) -> None:
+    def _take_copy(self, line: Line, peer: str, request: BulkFrame) -> None:
         self._handler.authorize_put(peer, request.round, request.ref, request.length)
         if self._tier.find(request.ref) is not None:
-            send_frame(sock, BulkFrame(Kind.REPLY, request.ref, request.round, Status.HAVE))
+            send_frame(line.sock, BulkFrame(Kind.REPLY, request.ref, request.round, Status.HAVE))
             return
-        writer = self._copies.begin(request.ref, request.length)
+        copy = self._copies.begin(request.ref, request.length)
         parked = False
         try:
-            send_frame(
-                sock, BulkFrame(Kind.REPLY, request.ref, request.round, offset=writer.offset)
-            )
-            try:
-                _receive_copy(sock, request, writer)
-            except _BrokenTransferError:
-                parked = True  # the bytes so far are good: the sender may come back for the rest
-                raise
+            self._receive_copy(line, request, copy)
             self._handler.authorize_put(peer, request.round, request.ref, request.length)
-            writer.commit()
+            copy.writer.commit()
+        except _BrokenTransferError:
+            parked = True  # the bytes so far are good: the sender may come back for the rest
+            raise
+        except CorruptionError as error:
+            if not copy.outside:
+                raise
+            # Anybody may have changed them: the sender's shard is not to blame.
+            raise UnavailableError(f"bytes that came outside TLS: {error}") from error
         finally:
-            self._copies.end(request.ref, request.length, writer if parked else None)
+            self._copies.end(request.ref, request.length, copy if parked else None)
             if not parked:
-                writer.abort()
-        send_frame(sock, BulkFrame(Kind.REPLY, request.ref, request.round))
+                copy.writer.abort()
+        send_frame(line.sock, BulkFrame(Kind.REPLY, request.ref, request.round))
 
-    def _give_file(self, sock: ssl.SSLSocket, request: BulkFrame, reader: ShardReader) -> None:
+    def _receive_copy(self, line: Line, request: BulkFrame, copy: _Copy) -> None:
+        writer = copy.writer
+        plain = request.plain and self._handler.allows_plain()
+        reply = BulkFrame(Kind.REPLY, request.ref, request.round, offset=writer.offset, plain=plain)
+        with _broken(request):
+            send_frame(line.sock, reply)
+        if not plain:
+            _receive_until(line.sock, request, writer, request.length)
+            return
+        if writer.offset == 0:
+            _receive_until(line.sock, request, writer, 1)
+        copy.outside = True
+        with _broken(request):
+            line.leave()
+        _receive_until(line.sock, request, writer, request.length)
+        with _broken(request):
+            line.secure()
+
+    def _give_file(self, line: Line, request: BulkFrame, reader: ShardReader) -> None:
+        size = reader.record.file_bytes
+        if request.offset > size:
+            raise FormatError(f"bulk: offset {request.offset} of a file of {size} bytes")
+        plain = request.plain and self._handler.allows_plain()
+        send_frame(
+            line.sock,
+            BulkFrame(
+                Kind.REPLY,
+                request.ref,
+                request.round,
+                offset=request.offset,
+                length=size,
+                plain=plain,
+            ),
+        )
+        wanted = tuple(pieces(reader.record, request.offset))
         try:
-            _give_file(sock, request, reader)
+            if plain:
+                send_outside(line, request, reader, wanted, _unbounded)
+            else:
+                send_pieces(line.sock, request, reader, wanted, _unbounded)
         except CorruptionError as error:
             self._tier.quarantine(request.ref, str(error))
             raise
@@ -265,6 +321,15 @@ class _BrokenTransferError(UnavailableError):
     """The connection failed, not the disk: what arrived is good."""
 
 
+@dataclass(slots=True)
+class _Copy:
+    """A copy on its way in."""
+
+    writer: CopyWriter
+    outside: bool = False
+    """Some of its bytes came outside TLS."""
+
+
 class _Copies:
     """Copies on their way in: at most one writer a shard, broken ones parked for their senders."""
 
@@ -274,9 +339,9 @@ class _Copies:
         self._clock = clock
         self._lock = threading.Lock()
         self._active: set[ShardRef] = set()
-        self._parked: dict[tuple[ShardRef, int], tuple[CopyWriter, float]] = {}
+        self._parked: dict[tuple[ShardRef, int], tuple[_Copy, float]] = {}
 
-    def begin(self, ref: ShardRef, file_bytes: int) -> CopyWriter:
+    def begin(self, ref: ShardRef, file_bytes: int) -> _Copy:
         """Raises RefusedError Busy while another connection sends this shard; CapacityError."""
         with self._lock:
             self._expire()
@@ -287,7 +352,7 @@ class _Copies:
         if parked is not None:
             return parked[0]
         try:
-            return self._begin(ref, file_bytes)
+            return _Copy(self._begin(ref, file_bytes))
         except BaseException:
             with self._lock:
                 self._active.discard(ref)
@@ -300,7 +365,7 @@ class _Copies:
             self.drop_all()  # what nobody came back for must not keep a live copy out
             return self._tier.begin_copy(ref, file_bytes)
 
-    def end(self, ref: ShardRef, file_bytes: int, parked: CopyWriter | None) -> None:
+    def end(self, ref: ShardRef, file_bytes: int, parked: _Copy | None) -> None:
         with self._lock:
             self._active.discard(ref)
             if parked is not None:
@@ -309,40 +374,42 @@ class _Copies:
 
     def drop_all(self) -> None:
         with self._lock:
-            writers = [writer for writer, _ in self._parked.values()]
+            copies = [copy for copy, _ in self._parked.values()]
             self._parked.clear()
-        for writer in writers:
-            writer.abort()
+        for copy in copies:
+            copy.writer.abort()
 
     def _expire(self) -> None:
         oldest = self._clock.monotonic() - self._limits.parked_seconds
-        for key, (writer, since) in list(self._parked.items()):
+        for key, (copy, since) in list(self._parked.items()):
             if since < oldest or len(self._parked) > self._limits.parked_copies:
                 del self._parked[key]
-                writer.abort()
+                copy.writer.abort()
 
 
-def _receive_copy(sock: ssl.SSLSocket, request: BulkFrame, writer: CopyWriter) -> None:
-    while writer.offset < request.length:
-        try:
+def _receive_until(sock: socket.socket, request: BulkFrame, writer: CopyWriter, stop: int) -> None:
+    """DATA frames until the writer's offset is `stop` or more."""
+    while writer.offset < stop:
+        with _broken(request):
             frame = receive_frame(sock)
             if frame is None:
-                raise _BrokenTransferError(f"copy of {request.ref}: the sender closed within it")
+                raise ConnectionResetError("the sender closed within it")
             length = receive_piece(sock, frame, request, writer)
-        except (OSError, UnavailableError) as error:
-            raise _BrokenTransferError(f"copy of {request.ref}: {error}") from error
         writer.advance(length)
 
 
-def _give_file(sock: ssl.SSLSocket, request: BulkFrame, reader: ShardReader) -> None:
-    size = reader.record.file_bytes
-    if request.offset > size:
-        raise FormatError(f"bulk: offset {request.offset} of a file of {size} bytes")
-    send_frame(
-        sock,
-        BulkFrame(Kind.REPLY, request.ref, request.round, offset=request.offset, length=size),
-    )
-    send_shard(sock, request, reader, request.offset, lambda length: None)
+@contextmanager
+def _broken(request: BulkFrame) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnavailableError) as error:
+        raise _BrokenTransferError(
+            f"copy of {request.ref}: {error or type(error).__name__}"
+        ) from error
+
+
+def _unbounded(length: int) -> None:
+    """Before a frame: who serves does not throttle."""
 
 
 def _drain(sock: ssl.SSLSocket) -> None:

@@ -65,9 +65,14 @@ class Policy:
     keep_last: int = 3
     peer_copies: int = 1
     peer_encryption: str = "TLS"
-    """"TLS" or "None" (a trusted fabric; the handshake stays mutual)."""
+    """"TLS" or "None" (a trusted fabric; the handshake stays mutual). Any other word means TLS."""
     object_every_steps: int | None = None
     """None: no object tier."""
+
+    @property
+    def plain_copies(self) -> bool:
+        """Payloads may travel between peers outside TLS."""
+        return self.peer_encryption == "None"
 
 
 @dataclass(frozen=True, slots=True)
