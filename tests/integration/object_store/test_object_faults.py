@@ -14,6 +14,7 @@ from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
     AccessDeniedError,
     AlreadyExistsError,
+    ConfigError,
     CorruptionError,
     HoldfastError,
     NotFoundError,
@@ -27,6 +28,7 @@ from holdfast_core.testing.hostile_s3 import (
     Answer,
     CutReply,
     CutRequest,
+    DripReply,
     DropRequestHeader,
     FlipReply,
     FlipRequest,
@@ -72,6 +74,7 @@ LIST = on("GET", query="list-type=2")
 class Bench:
     """Two shards on disk and ways to look at the store behind the proxy's back."""
 
+    server: StoreServer
     tier: S3ObjectTier
     honest: S3ObjectTier
     proxy: HostileProxy
@@ -121,7 +124,7 @@ def bench(
         write_shard(tmp_path, shard_header(small, rank=0), os.urandom(small)) as whole,
         write_shard(tmp_path, shard_header(large, rank=1), os.urandom(large)) as parts,
     ):
-        yield Bench(proxied, tier, proxy, client, whole, parts, tmp_path)
+        yield Bench(server, proxied, tier, proxy, client, whole, parts, tmp_path)
 
 
 HEALED: list[tuple[str, str, Matches, Action, int]] = [
@@ -454,6 +457,63 @@ def test_a_list_that_is_none_is_refused(bench: Bench, body: bytes) -> None:
     bench.proxy.add(LIST, Replace(200, body), FOREVER)
     with pytest.raises(TierError, match=r"ListBucketResult|truncated"):
         bench.tier.list_manifests(NAMESPACE, JOB_UID)
+
+
+HUGE = {
+    "larger-than-any-page": b"<ListBucketResult>" + b"<Contents/>" * (1 << 20),
+    "many-elements": b"<ListBucketResult>" + b"<a/>" * (1 << 20) + b"</ListBucketResult>",
+    "deep": b"<a>" * 100_000 + b"</a>" * 100_000,
+}
+
+
+@pytest.mark.parametrize("body", HUGE.values(), ids=HUGE.keys())
+@pytest.mark.parametrize("status", [200, 400])
+def test_huge_xml_is_refused(bench: Bench, body: bytes, status: int) -> None:
+    bench.proxy.add(LIST, Replace(status, body), FOREVER)
+    with pytest.raises(TierError) as caught:
+        bench.tier.list_manifests(NAMESPACE, JOB_UID)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_never_followed(bench: Bench, status: int) -> None:
+    """It would take signed requests, and bytes, to wherever it points."""
+    with HostileProxy(bench.server.endpoint) as elsewhere:
+        location = f"http://{elsewhere.endpoint}/holdfast/x"
+        answer = Answer(status, "TemporaryRedirect", location=location)
+        bench.proxy.add(ANYTHING, answer, FOREVER)
+        for call in (
+            lambda: bench.tier.upload_shard(NAMESPACE, bench.whole),
+            lambda: bench.tier.upload_shard(NAMESPACE, bench.parts),
+            lambda: bench.tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT),
+            lambda: bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers()),
+        ):
+            before = len(bench.proxy.requests)
+            with pytest.raises(ConfigError, match="check region and endpoint"):
+                call()
+            assert len(bench.proxy.requests) == before + 1
+        assert elsewhere.requests == []
+    assert not bench.is_stored(bench.whole)
+
+
+@pytest.mark.parametrize("way", ["upload", "download", "manifest"])
+def test_a_store_that_only_drips_is_given_up_and_asked_again(bench: Bench, way: str) -> None:
+    if way != "upload":
+        bench.honest.upload_shard(NAMESPACE, bench.parts)
+        bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')
+    matches = {"upload": COMPLETE, "download": FIRST_PIECE, "manifest": GET}[way]
+    fault = bench.proxy.add(matches, DripReply(0.5))
+    match way:
+        case "upload":
+            bench.tier.upload_shard(NAMESPACE, bench.parts)
+        case "download":
+            ref = bench.parts.record.ref
+            bench.tier.download_shard(NAMESPACE, ref, bench.writers())
+        case _:
+            bench.tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT)
+            assert bench.proxy.count(GET) == 2
+    assert fault.applied == 1
+    assert way == "manifest" or bench.is_stored(bench.parts)
 
 
 def test_a_list_never_names_what_is_outside_of_the_job(bench: Bench) -> None:

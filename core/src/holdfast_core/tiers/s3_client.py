@@ -146,6 +146,7 @@ class S3Client:
             ca_file=ca_file,
             timeouts=timeouts,
             max_idle=config.max_concurrency + 4,
+            clock=self._clock,
         )
 
     def close(self) -> None:
