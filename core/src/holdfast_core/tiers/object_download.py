@@ -9,6 +9,7 @@ verified, and checks identity and BLAKE3 itself. Of a shard at most MAX_AHEAD_BY
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -155,7 +156,8 @@ def _copy(
     longest = longest_piece(trailer, PIECE_BYTES)
     needed = trailer.record.file_bytes // longest + 1
     count = max(1, min(needed, MAX_AHEAD_BYTES // longest))
-    free = [memoryview(bytearray(longest)) for _ in range(count)]
+    # Anonymous maps: a bytearray would be filled with zeros first. Unmapped when nobody holds them.
+    free = [memoryview(mmap.mmap(-1, longest)) for _ in range(count)]
     waiting: deque[tuple[Future[None], memoryview, ByteRange]] = deque()
     left = plan_pieces(trailer, PIECE_BYTES)
     try:
