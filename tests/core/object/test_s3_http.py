@@ -101,6 +101,20 @@ def test_a_connection_is_used_again() -> None:
         assert [put(pool, b"a"), put(pool, b"b")] == [(200, b"ok"), (200, b"ok")]
 
 
+def test_a_reply_that_is_closed_twice_gives_its_connection_back_once() -> None:
+    with server(reply(OK, OK), reply(OK)) as endpoint:
+        pool = pool_of(endpoint)
+        headers = {"Host": pool.name, "Content-Length": "0"}
+        first = pool.request("GET", "/x", headers)
+        first.read(10)
+        first.close()
+        first.close()
+        second, third = (pool.request("GET", "/x", headers) for _ in range(2))
+        assert (second.read(10), third.read(10)) == (b"ok", b"ok")
+        second.close()
+        third.close()
+
+
 def test_an_idle_connection_that_the_server_closed_is_not_used() -> None:
     with server(reply(OK), reply(OK)) as endpoint:
         pool = pool_of(endpoint)

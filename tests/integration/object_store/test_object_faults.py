@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ from holdfast_core.tiers.disk_shard import DiskShardReader
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.retry import Retrier, RetryPolicy
 from holdfast_core.tiers.s3_client import CHECKSUM_HEADER, S3Client
-from holdfast_core.tiers.s3_credentials import Keys
+from holdfast_core.tiers.s3_credentials import FileCredentials, Keys
 from holdfast_core.tiers.s3_http import Timeouts
 
 pytestmark = pytest.mark.integration
@@ -242,33 +243,88 @@ def test_a_store_that_keeps_no_checksum_is_not_trusted(bench: Bench) -> None:
         bench.tier.upload_shard(NAMESPACE, bench.whole)
 
 
-@dataclass
-class Rotating:
-    """Keys that the store refuses until they are read again (F59)."""
+class Rotation:
+    """Keys in files, as a mounted Secret; the store ends the old ones when `matches` is asked about
+    the `at`-th request of its kind, which is on its way with them (F59)."""
 
-    old: Keys
-    new: Keys
-    current: Keys
+    def __init__(self, directory: Path, server: StoreServer, prefix: str) -> None:
+        self.directory = directory
+        self._server = server
+        self._prefix = prefix
+        self._keys: Keys | None = None
+        self.rotated = 0
+        directory.mkdir()
+        self.rotate()
 
-    def retrieve(self) -> Keys:
-        return self.current
+    def rotate(self) -> None:
+        old, new = self._keys, Keys(secrets.token_hex(8), secrets.token_hex(16))
+        self._server.add_user(new, self._prefix)
+        (self.directory / "accessKey").write_text(new.access_key)
+        (self.directory / "secretKey").write_text(new.secret_key)
+        if old is not None:
+            self._server.remove_user(old)
+        self._keys = new
+        self.rotated += 1
 
-    def refresh(self) -> Keys:
-        self.current = self.new
-        return self.new
+    def within(self, kind: Matches) -> Matches:
+        """Matches nothing; rotates when the first request of this kind has arrived."""
+
+        def matches(seen: Seen) -> bool:
+            if kind(seen) and self.rotated == 1:
+                self.rotate()
+            return False
+
+        return matches
 
 
-def test_f59_keys_that_expire_within_an_upload_are_read_again(
-    bench: Bench, server: StoreServer, store: StoreConfig, quick: Retrier
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        ("upload", SECOND_PART),
+        ("upload", COMPLETE),
+        ("whole", PUT_WHOLE),
+        ("download", on("GET", query="")),
+        ("manifest", on("GET", query="")),
+    ],
+    ids=["part", "completion", "put", "range", "document"],
+)
+def test_f59_keys_that_end_in_the_middle_are_read_again_and_it_goes_on(
+    bench: Bench, store: StoreConfig, quick: Retrier, tmp_path: Path, way: str, kind: Matches
 ) -> None:
-    good = server.credentials.keys
-    provider = Rotating(good, good, good)
-    bench.honest.put_layout(NAMESPACE, JOB_UID, b"{}")
-    config = server.config(store.prefix, endpoint=bench.proxy.endpoint)
-    tier = S3ObjectTier(config, provider, retrier=quick)
-    provider.old = provider.current = Keys(good.access_key, "expired")
+    rotation = Rotation(tmp_path / "keys", bench.server, store.prefix)
+    bench.proxy.add(rotation.within(kind), Answer(500))
+    if way in ("download", "manifest"):
+        bench.honest.upload_shard(NAMESPACE, bench.parts)
+        bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b"{}")
+    config = bench.server.config(store.prefix, endpoint=bench.proxy.endpoint)
+    tier = S3ObjectTier(config, FileCredentials(rotation.directory), retrier=quick)
+    ref = bench.parts.record.ref
+    match way:
+        case "upload":
+            tier.upload_shard(NAMESPACE, bench.parts)
+            assert bench.proxy.count(CREATE) == 1
+            assert bench.is_stored(bench.parts)
+        case "whole":
+            tier.upload_shard(NAMESPACE, bench.whole)
+            assert bench.is_stored(bench.whole)
+        case "download":
+            assert tier.download_shard(NAMESPACE, ref, bench.writers()) == bench.parts.record
+        case _:
+            assert tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT) == b"{}"
+    assert rotation.rotated == 2
+    tier.close()
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (404, "XAdminUserNotFound")])
+def test_f59_a_refusal_of_keys_that_is_no_403(
+    bench: Bench, store: StoreConfig, quick: Retrier, tmp_path: Path, status: int, code: str
+) -> None:
+    rotation = Rotation(tmp_path / "keys", bench.server, store.prefix)
+    bench.proxy.add(rotation.within(SECOND_PART), Answer(500))
+    bench.proxy.add(SECOND_PART, Answer(status, code))
+    config = bench.server.config(store.prefix, endpoint=bench.proxy.endpoint)
+    tier = S3ObjectTier(config, FileCredentials(rotation.directory), retrier=quick)
     tier.upload_shard(NAMESPACE, bench.parts)
-    assert provider.current is good
     assert bench.is_stored(bench.parts)
     tier.close()
 

@@ -65,6 +65,11 @@ class S3Failure:
         return self.code in _BAD_BYTES_CODES
 
     @property
+    def is_credentials(self) -> bool:
+        """The server refused who asks, or what they may do; 400 and 404 are used for it, too."""
+        return self.code in _CREDENTIAL_CODES or self.status in (401, 403)
+
+    @property
     def is_absent(self) -> bool:
         return self.code in _ABSENT_CODES or (self.status == 404 and not self.code)
 
@@ -86,7 +91,7 @@ class S3Failure:
         status, code = self.status, self.code
         if code == "AuthorizationHeaderMalformed" or 300 <= status < 400:
             return ConfigError(f"{text}; check region and endpoint of the store")
-        if code in _CREDENTIAL_CODES or status in (401, 403):
+        if self.is_credentials:
             return AccessDeniedError(f"{text}; {advice_on_denial(code)}")
         if code in _FULL_CODES or "QuotaExceeded" in code or status == 507:
             return CapacityError(f"{text}; free space in the store or raise its quota")

@@ -82,6 +82,7 @@ class HttpReply:
         self._connection = connection
         self._response = response
         self._reusable = reusable
+        self._closed = False
         self.status: int = response.status
         self.headers: dict[str, str] = {k.lower(): v for k, v in response.getheaders()}
 
@@ -113,7 +114,11 @@ class HttpReply:
         return data
 
     def close(self) -> None:
-        """Give the connection back if it can carry another request, else end it."""
+        """Give the connection back if it can carry another request, else end it. Once: given back
+        twice, two callers would speak on it at the same time."""
+        if self._closed:
+            return
+        self._closed = True
         if self._reusable and self._response.isclosed() and not self._response.will_close:
             self._pool.put_back(self._connection)
         else:
