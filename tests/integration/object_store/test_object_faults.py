@@ -341,6 +341,7 @@ def asks_for_byte(position: int) -> Matches:
 
 FIRST_PIECE = asks_for_byte(0)
 READS: list[tuple[str, Matches, Action]] = [
+    ("F54-404-on-head", HEAD, Answer(404)),
     ("F46-503", GET, Answer(503, "SlowDown")),
     ("F46-503-in-the-middle", FIRST_PIECE, Answer(503, "SlowDown")),
     ("F50-cut-trailer", GET, CutReply(1000)),
@@ -467,8 +468,15 @@ def test_putting_a_manifest_gets_over_it(bench: Bench, matches: Matches, action:
 
 @pytest.mark.parametrize(
     "action",
-    [Answer(503), LoseReply(), CutReply(4), CutReply(4, lying=True), FlipReply(3)],
-    ids=["F46-503", "lost", "F50-cut", "F50-cut-and-lying", "F52-flip"],
+    [
+        Answer(503),
+        Answer(404, "NoSuchKey"),
+        LoseReply(),
+        CutReply(4),
+        CutReply(4, lying=True),
+        FlipReply(3),
+    ],
+    ids=["F46-503", "F54-404", "lost", "F50-cut", "F50-cut-and-lying", "F52-flip"],
 )
 def test_getting_a_manifest_gets_over_it(bench: Bench, action: Action) -> None:
     bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')

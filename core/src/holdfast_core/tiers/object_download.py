@@ -97,7 +97,7 @@ def download_shard(
 ) -> ShardRecord:
     """Blocks until the writer has committed. Raises NotFoundError, CorruptionError (the second read
     of the same bytes did not verify either), UnavailableError, and what the writer raises."""
-    found = retrier.call(f"look for {key}", lambda: client.head(key))
+    found = retrier.look(f"look for {key}", lambda: client.head(key))
     if found is None:
         raise NotFoundError(f"{client.describe(S3Request('HEAD', key))}: no such shard")
     source = Source(client, retrier, key, threading.Event())
