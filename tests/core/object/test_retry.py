@@ -108,3 +108,41 @@ def test_stop_ends_a_wait_and_tries_nothing_again() -> None:
 @given(failures=st.integers(1, 10_000), cap=st.floats(0.1, 100))
 def test_ceiling_is_positive_and_never_above_the_cap(failures: int, cap: float) -> None:
     assert 0 < RetryPolicy(cap_seconds=cap).ceiling_seconds(failures) <= cap
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "looks"),
+    [
+        ([42], 42, 1),
+        ([None, 42], 42, 2),
+        ([None, None, 42], 42, 3),
+        ([None, None, None, 42], None, 3),
+    ],
+    ids=["at-once", "second", "third", "never"],
+)
+def test_what_is_not_there_is_looked_for_a_few_times(
+    found: list[int | None], expected: int | None, looks: int
+) -> None:
+    waits: list[float] = []
+    seen: list[int | None] = []
+
+    def operation() -> int | None:
+        seen.append(found[len(seen)])
+        return seen[-1]
+
+    assert make(RetryPolicy(), waits, ManualClock()).look("it", operation) == expected
+    assert (len(seen), len(waits)) == (looks, looks - 1)
+
+
+def test_an_outage_is_not_taken_for_an_absence() -> None:
+    waits: list[float] = []
+    answers: list[UnavailableError | None] = [None, UnavailableError("503"), None, None]
+
+    def operation() -> int | None:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+        return None
+
+    assert make(RetryPolicy(), waits, ManualClock()).look("it", operation) is None
+    assert answers == []

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from holdfast_core.clock import ManualClock
 from holdfast_core.errors import ConfigError, CorruptionError, UnavailableError
 from holdfast_core.tiers.s3_http import (
     Body,
@@ -100,6 +101,20 @@ def test_a_connection_is_used_again() -> None:
         assert [put(pool, b"a"), put(pool, b"b")] == [(200, b"ok"), (200, b"ok")]
 
 
+def test_a_reply_that_is_closed_twice_gives_its_connection_back_once() -> None:
+    with server(reply(OK, OK), reply(OK)) as endpoint:
+        pool = pool_of(endpoint)
+        headers = {"Host": pool.name, "Content-Length": "0"}
+        first = pool.request("GET", "/x", headers)
+        first.read(10)
+        first.close()
+        first.close()
+        second, third = (pool.request("GET", "/x", headers) for _ in range(2))
+        assert (second.read(10), third.read(10)) == (b"ok", b"ok")
+        second.close()
+        third.close()
+
+
 def test_an_idle_connection_that_the_server_closed_is_not_used() -> None:
     with server(reply(OK), reply(OK)) as endpoint:
         pool = pool_of(endpoint)
@@ -175,6 +190,54 @@ def test_a_broken_answer_is_unavailable(
         with pytest.raises(UnavailableError, match=words) as caught:
             put(pool_of(endpoint), b"x")
     assert endpoint in str(caught.value)
+
+
+def drip(data: bytes, pause_seconds: float) -> Callable[[socket.socket], None]:
+    def script(connection: socket.socket) -> None:
+        read_request(connection)
+        for byte in data:
+            connection.sendall(bytes([byte]))
+            threading.Event().wait(pause_seconds)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK" + b" " * 1000,
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 90,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" + b"x" * 1000,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 300,
+    ],
+    ids=["status", "headers", "body", "chunks"],
+)
+def test_a_reply_that_only_drips_is_given_up(answer: bytes) -> None:
+    """No silence is as long as the time-out, and it would still take a minute."""
+    with server(drip(answer, 0.05)) as endpoint:
+        timeouts = Timeouts(connect_seconds=2, idle_seconds=10, pace_seconds=0.5)
+        pool = HttpPool(endpoint, secure=False, timeouts=timeouts)
+        with pytest.raises(UnavailableError, match=r"reading the reply: only \d+ bytes in"):
+            put(pool, b"x")
+
+
+def test_a_slow_reply_that_keeps_the_pace_is_read() -> None:
+    """A minute by the clock, with ten seconds of grace: each 400,000 bytes earn six more."""
+    body = os.urandom(4_000_000)
+    clock = ManualClock()
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n"
+    with server(reply(head + body)) as endpoint:
+        timeouts = Timeouts(connect_seconds=2, idle_seconds=30, pace_seconds=10)
+        pool = HttpPool(endpoint, secure=False, timeouts=timeouts, clock=clock)
+        headers = {"Host": pool.name, "Content-Length": "0"}
+        data = bytearray(len(body))
+        with pool.request("GET", "/x", headers) as answer:
+            for start in range(0, len(data), 400_000):
+                clock.advance(6)
+                rest = memoryview(data)[start : start + 400_000]
+                while rest:
+                    rest = rest[answer.read_into(rest) :]
+        assert data == body
 
 
 def test_refused_and_unknown_host() -> None:

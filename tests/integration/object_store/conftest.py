@@ -58,7 +58,10 @@ def proxied(
     """The same store as `tier`, by way of the proxy; gives up on silence after a second."""
     config = server.config(store.prefix, endpoint=proxy.endpoint)
     tier = S3ObjectTier(
-        config, server.credentials, retrier=quick, timeouts=Timeouts(2.0, idle_seconds=1.0)
+        config,
+        server.credentials,
+        retrier=quick,
+        timeouts=Timeouts(2.0, idle_seconds=1.0, pace_seconds=5.0),
     )
     yield tier
     tier.close()

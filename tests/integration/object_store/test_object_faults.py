@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
     AccessDeniedError,
     AlreadyExistsError,
+    ConfigError,
     CorruptionError,
     HoldfastError,
     NotFoundError,
@@ -27,6 +29,7 @@ from holdfast_core.testing.hostile_s3 import (
     Answer,
     CutReply,
     CutRequest,
+    DripReply,
     DropRequestHeader,
     FlipReply,
     FlipRequest,
@@ -46,7 +49,7 @@ from holdfast_core.tiers.disk_shard import DiskShardReader
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.retry import Retrier, RetryPolicy
 from holdfast_core.tiers.s3_client import CHECKSUM_HEADER, S3Client
-from holdfast_core.tiers.s3_credentials import Keys
+from holdfast_core.tiers.s3_credentials import FileCredentials, Keys
 from holdfast_core.tiers.s3_http import Timeouts
 
 pytestmark = pytest.mark.integration
@@ -72,6 +75,7 @@ LIST = on("GET", query="list-type=2")
 class Bench:
     """Two shards on disk and ways to look at the store behind the proxy's back."""
 
+    server: StoreServer
     tier: S3ObjectTier
     honest: S3ObjectTier
     proxy: HostileProxy
@@ -121,7 +125,7 @@ def bench(
         write_shard(tmp_path, shard_header(small, rank=0), os.urandom(small)) as whole,
         write_shard(tmp_path, shard_header(large, rank=1), os.urandom(large)) as parts,
     ):
-        yield Bench(proxied, tier, proxy, client, whole, parts, tmp_path)
+        yield Bench(server, proxied, tier, proxy, client, whole, parts, tmp_path)
 
 
 HEALED: list[tuple[str, str, Matches, Action, int]] = [
@@ -239,33 +243,88 @@ def test_a_store_that_keeps_no_checksum_is_not_trusted(bench: Bench) -> None:
         bench.tier.upload_shard(NAMESPACE, bench.whole)
 
 
-@dataclass
-class Rotating:
-    """Keys that the store refuses until they are read again (F59)."""
+class Rotation:
+    """Keys in files, as a mounted Secret; the store ends the old ones when `matches` is asked about
+    the `at`-th request of its kind, which is on its way with them (F59)."""
 
-    old: Keys
-    new: Keys
-    current: Keys
+    def __init__(self, directory: Path, server: StoreServer, prefix: str) -> None:
+        self.directory = directory
+        self._server = server
+        self._prefix = prefix
+        self._keys: Keys | None = None
+        self.rotated = 0
+        directory.mkdir()
+        self.rotate()
 
-    def retrieve(self) -> Keys:
-        return self.current
+    def rotate(self) -> None:
+        old, new = self._keys, Keys(secrets.token_hex(8), secrets.token_hex(16))
+        self._server.add_user(new, self._prefix)
+        (self.directory / "accessKey").write_text(new.access_key)
+        (self.directory / "secretKey").write_text(new.secret_key)
+        if old is not None:
+            self._server.remove_user(old)
+        self._keys = new
+        self.rotated += 1
 
-    def refresh(self) -> Keys:
-        self.current = self.new
-        return self.new
+    def within(self, kind: Matches) -> Matches:
+        """Matches nothing; rotates when the first request of this kind has arrived."""
+
+        def matches(seen: Seen) -> bool:
+            if kind(seen) and self.rotated == 1:
+                self.rotate()
+            return False
+
+        return matches
 
 
-def test_f59_keys_that_expire_within_an_upload_are_read_again(
-    bench: Bench, server: StoreServer, store: StoreConfig, quick: Retrier
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        ("upload", SECOND_PART),
+        ("upload", COMPLETE),
+        ("whole", PUT_WHOLE),
+        ("download", on("GET", query="")),
+        ("manifest", on("GET", query="")),
+    ],
+    ids=["part", "completion", "put", "range", "document"],
+)
+def test_f59_keys_that_end_in_the_middle_are_read_again_and_it_goes_on(
+    bench: Bench, store: StoreConfig, quick: Retrier, tmp_path: Path, way: str, kind: Matches
 ) -> None:
-    good = server.credentials.keys
-    provider = Rotating(good, good, good)
-    bench.honest.put_layout(NAMESPACE, JOB_UID, b"{}")
-    config = server.config(store.prefix, endpoint=bench.proxy.endpoint)
-    tier = S3ObjectTier(config, provider, retrier=quick)
-    provider.old = provider.current = Keys(good.access_key, "expired")
+    rotation = Rotation(tmp_path / "keys", bench.server, store.prefix)
+    bench.proxy.add(rotation.within(kind), Answer(500))
+    if way in ("download", "manifest"):
+        bench.honest.upload_shard(NAMESPACE, bench.parts)
+        bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b"{}")
+    config = bench.server.config(store.prefix, endpoint=bench.proxy.endpoint)
+    tier = S3ObjectTier(config, FileCredentials(rotation.directory), retrier=quick)
+    ref = bench.parts.record.ref
+    match way:
+        case "upload":
+            tier.upload_shard(NAMESPACE, bench.parts)
+            assert bench.proxy.count(CREATE) == 1
+            assert bench.is_stored(bench.parts)
+        case "whole":
+            tier.upload_shard(NAMESPACE, bench.whole)
+            assert bench.is_stored(bench.whole)
+        case "download":
+            assert tier.download_shard(NAMESPACE, ref, bench.writers()) == bench.parts.record
+        case _:
+            assert tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT) == b"{}"
+    assert rotation.rotated == 2
+    tier.close()
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (404, "XAdminUserNotFound")])
+def test_f59_a_refusal_of_keys_that_is_no_403(
+    bench: Bench, store: StoreConfig, quick: Retrier, tmp_path: Path, status: int, code: str
+) -> None:
+    rotation = Rotation(tmp_path / "keys", bench.server, store.prefix)
+    bench.proxy.add(rotation.within(SECOND_PART), Answer(500))
+    bench.proxy.add(SECOND_PART, Answer(status, code))
+    config = bench.server.config(store.prefix, endpoint=bench.proxy.endpoint)
+    tier = S3ObjectTier(config, FileCredentials(rotation.directory), retrier=quick)
     tier.upload_shard(NAMESPACE, bench.parts)
-    assert provider.current is good
     assert bench.is_stored(bench.parts)
     tier.close()
 
@@ -282,6 +341,7 @@ def asks_for_byte(position: int) -> Matches:
 
 FIRST_PIECE = asks_for_byte(0)
 READS: list[tuple[str, Matches, Action]] = [
+    ("F54-404-on-head", HEAD, Answer(404)),
     ("F46-503", GET, Answer(503, "SlowDown")),
     ("F46-503-in-the-middle", FIRST_PIECE, Answer(503, "SlowDown")),
     ("F50-cut-trailer", GET, CutReply(1000)),
@@ -408,8 +468,15 @@ def test_putting_a_manifest_gets_over_it(bench: Bench, matches: Matches, action:
 
 @pytest.mark.parametrize(
     "action",
-    [Answer(503), LoseReply(), CutReply(4), CutReply(4, lying=True), FlipReply(3)],
-    ids=["F46-503", "lost", "F50-cut", "F50-cut-and-lying", "F52-flip"],
+    [
+        Answer(503),
+        Answer(404, "NoSuchKey"),
+        LoseReply(),
+        CutReply(4),
+        CutReply(4, lying=True),
+        FlipReply(3),
+    ],
+    ids=["F46-503", "F54-404", "lost", "F50-cut", "F50-cut-and-lying", "F52-flip"],
 )
 def test_getting_a_manifest_gets_over_it(bench: Bench, action: Action) -> None:
     bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')
@@ -454,6 +521,63 @@ def test_a_list_that_is_none_is_refused(bench: Bench, body: bytes) -> None:
     bench.proxy.add(LIST, Replace(200, body), FOREVER)
     with pytest.raises(TierError, match=r"ListBucketResult|truncated"):
         bench.tier.list_manifests(NAMESPACE, JOB_UID)
+
+
+HUGE = {
+    "larger-than-any-page": b"<ListBucketResult>" + b"<Contents/>" * (1 << 20),
+    "many-elements": b"<ListBucketResult>" + b"<a/>" * (1 << 20) + b"</ListBucketResult>",
+    "deep": b"<a>" * 100_000 + b"</a>" * 100_000,
+}
+
+
+@pytest.mark.parametrize("body", HUGE.values(), ids=HUGE.keys())
+@pytest.mark.parametrize("status", [200, 400])
+def test_huge_xml_is_refused(bench: Bench, body: bytes, status: int) -> None:
+    bench.proxy.add(LIST, Replace(status, body), FOREVER)
+    with pytest.raises(TierError) as caught:
+        bench.tier.list_manifests(NAMESPACE, JOB_UID)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_never_followed(bench: Bench, status: int) -> None:
+    """It would take signed requests, and bytes, to wherever it points."""
+    with HostileProxy(bench.server.endpoint) as elsewhere:
+        location = f"http://{elsewhere.endpoint}/holdfast/x"
+        answer = Answer(status, "TemporaryRedirect", location=location)
+        bench.proxy.add(ANYTHING, answer, FOREVER)
+        for call in (
+            lambda: bench.tier.upload_shard(NAMESPACE, bench.whole),
+            lambda: bench.tier.upload_shard(NAMESPACE, bench.parts),
+            lambda: bench.tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT),
+            lambda: bench.tier.download_shard(NAMESPACE, bench.parts.record.ref, bench.writers()),
+        ):
+            before = len(bench.proxy.requests)
+            with pytest.raises(ConfigError, match="check region and endpoint"):
+                call()
+            assert len(bench.proxy.requests) == before + 1
+        assert elsewhere.requests == []
+    assert not bench.is_stored(bench.whole)
+
+
+@pytest.mark.parametrize("way", ["upload", "download", "manifest"])
+def test_a_store_that_only_drips_is_given_up_and_asked_again(bench: Bench, way: str) -> None:
+    if way != "upload":
+        bench.honest.upload_shard(NAMESPACE, bench.parts)
+        bench.honest.put_manifest(NAMESPACE, JOB_UID, CHECKPOINT, b'{"step":100}')
+    matches = {"upload": COMPLETE, "download": FIRST_PIECE, "manifest": GET}[way]
+    fault = bench.proxy.add(matches, DripReply(0.5))
+    match way:
+        case "upload":
+            bench.tier.upload_shard(NAMESPACE, bench.parts)
+        case "download":
+            ref = bench.parts.record.ref
+            bench.tier.download_shard(NAMESPACE, ref, bench.writers())
+        case _:
+            bench.tier.get_manifest(NAMESPACE, JOB_UID, CHECKPOINT)
+            assert bench.proxy.count(GET) == 2
+    assert fault.applied == 1
+    assert way == "manifest" or bench.is_stored(bench.parts)
 
 
 def test_a_list_never_names_what_is_outside_of_the_job(bench: Bench) -> None:

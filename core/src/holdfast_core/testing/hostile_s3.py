@@ -61,6 +61,8 @@ class Answer:
     status: int
     code: str = ""
     message: str = "from the proxy"
+    location: str = ""
+    """Where a redirect points to."""
 
     def body(self) -> bytes:
         return error_document(self.code, self.message) if self.code else b""
@@ -118,6 +120,13 @@ class CutReply:
 
 
 @dataclass(frozen=True, slots=True)
+class DripReply:
+    """Pass on the reply's body a byte at a time, with a pause after each."""
+
+    pause_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class FlipReply:
     """Invert one bit of the reply's body."""
 
@@ -146,6 +155,7 @@ Action = (
     | LoseReply
     | Hang
     | CutReply
+    | DripReply
     | FlipReply
     | SetReplyHeader
     | DropRequestHeader
@@ -285,7 +295,8 @@ class _Connection(socketserver.StreamRequestHandler):
         action = proxy._take(seen)
         if isinstance(action, Answer):
             self._drain(length)
-            reply = _Reply(action.status, "Proxy", [], action.body())
+            headers = [("Location", action.location)] if action.location else []
+            reply = _Reply(action.status, "Proxy", headers, action.body())
             self._reply(seen, reply, len(reply.body))
             return True
         if isinstance(action, DropRequestHeader):
@@ -319,6 +330,12 @@ class _Connection(socketserver.StreamRequestHandler):
                 reply.body = body[:after_bytes]
                 self._reply(seen, reply, len(reply.body) if lying else len(body))
                 raise _EndError
+            case DripReply(pause_seconds):
+                self._reply(seen, _Reply(reply.status, reply.reason, reply.headers, b""), len(body))
+                for byte in body:
+                    self.wfile.write(bytes([byte]))
+                    if self.server.proxy.released.wait(pause_seconds):
+                        raise _EndError
             case FlipReply(offset):
                 changed = bytearray(body)
                 changed[offset] ^= 0x10

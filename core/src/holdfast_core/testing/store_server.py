@@ -6,6 +6,7 @@ Which server it is: minio_server, versitygw_server.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -90,6 +91,13 @@ class StoreServer(ABC):
             region=REGION,
             part_size_mib=5,
         )
+
+    def cpu_seconds(self) -> float:
+        """Of the running process so far, user and system."""
+        if self._process is None:
+            raise ServerUnavailableError(f"{self.tool} was not started")
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def admin(self) -> Minio:
         """A client of another make than ours, for preparing and for looking."""

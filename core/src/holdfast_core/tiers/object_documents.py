@@ -42,7 +42,7 @@ class DocumentStore:
 
     def get(self, key: str) -> bytes:
         """Raises NotFoundError, CorruptionError (twice other bytes than the store's checksum)."""
-        document = self._retrier.call(f"get of {key}", lambda: self._read(key))
+        document = self._retrier.look(f"get of {key}", lambda: self._read(key))
         if document is None:
             raise NotFoundError(f"{self._client.describe(S3Request('GET', key))}: not there")
         return document

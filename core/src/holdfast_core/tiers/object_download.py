@@ -9,6 +9,7 @@ verified, and checks identity and BLAKE3 itself. Of a shard at most MAX_AHEAD_BY
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def download_shard(
 ) -> ShardRecord:
     """Blocks until the writer has committed. Raises NotFoundError, CorruptionError (the second read
     of the same bytes did not verify either), UnavailableError, and what the writer raises."""
-    found = retrier.call(f"look for {key}", lambda: client.head(key))
+    found = retrier.look(f"look for {key}", lambda: client.head(key))
     if found is None:
         raise NotFoundError(f"{client.describe(S3Request('HEAD', key))}: no such shard")
     source = Source(client, retrier, key, threading.Event())
@@ -155,7 +156,8 @@ def _copy(
     longest = longest_piece(trailer, PIECE_BYTES)
     needed = trailer.record.file_bytes // longest + 1
     count = max(1, min(needed, MAX_AHEAD_BYTES // longest))
-    free = [memoryview(bytearray(longest)) for _ in range(count)]
+    # Anonymous maps: a bytearray would be filled with zeros first. Unmapped when nobody holds them.
+    free = [memoryview(mmap.mmap(-1, longest)) for _ in range(count)]
     waiting: deque[tuple[Future[None], memoryview, ByteRange]] = deque()
     left = plan_pieces(trailer, PIECE_BYTES)
     try:

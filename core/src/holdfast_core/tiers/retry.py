@@ -81,6 +81,21 @@ class Retrier:
                     ) from error
             self._pause(wait)
 
+    def look(self, what: str, operation: Callable[[], T | None], looks: int = 3) -> T | None:
+        """The same for something that should be there: None only when `looks` looks in a row, with
+        the policy's waits, did not find it. A store may say 404 to what was just written."""
+        left = looks
+
+        def once() -> T | None:
+            nonlocal left
+            found = operation()
+            left -= 1
+            if found is None and left > 0:
+                raise UnavailableError(f"{what}: not there at {looks - left} look(s)")
+            return found
+
+        return self.call(what, once)
+
     def _pause(self, seconds: float) -> None:
         if self.sleep is None:
             self.stop.wait(seconds)

@@ -1,7 +1,7 @@
 """Signed S3 requests on one bucket: one request, one answer, and lists parsed with bounds.
 
 Path-style URLs, header signatures (minio.signer), unsigned payload: a signed CRC32C stands for the
-bytes (protocol R20). Tries nothing twice but a request that was refused with 403 after the keys had
+bytes (protocol R20). Tries nothing twice but a request whose keys were refused after they had
 changed. What an answer means for a checkpoint is the tier's business.
 """
 
@@ -146,6 +146,7 @@ class S3Client:
             ca_file=ca_file,
             timeouts=timeouts,
             max_idle=config.max_concurrency + 4,
+            clock=self._clock,
         )
 
     def close(self) -> None:
@@ -159,24 +160,28 @@ class S3Client:
     def send(self, request: S3Request, *, limit_bytes: int = MAX_CONTROL_BYTES) -> S3Reply:
         """One round trip. Raises UnavailableError when no whole answer came: the outcome of a write
         is then unknown."""
-        with self._exchange(request) as (reply, keys):
-            body = reply.read(limit_bytes)
-            failure = None
-            if reply.status >= 300 or is_error_document(body):
-                failure = parse_failure(reply.status, body, self.describe(request), keys.secrets())
-            return S3Reply(reply.status, reply.headers, body, failure)
+        keys = self._credentials.retrieve()
+        reply = self._send_once(request, keys, limit_bytes)
+        if reply.failure is not None and reply.failure.is_credentials:
+            fresh = self._credentials.refresh()
+            if fresh != keys:
+                return self._send_once(request, fresh, limit_bytes)
+        return reply
 
     @contextlib.contextmanager
     def stream_range(self, key: str, start: int, stop: int) -> Iterator[HttpReply]:
         """Bytes [start, stop) of an object, to be read by the caller. Anything but a 206 for
         exactly this range is refused: some stores answer 200 with everything."""
-        headers = {"Range": f"bytes={start}-{stop - 1}"}
-        request = S3Request("GET", key, headers=headers)
-        with self._exchange(request) as (reply, keys):
-            if reply.status >= 300:
-                body = reply.read(MAX_CONTROL_BYTES)
-                words = parse_failure(reply.status, body, self.describe(request), keys.secrets())
-                raise words.error()
+        request = S3Request("GET", key, headers={"Range": f"bytes={start}-{stop - 1}"})
+        keys = self._credentials.retrieve()
+        reply, failure = self._open(request, keys)
+        if failure is not None and failure.is_credentials:
+            fresh = self._credentials.refresh()
+            if fresh != keys:
+                reply, failure = self._open(request, fresh)
+        if failure is not None:
+            raise failure.error()
+        with reply:
             expected = f"bytes {start}-{stop - 1}/"
             found = reply.headers.get("content-range", "")
             if reply.status != 206 or not found.startswith(expected):
@@ -294,18 +299,22 @@ class S3Client:
             )
         return root
 
-    @contextlib.contextmanager
-    def _exchange(self, request: S3Request) -> Iterator[tuple[HttpReply, Keys]]:
-        keys = self._credentials.retrieve()
+    def _send_once(self, request: S3Request, keys: Keys, limit_bytes: int) -> S3Reply:
+        with self._send_signed(request, keys) as reply:
+            body = reply.read(limit_bytes)
+            failure = None
+            if reply.status >= 300 or is_error_document(body):
+                failure = parse_failure(reply.status, body, self.describe(request), keys.secrets())
+            return S3Reply(reply.status, reply.headers, body, failure)
+
+    def _open(self, request: S3Request, keys: Keys) -> tuple[HttpReply, S3Failure | None]:
+        """A reply to be read, or one that was read and closed and why."""
         reply = self._send_signed(request, keys)
-        if reply.status == 403:
-            fresh = self._credentials.refresh()
-            if fresh != keys:
-                reply.close()
-                keys = fresh
-                reply = self._send_signed(request, keys)
+        if reply.status < 300:
+            return reply, None
         with reply:
-            yield reply, keys
+            body = reply.read(MAX_CONTROL_BYTES)
+        return reply, parse_failure(reply.status, body, self.describe(request), keys.secrets())
 
     def _send_signed(self, request: S3Request, keys: Keys) -> HttpReply:
         query = urlencode(sorted(request.query.items()), quote_via=quote, safe="~")

@@ -22,6 +22,9 @@ from holdfast_core.errors import (
 )
 
 MAX_WORDS = 300
+MAX_ELEMENTS = 200_000
+"""A list of 10,000 parts (some servers send all at once) has 60,000."""
+MAX_DEPTH = 32
 _SHORTEST_SECRET = 6
 """Shorter ones are no secrets, and blotting them out would eat the words around them."""
 _BAD_BYTES_CODES = frozenset(
@@ -62,6 +65,11 @@ class S3Failure:
         return self.code in _BAD_BYTES_CODES
 
     @property
+    def is_credentials(self) -> bool:
+        """The server refused who asks, or what they may do; 400 and 404 are used for it, too."""
+        return self.code in _CREDENTIAL_CODES or self.status in (401, 403)
+
+    @property
     def is_absent(self) -> bool:
         return self.code in _ABSENT_CODES or (self.status == 404 and not self.code)
 
@@ -81,9 +89,9 @@ class S3Failure:
         """The error of our tree that this is, with what to do where that is known."""
         text = f"{self.request}: {self.words}"
         status, code = self.status, self.code
-        if code == "AuthorizationHeaderMalformed" or status in (301, 307, 308):
+        if code == "AuthorizationHeaderMalformed" or 300 <= status < 400:
             return ConfigError(f"{text}; check region and endpoint of the store")
-        if code in _CREDENTIAL_CODES or status in (401, 403):
+        if self.is_credentials:
             return AccessDeniedError(f"{text}; {advice_on_denial(code)}")
         if code in _FULL_CODES or "QuotaExceeded" in code or status == 507:
             return CapacityError(f"{text}; free space in the store or raise its quota")
@@ -134,12 +142,38 @@ def is_error_document(body: bytes) -> bool:
 
 
 def parse_xml(body: bytes) -> ElementTree.Element | None:
-    """None where it is no XML in UTF-8, or declares entities: S3 has none, an attacker would."""
+    """None where it is no XML in UTF-8, is larger or deeper than S3's, or declares entities: S3 has
+    none, an attacker would."""
     try:
         text = body.decode("utf-8").strip()
-        return None if "<!DOCTYPE" in text else ElementTree.fromstring(text)
+        if "<!DOCTYPE" in text:
+            return None
+        parser = ElementTree.XMLParser(target=_BoundedBuilder())
+        parser.feed(text)
+        root: ElementTree.Element = parser.close()
+        return root
     except (UnicodeDecodeError, ElementTree.ParseError, ValueError):
         return None
+
+
+class _BoundedBuilder(ElementTree.TreeBuilder):
+    """Raises ValueError instead of building hundreds of megabytes from a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+        self._depth = 0
+
+    def start(self, tag: str, attrs: dict[str, str]) -> ElementTree.Element:
+        self._count += 1
+        self._depth += 1
+        if self._count > MAX_ELEMENTS or self._depth > MAX_DEPTH:
+            raise ValueError(f"XML of more than {MAX_ELEMENTS} elements or {MAX_DEPTH} levels")
+        return super().start(tag, attrs)
+
+    def end(self, tag: str) -> ElementTree.Element:
+        self._depth -= 1
+        return super().end(tag)
 
 
 def local_name(element: ElementTree.Element) -> str:

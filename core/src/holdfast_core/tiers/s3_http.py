@@ -22,7 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import ConfigError, CorruptionError, TierError, UnavailableError
+from holdfast_core.tiers.s3_pace import Pace, PacedSocket
 
 SLICE_BYTES = 1 << 20
 """TLS encrypts what one call hands over; larger calls only add latency to time-outs."""
@@ -39,6 +41,9 @@ class Timeouts:
     connect_seconds: float = 5.0
     """TCP and TLS handshake, each."""
     idle_seconds: float = 60.0
+    pace_seconds: float = 300.0
+    """What a reply may take in all, and a second more for every 64 KiB of it (s3_pace). A body
+    needs no such bound: a socket is writable again only when a third of its buffer was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ class HttpReply:
         self._connection = connection
         self._response = response
         self._reusable = reusable
+        self._closed = False
         self.status: int = response.status
         self.headers: dict[str, str] = {k.lower(): v for k, v in response.getheaders()}
 
@@ -108,7 +114,11 @@ class HttpReply:
         return data
 
     def close(self) -> None:
-        """Give the connection back if it can carry another request, else end it."""
+        """Give the connection back if it can carry another request, else end it. Once: given back
+        twice, two callers would speak on it at the same time."""
+        if self._closed:
+            return
+        self._closed = True
         if self._reusable and self._response.isclosed() and not self._response.will_close:
             self._pool.put_back(self._connection)
         else:
@@ -140,6 +150,7 @@ class HttpPool:
         ca_file: str | None = None,
         timeouts: Timeouts | None = None,
         max_idle: int = 8,
+        clock: Clock | None = None,
     ) -> None:
         self._host, self._port = split_endpoint(endpoint, secure=secure)
         self.name = endpoint
@@ -147,6 +158,7 @@ class HttpPool:
         self._ca_file = ca_file
         self._timeouts = timeouts or Timeouts()
         self._max_idle = max_idle
+        self._clock = clock or SystemClock()
         self._idle: deque[http.client.HTTPConnection] = deque()
         self._lock = threading.Lock()
         self._tls: tuple[tuple[int, int] | None, ssl.SSLContext] | None = None
@@ -164,10 +176,24 @@ class HttpPool:
                     connection.putheader(name, value)
                 connection.endheaders()
                 sent = _send_body(connection.sock, body, self._timeouts.idle_seconds)
-                return HttpReply(self, connection, connection.getresponse(), reusable=sent)
+                response = self._response(connection, method)
+                return HttpReply(self, connection, response, reusable=sent)
         except BaseException:
             connection.close()
             raise
+
+    def _response(
+        self, connection: http.client.HTTPConnection, method: str
+    ) -> http.client.HTTPResponse:
+        what = f"{method} at {self.name}: reading the reply"
+        pace = Pace(what, self._clock, self._clock.monotonic(), self._timeouts.pace_seconds)
+
+        def response(sock: socket.socket, **more: str) -> http.client.HTTPResponse:
+            # Of the socket it uses makefile only.
+            return http.client.HTTPResponse(PacedSocket(sock, pace), **more)  # type: ignore[arg-type]
+
+        connection.response_class = response  # type: ignore[assignment]  # called, never inherited
+        return connection.getresponse()
 
     def put_back(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:

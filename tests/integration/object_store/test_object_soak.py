@@ -1,0 +1,128 @@
+"""A store that is bad all the time, a little: what is committed is readable, what is read is right.
+
+Faults hit each request with a probability (seeded; threads still take turns as they like, so a
+seed names a mixture, not a sequence).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.errors import CorruptionError, UnavailableError
+from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
+from holdfast_core.testing.builders import JOB_UID, shard_header
+from holdfast_core.testing.hostile_s3 import (
+    Action,
+    Answer,
+    CutReply,
+    CutRequest,
+    DropRequestHeader,
+    FlipReply,
+    FlipRequest,
+    HostileProxy,
+    LoseReply,
+    Matches,
+    Seen,
+    SetReplyHeader,
+    on,
+)
+from holdfast_core.testing.shard_files import CopyWriters, write_shard
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.tiers.s3_client import CHECKSUM_HEADER
+
+pytestmark = pytest.mark.integration
+MIB = 1 << 20
+NAMESPACE = "team-a"
+SIZES = [300_000] * 6 + [11 * MIB] * 3
+TRIES = 20
+"""Of the caller, as the sidecar tries again; each is five attempts an operation."""
+
+
+def conditional_put(seen: Seen) -> bool:
+    return seen.method == "PUT" and "if-none-match" in seen.headers
+
+
+MIXTURE: list[tuple[float, Matches, Action]] = [
+    (0.05, on(""), Answer(503, "SlowDown")),
+    (0.02, on(""), LoseReply()),
+    (0.03, on("PUT"), CutRequest(100)),
+    (0.03, on("PUT"), CutRequest(100, reset=False)),
+    (0.03, on("PUT"), FlipRequest(0)),
+    (0.03, on("POST", query="uploadId="), LoseReply()),
+    (0.05, conditional_put, DropRequestHeader("If-None-Match")),
+    (0.03, on("HEAD"), Answer(404)),
+    (0.03, on("GET", query=""), CutReply(1)),
+    (0.05, on("GET", query=""), FlipReply(0)),
+    (0.03, on("PUT", query="partNumber="), SetReplyHeader(CHECKSUM_HEADER, "AAAAAA==")),
+]
+
+
+def sometimes(probability: float, kind: Matches, rng: random.Random) -> Matches:
+    def matches(seen: Seen) -> bool:
+        return kind(seen) and rng.random() < probability
+
+    return matches
+
+
+def again_and_again(call: Callable[[], object]) -> None:
+    for _ in range(TRIES - 1):
+        try:
+            call()
+            return
+        except UnavailableError:
+            continue
+    call()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_committed_is_unreadable_and_nothing_wrong_is_returned(
+    tmp_path: Path,
+    tier: S3ObjectTier,
+    proxied: S3ObjectTier,
+    proxy: HostileProxy,
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    faults = [
+        proxy.add(sometimes(probability, kind, rng), action, 1 << 30)
+        for probability, kind, action in MIXTURE
+    ]
+    returned = 0
+    for number, size in enumerate(SIZES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        checkpoint = CheckpointId(Step(number), RestartRound(0))
+        document = b'{"number":%d}' % number
+        with write_shard(folder, shard_header(size, step=number), os.urandom(size)) as shard:
+            (path,) = folder.iterdir()
+            truth, ref = path.read_bytes(), shard.record.ref
+            again_and_again(lambda s=shard: proxied.upload_shard(NAMESPACE, s))  # type: ignore[misc]
+            again_and_again(
+                lambda c=checkpoint, d=document: proxied.put_manifest(  # type: ignore[misc]
+                    NAMESPACE, JOB_UID, c, d
+                )
+            )
+            # Committed: the store itself, asked without the proxy, has it whole.
+            assert tier.get_manifest(NAMESPACE, JOB_UID, checkpoint) == document
+            assert copy_of(tier, ref, folder / "honest") == truth
+            for attempt in range(3):
+                try:
+                    found = copy_of(proxied, ref, folder / f"hostile{attempt}")
+                except (UnavailableError, CorruptionError):
+                    continue
+                returned += 1
+                assert found == truth
+    assert sum(fault.applied for fault in faults) > 10
+    assert returned > len(SIZES)
+
+
+def copy_of(tier: S3ObjectTier, ref: ShardRef, folder: Path) -> bytes:
+    folder.mkdir()
+    writers = CopyWriters(folder)
+    tier.download_shard(NAMESPACE, ref, writers)
+    return writers.opened[0].path.read_bytes()
