@@ -70,6 +70,12 @@ class Filler:
         ref = restored.refs.get(message.rank)
         if ref is None:
             raise NotFoundError(f"rank {message.rank} has nothing to restore in this round")
+        if message.layout is not None:
+            raise RefusedError(
+                Refusal.BAD_REQUEST,
+                f"rank {message.rank} wants layout {message.layout}: a sidecar gives a rank the shard "
+                "that it saved and no other",
+            )
         for offer in message.slots:
             if rank_of_slot(offer.name) != message.rank:
                 raise RefusedError(

@@ -251,7 +251,7 @@ def test_an_error_names_every_tensor() -> None:
     with pytest.raises(StateMismatchError) as caught:
         plan(wanted, source)
     assert str(caught.value).splitlines() == [
-        "rank 0 cannot be made from the checkpoint of 2 ranks: 3 problems:",
+        "rank 0 cannot be made from the checkpoint of 2 ranks, in 3 places:",
         "  dtype: expected F16 [4, 2], found F32 [4, 2]",
         "  new: expected I8 [1], found nothing in the checkpoint",
         "  shape: expected F32 [4, 3], found F32 [4, 2]",

@@ -25,10 +25,10 @@ from holdfast.restoring import Restorer
 from holdfast.session import Session
 from holdfast.settings import RankSettings
 from holdfast.signals import StopSignal
-from holdfast.sizing import slot_bytes
 from holdfast.staging import Copier, SlotRing
 from holdfast.state.load import load_state
 from holdfast.state.snapshot import SavePlan, plan_save, read_payload, take_snapshot, write_payload
+from holdfast.state.wish import Wish
 from holdfast_core.contract import PodContract
 from holdfast_core.errors import (
     CapacityError,
@@ -146,7 +146,7 @@ class Checkpointer:
         self._store = connect_store(self._settings)
         self._agreement = StepAgreement(self._session, self._store, self._settings.rank)
         self._restorer = Restorer(
-            self._settings, self._place, self._session, self._ring, self._store
+            self._settings, self._place, self._session, self._ring, self._layouts, self._store
         )
         self._restorer.connect()
         self._signal.install()
@@ -261,7 +261,7 @@ class Checkpointer:
         run never starts from nothing because its checkpoint could not be asked for.
         """
         restorer = self._opened()
-        filled = restorer.fetch(lambda: self._needed_bytes(state))
+        filled = restorer.fetch(Wish(state, self._settings.rank, strict=self._strict))
         if filled is None:
             if before_rng is not None:
                 before_rng()
@@ -278,7 +278,8 @@ class Checkpointer:
 
         Raises CapacityError, UnsupportedStateError."""
         self._opened()
-        self._ring.ensure(self._needed_bytes(state), self._round())
+        wish = Wish(state, self._settings.rank, strict=self._strict)
+        self._ring.ensure(wish.needed_bytes(), self._round())
 
     def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
         """Copy the state as it is now and return: training may change it at once.
@@ -319,10 +320,6 @@ class Checkpointer:
 
     def _round(self) -> RestartRound:
         return RestartRound(0) if self._session.round is None else self._session.round
-
-    def _needed_bytes(self, state: Mapping[str, Any]) -> int:
-        snapshot = take_snapshot(state, self._settings.rank)
-        return slot_bytes(state, plan_save(snapshot, self._settings.rank))
 
     def _is_due(self, step: int) -> bool:
         interval = self.interval_steps
@@ -390,7 +387,7 @@ class Checkpointer:
         if self._plan is None or not self._plan.fits(snapshot):
             self._plan = plan_save(snapshot, self._settings.rank)
         plan = self._plan
-        self._layouts.ensure(plan)
+        self._layouts.ensure(plan.layout, plan.layout_digest)
         self._ring.ensure(plan.payload_bytes, handle.round)
         slot = self._ring.acquire(_BUSY_WAIT_SECONDS if wait else 0.0)
         if slot is None:

@@ -1,12 +1,13 @@
-"""Layout documents in the shared directory: `Stage` names one by its digest, the other side reads it."""
+"""Layout documents in the shared directory: a message names one by its digest, the other side reads it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from holdfast.state.snapshot import SavePlan
-from holdfast_core.format.digest import hex_of
+from holdfast_core.errors import CorruptionError, NotFoundError
+from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.ids import Digest
 
 
 class LayoutFiles:
@@ -16,15 +17,26 @@ class LayoutFiles:
         self._directory = directory
         self._written: set[str] = set()
 
-    def ensure(self, plan: SavePlan) -> None:
-        """The plan's document is there when this returns. Raises OSError."""
-        name = f"{hex_of(plan.layout_digest)}.json"
+    def ensure(self, document: bytes, digest: Digest) -> None:
+        """The document is there when this returns. Raises OSError."""
+        name = f"{hex_of(digest)}.json"
         path = self._directory / name
         if name in self._written and path.exists():
             return
         self._directory.mkdir(mode=0o2770, parents=True, exist_ok=True)
         temporary = self._directory / f".{name}.{os.getpid()}.tmp"
-        temporary.write_bytes(plan.layout)
+        temporary.write_bytes(document)
         temporary.chmod(0o660)
         temporary.replace(path)
         self._written.add(name)
+
+    def read(self, digest: Digest) -> bytes:
+        """What the other side has put there. Raises NotFoundError, CorruptionError."""
+        path = self._directory / f"{hex_of(digest)}.json"
+        try:
+            document = path.read_bytes()
+        except FileNotFoundError as error:
+            raise NotFoundError(f"layout {path} is not there") from error
+        if digest_of(document) != digest:
+            raise CorruptionError(f"layout {path}: its digest is {digest_of(document)}")
+        return document

@@ -12,19 +12,29 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from holdfast.gang_store import GangStore
+from holdfast.layouts import LayoutFiles
 from holdfast.link import Link
 from holdfast.places import DirectoryPlace, Place
 from holdfast.session import Session
 from holdfast.settings import RankSettings
 from holdfast.staging import SlotRing
-from holdfast_core.errors import CorruptionError, HoldfastError, RefusedError, UnavailableError
+from holdfast.state.wish import Wish
+from holdfast_core.errors import (
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+)
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import parse_layout
+from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.transfer.messages import Fill, Filled, Refusal, Restore, RestoreReply
 
@@ -54,12 +64,14 @@ class Restorer:
         place: Place,
         session: Session,
         ring: SlotRing,
+        layouts: LayoutFiles,
         store: GangStore | None,
     ) -> None:
         self._settings = settings
         self._place = place
         self._session = session
         self._ring = ring
+        self._layouts = layouts
         self._store = store
         self._attempt = 0
 
@@ -72,15 +84,16 @@ class Restorer:
             if self._session.link is not None:
                 self._session.link.wait_connected(_FIRST_CONNECT_SECONDS)
 
-    def fetch(self, needed_bytes: Callable[[], int]) -> Fetched | None:
-        """None when there is nothing to restore."""
+    def fetch(self, wish: Wish) -> Fetched | None:
+        """None when there is nothing to restore. Raises StateMismatchError when another number of
+        ranks, or other placements, saved a state that this one cannot be made of."""
         in_directory = isinstance(self._place, DirectoryPlace)
         from_nothing = self._settings.restore_known and self._settings.restore_step is None
         if from_nothing and not in_directory:
             return None  # the launcher was told so: no need to wait for the sidecar
         while True:
             try:
-                found = self._fetch_once(needed_bytes)
+                found = self._fetch_once(wish)
                 failed: HoldfastError | None = None
             except UnavailableError:
                 if isinstance(self._place, DirectoryPlace):
@@ -103,18 +116,42 @@ class Restorer:
 
     # ------------------------------------------------------------------ inside
 
-    def _fetch_once(self, needed_bytes: Callable[[], int]) -> Fetched | None:
+    def _fetch_once(self, wish: Wish) -> Fetched | None:
         round_ = self._wait_connected()
         rank = self._settings.rank
         reply = self._request(Restore(round_, rank), RestoreReply)
         point = reply.restore_point
         if point.step is None:
             return None
-        self._ring.ensure(max(needed_bytes(), reply.payload_bytes), round_)
+        wanted = self._wanted(wish, reply, round_)
+        digest = None
+        payload_bytes = reply.payload_bytes
+        if wanted is not None:
+            document = wanted.to_bytes()
+            digest, payload_bytes = digest_of(document), wanted.payload_bytes
+            self._layouts.ensure(document, digest)
+        self._ring.ensure(max(wish.needed_bytes(), payload_bytes), round_)
         offers = tuple(slot.offer() for slot in self._ring.slots)
-        filled = self._request(Fill(round_, rank, offers), Filled)
+        filled = self._request(Fill(round_, rank, offers, digest), Filled)
         slot = self._ring.find(filled.slot)
         return Fetched(point.step, slot.payload[: filled.payload_bytes], filled.tier)
+
+    def _wanted(self, wish: Wish, reply: RestoreReply, round_: RestartRound) -> RankLayout | None:
+        """None: this rank's shard as it was saved fits."""
+        if reply.world_size in (0, self._settings.world_size):
+            if reply.rank_layout is None:
+                return None
+            if wish.is_as_saved(parse_rank_layout(self._layouts.read(reply.rank_layout))):
+                return None
+            again = Restore(round_, self._settings.rank, with_layout=True)
+            reply = self._request(again, RestoreReply)
+        if reply.layout is None:
+            raise NotFoundError(
+                f"the checkpoint of step {reply.restore_point.step} was saved by "
+                f"{reply.world_size} ranks, this is one of {self._settings.world_size}, and its "
+                "layout was not given"
+            )
+        return wish.layout(parse_layout(self._layouts.read(reply.layout)))
 
     def _request(self, message: Any, kind: type[Any]) -> Any:
         if self._session.link is None:

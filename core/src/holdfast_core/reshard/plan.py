@@ -71,8 +71,8 @@ def plan(wanted: RankLayout, source: Layout, *, avoid: Collection[Rank] = ()) ->
     if problems:
         lines = "\n  ".join(problems)
         raise StateMismatchError(
-            f"rank {wanted.rank} cannot be made from the checkpoint of {len(source.ranks)} ranks: "
-            f"{len(problems)} problems:\n  {lines}"
+            f"rank {wanted.rank} cannot be made from the checkpoint of {len(source.ranks)} ranks, in "
+            f"{len(problems)} places:\n  {lines}"
         )
     return _joined(moves)
 

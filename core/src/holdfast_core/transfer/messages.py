@@ -195,13 +195,23 @@ class Restore:
 
     round: RestartRound
     rank: Rank
+    with_layout: bool = False
+    """Also put the checkpoint's layout into <shared_dir>/layouts (a rank that is laid out differently
+    now; where another number of ranks saved, it is put there without being asked for)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreReply:
     restore_point: RestorePoint
     payload_bytes: int = 0
-    """Of this rank's shard; the rank offers slots of at least this capacity in Fill."""
+    """Of this rank's shard; the rank offers slots of at least this capacity in Fill. 0 where another
+    number of ranks saved the checkpoint: the rank plans its own payload."""
+    world_size: int = 0
+    """Ranks that saved the checkpoint; 0: not said, the rank takes its shard as it was saved."""
+    rank_layout: Digest | None = None
+    """Where as many ranks saved: the layout of this rank's shard, <shared_dir>/layouts/<hex>.json."""
+    layout: Digest | None = None
+    """The checkpoint's layout in the same place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +226,9 @@ class Fill:
     round: RestartRound
     rank: Rank
     slots: tuple[SlotOffer, ...]
+    layout: Digest | None = None
+    """None: the shard as it was saved. Else the layout of the payload that this rank wants, made of
+    any old ranks' shards; its document lies in <shared_dir>/layouts/<hex>.json."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, StateMismatchError
+from holdfast_core.errors import CorruptionError, FormatError, NotFoundError
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound
 from holdfast_core.tiers.node import DiskNodeTier
@@ -50,13 +50,12 @@ def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
     return Choice(manifest, manifest_digest(document))
 
 
-def choose(
-    tier: DiskNodeTier, world_size: int, rejected: Collection[CheckpointId] = ()
-) -> Choice | None:
-    """The newest complete checkpoint; None in a directory without any checkpoint.
+def choose(tier: DiskNodeTier, rejected: Collection[CheckpointId] = ()) -> Choice | None:
+    """The newest complete checkpoint, whatever number of ranks saved it; None in a directory without
+    any checkpoint.
 
     Raises CorruptionError when there are checkpoints and none can be read: a run never silently
-    starts from nothing. Raises StateMismatchError for another number of ranks.
+    starts from nothing.
     """
     reasons: list[str] = []
     for checkpoint in candidates(tier):
@@ -64,16 +63,9 @@ def choose(
             reasons.append(f"{checkpoint}: a shard did not verify")
             continue
         try:
-            choice = load_choice(tier, checkpoint)
+            return load_choice(tier, checkpoint)
         except (NotFoundError, CorruptionError, FormatError) as error:
             reasons.append(str(error))
-            continue
-        if choice.manifest.world_size != world_size:
-            raise StateMismatchError(
-                f"checkpoint {checkpoint} was saved by {choice.manifest.world_size} ranks, this run "
-                f"has {world_size}: start as many ranks as then, or choose another directory"
-            )
-        return choice
     if reasons:
         raise CorruptionError(
             "the directory holds checkpoints, but none that can be restored: "

@@ -107,7 +107,10 @@ class Committer:
         for record in self.tier.list_shards():
             checkpoint = record.checkpoint
             older = (checkpoint.round, checkpoint.step) < (newest.round, newest.step)
-            own = record.header.rank in self.own_ranks
+            # Ranks that an older world had and this one lacks have nobody else.
+            own = record.header.rank in self.own_ranks or (
+                leader and record.header.rank >= self.world_size
+            )
             if own and older and checkpoint not in known:
                 self._delete(record)
 

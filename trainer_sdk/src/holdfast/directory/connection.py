@@ -14,6 +14,7 @@ from holdfast_core.errors import (
     NotFoundError,
     RefusedError,
     StaleRoundError,
+    StateMismatchError,
     UnavailableError,
 )
 from holdfast_core.ids import RestartRound
@@ -97,7 +98,7 @@ class Connection:
             return self._refused(Refusal.NOT_FOUND, error)
         except CorruptionError as error:
             return self._refused(Refusal.CONFLICT, error)
-        except FormatError as error:
+        except (FormatError, StateMismatchError) as error:
             return self._refused(Refusal.BAD_REQUEST, error)
         except HoldfastError as error:
             return self._refused(Refusal.BUSY, error)

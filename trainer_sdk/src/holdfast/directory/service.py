@@ -10,14 +10,16 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice, next_round
 from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
+from holdfast.directory.resharding import assemble_payload
 from holdfast.directory.slots import SlotFile
+from holdfast.layouts import LayoutFiles
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,
@@ -26,9 +28,11 @@ from holdfast_core.errors import (
     RefusedError,
     StaleRoundError,
 )
-from holdfast_core.format.digest import Blake3, digest_of, hex_of
+from holdfast_core.format.digest import Blake3
+from holdfast_core.format.manifest import Manifest
+from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.slot import SlotHeader, SlotState
-from holdfast_core.ids import CheckpointId, Digest, Level, Rank, RestartRound, TierName
+from holdfast_core.ids import CheckpointId, Digest, Level, RestartRound, ShardRef, TierName
 from holdfast_core.tiers.base import CHUNK_BYTES, ShardHeader
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import (
@@ -65,6 +69,7 @@ class DirectoryService:
 
     def __init__(self, options: ServiceOptions) -> None:
         self._options = options
+        self._layouts = LayoutFiles(options.layouts_dir)
         self._tier = DiskNodeTier(options.root / "tier", fill_limit=1.0)
         self._lock = threading.Condition()
         self._queue: collections.deque[tuple[Stage, Push]] = collections.deque()
@@ -79,7 +84,7 @@ class DirectoryService:
     def start(self) -> None:
         """Open the directory, fix the round and the restore point.
 
-        Raises CorruptionError, StateMismatchError (see `choose`), TierError.
+        Raises CorruptionError (see `choose`), TierError.
         """
         options = self._options
         self._tier.open()
@@ -89,7 +94,7 @@ class DirectoryService:
         else:
             self.round = options.round
         if options.choose_restore:
-            self._choice = choose(self._tier, options.world_size, options.rejected)
+            self._choice = choose(self._tier, options.rejected)
         elif options.restore is not None:
             self._choice = load_choice(self._tier, options.restore)
         self._committer = Committer(
@@ -135,11 +140,12 @@ class DirectoryService:
     # ------------------------------------------------------------------ messages
 
     def handle(self, message: Any, push: Push) -> Any:
-        """The reply. Raises RefusedError, StaleRoundError, NotFoundError, FormatError."""
+        """The reply. Raises RefusedError, StaleRoundError, NotFoundError, FormatError,
+        StateMismatchError."""
         match message:
             case Restore():
                 self._fence(message.round)
-                return self._restore(message.rank)
+                return self._restore(message)
             case Fill():
                 self._fence(message.round)
                 return self._fill(message)
@@ -165,22 +171,49 @@ class DirectoryService:
                 Refusal.FUTURE_ROUND, f"round {round_} has not begun here, it is {self.round}"
             )
 
-    def _restore(self, rank: Rank) -> RestoreReply:
+    def _restore(self, message: Restore) -> RestoreReply:
         if self._choice is None:
             return RestoreReply(RestorePoint())
-        return RestoreReply(self.restore_point, self._choice.manifest.shards[rank].payload_bytes)
+        manifest = self._choice.manifest
+        same = manifest.world_size == self._options.world_size
+        return RestoreReply(
+            self.restore_point,
+            payload_bytes=manifest.shards[message.rank].payload_bytes if same else 0,
+            world_size=manifest.world_size,
+            rank_layout=self._give_rank_layout(manifest.ref(message.rank)) if same else None,
+            layout=None if same and not message.with_layout else self._give_layout(manifest.layout),
+        )
+
+    def _give_layout(self, digest: Digest) -> Digest:
+        self._layouts.ensure(self._tier.get_layout(digest), digest)
+        return digest
+
+    def _give_rank_layout(self, ref: ShardRef) -> Digest | None:
+        record = self._tier.find(ref)
+        try:
+            return None if record is None else self._give_layout(record.header.layout)
+        except (NotFoundError, CorruptionError) as error:
+            # Nothing is lost: the rank takes its shard as it is and compares shapes as it loads.
+            logger.warning("the layout of %s: %s", ref, error)
+            return None
 
     def _fill(self, message: Fill) -> Filled:
         if self._choice is None:
             raise RefusedError(Refusal.NOT_FOUND, "there is nothing to restore in this round")
         manifest = self._choice.manifest
+        if message.layout is not None:
+            return self._fill_resharded(message, manifest, message.layout)
+        if manifest.world_size != self._options.world_size:
+            raise RefusedError(
+                Refusal.BAD_REQUEST,
+                f"checkpoint {manifest.checkpoint} was saved by {manifest.world_size} ranks, this is "
+                f"one of {self._options.world_size}: say the layout that is wanted",
+            )
         shard = manifest.shards[message.rank]
         for offer in message.slots:
             if self._holds(offer, manifest.checkpoint, shard.payload_bytes, shard.blake3):
                 return Filled(offer.name, shard.payload_bytes, TierName.MEMORY)
-        offer = next(
-            (o for o in message.slots if o.capacity_bytes >= shard.payload_bytes), None
-        ) or _refuse_slots(shard.payload_bytes)
+        offer = _fitting(message.slots, shard.payload_bytes)
         ref = manifest.ref(message.rank)
         slot = SlotFile(self._options.slots_dir, offer.name)
         try:
@@ -210,6 +243,22 @@ class DirectoryService:
         finally:
             slot.close()
         return Filled(offer.name, shard.payload_bytes, TierName.NODE)
+
+    def _fill_resharded(self, message: Fill, manifest: Manifest, layout: Digest) -> Filled:
+        wanted = parse_rank_layout(self._layouts.read(layout))
+        if wanted.rank != message.rank:
+            raise FormatError(f"fill of rank {message.rank}: the layout is of rank {wanted.rank}")
+        offer = _fitting(message.slots, wanted.payload_bytes)
+        slot = SlotFile(self._options.slots_dir, offer.name)
+        try:
+            # Without an identity from here on: these bytes are no rank's shard of any step.
+            slot.write_header(SlotHeader(SlotState.FILLING, message.rank, offer.capacity_bytes))
+            read = assemble_payload(self._tier, manifest, wanted, slot)
+            slot.write_header(SlotHeader(SlotState.FREE, message.rank, offer.capacity_bytes))
+        finally:
+            slot.close()
+        logger.info("rank %d: %d bytes read for %d", wanted.rank, read, wanted.payload_bytes)
+        return Filled(offer.name, wanted.payload_bytes, TierName.NODE)
 
     def _holds(
         self, offer: SlotOffer, checkpoint: CheckpointId, payload_bytes: int, blake3: Digest
@@ -262,14 +311,7 @@ class DirectoryService:
         return Staged(message.step)
 
     def _store_layout(self, digest: Digest) -> None:
-        path = self._options.layouts_dir / f"{hex_of(digest)}.json"
-        try:
-            document = path.read_bytes()
-        except FileNotFoundError as error:
-            raise NotFoundError(f"layout {path} is not there") from error
-        if digest_of(document) != digest:
-            raise CorruptionError(f"layout {path}: its digest is {digest_of(document)}")
-        self._tier.put_layout(document)
+        self._tier.put_layout(self._layouts.read(digest))
 
     # ------------------------------------------------------------------ the worker
 
@@ -371,7 +413,10 @@ def _failed(checkpoint: CheckpointId, level: Level, reason: str, words: str) -> 
     return SaveFailed(checkpoint.step, checkpoint.round, level, reason, words)
 
 
-def _refuse_slots(payload_bytes: int) -> SlotOffer:
+def _fitting(offers: Sequence[SlotOffer], payload_bytes: int) -> SlotOffer:
+    for offer in offers:
+        if offer.capacity_bytes >= payload_bytes:
+            return offer
     raise RefusedError(
         Refusal.BAD_REQUEST, f"no offered slot holds the {payload_bytes} bytes of the shard"
     )

@@ -159,7 +159,7 @@ def _view(
     dtype = reference.get("dtype")
     if dtype is not None and tensor.dtype != RAW:
         raise FormatError(f"payload: tensor {name!r} of {dtype} is stored as {tensor.dtype}")
-    shape = tensor.shape if dtype is None else tuple(reference["shape"])
+    shape = tensor.shape if dtype is None else tensor.shape[:-1]
     stored = source[tensor.byte_range.start : tensor.byte_range.stop]
     return view_stored(
         stored,

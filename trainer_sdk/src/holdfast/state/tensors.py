@@ -36,7 +36,7 @@ _NAMES = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 RAW = "U8"
-"""Stored dtype of what safetensors has no name for (complex128): its bytes, one dimension."""
+"""Stored dtype of what safetensors has no name for (complex128): its bytes, as one more dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def local_part(value: Any) -> Any:
 def make_leaf(name: str, value: Any, path: str) -> tuple[Leaf, dict[str, Any]]:
     """A leaf and what its reference must say besides the name. Raises UnsupportedStateError."""
     extra: dict[str, Any] = {}
-    global_shape, offsets = _placement(value)
+    global_shape, offsets = placement(value, path)
     local = local_part(value)
     if is_tensor(local):
         if local.layout is not torch_module().strided or local.is_quantized:  # type: ignore[union-attr]
@@ -111,8 +111,9 @@ def make_leaf(name: str, value: Any, path: str) -> tuple[Leaf, dict[str, Any]]:
     stored = _NAMES.get(kind)
     if stored is None:
         extra["dtype"] = kind
-        extra["shape"] = list(local.shape)
-        leaf = Leaf(name, RAW, (byte_count,), (byte_count,), (0,), byte_count, True, local)
+        size = local.element_size() if is_tensor(local) else local.itemsize
+        shape, whole = (*local.shape, size), (*global_shape, size)
+        leaf = Leaf(name, RAW, shape, whole, (*offsets, 0), byte_count, True, local)
     else:
         leaf = Leaf(
             name, stored, tuple(local.shape), global_shape, offsets, byte_count, False, local
@@ -213,15 +214,45 @@ def _torch_view(target: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...]
     return torch.from_numpy(target).view(dtype).view(shape)
 
 
-def _placement(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def placement(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The global shape, and where this rank's part begins in it: zeros for a part without elements.
+
+    Raises UnsupportedStateError for a DTensor whose parts are no boxes of the whole."""
     shape = tuple(value.shape)
     if not is_distributed(value):
         return shape, (0,) * len(shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    if any(one.is_partial() for one in value.placements):
+        raise UnsupportedStateError(
+            f"{path}: a DTensor of placements {value.placements} holds sums that were not reduced: "
+            "call full_tensor() or redistribute() before saving it"
+        )
+    found = tuple(value.to_local().shape)
+    offsets, lengths = _cut(shape, value.placements, value.device_mesh)
+    if lengths != found:
+        raise UnsupportedStateError(
+            f"{path}: a DTensor of shape {list(shape)} and placements {value.placements} holds "
+            f"{list(found)} on this rank, expected {list(lengths)}: where its parts belong cannot "
+            "be told"
+        )
+    return shape, offsets if math.prod(lengths) else (0,) * len(shape)
 
-    local_shape, offsets = compute_local_shape_and_global_offset(
-        value.shape, value.device_mesh, value.placements
-    )
-    if math.prod(local_shape) == 0:
-        offsets = (0,) * len(shape)
-    return shape, tuple(offsets)
+
+def _cut(
+    shape: tuple[int, ...], placements: Any, mesh: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and lengths of this rank's part.
+
+    Not asked of torch: it does not know the uneven parts of a dimension that tensor parallelism
+    cut before `fully_shard` did. Their mesh dimension stands first, but was cut last ("strided")."""
+    offsets, lengths = [0] * len(shape), list(shape)
+    where = mesh.get_coordinate()
+    axes = [axis for axis, one in enumerate(placements) if getattr(one, "dim", None) is not None]
+    strided = [axis for axis in axes if getattr(placements[axis], "split_factor", 1) > 1]
+    plain = [axis for axis in axes if axis not in strided]
+    for axis in (*plain, *reversed(strided)):
+        dimension, index = placements[axis].dim, where[axis]
+        piece = -(-lengths[dimension] // mesh.size(axis))
+        start = min(index * piece, lengths[dimension])
+        offsets[dimension] += start
+        lengths[dimension] = min(piece, lengths[dimension] - start)
+    return tuple(offsets), tuple(lengths)

@@ -3,7 +3,7 @@
 JSON knows fewer values than Python, so what it cannot say is an object with one key that starts with
 a dollar sign. Types come back exactly: int keys stay ints, tuples stay tuples, NaN keeps its bits.
 
-  {"$tensor": name, ...}  a tensor or array; "array", "dtype", "shape", "local" say more
+  {"$tensor": name, ...}  a tensor or array; "array", "dtype", "local" say more
   {"$tuple": [...]}       a tuple
   {"$map": [[k, v], ...]} a dict whose keys are not plain strings in sorted order
   {"$bytes": base64}      bytes

@@ -1,0 +1,57 @@
+"""A rank's payload made of verified ranges of other ranks' shard files.
+
+A shard that turns out bad is quarantined and not asked again: where another shard holds the same
+slices, that one is read instead.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.directory.slots import SlotFile
+from holdfast_core.errors import CorruptionError, NotFoundError, StateMismatchError
+from holdfast_core.format.layout import parse_layout
+from holdfast_core.format.manifest import Manifest
+from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.ids import Rank
+from holdfast_core.reshard.assemble import check_source, copy_moves
+from holdfast_core.reshard.plan import payload_plan, plan
+from holdfast_core.reshard.reads import by_source
+from holdfast_core.tiers.node import DiskNodeTier
+
+logger = logging.getLogger(__name__)
+
+
+def assemble_payload(
+    tier: DiskNodeTier, manifest: Manifest, wanted: RankLayout, slot: SlotFile
+) -> int:
+    """The whole payload is in the slot when this returns; the bytes read for it. The slot's header
+    is the caller's, who says before that what lies in it is not whole.
+
+    Raises StateMismatchError (the checkpoint holds other tensors), FormatError, CorruptionError (too
+    many shards are bad; the bad ones are quarantined).
+    """
+    source = parse_layout(tier.get_layout(manifest.layout))
+    slot.write_payload(0, memoryview(payload_plan(wanted).header))
+    bad: dict[Rank, str] = {}
+    total = 0
+    while True:
+        try:
+            moves = plan(wanted, source, avoid=bad)
+        except StateMismatchError as error:
+            if not bad:
+                raise
+            raise CorruptionError(f"{'; '.join(bad.values())}; without them: {error}") from error
+        try:
+            for rank, group in by_source(moves).items():
+                ref = manifest.ref(rank)
+                with tier.open_shard(ref) as reader:
+                    check_source(reader.record, manifest.shards[rank], source.ranks[rank])
+                    total += copy_moves(group, reader, slot)
+            return total
+        except CorruptionError as error:
+            bad[rank] = str(error)
+            tier.quarantine(ref, str(error))
+        except NotFoundError as error:
+            bad[rank] = str(error)  # another rank's process has quarantined it meanwhile
+        logger.warning("shard of rank %d: %s: its slices are read elsewhere", rank, bad[rank])
