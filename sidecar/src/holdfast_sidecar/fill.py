@@ -8,6 +8,7 @@ verified chunk by chunk as it goes; a bad copy is quarantined and the next sourc
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 from holdfast_core.errors import (
     CapacityError,
@@ -174,9 +175,10 @@ class Filler:
                 filling = SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes)
                 slot.write_header(filling)
                 written = 0
-                for part in reader.read_payload():
-                    slot.write_payload(written, part)
-                    written += len(part)
+                with closing(reader.read_payload()) as parts:
+                    for part in parts:
+                        slot.write_payload(written, part)
+                        written += len(part)
                 slot.write_header(
                     SlotHeader(
                         SlotState.FREE,

@@ -55,9 +55,10 @@ class ShardReader(Protocol):
         ...
 
     def read_payload(self) -> Generator[memoryview]:
-        """The payload in order, in pieces of at most 16 MiB; the next one is read while the caller
-        uses this one, which is valid until then. Each chunk is compared with the table when it has
-        passed. Raises CorruptionError: nothing that came before is to be used."""
+        """The payload in order, in pieces of some MiB. A piece is valid until the next one is asked
+        for, which may be read meanwhile. Each chunk is compared with the table when it has passed.
+        Raises CorruptionError: nothing that came before is to be used. Close it, if not read to
+        its end."""
         ...
 
     def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
