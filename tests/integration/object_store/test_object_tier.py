@@ -75,7 +75,8 @@ def test_a_shard_comes_back_as_it_was(
 
 
 def test_from_one_node_tier_to_another(tmp_path: Path, tier: S3ObjectTier) -> None:
-    here, there = DiskNodeTier(tmp_path / "here"), DiskNodeTier(tmp_path / "there")
+    # With a size: else how full this machine's disk is would decide.
+    here, there = (DiskNodeTier(tmp_path / n, capacity_bytes=1 << 30) for n in ("here", "there"))
     here.open()
     there.open()
     payload = os.urandom(11 * MIB)

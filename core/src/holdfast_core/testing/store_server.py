@@ -111,10 +111,11 @@ class StoreServer(ABC):
 
     def start(self) -> None:
         """Raises ServerUnavailableError."""
+        binary = self._binary()
         self._root = Path(tempfile.mkdtemp(prefix=f"holdfast-{self.tool}-"))
         self.data_dir.mkdir()
         self._port = free_port()
-        self._launch()
+        self._launch(binary)
 
     def kill(self) -> None:
         """SIGKILL, as a node loss would; data and port stay for `revive`."""
@@ -124,7 +125,7 @@ class StoreServer(ABC):
 
     def revive(self) -> None:
         """Start again on the same port and data."""
-        self._launch()
+        self._launch(self._binary())
 
     def stop(self) -> None:
         self.kill()
@@ -149,13 +150,16 @@ class StoreServer(ABC):
     ) -> None:
         self.stop()
 
-    def _launch(self) -> None:
+    def _binary(self) -> Path:
         binary = find_tool(self.tool)
         if binary is None:
             raise ServerUnavailableError(
                 f"no {self.tool} executable: looked in PATH and in "
                 f"{testbed_dir() / 'bin'} ({TESTBED_DIR_VARIABLE} moves it); `make tools` builds it"
             )
+        return binary
+
+    def _launch(self, binary: Path) -> None:
         root = self.data_dir.parent
         with (root / "log").open("ab") as log:
             self._process = subprocess.Popen(
