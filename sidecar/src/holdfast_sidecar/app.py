@@ -57,6 +57,7 @@ class Sidecar:
         self._clock = clock or SystemClock()
         self._stack = AsyncExitStack()
         self._parts: Parts | None = None
+        self._pacing = Pacing(self._clock.monotonic)
 
     async def start(self) -> None:
         """Raises ConfigError and TierError when the pod is not as its contract says."""
@@ -120,7 +121,12 @@ class Sidecar:
         if directory is not None:
             return DirectoryObjectTier(directory / config.prefix)
         credentials = FileCredentials(contract.store_dir)
-        tier = S3ObjectTier(config, credentials, ca_file=credentials.ca_file)
+        tier = S3ObjectTier(
+            config,
+            credentials,
+            ca_file=credentials.ca_file,
+            throttle=self._pacing.throttle.take,
+        )
         self._stack.callback(tier.close)
         return tier
 
@@ -136,7 +142,6 @@ class Sidecar:
         settings, clock = self._settings, self._clock
         contract = settings.contract
         metrics = Metrics()
-        pacing = Pacing(clock.monotonic)
 
         def changed() -> None:
             if self._parts is not None:
@@ -151,12 +156,12 @@ class Sidecar:
         peers = Peers(
             contract, certificates.client, keeper.current, call_seconds=settings.call_seconds
         )
-        bulk = BulkPeers(node, certificates, peers, keeper.current, pacing.throttle.take)
+        bulk = BulkPeers(node, certificates, peers, keeper.current, self._pacing.throttle.take)
         layouts = RankLayouts(settings.layouts_dir, node, pools)
         gang = LocalGang(contract.worker)
         intake = Intake(settings.socket_path, contract.job_uid, local)
         stager = Stager(
-            settings, node, layouts, pools, failures, metrics, clock, pacing, local.staged
+            settings, node, layouts, pools, failures, metrics, clock, self._pacing, local.staged
         )
         flow = Flow(
             settings,
@@ -201,7 +206,7 @@ class Sidecar:
             clock,
             keeper,
             pools,
-            pacing,
+            self._pacing,
             node,
             store,
             peers,
@@ -224,8 +229,7 @@ class Sidecar:
         return parts is None or parts.idle
 
     async def wait_idle(self, timeout_seconds: float) -> bool:
-        if self._parts is not None:
-            self._parts.pacing.hurry()
+        self._pacing.hurry()
         deadline = self._clock.monotonic() + timeout_seconds
         while not self.idle:
             if self._clock.monotonic() >= deadline:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.digest import combine, crc32c, digest_of, parse_digest, unpack_table
+from holdfast_core.format.digest import append_crc, crc32c, digest_of, parse_digest, unpack_table
 
 
 def test_known_values() -> None:
@@ -14,14 +14,14 @@ def test_known_values() -> None:
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_combined_crc_is_the_crc_of_both(a: bytes, b: bytes) -> None:
-    assert combine(crc32c(a), crc32c(b), len(b)) == crc32c(a + b)
+def test_append_crcd_crc_is_the_crc_of_both(a: bytes, b: bytes) -> None:
+    assert append_crc(crc32c(a), crc32c(b), len(b)) == crc32c(a + b)
 
 
 @pytest.mark.parametrize("size", [1 << 20, (4 << 20) + 1, 32 << 20])
-def test_combined_crc_of_long_pieces(size: int) -> None:
+def test_append_crcd_crc_of_long_pieces(size: int) -> None:
     a, b = b"head" * 1000, bytes(size)
-    assert combine(crc32c(a), crc32c(b), size) == crc32c(b, crc32c(a))
+    assert append_crc(crc32c(a), crc32c(b), size) == crc32c(b, crc32c(a))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,9 @@ def test_the_plan_does_not_depend_on_the_order(tensors: list[Any]) -> None:
 
 @given(
     st.dictionaries(
-        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
+        st.text(
+            st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1
+        ).filter(lambda name: name not in (OBJECTS_NAME, "__metadata__")),
         st.tuples(
             st.sampled_from(["F32", "BF16", "I64", "U8", "BOOL"]),
             st.lists(st.integers(0, 9), max_size=3).map(tuple),

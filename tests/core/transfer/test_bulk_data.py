@@ -20,19 +20,19 @@ def record_of(size: int, chunk_bytes: int) -> ShardRecord:
 @pytest.mark.parametrize(
     ("size", "chunk_bytes", "start", "expected"),
     [
-        # (start, stop, chunk), counted from the payload's first byte; the head is 4096 bytes.
-        (0, 4 * MIB, 0, [(-4096, 0, None), (0, 4096, None)]),
-        (10, 4 * MIB, 0, [(-4096, 0, None), (0, 10, 0), (10, 8192, None)]),
+        # (start, stop, chunks), counted from the payload's first byte; the head is 4096 bytes.
+        (0, 4 * MIB, 0, [(-4096, 0, ()), (0, 4096, ())]),
+        (10, 4 * MIB, 0, [(-4096, 0, ()), (0, 10, (0,)), (10, 8192, ())]),
         (
             9 * MIB,
             4 * MIB,
             0,
             [
-                (-4096, 0, None),
-                (0, 4 * MIB, 0),
-                (4 * MIB, 8 * MIB, 1),
-                (8 * MIB, 9 * MIB, 2),
-                (9 * MIB, 9 * MIB + 4096, None),
+                (-4096, 0, ()),
+                (0, 4 * MIB, (0,)),
+                (4 * MIB, 8 * MIB, (1,)),
+                (8 * MIB, 9 * MIB, (2,)),
+                (9 * MIB, 9 * MIB + 4096, ()),
             ],
         ),
         (
@@ -40,24 +40,47 @@ def record_of(size: int, chunk_bytes: int) -> ShardRecord:
             8 * MIB,
             0,
             [
-                (-4096, 0, None),
-                (0, 4 * MIB, None),
-                (4 * MIB, 6 * MIB, None),
-                (6 * MIB, 6 * MIB + 4096, None),
+                (-4096, 0, ()),
+                (0, 4 * MIB, ()),
+                (4 * MIB, 6 * MIB, ()),
+                (6 * MIB, 6 * MIB + 4096, ()),
             ],
         ),
         # Within a chunk: up to its end, and whole chunks again after it.
-        (8 * MIB, 4 * MIB, 4096 + MIB, [(MIB, 4 * MIB, None), (4 * MIB, 8 * MIB, 1)]),
+        (8 * MIB, 4 * MIB, 4096 + MIB, [(MIB, 4 * MIB, ()), (4 * MIB, 8 * MIB, (1,))]),
+        (
+            6 * MIB + 1,
+            MIB,
+            0,
+            [
+                (-4096, 0, ()),
+                (0, 4 * MIB, (0, 1, 2, 3)),
+                (4 * MIB, 6 * MIB + 1, (4, 5, 6)),
+                (6 * MIB + 1, 6 * MIB + 8192, ()),
+            ],
+        ),
+        # 3 MiB and 3 MiB: a frame holds whole chunks only.
+        (7 * MIB, 3 * MIB, 0, [(-4096, 0, ()), (0, 3 * MIB, (0,)), (3 * MIB, 6 * MIB, (1,))]),
     ],
-    ids=["empty", "tiny", "chunks", "chunks larger than frames", "from within a chunk"],
+    ids=[
+        "empty",
+        "tiny",
+        "chunks",
+        "chunks larger than frames",
+        "from within a chunk",
+        "several",
+        "not a divisor",
+    ],
 )
 def test_a_file_is_cut_at_its_chunks(
-    size: int, chunk_bytes: int, start: int, expected: list[tuple[int, int, int | None]]
+    size: int, chunk_bytes: int, start: int, expected: list[tuple[int, int, tuple[int, ...]]]
 ) -> None:
     record = record_of(size, chunk_bytes)
     first = head_bytes(record.header)
     assert first == 4096
-    found = [(p.span.start - first, p.span.stop - first, p.chunk) for p in pieces(record, start)]
+    found = [
+        (p.span.start - first, p.span.stop - first, tuple(p.chunks)) for p in pieces(record, start)
+    ]
     assert found[: len(expected)] == expected
     assert found[-1][1] + first == record.file_bytes
 

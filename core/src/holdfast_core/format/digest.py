@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 
@@ -23,28 +24,46 @@ def crc32c(data: Buffer, value: int = 0) -> int:
     return int(_crc32c.crc32c(data, value))
 
 
-def combine(crc_a: int, crc_b: int, length_b: int) -> int:
+def append_crc(crc_a: int, crc_b: int, length_b: int) -> int:
     """CRC32C of A followed by B, from their CRCs and the length of B in bytes.
 
-    Appending one zero bit is a linear map over GF(2); the map for `length_b` bytes is found by
-    repeated squaring, so the cost is logarithmic in the length.
+    Quick for few different lengths: what appending so many bytes does to a CRC is kept.
     """
     if length_b < 0:
         raise ValueError(f"length {length_b} is negative")
-    if length_b == 0:
-        return crc_a
+    shifted = 0
+    columns = _shift_map(length_b)
+    while crc_a:
+        low = crc_a & -crc_a
+        shifted ^= columns[low.bit_length() - 1]
+        crc_a ^= low
+    return shifted ^ crc_b
+
+
+@functools.lru_cache(maxsize=16)
+def _shift_map(length_bytes: int) -> tuple[int, ...]:
+    # The CRC of A moves linearly over GF(2) when bytes are appended: 32 columns say all. Bit 31 is
+    # the polynomial 1, and each bit below is x times the one above it.
+    columns = [_append_zeros(1 << 31, length_bytes)]
+    for _ in range(31):
+        last = columns[-1]
+        columns.append(last >> 1 ^ (_POLYNOMIAL if last & 1 else 0))
+    return tuple(reversed(columns))
+
+
+def _append_zeros(crc: int, length_bytes: int) -> int:
+    """Repeated squaring of the map of one zero bit: logarithmic in the length."""
     square = [_POLYNOMIAL, *(1 << bit for bit in range(31))]
     for _ in range(3):
         square = [_times(square, column) for column in square]
-    crc = crc_a
-    remaining = length_b
+    remaining = length_bytes
     while remaining:
         if remaining & 1:
             crc = _times(square, crc)
         remaining >>= 1
         if remaining:
             square = [_times(square, column) for column in square]
-    return crc ^ crc_b
+    return crc
 
 
 def _times(matrix: list[int], vector: int) -> int:

@@ -8,7 +8,7 @@ in the store's own short-lived pods; nothing here decides what to keep.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -51,8 +51,11 @@ class S3ObjectTier:
         timeouts: Timeouts | None = None,
         retrier: Retrier | None = None,
         clock: Clock | None = None,
+        throttle: Callable[[int], object] | None = None,
     ) -> None:
+        """`throttle` is called with the bytes of each part before it is sent, and may block."""
         self._config = config
+        self._throttle = throttle
         self._stop = threading.Event()
         self._retrier = retrier or Retrier(clock=clock or SystemClock(), stop=self._stop)
         self._client = S3Client(
@@ -76,7 +79,9 @@ class S3ObjectTier:
         ref = reader.record.ref
         key = self._key(namespace, ref.job_uid, keys.shard_key(ref))
         plan = plan_parts(reader, self._part_bytes)
-        ShardUpload(self._client, self._retrier, self._workers, key, reader, plan).run()
+        ShardUpload(
+            self._client, self._retrier, self._workers, key, reader, plan, self._throttle
+        ).run()
 
     def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
         """Raises NotFoundError, CorruptionError, UnavailableError and what the writer raises."""

@@ -10,14 +10,13 @@ chunk's leaves for it, so a flipped bit in any of the pieces still shows. Knows 
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.digest import combine, crc32c
+from holdfast_core.format.digest import append_crc, crc32c
 from holdfast_core.format.shard import head_bytes
 from holdfast_core.ids import ByteRange
 from holdfast_core.tiers.base import ShardReader
@@ -25,8 +24,6 @@ from holdfast_core.tiers.base import ShardReader
 MIN_PART_BYTES = 5 << 20
 MAX_PARTS = 10_000
 _MIB = 1 << 20
-_POLYNOMIAL = 0x82F63B78
-"""CRC32C, bits reflected."""
 _ORDER = 2**31 - 1
 """So many zero bytes leave every CRC32C as it is; appending the rest of them takes some away."""
 
@@ -76,32 +73,10 @@ def plan_parts(reader: ShardReader, part_bytes: int) -> PartPlan:
     return PartPlan(tuple(parts), size, whole)
 
 
-def append_crc(crc_a: int, crc_b: int, length_b: int) -> int:
-    """CRC32C of A followed by B. Many calls with few lengths: the map of each is kept."""
-    shifted = 0
-    columns = _shift_map(length_b)
-    while crc_a:
-        low = crc_a & -crc_a
-        shifted ^= columns[low.bit_length() - 1]
-        crc_a ^= low
-    return shifted ^ crc_b
-
-
 def crc_between(whole: int, before: int, length_between: int, after: int, length_after: int) -> int:
     """CRC32C of M, from those of A + M + B, of A and of B, and the lengths of M and B in bytes."""
     without_after = append_crc(whole ^ after, 0, _ORDER - length_after % _ORDER)
     return append_crc(before, without_after, length_between)
-
-
-@functools.lru_cache(maxsize=16)
-def _shift_map(length_bytes: int) -> tuple[int, ...]:
-    # The CRC of A moves linearly over GF(2) when bytes are appended: 32 columns say all. Bit 31 is
-    # the polynomial 1, and each bit below is x times the one above it.
-    columns = [combine(1 << 31, 0, length_bytes)]
-    for _ in range(31):
-        last = columns[-1]
-        columns.append(last >> 1 ^ (_POLYNOMIAL if last & 1 else 0))
-    return tuple(reversed(columns))
 
 
 class _FileChecksums:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from holdfast_core.errors import (
@@ -100,6 +101,7 @@ class ShardUpload:
         key: str,
         reader: ShardReader,
         plan: PartPlan,
+        throttle: Callable[[int], object] | None = None,
     ) -> None:
         self._client = client
         self._retrier = retrier
@@ -107,6 +109,7 @@ class ShardUpload:
         self._key = key
         self._reader = reader
         self._plan = plan
+        self._throttle = throttle
         self._verified = threading.Lock()
         self._conditional = IF_ABSENT if client.config.conditional_put else {}
 
@@ -315,6 +318,8 @@ class ShardUpload:
         confirm_written(self._client, self._key, self._plan.size_bytes, self._plan.crc32c)
 
     def _body(self, part: Part) -> FileBody:
+        if self._throttle is not None:
+            self._throttle(part.span.length_bytes)
         return FileBody(self._reader.fd, part.span.start, part.span.length_bytes)
 
     def _abort(self, upload_id: str) -> None:

@@ -1,7 +1,7 @@
 """The DATA of the bulk wire: a shard file cut into frames, out of a reader and into a writer.
 
-A frame is a chunk wherever chunks are small enough, so that its CRC is the chunk table's: damage on
-the sender's disk shows before the bytes leave it.
+A frame is whole chunks wherever chunks are small enough, so that its CRC follows from the chunk
+table's: damage on the sender's disk shows before the bytes leave it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.digest import append_crc, crc32c
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.format.shard import head_bytes
 from holdfast_core.ids import ByteRange
@@ -29,16 +29,17 @@ from holdfast_core.transfer.bulk_line import Line
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Of one DATA frame: bytes of the file, and the chunk that they are, if they are just one."""
+    """Of one DATA frame: bytes of the file, and the chunks that they are, if they are whole ones."""
 
     span: ByteRange
-    chunk: int | None = None
+    chunks: range = range(0)
 
 
 def pieces(record: ShardRecord, start: int) -> Iterator[Piece]:
-    """The file from byte `start` on. Cut where the payload begins and ends, and at its chunks; at
-    most MAX_DATA_BYTES each."""
+    """The file from byte `start` on. Cut where the payload begins and ends, and at its chunks; as
+    many of them as MAX_DATA_BYTES hold."""
     chunk_bytes = record.header.chunk_bytes
+    together = MAX_DATA_BYTES // chunk_bytes
     payload = ByteRange(
         head_bytes(record.header), head_bytes(record.header) + record.header.payload_bytes
     )
@@ -47,15 +48,14 @@ def pieces(record: ShardRecord, start: int) -> Iterator[Piece]:
         if position < payload.start:
             stop = payload.start
         elif position < payload.stop:
-            chunk = (position - payload.start) // chunk_bytes
-            stop = min(payload.start + (chunk + 1) * chunk_bytes, payload.stop)
-            if (
-                position == payload.start + chunk * chunk_bytes
-                and stop - position <= MAX_DATA_BYTES
-            ):
-                yield Piece(ByteRange(position, stop), chunk)
+            first, within = divmod(position - payload.start, chunk_bytes)
+            if within == 0 and together:
+                stop = min(position + together * chunk_bytes, payload.stop)
+                count = -(-(stop - position) // chunk_bytes)
+                yield Piece(ByteRange(position, stop), range(first, first + count))
                 position = stop
                 continue
+            stop = min(payload.start + (first + 1) * chunk_bytes, payload.stop)
         else:
             stop = record.file_bytes
         stop = min(stop, position + MAX_DATA_BYTES)
@@ -80,13 +80,22 @@ def send_pieces(
                     f"shard of {request.ref}: the file ends at {piece.span.start + len(view)} of "
                     f"{reader.record.file_bytes}"
                 )
-            crc = crc32c(view)
-            if piece.chunk is not None and crc != reader.chunk_crcs[piece.chunk]:
-                raise CorruptionError(
-                    f"shard of {request.ref}: CRC32C of chunk {piece.chunk} does not match"
-                )
+            crc = _checked_crc(reader, request, piece, view) if piece.chunks else crc32c(view)
             before(len(view))
             send_data(sock, request, piece.span.start, view, crc)
+
+
+def _checked_crc(reader: ShardReader, request: BulkFrame, piece: Piece, view: memoryview) -> int:
+    """CRC of the whole frame, from those of its chunks: one pass over the bytes."""
+    chunk_bytes = reader.record.header.chunk_bytes
+    whole = 0
+    for start, chunk in zip(range(0, len(view), chunk_bytes), piece.chunks, strict=True):
+        data = view[start : start + chunk_bytes]
+        crc = crc32c(data)
+        if crc != reader.chunk_crcs[chunk]:
+            raise CorruptionError(f"shard of {request.ref}: CRC32C of chunk {chunk} does not match")
+        whole = append_crc(whole, crc, len(data))
+    return whole
 
 
 def send_outside(
