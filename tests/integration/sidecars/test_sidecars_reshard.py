@@ -1,0 +1,120 @@
+"""Real sidecars restore a checkpoint on another number of ranks: from peers, and from a store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import RefusedError
+from holdfast_core.format.layout import parse_layout
+from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.format.slot import SlotState
+from holdfast_core.ids import Level, TierName
+from holdfast_core.reshard.plan import payload_plan
+from holdfast_core.testing.placements import Tensor, layout_of, objects_of
+from holdfast_core.transfer.messages import Policy
+
+pytestmark = pytest.mark.integration
+
+Gangs = Callable[..., Any]
+ROWS = 1 << 14
+WHOLE = np.random.default_rng(3).integers(0, 256, (ROWS, 16), dtype=np.uint8)
+
+
+def tensors(*placement: int | None) -> dict[str, Tensor]:
+    return {"w": Tensor("F32", (ROWS, 4), placement)}
+
+
+def payload_of(layout: RankLayout, saved_by: int) -> bytes:
+    item = layout.tensors["w"]
+    rows = WHOLE[item.offsets[0] : item.offsets[0] + item.lengths[0]].tobytes()
+    return payload_plan(layout).header + rows + objects_of(saved_by)
+
+
+async def save(gang: Any, layouts: list[RankLayout], step: int, level: Level) -> None:
+    for layout in layouts:
+        rank = gang.ranks[layout.rank]
+        await rank.save(step, payload_of(layout, layout.rank), layout.to_bytes())
+        rank.progress(step)
+    for rank in gang.ranks.values():
+        await rank.reached(step, level)
+
+
+def test_four_ranks_become_two_with_what_is_on_two_nodes(gangs: Gangs) -> None:
+    """Two copies of two halves on four nodes, of which two are lost with the shard of rank 2."""
+    policy = Policy(interval_steps=1, peer_copies=1)
+
+    async def scenario() -> None:
+        async with gangs(4) as gang:
+            await gang.start(policy=policy)
+            old = [layout_of(tensors(None, 0), [2, 2], rank) for rank in range(4)]
+            await save(gang, old, 1, Level.REPLICATED)
+            point = await gang.point(1)
+            for worker in (2, 3):
+                gang.lose(worker)
+                del gang.operator.members[worker]
+            gang.workers, gang.copies = 2, ((0, 1), (1, 0))
+            for worker in (0, 1):
+                await gang.operator.seal(worker, 1)
+            await gang.begin(1, restore=point, policy=policy)
+            for worker, tier in ((0, TierName.PEER), (1, TierName.NODE)):
+                rank = gang.ranks[worker]
+                wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], worker)
+                reply, data, filled = await rank.reshard(wanted)
+                assert (reply.world_size, reply.payload_bytes) == (4, 0)
+                assert data == payload_of(wanted, worker)
+                assert filled.tier is tier
+                header = rank.header(filled.slot)
+                assert (header.state, header.step) == (SlotState.FREE, None)
+                with pytest.raises(RefusedError, match="expected one where another number"):
+                    await rank.restore()
+
+    asyncio.run(scenario())
+
+
+def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> None:
+    """Then the four save, and restore as four."""
+    policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1)
+    store = StoreConfig(f"file://{tmp_path}/objects", False, "", "", "")
+
+    async def scenario() -> None:
+        async with gangs(2, store=store) as gang:
+            await gang.start(policy=policy)
+            old = [layout_of(tensors(0), [2], rank) for rank in range(2)]
+            await save(gang, old, 1, Level.PERSISTED)
+            state = await gang.operator.state_until(
+                0, lambda s: s.last_persisted is not None, "step 1 persisted"
+            )
+            for worker in (0, 1):
+                gang.lose(worker)
+            gang.workers, gang.copies = 4, tuple((w, (w + 1) % 4) for w in range(4))
+            for worker in range(4):
+                await gang.launch(worker, birth_round=1)
+            await gang.begin(1, restore=state.last_persisted, policy=policy)
+            new = [layout_of(tensors(0), [4], rank) for rank in range(4)]
+            # Rank 1 finds the first half at worker 0 by now, and objects in the store alone.
+            near, far = TierName.PEER, TierName.OBJECT
+            for wanted, tier in zip(new, (far, far, near, near), strict=True):
+                reply, data, filled = await gang.ranks[wanted.rank].reshard(wanted)
+                given = gang.sidecars[wanted.rank].shared / "layouts"
+                document = (given / f"{reply.layout.removeprefix('b3:')}.json").read_bytes()
+                assert len(parse_layout(document).ranks) == 2
+                assert data == payload_of(wanted, wanted.rank % 2)
+                assert filled.tier is tier
+            await save(gang, new, 2, Level.REPLICATED)
+            point = await gang.point(2)
+            for worker in range(4):
+                await gang.operator.seal(worker, 2)
+            await gang.begin(2, restore=point, policy=policy)
+            for wanted in new:
+                _, data, filled = await gang.ranks[wanted.rank].restore()
+                assert data == payload_of(wanted, wanted.rank)
+                assert filled.tier is TierName.MEMORY
+
+    asyncio.run(scenario())
