@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast_core.contract import StoreConfig
+import holdfast
+from holdfast.state.snapshot import plan_save, take_snapshot, write_payload
+from holdfast_core.contract import PodContract, StoreConfig
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.format.slot import SlotState
-from holdfast_core.ids import Level, TierName
+from holdfast_core.ids import Level, Rank, TierName
 from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.testing.placements import Tensor, layout_of, objects_of
 from holdfast_core.transfer.messages import Policy
+from holdfast_sidecar.testing import SidecarProcess
 
 pytestmark = pytest.mark.integration
 
@@ -116,5 +119,50 @@ def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> N
                 _, data, filled = await gang.ranks[wanted.rank].restore()
                 assert data == payload_of(wanted, wanted.rank)
                 assert filled.tier is TierName.MEMORY
+
+    asyncio.run(scenario())
+
+
+def test_a_training_process_restores_what_two_ranks_saved(
+    gangs: Gangs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDK and a real sidecar: tensors of both, objects of the old rank 0."""
+    policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1)
+    store = StoreConfig(f"file://{tmp_path}/objects", False, "", "", "")
+
+    def restored(sidecar: SidecarProcess) -> tuple[int | None, dict[str, Any]]:
+        of = sidecar.contract
+        contract = PodContract(
+            of.job_uid, of.job, of.namespace, of.worker, of.birth_round, 1, of.shared_dir, slots=1
+        )
+        for name, value in {**contract.to_env(), "HOLDFAST_ROUND": "1"}.items():
+            monkeypatch.setenv(name, value)
+        state: dict[str, Any] = {"t": np.zeros((64, 3)), "position": -1}
+        with holdfast.Checkpointer() as ckpt:
+            return ckpt.restore(state), state
+
+    async def scenario() -> None:
+        async with gangs(2, store=store) as gang:
+            await gang.start(policy=policy)
+            tensor = np.random.default_rng(5).random((64, 3))
+            for rank in range(2):
+                snapshot = take_snapshot({"t": tensor, "position": 10 + rank}, Rank(rank))
+                planned = plan_save(snapshot, Rank(rank))
+                data = np.zeros(planned.payload_bytes, dtype=np.uint8)
+                write_payload(planned, snapshot, data, lambda jobs: [copy() for _, copy in jobs])
+                await gang.ranks[rank].save(1, data.tobytes(), planned.layout)
+            state = await gang.operator.state_until(
+                0, lambda s: s.last_persisted is not None, "step 1 persisted"
+            )
+            for worker in (0, 1):
+                gang.lose(worker)
+            del gang.operator.members[1]
+            gang.workers, gang.copies = 1, ()
+            await gang.launch(0, birth_round=1)
+            await gang.begin(1, restore=state.last_persisted, policy=policy)
+            gang.ranks[0].close()
+            step, found = await asyncio.to_thread(restored, gang.sidecars[0])
+            assert (step, found["position"]) == (1, 10)
+            assert found["t"].tobytes() == tensor.tobytes()
 
     asyncio.run(scenario())
