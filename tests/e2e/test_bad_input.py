@@ -339,15 +339,10 @@ def one_rank_checkpoint(installed, namespace) -> Iterator[str]:
 
 def test_restore_from_another_world_size(installed, namespace, submit, one_rank_checkpoint):
     name = one_rank_checkpoint
-    two = Training(workers=2, steps=20, layers=1, width=32)
+    two = Training(workers=2, steps=40, layers=1, width=32)
     job = submit(job_manifest("two-ranks", namespace, two, restore_from=name))
-    found = job.wait_condition("Accepted", "False", 60)
-    words = (f"Checkpoint {name}", "saved by 1 ranks", "this job has 2", "set workers")
-    assert found["reason"] == "WorldSizeMismatch"
-    assert_says(found["message"], *words)
-    wait_event(installed, job.name, "WorldSizeMismatch", *words)
-    assert job.pods() == []
-    assert is_true(installed.get("Checkpoint", namespace, name), "Persisted"), "nothing was lost"
+    job.wait_complete(150)
+    assert job.status["restorePoint"]["step"] == 20, "it is not bad input: two ranks take over"
 
 
 def test_restore_from_other_shapes(installed, namespace, submit, one_rank_checkpoint):

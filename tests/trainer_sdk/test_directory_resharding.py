@@ -26,6 +26,7 @@ from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.reshard.plan import payload_plan
 from holdfast_core.store import build_manifest, commit_local
+from holdfast_core.testing.builders import BytesSource
 from holdfast_core.testing.placements import Tensor, layout_of, objects_of
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import Fill, Policy, Restore
@@ -35,14 +36,6 @@ MESH = [2, 2]
 ROWS = 1 << 16
 TENSORS = {"w": Tensor("F32", (ROWS, 4), [None, 0])}
 WHOLE = np.random.default_rng(1).integers(0, 256, (ROWS, 16), dtype=np.uint8)
-
-
-class Bytes:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        buffer[:] = self._data[offset : offset + len(buffer)]
 
 
 def payload_of(layout: RankLayout, objects: bytes) -> bytes:
@@ -69,7 +62,7 @@ def saved(root: Path) -> tuple[DiskNodeTier, Manifest]:
         )
         tier.put_layout(layout.to_bytes())
         data = payload_of(layout, objects_of(layout.rank))
-        records.append(tier.write_shard(header, Bytes(data)))
+        records.append(tier.write_shard(header, BytesSource(data)))
     merged = merge_layouts(layout.to_bytes() for layout in layouts).to_bytes()
     document = build_manifest(IDENTITY, records, parent=None, layout=merged)
     commit_local(tier, merged, document)
@@ -230,7 +223,7 @@ def test_shards_of_ranks_that_are_no_more_are_pruned_by_the_first(tmp_path: Path
     header = ShardHeader(
         JOB_UID, RestartRound(0), Step(6), Rank(3), 4, digest, layout.payload_bytes
     )
-    tier.write_shard(header, Bytes(payload_of(layout, objects_of(3))))
+    tier.write_shard(header, BytesSource(payload_of(layout, objects_of(3))))
     newest = CheckpointId(Step(7), RestartRound(1))
     for leader, left in ((False, [5, 6]), (True, [5])):
         ranks = range(1) if leader else range(1, 2)

@@ -24,8 +24,6 @@ class Reason(StrEnum):
     """restoreFrom names a Checkpoint that is not there."""
     CHECKPOINT_NOT_RESTORABLE = "CheckpointNotRestorable"
     """It is there, but not committed in a store, quarantined, or being deleted."""
-    WORLD_SIZE_MISMATCH = "WorldSizeMismatch"
-    """It was saved by another number of ranks."""
 
     # --- why a round begins (Restarting, lastRecovery, recentRestarts, Events)
     FIRST_ROUND = "FirstRound"

@@ -39,6 +39,7 @@ from holdfast_sidecar.parts import Keeper, Parts
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rehydrate import Rehydrator
 from holdfast_sidecar.report import Reporter, Sources
+from holdfast_sidecar.reshard import Resharder
 from holdfast_sidecar.rounds import RoundState
 from holdfast_sidecar.server import ControlServer, PlainServer
 from holdfast_sidecar.settings import PORTS_FILE, Settings
@@ -189,7 +190,18 @@ class Sidecar:
             clock=clock,
             on_change=restored,
         )
-        filler = Filler(settings, node, rehydrator, stager, pools, metrics, changed)
+        resharder = Resharder(node, rehydrator, pools, metrics)
+        filler = Filler(
+            settings,
+            node,
+            rehydrator,
+            resharder,
+            layouts,
+            stager=stager,
+            pools=pools,
+            metrics=metrics,
+            on_change=changed,
+        )
         starter = Starter(
             settings,
             keeper.current,

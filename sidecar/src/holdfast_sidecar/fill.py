@@ -13,13 +13,16 @@ from contextlib import closing
 from holdfast_core.errors import (
     CapacityError,
     CorruptionError,
+    FormatError,
     HoldfastError,
     NotFoundError,
     RefusedError,
 )
 from holdfast_core.format.digest import Blake3, crc32c
+from holdfast_core.format.layout import parse_layout
+from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.slot import SlotHeader, SlotState
-from holdfast_core.ids import Rank, ShardRef, TierName
+from holdfast_core.ids import Digest, Rank, ShardRef, TierName
 from holdfast_core.tiers.base import NodeTier, ShardReader
 from holdfast_core.transfer.messages import (
     Fill,
@@ -29,9 +32,11 @@ from holdfast_core.transfer.messages import (
     RestoreReply,
 )
 from holdfast_sidecar import logs
+from holdfast_sidecar.layouts import RankLayouts
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rehydrate import Rehydrator, Restored
+from holdfast_sidecar.reshard import Resharder, Saved
 from holdfast_sidecar.rounds import RoundState, fence
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.slots import SlotFile, rank_of_slot
@@ -47,6 +52,9 @@ class Filler:
         settings: Settings,
         node: NodeTier,
         rehydrator: Rehydrator,
+        resharder: Resharder,
+        layouts: RankLayouts,
+        *,
         stager: Stager,
         pools: Pools,
         metrics: Metrics,
@@ -55,35 +63,47 @@ class Filler:
         self._settings = settings
         self._node = node
         self._rehydrator = rehydrator
+        self._resharder = resharder
+        self._layouts = layouts
         self._stager = stager
         self._pools = pools
         self._metrics = metrics
         self._on_change = on_change
 
-    def restore(self, state: RoundState, message: Restore) -> RestoreReply:
+    async def restore(self, state: RoundState, message: Restore) -> RestoreReply:
         """Raises RefusedError; BUSY while the shards are not here (Run comes after that)."""
         restored = self._restored(state, message)
-        return RestoreReply(restored.point, restored.payload_bytes.get(message.rank, 0))
+        if restored.manifest is None or restored.layout is None:
+            return RestoreReply(restored.point, restored.payload_bytes.get(message.rank, 0))
+        return RestoreReply(
+            restored.point,
+            world_size=restored.manifest.world_size,
+            layout=await self._layouts.give(restored.layout),
+        )
 
     async def fill(self, state: RoundState, message: Fill) -> Filled:
-        """Raises RefusedError, NotFoundError, CapacityError, FormatError."""
+        """Raises RefusedError, NotFoundError, CapacityError, FormatError, StateMismatchError."""
         restored = self._restored(state, message)
-        ref = restored.refs.get(message.rank)
-        if ref is None:
-            raise NotFoundError(f"rank {message.rank} has nothing to restore in this round")
-        if message.layout is not None:
+        other_world = restored.layout is not None
+        if other_world is not (message.layout is not None):
             raise RefusedError(
                 Refusal.BAD_REQUEST,
-                f"rank {message.rank} wants layout {message.layout}: a sidecar gives a rank the shard "
-                "that it saved and no other",
+                f"rank {message.rank} {'wants' if message.layout else 'says no'} layout "
+                f"{message.layout or ''}: expected one where another number of ranks saved the "
+                "checkpoint, and none where as many did",
             )
         for offer in message.slots:
             if rank_of_slot(offer.name) != message.rank:
                 raise RefusedError(
                     Refusal.BAD_REQUEST, f"slot {offer.name!r} is not one of rank {message.rank}"
                 )
-        payload_bytes = restored.payload_bytes[message.rank]
         names = tuple(o.name for o in message.slots)
+        if message.layout is not None:
+            return await self._from_others(names, message.rank, message.layout, restored)
+        ref = restored.refs.get(message.rank)
+        if ref is None:
+            raise NotFoundError(f"rank {message.rank} has nothing to restore in this round")
+        payload_bytes = restored.payload_bytes[message.rank]
         kept = await self._pools.fill.run(self._from_memory, names, ref, payload_bytes)
         if kept is not None:
             restored.sources[message.rank] = TierName.MEMORY
@@ -100,6 +120,26 @@ class Filler:
         if self._rehydrator.restored is None:
             raise RefusedError(Refusal.BUSY, "the restore point is not here yet")
         return self._rehydrator.restored
+
+    async def _from_others(
+        self, names: tuple[str, ...], rank: Rank, digest: Digest, restored: Restored
+    ) -> Filled:
+        wanted = parse_rank_layout(await self._layouts.wanted(digest))
+        if wanted.rank != rank or restored.manifest is None or restored.layout is None:
+            raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
+        saved = Saved(restored.manifest, parse_layout(restored.layout))
+        slot, _ = await self._pools.fill.run(self._room, names, wanted.payload_bytes)
+        try:
+            self._stager.memory.pop(slot.name, None)
+            tier = await self._resharder.fill(saved, wanted, slot)
+        except NotFoundError as error:
+            self._rehydrator.failed(f"rank {rank}: {error}")
+            raise
+        finally:
+            slot.close()
+        restored.sources[rank] = tier
+        self._on_change()
+        return Filled(slot.name, wanted.payload_bytes, tier)
 
     async def _from_node(
         self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, restored: Restored

@@ -17,6 +17,7 @@ from holdfast_core.errors import (
     NotFoundError,
     RefusedError,
     StaleRoundError,
+    StateMismatchError,
     UnavailableError,
 )
 from holdfast_core.ids import JobUid, Rank
@@ -198,7 +199,7 @@ class Intake:
             reply = state.refused(Refusal(error.code), str(error))
         except NotFoundError as error:
             reply = state.refused(Refusal.NOT_FOUND, str(error))
-        except FormatError as error:
+        except (FormatError, StateMismatchError) as error:
             reply = state.refused(Refusal.BAD_REQUEST, str(error))
         except (HoldfastError, OSError) as error:
             logs.failure(f"{type(frame.message).__name__} failed", error)

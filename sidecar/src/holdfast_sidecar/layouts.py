@@ -1,6 +1,6 @@
-"""Layouts of the own ranks: documents that the SDK leaves in the shared volume, named by digest.
+"""Layouts: documents in the shared volume, named by digest; most the SDK leaves for the sidecar.
 
-They are read once, bounded, digested, and kept on the node tier; from there they are sent to a
+Those of saves are read once, bounded, digested, and kept on the node tier; from there they are sent to a
 coordinator that does not know them yet.
 """
 
@@ -36,12 +36,38 @@ class RankLayouts:
         """For the coordinator. Raises NotFoundError."""
         return (await self._pools.read.run(self._node.get_layout, digest)).decode()
 
+    async def wanted(self, digest: Digest) -> bytes:
+        """What a rank wants of the restore point. Raises as `ensure` does; keeps nothing."""
+        return await self._pools.read.run(self._checked, digest)
+
+    async def give(self, document: bytes) -> Digest:
+        """Put a checkpoint's layout where the ranks read it. Raises UnavailableError."""
+        return await self._pools.meta.run(self._give, document)
+
     def _store(self, digest: Digest) -> None:
+        self._node.put_layout(self._checked(digest))
+
+    def _checked(self, digest: Digest) -> bytes:
         document = self._read(self._directory / f"{hex_of(digest)}.json")
         found = digest_of(document)
         if found != digest:
             raise CorruptionError(f"layout {digest}: the document's digest is {found}")
-        self._node.put_layout(document)
+        return document
+
+    def _give(self, document: bytes) -> Digest:
+        digest = digest_of(document)
+        path = self._directory / f"{hex_of(digest)}.json"
+        temporary = path.with_name(f".{path.name}.sidecar")
+        try:
+            if not self._directory.exists():
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._directory.chmod(0o2770)  # ranks may have another uid and the same group
+            temporary.write_bytes(document)
+            temporary.chmod(0o660)
+            temporary.replace(path)
+        except OSError as error:
+            raise UnavailableError(f"writing layout {path}: {error}") from error
+        return digest
 
     def _read(self, path: Path) -> bytes:
         try:

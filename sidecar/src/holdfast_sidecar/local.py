@@ -80,7 +80,7 @@ class Local:
             case Stage():
                 return await self.parts.stager.stage(self.parts.keeper.current, message)
             case Restore():
-                return self.parts.filler.restore(self.state, message)
+                return await self.parts.filler.restore(self.state, message)
             case Fill():
                 return await self.parts.filler.fill(self.state, message)
             case Finish():

@@ -49,6 +49,9 @@ class Restored:
     payload_bytes: dict[Rank, int]
     sources: dict[Rank, TierName]
     """Tier that each shard came from when this round began."""
+    layout: bytes | None = None
+    """The checkpoint's layout, where another number of ranks saved it. The shards that a rank needs
+    are known when it says what it wants; none are brought here before that."""
 
 
 class Rehydrator:
@@ -81,12 +84,14 @@ class Rehydrator:
         self._on_change = on_change
         self._tasks = Tasks()
         self._kick = asyncio.Event()
+        self._bringing: dict[ShardRef, asyncio.Lock] = {}
         self.restored: Restored | None = None
         self.cannot_restore = ""
         self.seconds: float | None = None
 
     async def reset(self) -> None:
         await self._tasks.cancel()
+        self._bringing.clear()
         self.restored = None
         self.cannot_restore = ""
         self.seconds = None
@@ -107,11 +112,29 @@ class Rehydrator:
         tried: list[str] = []
         tier = await self._shard(restored.refs[rank], restored.point, tried)
         if tier is None:
-            self.cannot_restore = "; ".join(tried)
-            self._on_change()
+            self.failed("; ".join(tried))
             raise NotFoundError(f"rank {rank} cannot be restored: {self.cannot_restore}")
         restored.sources[rank] = tier
         return tier
+
+    async def bring(self, ref: ShardRef) -> TierName:
+        """A good copy of any shard of the restore point is in the node tier when this returns; where
+        it came from. Ranks of a pod that need the same shard wait for each other.
+        Raises NotFoundError with everything that was tried."""
+        restored = self.restored
+        if restored is None:
+            raise NotFoundError(f"rank {ref.rank}: no restore point is held in this round")
+        async with self._bringing.setdefault(ref, asyncio.Lock()):
+            tried: list[str] = []
+            tier = await self._shard(ref, restored.point, tried)
+        if tier is None:
+            raise NotFoundError("; ".join(tried))
+        return tier
+
+    def failed(self, words: str) -> None:
+        """A rank cannot be restored from what can be had."""
+        self.cannot_restore = words
+        self._on_change()
 
     async def _until_done(self, point: RestorePoint) -> None:
         started = self._clock.monotonic()
@@ -149,11 +172,8 @@ class Rehydrator:
             return None
         state = self._current()
         if manifest.world_size != state.world_size:
-            tried.append(
-                f"step {point.step} was saved by {manifest.world_size} ranks, this round has "
-                f"{state.world_size}: its shards belong to other ranks"
-            )
-            return None
+            layout = await self._layout(point, manifest, tried)
+            return None if layout is None else Restored(point, manifest, {}, {}, {}, layout)
         job_uid = self._job_uid(point)
         records = {s.rank: s for s in manifest.shards}
         own = [Rank(r) for r in state.own_ranks]
@@ -224,6 +244,50 @@ class Rehydrator:
             return manifest
         except HoldfastError as error:
             tried.append(f"manifest in the object store: {error}")
+            return None
+
+    async def _layout(
+        self, point: RestorePoint, manifest: Manifest, tried: list[str]
+    ) -> bytes | None:
+        """The layout that the manifest names, in the node tier. None when nobody has it."""
+        digest, job_uid = manifest.layout, self._job_uid(point)
+        try:
+            return await self._pools.read.run(self._node.get_layout, digest)
+        except HoldfastError as error:
+            tried.append(f"layout in the node tier: {error}")
+        query = {
+            "step": str(manifest.step),
+            "round": str(manifest.restart_round),
+            "jobUid": str(job_uid),
+        }
+        for member in self._others():
+            try:
+                answer = await self._peers.get(
+                    member.worker,
+                    "/v1/manifest",
+                    ManifestDocument,
+                    query=query,
+                    seconds=_MANIFEST_SECONDS,
+                )
+                if answer.layout is not None and digest_of(answer.layout.encode()) == digest:
+                    await self._pools.meta.run(self._node.put_layout, answer.layout.encode())
+                    return answer.layout.encode()
+                tried.append(f"layout at worker {member.worker}: it has another or none")
+            except HoldfastError as error:
+                tried.append(f"layout at worker {member.worker}: {error}")
+        if self._store is None:
+            return None
+        namespace = point.job_namespace or self._contract.namespace
+        try:
+            document = await self._pools.fetch.run(
+                self._store.get_layout, namespace, job_uid, digest
+            )
+            if digest_of(document) != digest:
+                raise CorruptionError(f"digest {digest_of(document)}, expected {digest}")
+            await self._pools.meta.run(self._node.put_layout, document)
+            return document
+        except HoldfastError as error:
+            tried.append(f"layout in the object store: {error}")
             return None
 
     def _accept(self, document: bytes, point: RestorePoint) -> Manifest:

@@ -99,13 +99,6 @@ OTHER = checkpoint(1200, 2, name="src", job="other", job_uid="other-uid")
             False,
             id="no store to read it from",
         ),
-        pytest.param(
-            {"restore_from": "src", "store": "main"},
-            {"store": store(), "checkpoints": (replace(OTHER, world_size=8),)},
-            Reason.WORLD_SIZE_MISMATCH,
-            False,
-            id="another world size",
-        ),
     ],
 )
 def test_problems_keep_the_first_round_from_beginning(
@@ -120,6 +113,16 @@ def test_problems_keep_the_first_round_from_beginning(
     assert not any(isinstance(a, BeginRound | CreatePod) for a in decision.actions)
     again = decide(Observed(job=job(2, written, **spec), **observed), now(1001.0))
     assert writes(again) != [] or again.actions == ()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_checkpoint_of_any_number_of_ranks_is_accepted(ranks: int) -> None:
+    source = replace(OTHER, world_size=ranks)
+    given = job(2, restore_from="src", store="main")
+    decision = decide(Observed(job=given, store=store(), checkpoints=(source,)), now())
+    (begun,) = (action for action in decision.actions if isinstance(action, BeginRound))
+    accepted = begun.status.condition(JobCondition.ACCEPTED)
+    assert accepted is not None and accepted.status is True
 
 
 def test_the_servers_words_are_in_the_message() -> None:

@@ -235,6 +235,16 @@ def test_restore_from_another_jobs_checkpoint() -> None:
     assert point.job_uid != UID
 
 
+def test_the_sources_are_the_ranks_that_saved() -> None:
+    source = checkpoint(1200, 2, name="src", job="other", job_uid="other-uid")
+    base = job(2, status(0), restore_from="src", store="main")
+    other = replace(source, world_size=6)
+    observed = Observed(job=base, pods=(A, B), checkpoints=(other,), store=store())
+    choice = choose(World(observed), JUST_BEGUN, now())
+    assert isinstance(choice, Chosen)
+    assert choice.point.sources == Sources(object=6)
+
+
 def test_own_commits_win_over_restore_from() -> None:
     source = checkpoint(1200, 2, name="other-s1200-r2", job="other", job_uid="other-uid")
     state = replace(SURVIVOR_AND_NEW)

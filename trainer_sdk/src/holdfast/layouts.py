@@ -23,7 +23,9 @@ class LayoutFiles:
         path = self._directory / name
         if name in self._written and path.exists():
             return
-        self._directory.mkdir(mode=0o2770, parents=True, exist_ok=True)
+        if not self._directory.exists():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.chmod(0o2770)  # the other side may have another uid and the same group
         temporary = self._directory / f".{name}.{os.getpid()}.tmp"
         temporary.write_bytes(document)
         temporary.chmod(0o660)

@@ -112,12 +112,6 @@ def _restore_from_problem(world: World) -> Note | None:
     if problem is not None:
         words = f"Checkpoint {name} of spec.restoreFrom cannot be restored: {problem}"
         return Note(Reason.CHECKPOINT_NOT_RESTORABLE, words)
-    if source.world_size != job.spec.world_size:
-        return Note(
-            Reason.WORLD_SIZE_MISMATCH,
-            f"Checkpoint {name} was saved by {source.world_size} ranks, this job has "
-            f"{job.spec.world_size}: set workers and procsPerWorker so that they match",
-        )
     return None
 
 

@@ -272,7 +272,8 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
         step=source.step,
         round=source.round,
         manifest=source.manifest,
-        sources=Sources(object=job.spec.world_size),
+        # Its ranks, which need not be as many as this job's: they read any shard of the store.
+        sources=Sources(object=source.world_size or job.spec.world_size),
         job_uid=source.job_uid,
         job_namespace=source.job_namespace or job.namespace,
     )

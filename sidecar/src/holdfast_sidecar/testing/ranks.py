@@ -139,8 +139,7 @@ class FakeRank(LocalClient):
             file.seek(STATE_OFFSET)
             file.write(pack_state(SlotState.OWNED))
 
-    def write_layout(self, payload_bytes: int) -> Digest:
-        document = rank_document(self.rank, payload_bytes)
+    def write_layout(self, document: bytes) -> Digest:
         digest = digest_of(document)
         path = self._shared / "layouts" / f"{hex_of(digest)}.json"
         temporary = path.with_suffix(f".{self.rank}.tmp")
@@ -148,21 +147,23 @@ class FakeRank(LocalClient):
         temporary.replace(path)
         return digest
 
-    async def save(self, step: int, data: bytes) -> str:
-        """Waits for a free slot, stages; returns the slot's name."""
+    async def save(self, step: int, data: bytes, layout: bytes | None = None) -> str:
+        """Waits for a free slot, stages; returns the slot's name. `layout`: see `write_layout`."""
         name: str = await until(
             lambda: next((n for n in self.names if self.header(n).state is SlotState.FREE), None),
             f"a free slot of rank {self.rank}",
         )
         self.fill_slot(name, step, data)
-        message = self.stage_message(name, step, data)
+        message = self.stage_message(name, step, data, layout)
         reply = await self.request(message)
         assert reply == Staged(Step(step)), reply
         return name
 
-    def stage_message(self, name: str, step: int, data: bytes) -> Stage:
-        layout = self.write_layout(len(data))
-        return Stage(self.round, Step(step), self.rank, name, len(data), layout)
+    def stage_message(
+        self, name: str, step: int, data: bytes, layout: bytes | None = None
+    ) -> Stage:
+        digest = self.write_layout(layout or rank_document(self.rank, len(data)))
+        return Stage(self.round, Step(step), self.rank, name, len(data), digest)
 
     async def reached(self, step: int, level: Level) -> None:
         """Wait until the sidecar has pushed this level (or a higher one) for the step."""
@@ -180,6 +181,18 @@ class FakeRank(LocalClient):
 
     def progress(self, step: int) -> None:
         self.push(Progress(self.round, self.rank, Step(step), {"loss": 1.0}))
+
+    async def reshard(self, wanted: RankLayout) -> tuple[RestoreReply, bytes, Filled]:
+        """Restore, then Fill with a layout of its own: the payload and where it came from."""
+        reply = await self.request(Restore(self.round, self.rank))
+        assert isinstance(reply, RestoreReply), reply
+        digest = self.write_layout(wanted.to_bytes())
+        offers = tuple(SlotOffer(n, self._capacity) for n in self.names)
+        filled = await self.request(Fill(self.round, self.rank, offers, digest))
+        assert isinstance(filled, Filled), filled
+        with self.path(filled.slot).open("rb") as file:
+            file.seek(HEADER_BYTES)
+            return reply, file.read(filled.payload_bytes), filled
 
     async def restore(self) -> tuple[RestorePoint, bytes | None, Filled | None]:
         """Restore and Fill: the point, the payload and where it came from."""
