@@ -163,6 +163,13 @@ def chosen(parts: Sequence[Part], only: Iterable[str]) -> list[Part]:
     return [part for part in parts if not wanted or wanted & set(part.ids)]
 
 
+def another_round(done: int, spent_seconds: float, budget_seconds: float | None) -> bool:
+    """Whether one more round like the `done` ones fits. The first always does."""
+    if budget_seconds is None or done == 0:
+        return True
+    return spent_seconds * (done + 1) / done <= budget_seconds
+
+
 def turns(participants: Sequence[Participant], round_: int) -> list[Participant]:
     """Each round begins with another one, so that nobody always follows the same neighbour's
     dirty pages."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.datapath.parts import Part, Participant, turns
+from benchmarks.datapath.parts import Part, Participant, another_round, turns
 from benchmarks.datapath.visit import RESULT, Options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +44,8 @@ class Run:
     loop_seconds: float
     timeout_seconds: float
     say: Callable[[str], None]
+    budget_seconds: float | None = None
+    """Of one part: no round begins that would go over it."""
 
 
 def visit_part(run: Run, part: Part, store: dict[str, str] | None = None) -> list[Record]:
@@ -51,7 +53,11 @@ def visit_part(run: Run, part: Part, store: dict[str, str] | None = None) -> lis
     does not install or cannot do this here, and its time is everybody's."""
     records: list[Record] = []
     given_up: set[str] = set()
+    part_began = time.monotonic()
     for round_ in range(run.rounds):
+        if not another_round(round_, time.monotonic() - part_began, run.budget_seconds):
+            run.say(f"  {part.name}: {round_} of {run.rounds} rounds, the time is up")
+            break
         for participant in turns(part.participants, round_):
             if participant.name in given_up:
                 continue

@@ -132,6 +132,16 @@ def test_loops(ours: float, theirs: float, value: float | None, ok: bool | None)
     assert found["loop dcp-thread"].value == theirs
 
 
+def test_loops_whose_extras_scatter_more_than_the_peer_costs_say_nothing() -> None:
+    given = {
+        "holdfast": [looped(3, 0.0), looped(3, 0.0), looped(3, 0.0)],
+        "dcp-thread": [looped(3, -0.2), looped(3, 0.3), looped(3, 1.4)],
+    }
+    found = by_id(of.of_loops(records("loops", **given)))
+    assert (found["A3"].value, found["A3"].target) == (None, 0.25)
+    assert found["A3"].details["dcp_extra_seconds"] == [-0.2, -0.2, 0.3, 0.3, 1.4, 1.4]
+
+
 def test_loads() -> None:
     ours = {"bytes": GIB, "disk": [0.5, 0.5], "memory": [0.1, 0.1]}
     dcp = {"bytes": GIB, "disk": [1.0, 1.0], "memory": []}

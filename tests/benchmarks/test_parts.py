@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.datapath.parts import FULL, QUICK, chosen, turns
+from benchmarks.datapath.parts import FULL, QUICK, another_round, chosen, turns
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,17 @@ def test_names_are_unique_within_a_part_and_ids_over_all() -> None:
 
 def test_the_quick_run_needs_no_environment_of_peers() -> None:
     assert not any(p.own_environment for part in QUICK for p in part.participants)
+
+
+@pytest.mark.parametrize(
+    ("done", "spent", "budget", "expected"),
+    [
+        pytest.param(0, 99.0, 10.0, True, id="the-first-always"),
+        pytest.param(1, 5.0, 10.0, True, id="just-fits"),
+        pytest.param(1, 5.1, 10.0, False, id="would-go-over"),
+        pytest.param(2, 6.0, 10.0, True, id="by-the-mean-of-rounds"),
+        pytest.param(4, 999.0, None, True, id="no-budget"),
+    ],
+)
+def test_another_round(done: int, spent: float, budget: float | None, expected: bool) -> None:
+    assert another_round(done, spent, budget) is expected
