@@ -436,9 +436,9 @@ def of_digests(records: Sequence[Record]) -> list[Figure]:
 
 
 def of_every_step(records: Sequence[Record]) -> list[Figure]:
-    """A11, in a directory: no peer copy."""
-    rounds = Rounds(records)
-    missing = rounds.error(OURS)
+    """A11, in a directory: no peer copy. Rounds whose step came out shorter do not count."""
+    rounds = Rounds([r for r in records if r.result is None or r.result["step_over_memcpy"] >= 30])
+    missing = Rounds(records).error(OURS) or "no step was 30 times the memcpy of the state"
     what = "saved at every step in shared memory and on the disk; a directory has no peer copy"
     return [
         _compare(

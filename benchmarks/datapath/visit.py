@@ -191,7 +191,7 @@ def every_step(options: Options) -> dict[str, Any]:
     memcpy_seconds = (options.mib << 20) / GIB / rate
     saver.start(1).wait()
     unit = loop.training_step()
-    count = loop.calibrated(unit, max(30 * memcpy_seconds, 0.1) * 1.1)
+    count = loop.calibrated(unit, max(30 * memcpy_seconds, 0.1) * 1.3)
     plain: list[float] = []
     saving: list[float] = []
     waiting: list[Started] = []

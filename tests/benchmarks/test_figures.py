@@ -217,6 +217,13 @@ def test_every_step() -> None:
     assert found["A11"].details["step_over_memcpy"] == [31.0]
 
 
+def test_a_round_whose_steps_were_too_short_does_not_count() -> None:
+    result = {"plain": [2.0], "saving": [3.0], "lags": [2], "step_over_memcpy": 29.0}
+    for figure in of.of_every_step(records("every-step", holdfast=[result])):
+        assert (figure.value, figure.ok) == (None, None)
+        assert figure.details["reason"] == "no step was 30 times the memcpy of the state"
+
+
 @pytest.mark.parametrize(
     ("only", "expected"),
     [
