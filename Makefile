@@ -91,6 +91,19 @@ demo-local: sync ## the same story as processes on this machine, without a clust
 bench-recovery-quick: cluster-up ## recovery times R1-R5 into benchmarks/results/recovery-quick.json
 	$(PY) -m benchmarks.recovery_quick
 
+.PHONY: bench-peers
+bench-peers: prerequisites ## the environment of what Holdfast is measured against, from its own lock
+	$(UV) sync --frozen --project benchmarks/peers
+	PYTHONPATH=. benchmarks/peers/.venv/bin/python -m benchmarks.peers.compile || echo "DeepSpeed's writer does not compile here: the results will say so"
+
+.PHONY: bench
+bench: sync bench-peers ## the data path against this machine's limits and its peers into benchmarks/results/datapath.{json,md,png}
+	$(PY) -m benchmarks.datapath $(BENCH)
+
+.PHONY: bench-quick
+bench-quick: sync ## ours and torch DCP only: A1, A2, A3, A8 and a verdict for each, under 3 minutes
+	$(PY) -m benchmarks.datapath --quick $(BENCH)
+
 .PHONY: clean
 clean: ## remove build outputs of this checkout (the test bed's cache stays)
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,135 @@
+"""`make bench`: section A into results/datapath.{json,md,png}; `make bench-quick`: ours and torch DCP.
+
+Each part is written as soon as it is done, and `--only A1,A2` measures these again and keeps the
+rest, so a long run can be made in pieces. Ends with 1 where a target was missed; what was not
+measured is said, and is no pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.datapath import figures as of
+from benchmarks.datapath import page
+from benchmarks.datapath.chart import draw
+from benchmarks.datapath.noise import Noise
+from benchmarks.datapath.ours import NoStoreError, Store
+from benchmarks.datapath.parts import FULL, QUICK, Part, chosen
+from benchmarks.datapath.visits import ROOT, Record, Run, visit_part
+from benchmarks.report import Figure
+from holdfast_core.clock import SystemClock
+
+_QUICK_PART_SECONDS = 55.0
+"""Three parts in under three minutes: on a busy machine with fewer rounds, which the results say."""
+
+
+def main() -> int:
+    arguments = _parsed()
+    only = [id_.strip().upper() for id_ in arguments.only.split(",") if id_.strip()]
+    name = "datapath-quick" if arguments.quick else "datapath"
+    with _alone(arguments.directory):
+        run = Run(
+            arguments.directory,
+            arguments.mib,
+            arguments.rounds,
+            arguments.loop_seconds,
+            arguments.timeout,
+            _say,
+            _QUICK_PART_SECONDS if arguments.quick else None,
+        )
+        fresh: list[Figure] = []
+        parts = chosen(QUICK if arguments.quick else FULL, only)
+        for number, part in enumerate(parts, 1):
+            _say(f"{part.name} ({number}/{len(parts)}): {', '.join(part.ids)}")
+            fresh += _measure(run, part)
+            _write(name, fresh, keep=bool(only) or number < len(parts))
+        if not arguments.quick:
+            fresh += of.unmeasured(only)
+        shown = _write(name, fresh, keep=bool(only))
+    print(page.verdicts(shown))
+    print(f"written: {report.RESULTS / name}.json, .md and .png")
+    return 1 if any(figure.ok is False for figure in fresh) else 0
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.datapath")
+    parser.add_argument("--quick", action="store_true", help="ours and torch DCP: A1, A2, A3, A8")
+    parser.add_argument("--only", default="", help="ids, for example A1,A2")
+    parser.add_argument("--mib", type=int, help="of the state; 1024, with --quick 256")
+    parser.add_argument("--rounds", type=int, help="visits of each participant; 5, --quick 3")
+    parser.add_argument("--loop-seconds", type=float, help="of one loop of A3; 3, --quick 1.5")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds of one visit")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=ROOT / "build" / "bench",
+        help="on the disk to measure; needs a few times --mib",
+    )
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    arguments.mib = arguments.mib or (256 if quick else 1024)
+    arguments.rounds = arguments.rounds or (3 if quick else 5)
+    arguments.loop_seconds = arguments.loop_seconds or (1.5 if quick else 3.0)
+    return arguments
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Two runs at once would measure each other."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(
+                f"another benchmark runs in {directory}: wait for it, or end it"
+            ) from None
+        yield
+
+
+def _measure(run: Run, part: Part) -> list[Figure]:
+    noise = Noise()
+    at = SystemClock().utc_now().strftime("%Y-%m-%d %H:%M UTC")
+    try:
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(Store()) if part.name == "upload" else None
+            records = visit_part(run, part, store)
+    except NoStoreError as error:
+        records = [Record(part.name, 0, p.name, None, str(error)) for p in part.participants]
+    about: dict[str, Any] = {
+        "part": part.name,
+        "at": at,
+        "mib": run.mib,
+        "rounds": run.rounds,
+        "torch": version("torch"),
+        **noise.summary(),
+    }
+    found = of.of_part(part.name, records, run.mib)
+    return [replace(figure, details={**figure.details, "run": about}) for figure in found]
+
+
+def _write(name: str, fresh: Sequence[Figure], *, keep: bool) -> list[Figure]:
+    figures = report.merged(report.read(name) if keep else [], fresh)
+    path = report.write(name, figures)
+    title = "Data path" if name == "datapath" else "Data path, quick run"
+    path.with_suffix(".md").write_text(page.page(title, figures))
+    draw(path.with_suffix(".png"), title, figures)
+    return figures
+
+
+def _say(words: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

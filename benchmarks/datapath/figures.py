@@ -1,0 +1,497 @@
+"""From records of visits to figures. Pure: every ratio is of two medians of the same round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.datapath.parts import UNMEASURED
+from benchmarks.datapath.visits import Record
+from benchmarks.report import (
+    Figure,
+    at_least,
+    at_most,
+    for_orientation,
+    not_measured,
+)
+
+GIB = 1 << 30
+OURS = "holdfast"
+
+Value = Callable[[dict[str, Any]], float]
+
+
+class Rounds:
+    """The results of one part, by participant and round."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records = records
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(record.name for record in self._records))
+
+    def results(self, name: str) -> dict[int, dict[str, Any]]:
+        return {
+            record.round: record.result
+            for record in self._records
+            if record.name == name and record.result is not None
+        }
+
+    def values(self, name: str, value: Value) -> dict[int, float]:
+        return {round_: value(result) for round_, result in self.results(name).items()}
+
+    def error(self, name: str) -> str:
+        """Why there is nothing of this participant; "" where there is something or nobody tried."""
+        if self.results(name):
+            return ""
+        return next((r.error for r in self._records if r.name == name), "was not part of this run")
+
+
+def ratios(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
+    """Round by round, where both were measured."""
+    return [ours[r] / theirs[r] for r in sorted(ours.keys() & theirs.keys())]
+
+
+def best(*rounds: dict[int, float]) -> dict[int, float]:
+    """The largest of each round."""
+    keys = {key for values in rounds for key in values}
+    return {key: max(values[key] for values in rounds if key in values) for key in keys}
+
+
+def _steady(field: str) -> Value:
+    return lambda result: statistics.median(save[field] for save in result["steady"])
+
+
+def _durable_rate(result: dict[str, Any]) -> float:
+    return float(result["bytes"]) / GIB / _steady("durable")(result)
+
+
+def _compare(
+    make: Callable[..., Figure],
+    id_: str,
+    values: list[float],
+    unit: str,
+    target: float,
+    missing: str,
+    **details: Any,
+) -> Figure:
+    if not values:
+        reason = missing or "no round has both sides"
+        if make is at_least:
+            details["bound"] = ">="
+        return not_measured(id_, reason, unit=unit, target=target, **details)
+    return make(id_, values, unit, target, **details)
+
+
+def of_saves(records: Sequence[Record]) -> list[Figure]:
+    """A1, A2, a row for each participant and the limits."""
+    rounds = Rounds(records)
+    limits = "memory and disk"
+    blocked = rounds.values(OURS, _steady("blocked"))
+    memcpy = {
+        round_: result["bytes"] / GIB / rounds.results(limits)[round_]["memcpy 2 threads"]
+        for round_, result in rounds.results(OURS).items()
+        if round_ in rounds.results(limits)
+    }
+    durable = rounds.values(OURS, _durable_rate)
+    disk = rounds.values(
+        limits, lambda x: max(x["O_DIRECT write 1 thread"], x["O_DIRECT write 2 threads"])
+    )
+    dcp = best(*(rounds.values(n, _durable_rate) for n in rounds.names() if n.startswith("dcp")))
+
+    def lost(*names: str) -> str:
+        return "; ".join(f"{n}: {rounds.error(n)}" for n in (OURS, *names) if rounds.error(n))
+
+    found = [
+        _compare(
+            at_most,
+            "A1",
+            ratios(blocked, memcpy),
+            "times memcpy by 2 threads",
+            1.6,
+            lost(limits),
+            what="time a save blocks training",
+        ),
+        _compare(
+            at_most,
+            "A1-dcp",
+            ratios(blocked, rounds.values("dcp-thread", _steady("blocked"))),
+            "of DCP async thread",
+            0.5,
+            lost("dcp-thread"),
+        ),
+        _compare(
+            at_most,
+            "A1-dlrover",
+            ratios(blocked, rounds.values("dlrover", _steady("blocked"))),
+            "of DLRover",
+            1.0,
+            lost("dlrover"),
+        ),
+        _compare(
+            at_most,
+            "A1-first",
+            ratios(rounds.values(OURS, lambda x: x["first"]["blocked"]), blocked),
+            "first save / steady save",
+            1.5,
+            lost(),
+        ),
+        _compare(
+            at_least,
+            "A2",
+            ratios(durable, disk),
+            "of O_DIRECT write",
+            0.85,
+            lost(limits),
+            what="save called -> committed, fsynced, in GiB/s",
+        ),
+        _compare(
+            at_least,
+            "A2-dcp",
+            ratios(durable, dcp),
+            "times the fastest DCP of the round",
+            2.5,
+            lost("dcp-sync"),
+        ),
+    ]
+    found += [_row(rounds, name) for name in rounds.names() if name != limits]
+    return found + _limits(rounds, limits)
+
+
+def _row(rounds: Rounds, name: str) -> Figure:
+    blocked = rounds.values(name, _steady("blocked"))
+    if not blocked:
+        return not_measured(f"save {name}", rounds.error(name), unit="s blocked")
+    size = statistics.median(rounds.values(name, lambda x: x["bytes"] / GIB).values())
+    middle = statistics.median
+    return for_orientation(
+        f"save {name}",
+        list(blocked.values()),
+        "s blocked",
+        first_blocked=round(middle(rounds.values(name, _first).values()), 3),
+        durable_gib_per_second=round(middle(rounds.values(name, _durable_rate).values()), 3),
+        cpu_seconds_per_gib=round(middle(rounds.values(name, _steady("cpu")).values()) / size, 3),
+    )
+
+
+def _first(result: dict[str, Any]) -> float:
+    return float(result["first"]["blocked"])
+
+
+def _limits(rounds: Rounds, name: str) -> list[Figure]:
+    by_round = rounds.results(name)
+    keys = dict.fromkeys(key for result in by_round.values() for key in result)
+    return [
+        for_orientation(f"limit {key}", [result[key] for result in by_round.values()], "GiB/s")
+        for key in keys
+    ]
+
+
+def of_loops(records: Sequence[Record]) -> list[Figure]:
+    """A3: extra seconds of a loop with a save in it. Extra time may come out negative in noise, so
+    this is the ratio of medians over all rounds, and not measured where the peer's extra time is
+    no larger than how far plain loops, or the extras of either side, scatter."""
+    rounds = Rounds(records)
+    found: list[Figure] = []
+    for id_, phase in (("A3", "quiet"), ("A3-busy", "busy")):
+        words = "of DCP async thread's extra loop seconds"
+        ours, theirs = (_extras(records, name, phase) for name in (OURS, "dcp-thread"))
+        if not ours or not theirs:
+            why = rounds.error(OURS) or rounds.error("dcp-thread")
+            found.append(not_measured(id_, why, unit=words, target=0.25))
+            continue
+        scatter = max(_scatter(records, phase), _deviation(ours), _deviation(theirs))
+        peer = statistics.median(theirs)
+        details = {
+            "ours_extra_seconds": [round(x, 3) for x in ours],
+            "dcp_extra_seconds": [round(x, 3) for x in theirs],
+            "scatter_seconds": round(scatter, 3),
+        }
+        if peer <= scatter:
+            why = (
+                f"DCP's extra {peer:.3f} s is no more than what loops scatter by, "
+                f"{scatter:.3f} s: this machine is too noisy now, or the state too small"
+            )
+            found.append(not_measured(id_, why, unit=words, target=0.25, **details))
+            continue
+        ratio = max(0.0, statistics.median(ours)) / peer
+        figure = at_most(id_, [ratio], words, 0.25, **details)
+        found.append(replace(figure, repetitions=len(ours)))
+    for name in rounds.names():
+        extras = _extras(records, name, "quiet")
+        if extras:
+            busy = [round(x, 3) for x in _extras(records, name, "busy")]
+            found.append(
+                for_orientation(f"loop {name}", extras, "extra s", busy_extra_seconds=busy)
+            )
+        else:
+            found.append(not_measured(f"loop {name}", rounds.error(name), unit="extra s"))
+    return found
+
+
+def _pairs(
+    records: Sequence[Record], phase: str, name: str | None = None
+) -> list[dict[str, float]]:
+    return [
+        pair
+        for record in records
+        if record.result is not None and name in (None, record.name)
+        for pair in record.result[phase]
+    ]
+
+
+def _extras(records: Sequence[Record], name: str, phase: str) -> list[float]:
+    return [pair["with_save"] - pair["plain"] for pair in _pairs(records, phase, name)]
+
+
+def _scatter(records: Sequence[Record], phase: str) -> float:
+    """Of plain loops, within a visit: each has its own number of steps."""
+    distances: list[float] = []
+    for record in records:
+        if record.result is not None:
+            distances.append(_deviation([pair["plain"] for pair in record.result[phase]]))
+    return statistics.median(distances) if distances else 0.0
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Median distance from the median."""
+    middle = statistics.median(values)
+    return statistics.median(abs(value - middle) for value in values)
+
+
+def of_loads(records: Sequence[Record]) -> list[Figure]:
+    """A4."""
+    rounds = Rounds(records)
+
+    def seconds(result: dict[str, Any]) -> float:
+        return float(statistics.median(result["disk"]))
+
+    def rate(result: dict[str, Any]) -> float:
+        return float(result["bytes"]) / GIB / seconds(result)
+
+    ours = rounds.values(OURS, seconds)
+    memory = rounds.values(OURS, lambda x: statistics.median(x["memory"]))
+    found = [
+        _compare(
+            at_least,
+            "A4",
+            ratios(rounds.values(OURS, rate), rounds.values("disk", lambda x: x["O_DIRECT read"])),
+            "of O_DIRECT read",
+            0.9,
+            rounds.error(OURS) or rounds.error("disk"),
+            what="restore from a disk that the page cache knows nothing of, into touched tensors",
+        ),
+        _compare(
+            at_least,
+            "A4-memory",
+            ratios(ours, memory),
+            "times faster from shared memory than from disk",
+            20,
+            rounds.error(OURS),
+        ),
+        _compare(
+            at_least,
+            "A4-dcp",
+            ratios(rounds.values("dcp-sync", seconds), ours),
+            "DCP load time / ours",
+            1.4,
+            rounds.error(OURS) or rounds.error("dcp-sync"),
+        ),
+    ]
+    for name in rounds.names():
+        if name != "disk":
+            values = list(rounds.values(name, rate).values())
+            id_ = f"load {name}"
+            found.append(
+                for_orientation(id_, values, "GiB/s")
+                if values
+                else not_measured(id_, rounds.error(name), unit="GiB/s")
+            )
+    return found
+
+
+def of_uploads(records: Sequence[Record], mib: int) -> list[Figure]:
+    """A5. `mib`: of the uploaded file."""
+    rounds = Rounds(records)
+
+    def median_of(field: str) -> Value:
+        return lambda result: statistics.median(row[field] for row in result["uploads"])
+
+    missing = rounds.error(OURS) or rounds.error("boto3")
+    found = [
+        _compare(
+            at_least,
+            "A5",
+            ratios(
+                rounds.values("boto3", median_of("seconds")),
+                rounds.values(OURS, median_of("seconds")),
+            ),
+            "times boto3's GiB/s",
+            8,
+            missing,
+            what="upload to MinIO on this machine, whose work shares the cores",
+        ),
+        _compare(
+            at_most,
+            "A5-cpu",
+            ratios(rounds.values(OURS, median_of("cpu")), rounds.values("boto3", median_of("cpu"))),
+            "of boto3's CPU seconds",
+            0.1,
+            missing,
+        ),
+    ]
+    gib = mib / 1024
+    for name in rounds.names():
+        seconds = rounds.values(name, median_of("seconds"))
+        if not seconds:
+            found.append(not_measured(f"upload {name}", rounds.error(name), unit="GiB/s"))
+            continue
+        middle = statistics.median
+        cpu, server = (rounds.values(name, median_of(f)).values() for f in ("cpu", "server_cpu"))
+        found.append(
+            for_orientation(
+                f"upload {name}",
+                [gib / s for s in seconds.values()],
+                "GiB/s",
+                cpu_seconds_per_gib=round(middle(cpu) / gib, 3),
+                server_cpu_seconds_per_gib=round(middle(server) / gib, 3),
+            )
+        )
+    return found
+
+
+def of_copies(records: Sequence[Record], mib: int) -> list[Figure]:
+    """A6. `mib`: of the copied shard."""
+    rounds = Rounds(records)
+    gib = mib / 1024
+
+    def rate(field: str) -> Value:
+        return lambda result: gib / statistics.median(row[field] for row in result["copies"])
+
+    pulled = rounds.values(OURS, rate("pull"))
+    torchft = best(
+        *(rounds.values(n, rate("pull")) for n in rounds.names() if n.startswith("torchft"))
+    )
+    found = [
+        not_measured(
+            "A6",
+            "connections between peers are always encrypted (docs/limits.md): there is nothing "
+            "unencrypted to compare with the loopback",
+            unit="of loopback sendfile",
+            target=0.85,
+            bound=">=",
+        ),
+        _compare(
+            at_least,
+            "A6-torchft",
+            ratios(pulled, torchft),
+            "times torchft's HTTP transport, which does not encrypt",
+            2,
+            rounds.error(OURS) or rounds.error("torchft"),
+            what="encrypted and verified, into touched memory of another process",
+        ),
+    ]
+    tls = ratios(pulled, rounds.values("loopback", lambda x: x["loopback TLS"]))
+    if tls:
+        found.append(for_orientation("A6-tls", tls, "of loopback TLS"))
+    for name in rounds.names():
+        if name != "loopback":
+            values = list(rounds.values(name, rate("pull")).values())
+            id_ = f"copy {name}"
+            found.append(
+                for_orientation(id_, values, "GiB/s into memory")
+                if values
+                else not_measured(id_, rounds.error(name), unit="GiB/s into memory")
+            )
+    pushed = list(rounds.values(OURS, rate("push")).values())
+    if pushed:
+        found.append(
+            for_orientation("copy holdfast, durable", pushed, "GiB/s, durable at the peer")
+        )
+    return found + _limits(rounds, "loopback")
+
+
+def of_digests(records: Sequence[Record]) -> list[Figure]:
+    """A8: the second of two saves in a row, which meets a persister that digests the first."""
+    rounds = Rounds(records)
+    on, off = "holdfast-digests-on", "holdfast-digests-off"
+
+    def middle(field: str) -> Value:
+        return lambda result: statistics.median(result[field])
+
+    idle = ratios(rounds.values(on, middle("idle")), rounds.values(off, middle("idle")))
+    return [
+        _compare(
+            at_most,
+            "A8",
+            ratios(rounds.values(on, middle("chasing")), rounds.values(off, middle("chasing"))),
+            "time blocked with digests / without",
+            1.05,
+            rounds.error(on) or rounds.error(off),
+            idle_ratios=[round(x, 3) for x in idle],
+        )
+    ]
+
+
+def of_every_step(records: Sequence[Record]) -> list[Figure]:
+    """A11, in a directory: no peer copy. Rounds whose step came out shorter do not count."""
+    rounds = Rounds([r for r in records if r.result is None or r.result["step_over_memcpy"] >= 30])
+    missing = Rounds(records).error(OURS) or "no step was 30 times the memcpy of the state"
+    what = "saved at every step in shared memory and on the disk; a directory has no peer copy"
+    return [
+        _compare(
+            at_most,
+            "A11",
+            list(
+                rounds.values(
+                    OURS,
+                    lambda x: statistics.median(x["saving"]) / statistics.median(x["plain"]) - 1,
+                ).values()
+            ),
+            "slower, as a share of the step",
+            0.03,
+            missing,
+            what=what,
+            step_over_memcpy=[
+                round(x, 1) for x in rounds.values(OURS, lambda x: x["step_over_memcpy"]).values()
+            ],
+        ),
+        _compare(
+            at_most,
+            "A11-lost",
+            list(rounds.values(OURS, lambda x: max(x["lags"])).values()),
+            "steps not on the disk at the end of a step, worst",
+            1,
+            missing,
+            what=what,
+        ),
+    ]
+
+
+def unmeasured(only: Sequence[str]) -> list[Figure]:
+    """What Holdfast cannot do yet, said and not passed over."""
+    return [
+        not_measured(id_, reason) for id_, reason in UNMEASURED.items() if not only or id_ in only
+    ]
+
+
+def of_part(name: str, records: Sequence[Record], mib: int) -> list[Figure]:
+    match name:
+        case "save":
+            return of_saves(records)
+        case "loops":
+            return of_loops(records)
+        case "load":
+            return of_loads(records)
+        case "upload":
+            return of_uploads(records, mib)
+        case "copy":
+            return of_copies(records, mib)
+        case "digests":
+            return of_digests(records)
+        case "every-step":
+            return of_every_step(records)
+        case _:
+            raise ValueError(f"no figures are known of part {name!r}")

@@ -1,0 +1,202 @@
+"""What this machine can do at most, measured in the same run as everything that is compared with it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast_core.testing.pki import Authority
+from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
+
+GIB = 1 << 30
+_BLOCK_BYTES = 16 << 20
+_SLICE_BYTES = 1 << 20
+_SERVER = "limit.holdfast"
+
+
+def memory(size_bytes: int) -> dict[str, float]:
+    """memcpy between touched, private memory, by one and by two threads, GiB/s; and the first touch
+    of shared memory, which a slot that is allocated late would pay."""
+    source: np.ndarray[Any, Any] = np.ones(size_bytes, np.uint8)
+    target: np.ndarray[Any, Any] = np.zeros(size_bytes, np.uint8)
+    target[::4096] = 1
+    half = size_bytes // 2
+
+    def two() -> None:
+        other = threading.Thread(target=np.copyto, args=(target[half:], source[half:]))
+        other.start()
+        np.copyto(target[:half], source[:half])
+        other.join()
+
+    return {
+        "memcpy 1 thread": _rate(size_bytes, lambda: np.copyto(target, source)),
+        "memcpy 2 threads": _rate(size_bytes, two),
+        "first touch of shared memory": _first_touch(size_bytes),
+    }
+
+
+def disk(directory: Path, size_bytes: int) -> dict[str, float]:
+    """O_DIRECT, 16 MiB a call, GiB/s: write with fsync by one and by two threads, read by two."""
+    path = directory / "limit.bin"
+    size_bytes = max(_BLOCK_BYTES, size_bytes // _BLOCK_BYTES * _BLOCK_BYTES)
+    blocks = [mmap.mmap(-1, _BLOCK_BYTES) for _ in range(2)]
+    for block in blocks:
+        block[:] = os.urandom(4096) * (_BLOCK_BYTES // 4096)
+    try:
+        found: dict[str, float] = {}
+        for threads in (1, 2):
+            path.unlink(missing_ok=True)
+            began = time.perf_counter()
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+            _in_threads(
+                blocks[:threads],
+                size_bytes,
+                lambda block, offset, fd=descriptor: os.pwrite(fd, block, offset),  # type: ignore[misc]
+            )
+            os.fsync(descriptor)
+            os.close(descriptor)
+            words = "1 thread" if threads == 1 else "2 threads"
+            found[f"O_DIRECT write {words}"] = size_bytes / GIB / (time.perf_counter() - began)
+        began = time.perf_counter()
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        _in_threads(
+            blocks, size_bytes, lambda block, offset: os.preadv(descriptor, [block], offset)
+        )
+        os.close(descriptor)
+        found["O_DIRECT read"] = size_bytes / GIB / (time.perf_counter() - began)
+        return found
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def loopback(size_bytes: int) -> dict[str, float]:
+    """One connection to another process that receives into touched memory, GiB/s: sendfile from
+    shared memory without encryption; TLS 1.3 in slices of 1 MiB."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-limit-") as folder:
+        authority = Authority()
+        leaf = authority.write_leaf(Path(folder), _SERVER)
+        return {
+            "loopback sendfile": _send(size_bytes, None),
+            "loopback TLS": _send(size_bytes, TlsFiles.in_directory(leaf)),
+        }
+
+
+def _rate(size_bytes: int, copy: Callable[[], object]) -> float:
+    """The best of three: a limit is what was reached when nobody was in the way."""
+    best = 0.0
+    for _ in range(3):
+        began = time.perf_counter()
+        copy()
+        best = max(best, size_bytes / GIB / (time.perf_counter() - began))
+    return best
+
+
+def _first_touch(size_bytes: int) -> float:
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(size_bytes)
+        memory_map = mmap.mmap(file.fileno(), size_bytes)
+        pages: np.ndarray[Any, Any] = np.frombuffer(memory_map, np.uint8)
+        began = time.perf_counter()
+        pages[::4096] = 1
+        return size_bytes / GIB / (time.perf_counter() - began)
+
+
+def _in_threads(
+    blocks: list[mmap.mmap], size_bytes: int, move: Callable[[mmap.mmap, int], int]
+) -> None:
+    """Each thread with its block takes the next offset until all are done."""
+    offsets = iter(range(0, size_bytes, _BLOCK_BYTES))
+    lock = threading.Lock()
+    short: list[int] = []
+
+    def work(block: mmap.mmap) -> None:
+        while True:
+            with lock:
+                offset = next(offsets, None)
+            if offset is None:
+                return
+            if move(block, offset) != _BLOCK_BYTES:
+                short.append(offset)
+
+    threads = [threading.Thread(target=work, args=(block,)) for block in blocks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if short:
+        raise OSError(f"direct I/O of {_BLOCK_BYTES} bytes at {short[0]} moved less than that")
+
+
+def _send(size_bytes: int, files: TlsFiles | None) -> float:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    receiver = context.Process(target=_receive, args=(theirs, size_bytes, files), daemon=True)
+    receiver.start()
+    try:
+        port = ours.recv()
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if files is None:
+                seconds = _sendfile(plain, size_bytes)
+            else:
+                tls = client_context(files).wrap_socket(plain, server_hostname=_SERVER)
+                seconds = _send_slices(tls, size_bytes)
+        return size_bytes / GIB / seconds
+    finally:
+        receiver.join(30)
+        receiver.kill()
+
+
+def _sendfile(sock: socket.socket, size_bytes: int) -> float:
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        piece = os.urandom(_SLICE_BYTES)
+        for _ in range(size_bytes // _SLICE_BYTES):
+            file.write(piece)
+        file.flush()
+        began = time.perf_counter()
+        offset = 0
+        while offset < size_bytes:
+            offset += os.sendfile(sock.fileno(), file.fileno(), offset, size_bytes - offset)
+        sock.recv(1)
+        return time.perf_counter() - began
+
+
+def _send_slices(sock: ssl.SSLSocket, size_bytes: int) -> float:
+    piece = memoryview(os.urandom(_SLICE_BYTES))
+    began = time.perf_counter()
+    for _ in range(size_bytes // _SLICE_BYTES):
+        sock.sendall(piece)
+    sock.recv(1)
+    return time.perf_counter() - began
+
+
+def _receive(pipe: Connection, size_bytes: int, files: TlsFiles | None) -> None:
+    buffer = mmap.mmap(-1, size_bytes)
+    pages: np.ndarray[Any, Any] = np.frombuffer(buffer, np.uint8)
+    pages[::4096] = 1
+    view = memoryview(buffer)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+        if files is not None:
+            connection = server_context(files).wrap_socket(connection, server_side=True)
+        got = 0
+        while got < size_bytes:
+            count = connection.recv_into(view[got:])
+            if count == 0:
+                raise ConnectionResetError(f"the sender closed after {got} of {size_bytes} bytes")
+            got += count
+        connection.sendall(b"k")
+        connection.close()

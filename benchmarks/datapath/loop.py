@@ -1,0 +1,58 @@
+"""A loop that looks like training to a checkpointer: matrix products, and some Python in between."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+def training_step() -> Callable[[], None]:
+    """A step of a few milliseconds, on one thread: a two-core machine leaves one for the savers."""
+    import torch
+
+    torch.set_num_threads(1)
+    weight = torch.randn(1024, 1024)
+    batch = torch.randn(256, 1024)
+
+    def step() -> None:
+        for _ in range(4):
+            (batch @ weight).relu_().sum().item()
+        total = 0
+        for i in range(2000):  # holds the interpreter lock, as a trainer's own code does
+            total += i
+
+    for _ in range(20):
+        step()
+    return step
+
+
+def calibrated(step: Callable[[], None], seconds: float) -> int:
+    """How many steps take about `seconds` now."""
+    began = time.perf_counter()
+    count = 0
+    while time.perf_counter() - began < min(seconds, 1.0):
+        step()
+        count += 1
+    return max(1, round(count * seconds / (time.perf_counter() - began)))
+
+
+def timed(step: Callable[[], None], count: int) -> float:
+    began = time.perf_counter()
+    for _ in range(count):
+        step()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Another process keeps the last core of this machine busy."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
+            yield
+        finally:
+            process.kill()

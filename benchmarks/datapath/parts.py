@@ -1,0 +1,177 @@
+"""Which participants a part of the run consists of, in which order, and which figures it gives. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+OURS = "benchmarks.datapath.ours"
+SAVING = "benchmarks.peers.saving"
+STORES = "benchmarks.peers.stores"
+TRANSPORT = "benchmarks.peers.transport"
+LIMITS = "benchmarks.datapath.limits"
+
+
+@dataclass(frozen=True, slots=True)
+class Participant:
+    name: str
+    kind: str
+    """What it does in its visit: a key of `visit.KINDS`."""
+    module: str
+    own_environment: bool = False
+    """It runs with the packages of `benchmarks/peers`, not with the workspace's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    name: str
+    ids: tuple[str, ...]
+    participants: tuple[Participant, ...]
+    repetitions: int
+    """Within one visit."""
+
+
+def _peers(kind: str, module: str, *names: str) -> tuple[Participant, ...]:
+    return tuple(Participant(name, kind, module, own_environment=True) for name in names)
+
+
+def _limit(name: str) -> Participant:
+    return Participant(name, "limit", LIMITS)
+
+
+FULL = (
+    Part(
+        "save",
+        ("A1", "A2"),
+        (
+            _limit("memory and disk"),
+            Participant("holdfast", "save", OURS),
+            *_peers(
+                "save",
+                SAVING,
+                "torch.save",
+                "safetensors",
+                "dcp-sync",
+                "dcp-thread",
+                "dcp-process",
+                "dlrover",
+                "torchsnapshot",
+                "fast-file-writer",
+            ),
+        ),
+        2,
+    ),
+    Part(
+        "loops",
+        ("A3",),
+        (
+            Participant("holdfast", "loops", OURS),
+            *_peers("loops", SAVING, "dcp-thread", "dcp-process", "dlrover", "torchsnapshot"),
+        ),
+        2,
+    ),
+    Part(
+        "load",
+        ("A4",),
+        (
+            _limit("disk"),
+            Participant("holdfast", "load", OURS),
+            *_peers("load", SAVING, "dcp-sync", "torch.save", "safetensors"),
+        ),
+        2,
+    ),
+    Part(
+        "upload",
+        ("A5",),
+        (
+            Participant("holdfast", "upload", OURS),
+            *_peers("upload", STORES, "boto3", "minio-py", "s3torchconnector"),
+        ),
+        2,
+    ),
+    Part(
+        "copy",
+        ("A6",),
+        (
+            _limit("loopback"),
+            Participant("holdfast", "copy", OURS),
+            *_peers("copy", TRANSPORT, "torchft", "torchft, 4 chunks"),
+        ),
+        2,
+    ),
+    Part(
+        "digests",
+        ("A8",),
+        (
+            Participant("holdfast-digests-on", "chase", OURS),
+            Participant("holdfast-digests-off", "chase", OURS),
+        ),
+        4,
+    ),
+    Part("every-step", ("A11",), (Participant("holdfast", "every-step", OURS),), 2),
+)
+
+QUICK = (
+    Part(
+        "save",
+        ("A1", "A2"),
+        (
+            _limit("memory and disk"),
+            Participant("holdfast", "save", OURS),
+            Participant("dcp-sync", "save", SAVING),
+            Participant("dcp-thread", "save", SAVING),
+        ),
+        2,
+    ),
+    Part(
+        "loops",
+        ("A3",),
+        (
+            Participant("holdfast", "loops", OURS),
+            Participant("dcp-thread", "loops", SAVING),
+        ),
+        1,
+    ),
+    Part(
+        "digests",
+        ("A8",),
+        (
+            Participant("holdfast-digests-on", "chase", OURS),
+            Participant("holdfast-digests-off", "chase", OURS),
+        ),
+        4,
+    ),
+)
+
+UNMEASURED = {
+    "A7": "Holdfast stores every rank's whole state and sends every shard whole (docs/limits.md): "
+    "nothing is shared between ranks or with an earlier save yet",
+    "A9": "needs injected kills on a cluster: no part of the data path's run",
+    "A10": "a checkpoint restores on as many ranks as saved it (docs/limits.md): there is no "
+    "resharding yet",
+}
+
+
+def chosen(parts: Sequence[Part], only: Iterable[str]) -> list[Part]:
+    """The parts that give these ids; all where `only` is empty. Raises ValueError for an id that
+    no part gives."""
+    wanted = {id_.upper() for id_ in only if id_}
+    known = {id_ for part in parts for id_ in part.ids}
+    unknown = sorted(wanted - known - set(UNMEASURED))
+    if unknown:
+        raise ValueError(f"--only {','.join(unknown)}: known are {', '.join(sorted(known))}")
+    return [part for part in parts if not wanted or wanted & set(part.ids)]
+
+
+def another_round(done: int, spent_seconds: float, budget_seconds: float | None) -> bool:
+    """Whether one more round like the `done` ones fits. The first always does."""
+    if budget_seconds is None or done == 0:
+        return True
+    return spent_seconds * (done + 1) / done <= budget_seconds
+
+
+def turns(participants: Sequence[Participant], round_: int) -> list[Participant]:
+    """Each round begins with another one, so that nobody always follows the same neighbour's
+    dirty pages."""
+    shift = round_ % len(participants)
+    return [*participants[shift:], *participants[:shift]]

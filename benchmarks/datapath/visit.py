@@ -1,0 +1,352 @@
+"""One visit: one participant does one thing a few times, in a process of its own.
+
+`python -m benchmarks.datapath.visit OPTIONS`, in the workspace's environment or in the peers'. The
+last line of its output is `RESULT ` and a JSON object. Peers and ours go through the same functions
+here, so that nobody is timed differently.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.datapath import files, loop
+from benchmarks.datapath import state as states
+from benchmarks.datapath.processes import child_named, cpu_seconds
+from benchmarks.datapath.saver import Saver, Started
+
+GIB = 1 << 30
+RESULT = "RESULT "
+_SETTLE_SECONDS = 0.2
+_STEPS_A_BLOCK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    kind: str
+    """Key of KINDS."""
+    name: str
+    """Of the participant, within `module`."""
+    module: str
+    """Where SAVERS or UPLOADERS are."""
+    directory: str
+    mib: int
+    repetitions: int
+    seconds: float = 3.0
+    """Of one training loop."""
+    check: bool = False
+    """Read the last checkpoint back and compare every bit."""
+    store: dict[str, str] | None = None
+
+
+def save(options: Options) -> dict[str, Any]:
+    """A first save, then `repetitions` more, each waited for and made durable."""
+    state, saver = _participant(options)
+    saves: list[dict[str, float]] = []
+    last: Started | None = None
+    for step in range(1, options.repetitions + 2):
+        time.sleep(_SETTLE_SECONDS)
+        cpu = cpu_seconds()
+        began = time.perf_counter()
+        started = saver.start(step)
+        blocked = time.perf_counter() - began
+        started.wait()
+        complete = time.perf_counter() - began
+        files.fsync_tree(started.path)
+        durable = time.perf_counter() - began
+        saves.append(
+            {
+                "blocked": blocked,
+                "complete": complete,
+                "durable": durable,
+                "cpu": cpu_seconds() - cpu,
+            }
+        )
+        if last is not None and last.disposable:
+            files.remove(last.path)
+        last = started
+        if step <= options.repetitions:
+            states.train_a_little(state)
+    assert last is not None
+    stored = files.total_bytes(last.path)
+    saver.close()
+    if options.check:
+        _check(saver, last.path, state)
+    return {
+        "bytes": states.size_bytes(state),
+        "stored_bytes": stored,
+        "first": saves[0],
+        "steady": saves[1:],
+    }
+
+
+def chase(options: Options) -> dict[str, Any]:
+    """Two saves at once, again and again: the second one meets a persister at work on the first."""
+    state, saver = _participant(options)
+    saver.start(1).wait()
+    idle: list[float] = []
+    chasing: list[float] = []
+    step = 1
+    for _ in range(options.repetitions):
+        time.sleep(_SETTLE_SECONDS)
+        began = time.perf_counter()
+        first = saver.start(step + 1)
+        middle = time.perf_counter()
+        second = saver.start(step + 2)
+        chasing.append(time.perf_counter() - middle)
+        idle.append(middle - began)
+        first.wait()
+        second.wait()
+        step += 2
+        states.train_a_little(state)
+    saver.close()
+    return {"idle": idle, "chasing": chasing}
+
+
+def loops(options: Options) -> dict[str, Any]:
+    """A training loop without and with one save at its begin, in turns; then with a busy core."""
+    _state, saver = _participant(options)
+    saver.start(1).wait()
+    step = loop.training_step()
+    count = loop.calibrated(step, options.seconds)
+    number = 1
+
+    def pair() -> dict[str, float]:
+        nonlocal number
+        plain = loop.timed(step, count)
+        number += 1
+        began = time.perf_counter()
+        started = saver.start(number)
+        loop.timed(step, count)
+        with_save = time.perf_counter() - began
+        started.wait()
+        if started.disposable:
+            files.remove(started.path)
+        return {"plain": plain, "with_save": with_save}
+
+    quiet = [pair() for _ in range(options.repetitions)]
+    with loop.busy_core():
+        busy = [pair() for _ in range(options.repetitions)]
+    saver.close()
+    return {"quiet": quiet, "busy": busy, "steps": count}
+
+
+def load(options: Options) -> dict[str, Any]:
+    """From a disk that the page cache knows nothing of, into tensors that are there and touched."""
+    state, saver = _participant(options)
+    started = saver.start(1)
+    started.wait()
+    files.fsync_tree(started.path)
+    saver.close()
+    target = states.emptied(state)
+    seconds: list[float] = []
+    memory: list[float] = []
+    for _ in range(options.repetitions):
+        for tensor in target.values():
+            tensor.zero_()
+        files.forget(started.path)
+        if options.name == "holdfast":
+            from_disk, from_memory = _restore_twice(started.path, target)
+            seconds.append(from_disk)
+            memory.append(from_memory)
+        else:
+            began = time.perf_counter()
+            saver.load(started.path, target)
+            seconds.append(time.perf_counter() - began)
+        wrong = states.differences(state, target)
+        if wrong:
+            raise ValueError(f"loaded, but {wrong[:3]} differ from what was saved")
+    return {"bytes": states.size_bytes(state), "disk": seconds, "memory": memory}
+
+
+def _restore_twice(path: Path, target: dict[str, Any]) -> tuple[float, float]:
+    """From the disk, then from the shared memory that the first one filled."""
+    from benchmarks.datapath.ours import Restoring
+
+    found: list[float] = []
+    with Restoring(path) as restoring:
+        for expected in ("node", "memory"):
+            began = time.perf_counter()
+            tier = restoring.restore(target)
+            found.append(time.perf_counter() - began)
+            if tier != expected:
+                raise ValueError(f"restored from {tier}, expected from {expected}")
+    return found[0], found[1]
+
+
+def every_step(options: Options) -> dict[str, Any]:
+    """A save after every step of at least 30 times the memcpy of the state, against none."""
+    from benchmarks.datapath import limits
+
+    rate = limits.memory(options.mib << 20)["memcpy 2 threads"]
+    _state, saver = _participant(options)
+    memcpy_seconds = (options.mib << 20) / GIB / rate
+    saver.start(1).wait()
+    unit = loop.training_step()
+    count = loop.calibrated(unit, max(30 * memcpy_seconds, 0.1) * 1.3)
+    plain: list[float] = []
+    saving: list[float] = []
+    waiting: list[Started] = []
+    lags: list[int] = []
+    number = 1
+    for _ in range(options.repetitions):
+        plain += [loop.timed(unit, count) for _ in range(_STEPS_A_BLOCK)]
+        for _ in range(_STEPS_A_BLOCK):
+            began = time.perf_counter()
+            loop.timed(unit, count)
+            # What would be lost if everything but the disk went now: this step, and those whose
+            # save is not committed yet.
+            waiting = [s for s in waiting if s.is_complete is None or not s.is_complete()]
+            lags.append(1 + len(waiting))
+            number += 1
+            waiting.append(saver.start(number))
+            saving.append(time.perf_counter() - began)
+        for started in waiting:
+            started.wait()
+    saver.close()
+    return {
+        "plain": plain,
+        "saving": saving,
+        "lags": lags,
+        "step_over_memcpy": statistics.median(plain) / memcpy_seconds,
+    }
+
+
+def limit(options: Options) -> dict[str, Any]:
+    from benchmarks.datapath import limits
+
+    size = options.mib << 20
+    match options.name:
+        case "memory and disk":
+            return {**limits.memory(size), **limits.disk(Path(options.directory), size)}
+        case "disk":
+            return dict(limits.disk(Path(options.directory), size))
+        case "loopback":
+            return dict(limits.loopback(size))
+        case _:
+            raise ValueError(f"limit {options.name!r} is not known")
+
+
+def upload(options: Options) -> dict[str, Any]:
+    """A file in the page cache to the store, under a new key each time; the first is for warmth."""
+    make = importlib.import_module(options.module).UPLOADERS[options.name]
+    uploader = make(options.store, Path(options.directory), options.mib)
+    server = child_of_parent("minio")
+    rows: list[dict[str, float]] = []
+    for number in range(options.repetitions + 1):
+        step = os.getpid() * 100 + number
+        files.warm(uploader.prepare(step))
+        cpu, server_cpu = cpu_seconds(), cpu_seconds(server)
+        began = time.perf_counter()
+        uploader.upload(step)
+        rows.append(
+            {
+                "seconds": time.perf_counter() - began,
+                "cpu": cpu_seconds() - cpu,
+                "server_cpu": cpu_seconds(server) - server_cpu,
+            }
+        )
+        uploader.remove(step)
+    return {"uploads": rows[1:]}
+
+
+def child_of_parent(name: str) -> int:
+    """The server is our parent's child."""
+    found = child_named(name, os.getppid())
+    if found is None:
+        raise ProcessLookupError(f"no process {name!r} below {os.getppid()}")
+    return found
+
+
+def copy(options: Options) -> dict[str, Any]:
+    """Ours: to a peer, durable there; and from it into memory, as torchft's receiver does it."""
+    if options.name == "holdfast":
+        return _copy_ours(options)
+    from benchmarks.peers.transport import TorchftReceiver
+
+    receiver = TorchftReceiver(options.mib, chunks=4 if options.name.endswith("4 chunks") else 0)
+    rows: list[dict[str, float]] = []
+    expected = states.make(options.mib) if options.check else {}
+    for _ in range(options.repetitions + 1):
+        cpu = cpu_seconds()
+        began = time.perf_counter()
+        received = receiver.receive()
+        rows.append({"pull": time.perf_counter() - began, "cpu": cpu_seconds() - cpu})
+        if expected and states.differences(expected, received):
+            raise ValueError("received something else than was sent")
+        del received
+    receiver.close()
+    return {"copies": rows[1:]}
+
+
+def _copy_ours(options: Options) -> dict[str, Any]:
+    from benchmarks.datapath.ours import HoldfastCopier
+
+    copier = HoldfastCopier(Path(options.directory), options.mib)
+    rows: list[dict[str, float]] = []
+    for number in range(options.repetitions + 1):
+        copier.prepare(number + 1)
+        began = time.perf_counter()
+        copier.push()
+        push = time.perf_counter() - began
+        copier.warm()
+        cpu = cpu_seconds()
+        began = time.perf_counter()
+        copier.pull()
+        pull = time.perf_counter() - began
+        rows.append({"push": push, "pull": pull, "cpu": cpu_seconds() - cpu})
+    copier.close()
+    return {"copies": rows[1:]}
+
+
+def _participant(options: Options) -> tuple[dict[str, Any], Saver]:
+    make = importlib.import_module(options.module).SAVERS[options.name]
+    state = states.make(options.mib)
+    saver: Saver = make(state, Path(options.directory))
+    return state, saver
+
+
+def _check(saver: Saver, path: Path, state: dict[str, Any]) -> None:
+    target = states.emptied(state)
+    saver.load(path, target)
+    wrong = states.differences(state, target)
+    if wrong:
+        raise ValueError(f"saved, but {wrong[:3]} read back differently")
+
+
+KINDS = {
+    "save": save,
+    "chase": chase,
+    "loops": loops,
+    "load": load,
+    "every-step": every_step,
+    "limit": limit,
+    "upload": upload,
+    "copy": copy,
+}
+
+
+def main() -> None:
+    options = Options(**json.loads(sys.argv[1]))
+    code = 1
+    try:
+        print(RESULT + json.dumps(KINDS[options.kind](options)), flush=True)
+        code = 0
+    except Exception:  # noqa: BLE001 - told to whoever started this visit
+        traceback.print_exc()
+    finally:
+        # Peers leave threads that never end; whoever started this visit ends their processes.
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

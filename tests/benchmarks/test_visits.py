@@ -1,0 +1,113 @@
+"""Visits as processes: what is measured, who fails, and what stays behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.datapath import visit
+from benchmarks.datapath.ours import SAVERS, Restoring
+from benchmarks.datapath.parts import OURS, Part, Participant
+from benchmarks.datapath.state import differences, emptied, make
+from benchmarks.datapath.visit import Options
+from benchmarks.datapath.visits import Run, visit_part
+
+from holdfast_core.format.digest import digest_of
+from holdfast_core.tiers.node import DiskNodeTier
+
+
+def run(tmp_path: Path, said: list[str], timeout_seconds: float = 120) -> Run:
+    return Run(tmp_path, 1, 2, 0.1, timeout_seconds, said.append)
+
+
+def test_who_fails_in_the_first_round_is_named_and_not_tried_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    part = Part("save", ("A1",), (Participant("nobody", "save", "benchmarks.no_such_module"),), 1)
+    (record,) = visit_part(run(tmp_path, said), part)
+    assert (record.round, record.name, record.result) == (0, "nobody", None)
+    assert record.error == "ModuleNotFoundError: No module named 'benchmarks.no_such_module'"
+    (line,) = said
+    assert "FAILED: ModuleNotFoundError" in line
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
+
+
+def test_a_visit_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    part = Part("limits", (), (Participant("disk", "limit", OURS),), 1)
+    (record,) = visit_part(run(tmp_path, [], timeout_seconds=0.01), part)
+    assert record.error.startswith("not done after 0.01 s")
+
+
+def test_a_limit_is_measured_in_each_round(tmp_path: Path) -> None:
+    part = Part("limits", (), (Participant("disk", "limit", OURS),), 1)
+    records = visit_part(run(tmp_path, []), part)
+    assert [record.round for record in records] == [0, 1]
+    for record in records:
+        assert record.result is not None, record.error
+        assert set(record.result) == {
+            "O_DIRECT write 1 thread",
+            "O_DIRECT write 2 threads",
+            "O_DIRECT read",
+        }
+        assert all(rate > 0 for rate in record.result.values())
+    assert not (tmp_path / "visit").exists()
+
+
+def test_saves_are_checked_bit_by_bit(tmp_path: Path) -> None:
+    found = visit.save(Options("save", "holdfast", OURS, str(tmp_path), 1, 2, check=True))
+    assert len(found["steady"]) == 2
+    for save in (found["first"], *found["steady"]):
+        assert 0 < save["blocked"] <= save["complete"] <= save["durable"]
+    assert found["stored_bytes"] >= found["bytes"] > 0
+    json.dumps(found)
+
+
+def test_a_participant_that_reads_back_something_else_has_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forgetful:
+        def __init__(self, state: object, directory: Path) -> None:
+            self._path = directory / "file"
+
+        def start(self, step: int) -> visit.Started:
+            self._path.write_bytes(b"nothing of it")
+            return visit.Started(self._path, lambda: None, disposable=False)
+
+        def load(self, path: Path, into: object) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setitem(SAVERS, "forgetful", Forgetful)
+    with pytest.raises(ValueError, match="read back differently"):
+        visit.save(Options("save", "forgetful", OURS, str(tmp_path), 1, 1, check=True))
+
+
+def test_a_restore_is_from_the_disk_and_then_from_memory(tmp_path: Path) -> None:
+    found = visit.load(Options("load", "holdfast", OURS, str(tmp_path), 1, 1))
+    assert len(found["disk"]) == len(found["memory"]) == 1
+
+
+def test_the_side_without_digests_has_none_and_the_other_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make(1)
+    blake3: dict[str, str] = {}
+    for name in ("holdfast-digests-on", "holdfast-digests-off"):
+        directory = tmp_path / name
+        directory.mkdir()
+        with monkeypatch.context() as patch:  # it changes what starts a persister from now on
+            patch.setattr(sys, "executable", sys.executable)
+            saver = SAVERS[name](state, directory)
+        saver.start(1).wait()
+        saver.close()
+        tier = DiskNodeTier(directory / "holdfast" / "tier", fill_limit=1.0)
+        tier.open()
+        (record,) = tier.list_shards()
+        blake3[name] = record.blake3
+    assert blake3["holdfast-digests-off"] == digest_of(b"")
+    assert blake3["holdfast-digests-on"] != digest_of(b"")
+    target = emptied(state)
+    with Restoring(tmp_path / "holdfast-digests-on" / "holdfast") as restoring:
+        restoring.restore(target)
+    assert differences(state, target) == []
