@@ -227,7 +227,7 @@ def ours(setting: dict[str, Any]) -> Client:
 
 
 def boto3_default(setting: dict[str, Any]) -> Client:
-    import boto3  # type: ignore[import-not-found]  # only in the peers' environment
+    import boto3  # only in the peers' environment
 
     client = boto3.client(
         "s3",

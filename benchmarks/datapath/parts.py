@@ -95,6 +95,7 @@ FULL = (
         (
             _limit("loopback"),
             Participant("holdfast", "copy", OURS),
+            Participant("holdfast, not encrypted", "copy", OURS),
             *_peers("copy", TRANSPORT, "torchft", "torchft, 4 chunks"),
         ),
         2,
@@ -108,6 +109,7 @@ FULL = (
         ),
         4,
     ),
+    Part("reshard", ("A10",), (Participant("holdfast", "reshard", OURS),), 1),
     Part("every-step", ("A11",), (Participant("holdfast", "every-step", OURS),), 2),
 )
 
@@ -147,8 +149,6 @@ UNMEASURED = {
     "A7": "Holdfast stores every rank's whole state and sends every shard whole (docs/limits.md): "
     "nothing is shared between ranks or with an earlier save yet",
     "A9": "needs injected kills on a cluster: no part of the data path's run",
-    "A10": "a checkpoint restores on as many ranks as saved it (docs/limits.md): there is no "
-    "resharding yet",
 }
 
 

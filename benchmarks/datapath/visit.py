@@ -235,6 +235,12 @@ def limit(options: Options) -> dict[str, Any]:
             raise ValueError(f"limit {options.name!r} is not known")
 
 
+def reshard(options: Options) -> dict[str, Any]:
+    from benchmarks.datapath.reshard import ratios
+
+    return {"read_over_needed": ratios()}
+
+
 def upload(options: Options) -> dict[str, Any]:
     """A file in the page cache to the store, under a new key each time; the first is for warmth."""
     make = importlib.import_module(options.module).UPLOADERS[options.name]
@@ -268,7 +274,7 @@ def child_of_parent(name: str) -> int:
 
 def copy(options: Options) -> dict[str, Any]:
     """Ours: to a peer, durable there; and from it into memory, as torchft's receiver does it."""
-    if options.name == "holdfast":
+    if options.name.startswith("holdfast"):
         return _copy_ours(options)
     from benchmarks.peers.transport import TorchftReceiver
 
@@ -290,7 +296,8 @@ def copy(options: Options) -> dict[str, Any]:
 def _copy_ours(options: Options) -> dict[str, Any]:
     from benchmarks.datapath.ours import HoldfastCopier
 
-    copier = HoldfastCopier(Path(options.directory), options.mib)
+    plain = options.name.endswith("not encrypted")
+    copier = HoldfastCopier(Path(options.directory), options.mib, plain=plain)
     rows: list[dict[str, float]] = []
     for number in range(options.repetitions + 1):
         copier.prepare(number + 1)
@@ -331,6 +338,7 @@ KINDS = {
     "limit": limit,
     "upload": upload,
     "copy": copy,
+    "reshard": reshard,
 }
 
 

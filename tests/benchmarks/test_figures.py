@@ -188,6 +188,7 @@ def test_copies_are_compared_with_the_faster_of_torchfts() -> None:
                 **{
                     "loopback": [{"loopback sendfile": 4.0, "loopback TLS": 1.0}],
                     "holdfast": [pulled(1.25)],
+                    "holdfast, not encrypted": [pulled(0.5)],
                     "torchft": [pulled(5.0)],
                     "torchft, 4 chunks": [pulled(2.0)],
                 },
@@ -195,10 +196,17 @@ def test_copies_are_compared_with_the_faster_of_torchfts() -> None:
             mib=1024,
         )
     )
-    assert (found["A6"].value, found["A6"].ok) == (None, None)
+    assert (found["A6"].value, found["A6"].ok) == (0.5, False)
     assert (found["A6-torchft"].value, found["A6-torchft"].ok) == (1.6, False)
     assert found["A6-tls"].value == 0.8
     assert found["copy holdfast, durable"].value == 0.25
+
+
+def test_reshard_is_as_good_as_its_worst_case() -> None:
+    result = {"read_over_needed": {"rows 8 to 6": 1.05, "columns 4 to 2": 1.2}}
+    (figure,) = of.of_reshard(records("reshard", holdfast=[result]))
+    assert (figure.id, figure.value, figure.ok) == ("A10", 1.2, False)
+    assert figure.details["cases"]["rows 8 to 6"] == 1.05
 
 
 def test_digests() -> None:

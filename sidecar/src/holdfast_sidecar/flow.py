@@ -186,7 +186,7 @@ class Flow:
                 return
             self._failed(action, error)
         except CorruptionError as error:
-            await self._quarantine(action, error)
+            await self._accused(action, error)
         except (HoldfastError, OSError) as error:
             self._failed(action, error)
         finally:
@@ -220,13 +220,32 @@ class Flow:
         self._shards.pop(action.key, None)
         return True
 
-    async def _quarantine(self, action: Action, error: CorruptionError) -> None:
-        """The own copy is bad: keep it for people, never send it."""
-        shard = self._shards.pop(action.key, None)
+    async def _accused(self, action: Action, error: CorruptionError) -> None:
+        """Bytes that left here did not verify. Only our own look decides whose fault it is: a peer with
+        bad memory must not cost a good copy."""
+        shard = self._shards.get(action.key)
+        if shard is None:
+            return
+        try:
+            own = await self._pools.read.run(self._damage, shard)
+        except (HoldfastError, OSError) as failure:
+            self._failed(action, failure)
+            return
+        if own is None:
+            self._failed(action, UnavailableError(f"{error}; the copy here verifies"))
+            return
+        self._shards.pop(action.key, None)
         self._metrics.corruption(TierName.NODE)
-        self._failures.note(_subject(action), TierName.NODE, error, step=action.key.step)
-        if shard is not None:
-            await self._pools.meta.run(self._node.quarantine, shard.ref, str(error))
+        self._failures.note(_subject(action), TierName.NODE, own, step=action.key.step)
+        await self._pools.meta.run(self._node.quarantine, shard.ref, str(own))
+
+    def _damage(self, shard: OwnShard) -> CorruptionError | None:
+        try:
+            with self._node.open_shard(shard.ref) as reader:
+                reader.verify()
+        except CorruptionError as error:
+            return error
+        return None
 
     async def _do(self, action: Action, shard: OwnShard) -> None:
         audience = self._audience
