@@ -282,8 +282,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "workers": (
         WITH_STORE,
         {"workers": 5},
-        "workers is immutable for now (4, asked for 5): restoring at another world size comes "
-        "later; create a new job",
+        "workers of a job is immutable for now (4, asked for 5): create a new job with this number "
+        "and restoreFrom",
     ),
     "procsPerWorker": (
         WITH_STORE,

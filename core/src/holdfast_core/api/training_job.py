@@ -139,8 +139,8 @@ class TrainingJobSpec(ApiModel):
                     rule(
                         "self == oldSelf",
                         message_expression=(
-                            "'workers is immutable for now (%d, asked for %d): restoring at "
-                            "another world size comes later; create a new job'"
+                            "'workers of a job is immutable for now (%d, asked for %d): create a "
+                            "new job with this number and restoreFrom'"
                             ".format([oldSelf, self])"
                         ),
                         forbidden=True,
