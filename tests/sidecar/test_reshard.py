@@ -17,6 +17,7 @@ from holdfast_core.format.record import ShardHeader
 from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState, slot_name
 from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName
 from holdfast_core.reshard.plan import payload_plan
+from holdfast_core.slot_file import SlotFile
 from holdfast_core.store import build_manifest
 from holdfast_core.testing.builders import BytesSource
 from holdfast_core.testing.placements import Tensor, layout_of, objects_of
@@ -24,7 +25,6 @@ from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.reshard import Resharder, Saved
-from holdfast_sidecar.slots import SlotFile
 
 JOB = JobIdentity("ns", "job", JobUid("job"))
 ROWS = 4096

@@ -13,7 +13,6 @@ from holdfast.directory.commit import IDENTITY, Committer
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.resharding import assemble_payload
 from holdfast.directory.service import DirectoryService
-from holdfast.directory.slots import SlotFile
 from holdfast.layouts import LayoutFiles
 from holdfast.staging import SlotRing
 from holdfast_core.errors import CorruptionError, RefusedError, StateMismatchError
@@ -25,6 +24,7 @@ from holdfast_core.format.record import ShardHeader
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.reshard.plan import payload_plan
+from holdfast_core.slot_file import SlotFile
 from holdfast_core.store import build_manifest, commit_local
 from holdfast_core.testing.builders import BytesSource
 from holdfast_core.testing.placements import Tensor, layout_of, objects_of
@@ -72,7 +72,7 @@ def saved(root: Path) -> tuple[DiskNodeTier, Manifest]:
 def slot_in(root: Path, rank: int, payload_bytes: int) -> SlotFile:
     ring = SlotRing(root / "slots", Rank(rank), 1)
     ring.ensure(payload_bytes, RestartRound(1))
-    return SlotFile(root / "slots", ring.slots[0].name)
+    return SlotFile.open(root / "slots", ring.slots[0].name)
 
 
 def held(slot: SlotFile, payload_bytes: int) -> bytes:

@@ -23,6 +23,7 @@ from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import Digest, Rank, ShardRef, TierName
+from holdfast_core.slot_file import SlotFile, rank_of_slot
 from holdfast_core.tiers.base import NodeTier, ShardReader
 from holdfast_core.transfer.messages import (
     Fill,
@@ -39,7 +40,6 @@ from holdfast_sidecar.rehydrate import Rehydrator, Restored
 from holdfast_sidecar.reshard import Resharder, Saved
 from holdfast_sidecar.rounds import RoundState, fence
 from holdfast_sidecar.settings import Settings
-from holdfast_sidecar.slots import SlotFile, rank_of_slot
 from holdfast_sidecar.staging import Stager
 
 _MAX_TRIES = 8

@@ -8,11 +8,11 @@ from pathlib import Path
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName
+from holdfast_core.slot_file import SlotFile, list_slots
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_core.transfer.messages import HeldShard, ManifestInfo
 from holdfast_sidecar import logs
 from holdfast_sidecar.documents import manifest_info
-from holdfast_sidecar.slots import SlotFile, list_slots
 
 
 def held_manifests(node: NodeTier, job_uid: JobUid) -> tuple[ManifestInfo, ...]:

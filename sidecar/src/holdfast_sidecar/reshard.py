@@ -18,12 +18,12 @@ from holdfast_core.ids import Rank, ShardRef, TierName
 from holdfast_core.reshard.assemble import check_source, copy_moves
 from holdfast_core.reshard.plan import Move, payload_plan, plan
 from holdfast_core.reshard.reads import by_source
+from holdfast_core.slot_file import SlotFile
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar import logs
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rehydrate import Rehydrator
-from holdfast_sidecar.slots import SlotFile
 
 _MAX_TRIES = 8
 """Bad copies of one shard in a row before it counts as missing."""

@@ -19,6 +19,7 @@ from holdfast_core.errors import FormatError, HoldfastError, RefusedError
 from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import Level, TierName
 from holdfast_core.pacing import Pacing
+from holdfast_core.slot_file import SlotFile, list_slots, rank_of_slot
 from holdfast_core.tiers.base import NodeTier, ShardHeader, ShardRecord
 from holdfast_core.transfer.codec import dumps, loads
 from holdfast_core.transfer.messages import Refusal, SaveFailed, Stage, Staged
@@ -29,7 +30,6 @@ from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rounds import RoundState, fence
 from holdfast_sidecar.settings import Settings
-from holdfast_sidecar.slots import SlotFile, list_slots, rank_of_slot
 from holdfast_sidecar.tasks import Tasks
 
 

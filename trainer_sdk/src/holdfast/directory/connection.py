@@ -32,6 +32,8 @@ class Service(Protocol):
 
     def handle(self, message: Any, push: Callable[[Any], None]) -> Any: ...
 
+    def progressed(self, message: Progress) -> None: ...
+
 
 class Connection:
     """`intercept` may answer in the service's place (None: let the service answer)."""
@@ -55,7 +57,10 @@ class Connection:
         try:
             while (frame := receive_frame(self._socket)) is not None:
                 self._heard(frame.message)
-                if frame.id == 0 or isinstance(frame.message, Progress):
+                if isinstance(frame.message, Progress):
+                    self._service.progressed(frame.message)
+                    continue
+                if frame.id == 0:
                     continue
                 self._send(self._answer(frame.message), frame.id)
         except UnavailableError:

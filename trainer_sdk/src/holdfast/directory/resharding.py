@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from holdfast.directory.slots import SlotFile
 from holdfast_core.errors import CorruptionError, NotFoundError, StateMismatchError
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import Manifest
@@ -17,6 +16,7 @@ from holdfast_core.ids import Rank
 from holdfast_core.reshard.assemble import check_source, copy_moves
 from holdfast_core.reshard.plan import payload_plan, plan
 from holdfast_core.reshard.reads import by_source
+from holdfast_core.slot_file import SlotFile
 from holdfast_core.tiers.node import DiskNodeTier
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,6 @@ from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice, next
 from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.resharding import assemble_payload
-from holdfast.directory.slots import SlotFile
 from holdfast.layouts import LayoutFiles
 from holdfast_core.errors import (
     CorruptionError,
@@ -33,6 +33,8 @@ from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import CheckpointId, Digest, Level, RestartRound, ShardRef, TierName
+from holdfast_core.pacing import Pacing, bytes_each_step
+from holdfast_core.slot_file import SlotFile
 from holdfast_core.tiers.base import CHUNK_BYTES, ShardHeader
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import (
@@ -40,6 +42,7 @@ from holdfast_core.transfer.messages import (
     Filled,
     HelloReply,
     LevelReached,
+    Progress,
     Refusal,
     Restore,
     RestorePoint,
@@ -71,6 +74,7 @@ class DirectoryService:
         self._options = options
         self._layouts = LayoutFiles(options.layouts_dir)
         self._tier = DiskNodeTier(options.root / "tier", fill_limit=1.0)
+        self._pacing = Pacing()
         self._lock = threading.Condition()
         self._queue: collections.deque[tuple[Stage, Push]] = collections.deque()
         self._pending: dict[CheckpointId, _Pending] = {}
@@ -105,6 +109,7 @@ class DirectoryService:
             options.policy.keep_last,
             None if self._choice is None else self._choice.digest,
         )
+        self._pacing.begin()
         self._thread = threading.Thread(target=self._work, name="holdfast-write", daemon=True)
         self._thread.start()
 
@@ -121,6 +126,7 @@ class DirectoryService:
 
     def finish(self, commit_seconds: float) -> None:
         """Write what is staged, wait a bounded time for the other ranks' shards, then stop."""
+        self._pacing.hurry()
         with self._lock:
             self._lock.wait_for(lambda: not self._queue and not self._busy)
             self._lock.wait_for(lambda: not self._pending, commit_seconds)
@@ -156,6 +162,11 @@ class DirectoryService:
                 raise RefusedError(
                     Refusal.BAD_REQUEST, f"{type(message).__name__} is not served by a directory"
                 )
+
+    def progressed(self, message: Progress) -> None:
+        """A rank finished a step: if steps suffer from what is being written, that gives way."""
+        if message.rank == self._options.own_ranks[0]:
+            self._pacing.step_done(message.blocked_seconds)
 
     def hello_reply(self) -> HelloReply:
         return HelloReply(self.round, self._options.policy)
@@ -215,16 +226,17 @@ class DirectoryService:
                 return Filled(offer.name, shard.payload_bytes, TierName.MEMORY)
         offer = _fitting(message.slots, shard.payload_bytes)
         ref = manifest.ref(message.rank)
-        slot = SlotFile(self._options.slots_dir, offer.name)
+        slot = SlotFile.open(self._options.slots_dir, offer.name)
         try:
             with self._tier.open_shard(ref) as reader:
-                digest = Blake3()
-                buffer = memoryview(bytearray(_FILL_BYTES))
-                for offset in range(0, shard.payload_bytes, _FILL_BYTES):
-                    part = buffer[: min(_FILL_BYTES, shard.payload_bytes - offset)]
-                    reader.read_payload_into(offset, part)
-                    digest.update(part)
-                    slot.write_payload(offset, part)
+                # Without an identity until all is there: these bytes are no shard of any step.
+                slot.write_header(SlotHeader(SlotState.FILLING, message.rank, offer.capacity_bytes))
+                digest, offset = Blake3(), 0
+                with closing(reader.read_payload()) as pieces:
+                    for piece in pieces:
+                        digest.update(piece)
+                        slot.write_payload(offset, piece)
+                        offset += len(piece)
             if digest.digest() != shard.blake3:
                 raise CorruptionError(f"shard {ref}: payload digests to {digest.digest()}")
             slot.write_header(
@@ -249,7 +261,7 @@ class DirectoryService:
         if wanted.rank != message.rank:
             raise FormatError(f"fill of rank {message.rank}: the layout is of rank {wanted.rank}")
         offer = _fitting(message.slots, wanted.payload_bytes)
-        slot = SlotFile(self._options.slots_dir, offer.name)
+        slot = SlotFile.open(self._options.slots_dir, offer.name)
         try:
             # Without an identity from here on: these bytes are no rank's shard of any step.
             slot.write_header(SlotHeader(SlotState.FILLING, message.rank, offer.capacity_bytes))
@@ -263,7 +275,7 @@ class DirectoryService:
     def _holds(
         self, offer: SlotOffer, checkpoint: CheckpointId, payload_bytes: int, blake3: Digest
     ) -> bool:
-        slot = SlotFile(self._options.slots_dir, offer.name)
+        slot = SlotFile.open(self._options.slots_dir, offer.name)
         try:
             header = slot.header()
             same = (header.state, header.step, header.round, header.payload_bytes) == (
@@ -291,7 +303,7 @@ class DirectoryService:
             if any(stage == message for stage, _ in self._queue):
                 return Staged(message.step)
         self._store_layout(message.layout)
-        slot = SlotFile(self._options.slots_dir, message.slot)
+        slot = SlotFile.open(self._options.slots_dir, message.slot)
         try:
             header = slot.header()
             found = (header.state, header.round, header.step, header.payload_bytes)
@@ -334,7 +346,7 @@ class DirectoryService:
     def _write(self, stage: Stage, push: Push) -> None:
         checkpoint = CheckpointId(stage.step, stage.round)
         try:
-            slot = SlotFile(self._options.slots_dir, stage.slot)
+            slot = SlotFile.open(self._options.slots_dir, stage.slot)
             try:
                 header = ShardHeader(
                     JOB_UID,
@@ -344,6 +356,12 @@ class DirectoryService:
                     self._options.world_size,
                     stage.layout,
                     stage.payload_bytes,
+                )
+                slot.throttle = self._pacing.throttle.take
+                self._pacing.expect(
+                    bytes_each_step(
+                        stage.payload_bytes, self._options.policy.interval_steps, 0, None
+                    )
                 )
                 record = self._tier.write_shard(header, slot)
             finally:

@@ -28,6 +28,7 @@ from holdfast_core.transfer.messages import (
     HostStore,
     LocalRole,
     Policy,
+    Progress,
     Refusal,
     Refused,
     RestorePoint,
@@ -236,6 +237,9 @@ class FakeSidecar:
 
     def handle(self, message: Any, push: Any) -> Any:
         return self._current().handle(message, push)
+
+    def progressed(self, message: Progress) -> None:
+        self._current().progressed(message)
 
     def _current(self) -> DirectoryService:
         if self.service is None:

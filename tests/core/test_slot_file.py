@@ -10,7 +10,7 @@ import pytest
 from holdfast_core.errors import FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState
 from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_sidecar.slots import SlotFile, list_slots, rank_of_slot
+from holdfast_core.slot_file import SlotFile, list_slots, rank_of_slot
 
 NAME = "rank000003.0.slot"
 

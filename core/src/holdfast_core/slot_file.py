@@ -1,4 +1,4 @@
-"""Slots of shared memory as the sidecar sees them: files read by pread and written by pwrite.
+"""Slots of shared memory as their reader sees them: files read by pread and written by pwrite.
 
 Never mmap: the trainer may truncate a file at any moment, which must be an error here and not a
 SIGBUS. Names come from the trainer and are hostile until they match the pattern; opening follows no
