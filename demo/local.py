@@ -11,13 +11,14 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,25 +41,26 @@ OBJECT_EVERY = 20
 TRAIN = ROOT / "examples/gpt"
 
 
-def _command(sleep_per_step: float) -> tuple[str, ...]:
-    arguments = ["--steps", str(STEPS), "--layers", "2", "--width", "64", "--final-digest", "-"]
-    arguments += ["--sleep-per-step", str(sleep_per_step)]
-    launcher = [sys.executable, "-m", "holdfast", "run", "--"]
-    return (*launcher, sys.executable, str(TRAIN / "train.py"), *arguments)
+SLEEP_PER_STEP = 0.05
+REFERENCE_SECONDS = 180
+
+
+def _command(launcher: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
+    size = ["--steps", str(STEPS), "--layers", "2", "--width", "64", "--final-digest", "-"]
+    start = [sys.executable, "-m", "holdfast", "run", *launcher, "--"]
+    return (*start, sys.executable, str(TRAIN / "train.py"), *size, *arguments)
 
 
 class Run:
     """One job on one local cluster, driven by a loop in a thread of its own."""
 
-    def __init__(self, base: Path, shm: Path, name: str, sleep_per_step: float, store: bool):
+    def __init__(self, base: Path, shm: Path, name: str):
         self.base = base / name
         self.memory = shm / name
         clock = SystemClock()
-        view = None
-        if store:
-            endpoint = f"file://{self.base / 'store'}"
-            config = StoreConfig(endpoint, False, "checkpoints", "demo", "")
-            view = StoreView("main", config, available=True)
+        endpoint = f"file://{self.base / 'store'}"
+        config = StoreConfig(endpoint, False, "checkpoints", "demo", "")
+        view = StoreView("main", config, available=True)
         template = {
             "spec": {
                 "containers": [
@@ -71,8 +73,8 @@ class Run:
             procs_per_worker=1,
             template=template,
             interval_steps=INTERVAL,
-            store="main" if store else None,
-            object_every_steps=OBJECT_EVERY if store else None,
+            store="main",
+            object_every_steps=OBJECT_EVERY,
             suspect_after=timedelta(seconds=2),
             max_restarts=100,
         )
@@ -87,7 +89,8 @@ class Run:
             self.base / "logs",
             TRAIN,
         )
-        self.cluster = LocalCluster(job, place, _command(sleep_per_step), view, Authority())
+        command = _command([], ["--sleep-per-step", str(SLEEP_PER_STEP)])
+        self.cluster = LocalCluster(job, place, command, view, Authority())
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -140,22 +143,25 @@ class LocalStage:
         self.shm = Path(
             tempfile.mkdtemp(prefix="holdfast-demo-", dir=tmpfs if tmpfs.is_dir() else None)
         )
-        self.run = Run(self.base, self.shm, "gpt", 0.05, store=True)
+        self.run = Run(self.base, self.shm, "gpt")
 
     def reference_digests(self, say: Callable[[str], None]) -> dict[int, str]:
-        say("an uninterrupted run first, to compare with")
-        run = Run(self.base, self.shm, "reference", 0.0, store=False)
-        run.start()
-        try:
-            clock = SystemClock()
-            deadline = clock.monotonic() + 180
-            while run.cluster.job.status.phase != "Succeeded":
-                if clock.monotonic() > deadline or run.failed:
-                    raise AssertionError(f"the uninterrupted run did not end\n{run.explain()}")
-                threading.Event().wait(0.1)
-            return run.digests()
-        finally:
-            run.close()
+        say("an uninterrupted run first, to compare with: one launcher, no pods")
+        folder = self.base / "reference"
+        command = _command(["--nproc", str(WORKERS)], ["--dir", str(folder), "--interval", "0"])
+        done = subprocess.run(
+            command,
+            cwd=TRAIN,
+            capture_output=True,
+            text=True,
+            timeout=REFERENCE_SECONDS,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise AssertionError(
+                f"the uninterrupted run ended with {done.returncode}:\n{done.stderr[-2000:]}"
+            )
+        return find_digests([done.stdout])
 
     def start(self) -> None:
         self.run.start()
