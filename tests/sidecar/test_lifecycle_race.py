@@ -43,7 +43,7 @@ class SlowNode:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> SlowNode:
-    tier = DiskNodeTier(tmp_path)
+    tier = DiskNodeTier(tmp_path, capacity_bytes=1 << 30)
     tier.open()
     return SlowNode(tier)
 

@@ -21,7 +21,7 @@ from holdfast_sidecar.prune import (
 
 @pytest.fixture
 def node(tmp_path: Path) -> DiskNodeTier:
-    tier = DiskNodeTier(tmp_path / "node")
+    tier = DiskNodeTier(tmp_path / "node", capacity_bytes=1 << 30)
     tier.open()
     return tier
 

@@ -123,7 +123,9 @@ def bench(
     small, large = 300_000, 11 * MIB
     with (
         write_shard(tmp_path, shard_header(small, rank=0), os.urandom(small)) as whole,
-        write_shard(tmp_path, shard_header(large, rank=1), os.urandom(large)) as parts,
+        write_shard(
+            tmp_path, shard_header(large, rank=1, chunk_bytes=4 * MIB), os.urandom(large)
+        ) as parts,
     ):
         yield Bench(server, proxied, tier, proxy, client, whole, parts, tmp_path)
 

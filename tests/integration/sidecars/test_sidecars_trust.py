@@ -99,7 +99,7 @@ def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gangs: Gan
             context = caller(gang, peer_dns_name("gpt-1-r0", uid)).context
             shard = next(s for s in (await gang.operator.inventory(0)).shards if s.tier == "node")
             ref = ShardRef(uid, shard.step, shard.round, shard.rank, shard.blake3)
-            tier = DiskNodeTier(gang.root / "elsewhere")
+            tier = DiskNodeTier(gang.root / "elsewhere", capacity_bytes=1 << 30)
             tier.open()
             await asyncio.to_thread(
                 fetch_shard, *where, context, RestartRound(0), ref, tier.begin_copy
