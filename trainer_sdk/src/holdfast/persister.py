@@ -8,6 +8,7 @@ staged, waits a bounded time for the other ranks, and leaves.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -21,6 +22,8 @@ from holdfast_core.ids import RestartRound
 from holdfast_core.transfer.messages import Refusal, Refused
 from holdfast_core.transfer.socket_frames import receive_frame, send_frame
 
+_NICENESS = 10
+"""Where cores are scarce the trainer's threads come first, nine times out of ten."""
 _COMMIT_SECONDS = 30.0
 """How long the last checkpoint may wait for the shards of ranks that still write."""
 
@@ -29,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     """0 when everything that was staged is durable."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are the trainer's; its end is ours
+    os.nice(_NICENESS)
     logging.basicConfig(level=logging.WARNING, format="[holdfast] %(message)s", stream=sys.stderr)
     sock = socket.socket(fileno=int(argv[0]))
     service = DirectoryService(parse_options(argv[1]))
