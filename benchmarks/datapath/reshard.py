@@ -6,14 +6,15 @@ Adam's two tensors each: its layers are alike, so four stand for all.
 
 from __future__ import annotations
 
+import math
+
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.record import CHUNK_BYTES
 from holdfast_core.reshard.plan import plan
 from holdfast_core.reshard.reads import bytes_read
-from holdfast_core.testing.placements import Placement, Tensor, layout_of
+from holdfast_core.testing.placements import Placement, layout_of, transformer
 
 _LAYERS = 4
-_WIDTH, _INNER, _WORDS = 2048, 8192, 128256
 
 CASES: dict[str, tuple[list[int], Placement | None, list[int], Placement | None]] = {
     "rows 8 to 6": ([8], [0], [6], [0]),
@@ -33,34 +34,14 @@ def ratios() -> dict[str, float]:
 def _worst(
     old: list[int], before: Placement | None, new: list[int], after: Placement | None
 ) -> float:
-    old_ranks, new_ranks = _size(old), _size(new)
+    old_ranks, new_ranks = math.prod(old), math.prod(new)
     source = merge_layouts(
-        layout_of(_transformer(before), old, rank).to_bytes() for rank in range(old_ranks)
+        layout_of(transformer(_LAYERS, before), old, rank).to_bytes() for rank in range(old_ranks)
     )
     sizes = [part.payload_bytes for part in source.ranks]
     worst = 0.0
     for rank in range(new_ranks):
-        moves = plan(layout_of(_transformer(after), new, rank), source)
+        moves = plan(layout_of(transformer(_LAYERS, after), new, rank), source)
         needed = sum(move.total_bytes for move in moves)
         worst = max(worst, bytes_read(moves, sizes, CHUNK_BYTES) / needed)
     return worst
-
-
-def _size(mesh: list[int]) -> int:
-    count = 1
-    for length in mesh:
-        count *= length
-    return count
-
-
-def _transformer(placement: Placement | None) -> dict[str, Tensor]:
-    shapes = {"up": (_INNER, _WIDTH), "gate": (_INNER, _WIDTH), "down": (_WIDTH, _INNER)}
-    shapes |= {name: (_WIDTH, _WIDTH) for name in "qkvo"}
-    tensors: dict[str, Tensor] = {}
-    for part in ("model", "exp_avg", "exp_avg_sq"):
-        tensors[f"{part}.words"] = Tensor("F32", (_WORDS, _WIDTH), placement)
-        for layer in range(_LAYERS):
-            tensors[f"{part}.{layer}.norm"] = Tensor("F32", (_WIDTH, 1), None)
-            for name, shape in shapes.items():
-                tensors[f"{part}.{layer}.{name}"] = Tensor("F32", shape, placement)
-    return tensors

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.errors import FormatError, HoldfastError, NotFoundError
+from holdfast_core.format.digest import digest_of
 from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.slot_file import SlotFile, list_slots, rank_of_slot
@@ -54,6 +55,14 @@ def test_header_and_bytes(tmp_path: Path) -> None:
     assert bytes(buffer) == bytes([248, 249, 0, 1, 2, 3, 4, 5, 6, 7])
     slot.set_state(SlotState.FREE)
     assert slot.header().state is SlotState.FREE
+    slot.close()
+
+
+@pytest.mark.parametrize("length", [0, 1, 500])
+def test_the_digest_is_of_the_payload_alone(tmp_path: Path, length: int) -> None:
+    make(tmp_path)
+    slot = SlotFile.open(tmp_path, NAME)
+    assert slot.payload_digest(length) == digest_of((bytes(range(250)) * 4)[:length])
     slot.close()
 
 

@@ -15,7 +15,12 @@ from holdfast.directory.resharding import assemble_payload
 from holdfast.directory.service import DirectoryService
 from holdfast.layouts import LayoutFiles
 from holdfast.staging import SlotRing
-from holdfast_core.errors import CorruptionError, RefusedError, StateMismatchError
+from holdfast_core.errors import (
+    CorruptionError,
+    RefusedError,
+    StateMismatchError,
+    UnavailableError,
+)
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import Manifest, parse_manifest
@@ -199,6 +204,20 @@ def test_a_slot_that_was_not_filled_to_its_end_is_nobodys_shard(
         service.handle(fill, print)
     header = slot.header()
     assert (header.state, header.step, header.round) == (SlotState.FILLING, None, None)
+    service.abort()
+
+
+def test_a_slot_that_is_gone_costs_no_checkpoint(tmp_path: Path, service: DirectoryService) -> None:
+    """NotFoundError would make the ranks reject the checkpoint."""
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+    document = wanted.to_bytes()
+    LayoutFiles(tmp_path / "layouts").ensure(document, digest_of(document))
+    ring = SlotRing(tmp_path / "slots", Rank(0), 1)
+    ring.ensure(wanted.payload_bytes, RestartRound(1))
+    offer = ring.slots[0].offer()
+    ring.close(remove=True)
+    with pytest.raises(UnavailableError, match="slot"):
+        service.handle(Fill(service.round, Rank(0), (offer,), digest_of(document)), print)
     service.abort()
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.errors import FormatError, NotFoundError, UnavailableError
+from holdfast_core.format.digest import Blake3
 from holdfast_core.format.slot import (
     HEADER_BYTES,
     STATE_OFFSET,
@@ -21,8 +22,9 @@ from holdfast_core.format.slot import (
     SlotState,
     pack_state,
 )
-from holdfast_core.ids import Rank
+from holdfast_core.ids import Digest, Rank
 
+_READ_BYTES = 4 << 20
 _NAME = re.compile(r"rank(\d{6})\.(\d{1,3})\.slot")
 
 
@@ -103,6 +105,16 @@ class SlotFile:
                     f"{offset + len(buffer)} expected (was it truncated?)"
                 )
             done += count
+
+    def payload_digest(self, payload_bytes: int) -> Digest:
+        """BLAKE3 of the payload's first bytes. Raises what `read_into` raises."""
+        digest = Blake3()
+        buffer = memoryview(bytearray(min(_READ_BYTES, max(payload_bytes, 1))))
+        for start in range(0, payload_bytes, len(buffer)):
+            part = buffer[: min(len(buffer), payload_bytes - start)]
+            self.read_into(start, part)
+            digest.update(part)
+        return digest.digest()
 
     def close(self) -> None:
         os.close(self.fd)

@@ -18,7 +18,7 @@ from holdfast_core.errors import (
     NotFoundError,
     RefusedError,
 )
-from holdfast_core.format.digest import Blake3, crc32c
+from holdfast_core.format.digest import crc32c
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.slot import SlotHeader, SlotState
@@ -186,17 +186,11 @@ class Filler:
 
     def _holds(self, slot: SlotFile, ref: ShardRef, payload_bytes: int) -> bool:
         """Compare with the chunk table where the node tier has it (fast), else by BLAKE3."""
-        buffer = memoryview(bytearray(4 << 20))
         try:
             with self._node.open_shard(ref) as reader:
                 return self._chunks_agree(slot, reader, payload_bytes)
         except (NotFoundError, CorruptionError):
-            digest = Blake3()
-            for start in range(0, payload_bytes, len(buffer)):
-                part = buffer[: min(len(buffer), payload_bytes - start)]
-                slot.read_into(start, part)
-                digest.update(part)
-            return digest.digest() == ref.blake3
+            return slot.payload_digest(payload_bytes) == ref.blake3
 
     def _chunks_agree(self, slot: SlotFile, reader: ShardReader, payload_bytes: int) -> bool:
         chunk = reader.record.header.chunk_bytes

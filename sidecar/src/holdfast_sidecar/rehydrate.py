@@ -208,20 +208,9 @@ class Rehydrator:
             return self._accept(document, point)
         except HoldfastError as error:
             tried.append(f"manifest in the node tier: {error}")
-        query = {
-            "step": str(checkpoint.step),
-            "round": str(checkpoint.round),
-            "jobUid": str(job_uid),
-        }
         for member in self._others():
             try:
-                answer = await self._peers.get(
-                    member.worker,
-                    "/v1/manifest",
-                    ManifestDocument,
-                    query=query,
-                    seconds=_MANIFEST_SECONDS,
-                )
+                answer = await self._ask(member, job_uid, checkpoint)
                 document = answer.manifest.encode()
                 manifest = self._accept(document, point)
                 layout = answer.layout.encode() if answer.layout is not None else None
@@ -246,6 +235,23 @@ class Rehydrator:
             tried.append(f"manifest in the object store: {error}")
             return None
 
+    async def _ask(
+        self, member: Member, job_uid: JobUid, checkpoint: CheckpointId
+    ) -> ManifestDocument:
+        """Manifest and layout as a member has them."""
+        query = {
+            "step": str(checkpoint.step),
+            "round": str(checkpoint.round),
+            "jobUid": str(job_uid),
+        }
+        return await self._peers.get(
+            member.worker,
+            "/v1/manifest",
+            ManifestDocument,
+            query=query,
+            seconds=_MANIFEST_SECONDS,
+        )
+
     async def _layout(
         self, point: RestorePoint, manifest: Manifest, tried: list[str]
     ) -> bytes | None:
@@ -255,20 +261,9 @@ class Rehydrator:
             return await self._pools.read.run(self._node.get_layout, digest)
         except HoldfastError as error:
             tried.append(f"layout in the node tier: {error}")
-        query = {
-            "step": str(manifest.step),
-            "round": str(manifest.restart_round),
-            "jobUid": str(job_uid),
-        }
         for member in self._others():
             try:
-                answer = await self._peers.get(
-                    member.worker,
-                    "/v1/manifest",
-                    ManifestDocument,
-                    query=query,
-                    seconds=_MANIFEST_SECONDS,
-                )
+                answer = await self._ask(member, job_uid, manifest.checkpoint)
                 if answer.layout is not None and digest_of(answer.layout.encode()) == digest:
                     await self._pools.meta.run(self._node.put_layout, answer.layout.encode())
                     return answer.layout.encode()

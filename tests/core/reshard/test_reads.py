@@ -13,7 +13,7 @@ from holdfast_core.format.record import CHUNK_BYTES
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.plan import Move, plan
 from holdfast_core.reshard.reads import by_source, bytes_read, reads_of
-from holdfast_core.testing.placements import Tensor, layout_of
+from holdfast_core.testing.placements import layout_of, transformer
 
 CHUNK = 8
 
@@ -78,22 +78,6 @@ def test_moves_are_grouped_by_source_in_order() -> None:
         0: [Move(Rank(0), 5, 1, 1)],
         1: [Move(Rank(1), 2, 1, 2), Move(Rank(1), 9, 1, 0)],
     }
-
-
-def transformer(layers: int, placement: list[int | None] | None) -> dict[str, Tensor]:
-    """Some layers of a model of 1.2e9 parameters in fp32, with Adam's two tensors each: what a
-    layer costs does not depend on their number."""
-    width, inner, words = 2048, 8192, 128256
-    shapes = {"up": (inner, width), "gate": (inner, width), "down": (width, inner)}
-    shapes |= {name: (width, width) for name in "qkvo"}
-    tensors: dict[str, Tensor] = {}
-    for part in ("model", "exp_avg", "exp_avg_sq"):
-        tensors[f"{part}.words"] = Tensor("F32", (words, width), placement)
-        for layer in range(layers):
-            tensors[f"{part}.{layer}.norm"] = Tensor("F32", (width, 1), None)
-            for name, shape in shapes.items():
-                tensors[f"{part}.{layer}.{name}"] = Tensor("F32", shape, placement)
-    return tensors
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from holdfast_core.errors import (
     NotFoundError,
     RefusedError,
     StaleRoundError,
+    UnavailableError,
 )
 from holdfast_core.format.digest import Blake3
 from holdfast_core.format.manifest import Manifest
@@ -35,7 +36,7 @@ from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import CheckpointId, Digest, Level, RestartRound, ShardRef, TierName
 from holdfast_core.pacing import Pacing, bytes_each_step
 from holdfast_core.slot_file import SlotFile
-from holdfast_core.tiers.base import CHUNK_BYTES, ShardHeader
+from holdfast_core.tiers.base import ShardHeader
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import (
     Fill,
@@ -58,7 +59,6 @@ logger = logging.getLogger(__name__)
 Push = Callable[[Any], None]
 
 _POLL_SECONDS = 0.01
-_FILL_BYTES = 64 * CHUNK_BYTES
 
 
 @dataclass(slots=True)
@@ -226,7 +226,7 @@ class DirectoryService:
                 return Filled(offer.name, shard.payload_bytes, TierName.MEMORY)
         offer = _fitting(message.slots, shard.payload_bytes)
         ref = manifest.ref(message.rank)
-        slot = SlotFile.open(self._options.slots_dir, offer.name)
+        slot = self._slot(offer.name)
         try:
             with self._tier.open_shard(ref) as reader:
                 # Without an identity until all is there: these bytes are no shard of any step.
@@ -261,7 +261,7 @@ class DirectoryService:
         if wanted.rank != message.rank:
             raise FormatError(f"fill of rank {message.rank}: the layout is of rank {wanted.rank}")
         offer = _fitting(message.slots, wanted.payload_bytes)
-        slot = SlotFile.open(self._options.slots_dir, offer.name)
+        slot = self._slot(offer.name)
         try:
             # Without an identity from here on: these bytes are no rank's shard of any step.
             slot.write_header(SlotHeader(SlotState.FILLING, message.rank, offer.capacity_bytes))
@@ -272,10 +272,18 @@ class DirectoryService:
         logger.info("rank %d: %d bytes read for %d", wanted.rank, read, wanted.payload_bytes)
         return Filled(offer.name, wanted.payload_bytes, TierName.NODE)
 
+    def _slot(self, name: str) -> SlotFile:
+        """Raises FormatError, UnavailableError. A slot that is gone is not a checkpoint that is gone: as
+        NotFoundError it would make the ranks reject what they restore from."""
+        try:
+            return SlotFile.open(self._options.slots_dir, name)
+        except NotFoundError as error:
+            raise UnavailableError(str(error)) from error
+
     def _holds(
         self, offer: SlotOffer, checkpoint: CheckpointId, payload_bytes: int, blake3: Digest
     ) -> bool:
-        slot = SlotFile.open(self._options.slots_dir, offer.name)
+        slot = self._slot(offer.name)
         try:
             header = slot.header()
             same = (header.state, header.step, header.round, header.payload_bytes) == (
@@ -286,13 +294,7 @@ class DirectoryService:
             )
             if not same:
                 return False
-            digest = Blake3()
-            buffer = memoryview(bytearray(_FILL_BYTES))
-            for offset in range(0, payload_bytes, _FILL_BYTES):
-                part = buffer[: min(_FILL_BYTES, payload_bytes - offset)]
-                slot.read_into(offset, part)
-                digest.update(part)
-            return digest.digest() == blake3
+            return slot.payload_digest(payload_bytes) == blake3
         except FormatError:
             return False
         finally:
@@ -303,7 +305,7 @@ class DirectoryService:
             if any(stage == message for stage, _ in self._queue):
                 return Staged(message.step)
         self._store_layout(message.layout)
-        slot = SlotFile.open(self._options.slots_dir, message.slot)
+        slot = self._slot(message.slot)
         try:
             header = slot.header()
             found = (header.state, header.round, header.step, header.payload_bytes)
@@ -346,7 +348,7 @@ class DirectoryService:
     def _write(self, stage: Stage, push: Push) -> None:
         checkpoint = CheckpointId(stage.step, stage.round)
         try:
-            slot = SlotFile.open(self._options.slots_dir, stage.slot)
+            slot = self._slot(stage.slot)
             try:
                 header = ShardHeader(
                     JOB_UID,

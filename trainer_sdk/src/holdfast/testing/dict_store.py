@@ -18,7 +18,9 @@ class DictStore:
         return self.values[key].encode()
 
     def add(self, key: str, amount: int, /) -> int:
-        raise NotImplementedError
+        total = int(self.values.get(key, "0")) + amount
+        self.values[key] = str(total)
+        return total
 
     def check(self, keys: list[str], /) -> bool:
         return all(key in self.values for key in keys)
