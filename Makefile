@@ -5,6 +5,10 @@ SHELL := /bin/bash
 UV ?= uv
 RUN := $(UV) run --frozen
 PY := $(RUN) python
+# Files of tests side by side. Integration tests wait for processes more than they compute, so that a
+# third worker pays even on two cores.
+TWO_WORKERS := -n 2 --dist loadfile
+WAITING_WORKERS := -n 3 --dist loadfile
 
 .PHONY: help
 help: ## what each target does
@@ -45,7 +49,7 @@ check: sync ## ruff, mypy --strict, import contracts, generated files (under 2 m
 
 .PHONY: test-unit
 test-unit: sync ## unit and contract tests, no server, no root
-	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts -q
+	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts -q $(TWO_WORKERS)
 
 .PHONY: tools
 tools: sync prerequisites-cluster ## build etcd, kube-apiserver, helm, MinIO... into the test bed's cache
@@ -53,7 +57,7 @@ tools: sync prerequisites-cluster ## build etcd, kube-apiserver, helm, MinIO... 
 
 .PHONY: test-integration
 test-integration: tools ## real MinIO, real API server, real sidecars and trainers as processes
-	$(RUN) pytest tests/integration tests/charts -q
+	$(RUN) pytest tests/integration tests/charts -q $(WAITING_WORKERS)
 
 .PHONY: test-e2e
 test-e2e: cluster-up ## every failure of the README, bad input, install and upgrade, on the kind cluster
