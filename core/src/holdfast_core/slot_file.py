@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.errors import FormatError, NotFoundError, UnavailableError
-from holdfast_core.format.digest import Blake3
+from holdfast_core.format.record import CHUNK_BYTES
 from holdfast_core.format.slot import (
     HEADER_BYTES,
     STATE_OFFSET,
@@ -22,6 +22,7 @@ from holdfast_core.format.slot import (
     SlotState,
     pack_state,
 )
+from holdfast_core.format.stream import TableDigester
 from holdfast_core.ids import Digest, Rank
 
 _READ_BYTES = 4 << 20
@@ -106,15 +107,15 @@ class SlotFile:
                 )
             done += count
 
-    def payload_digest(self, payload_bytes: int) -> Digest:
-        """BLAKE3 of the payload's first bytes. Raises what `read_into` raises."""
-        digest = Blake3()
+    def payload_digest(self, payload_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Digest:
+        """What identifies the payload's first bytes as a shard's. Raises what `read_into` raises."""
+        digest = TableDigester(chunk_bytes)
         buffer = memoryview(bytearray(min(_READ_BYTES, max(payload_bytes, 1))))
         for start in range(0, payload_bytes, len(buffer)):
             part = buffer[: min(len(buffer), payload_bytes - start)]
             self.read_into(start, part)
             digest.update(part)
-        return digest.digest()
+        return digest.finish()[0]
 
     def close(self) -> None:
         os.close(self.fd)

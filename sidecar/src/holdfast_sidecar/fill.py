@@ -195,7 +195,7 @@ class Filler:
     def _chunks_agree(self, slot: SlotFile, reader: ShardReader, payload_bytes: int) -> bool:
         chunk = reader.record.header.chunk_bytes
         buffer = memoryview(bytearray(min(chunk, max(payload_bytes, 1))))
-        for index, crc in enumerate(reader.chunk_crcs):
+        for index, crc in enumerate(reader.table.crcs):
             part = buffer[: min(chunk, payload_bytes - index * chunk)]
             slot.read_into(index * chunk, part)
             if crc32c(part) != crc:

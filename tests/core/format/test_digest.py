@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.digest import append_crc, crc32c, digest_of, parse_digest, unpack_table
+from holdfast_core.format.digest import append_crc, crc32c, digest_of, parse_digest
 
 
 def test_known_values() -> None:
@@ -30,8 +30,3 @@ def test_append_crcd_crc_of_long_pieces(size: int) -> None:
 def test_what_is_no_digest_is_refused(text: object) -> None:
     with pytest.raises(FormatError, match="no digest"):
         parse_digest(text, "field")
-
-
-def test_a_table_is_whole_crcs() -> None:
-    with pytest.raises(FormatError):
-        unpack_table(b"12345")

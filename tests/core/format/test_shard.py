@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.digest import crc32c
 from holdfast_core.format.record import ShardHeader
 from holdfast_core.format.shard import (
@@ -135,7 +136,8 @@ def test_pieces_of_any_size(sizes: list[int]) -> None:
         {"round": -1},
         {"job_uid": JobUid("../x")},
         {"layout": Digest("b3:short")},
-        {"format_version": 2},
+        {"format_version": 3},
+        {"format_version": 0},
     ],
     ids=str,
 )
@@ -152,7 +154,7 @@ def test_a_head_that_claims_a_gigabyte_is_refused_at_once() -> None:
 
 def test_a_newer_version_is_unknown_and_not_corrupt() -> None:
     text = pack_head(shard_header(10))[16:].rstrip(b"\0")
-    newer = text.replace(b'"formatVersion":1', b'"formatVersion":2')
+    newer = text.replace(b'"formatVersion":2', b'"formatVersion":3')
     head = struct.pack("<8sII", b"HFSHARD1", len(newer), crc32c(newer)) + newer
     with pytest.raises(FormatError, match="newer release") as caught:
         unpack_head(head.ljust(4096, b"\0"))
@@ -160,5 +162,5 @@ def test_a_newer_version_is_unknown_and_not_corrupt() -> None:
 
 
 def test_a_table_of_another_length_is_not_written() -> None:
-    with pytest.raises(FormatError, match="chunk CRCs"):
-        pack_trailer(RECORD.header, RECORD.blake3, [1, 2])
+    with pytest.raises(FormatError, match="chunk table of 72 bytes"):
+        pack_trailer(RECORD.header, RECORD.blake3, ChunkTable((1, 2), bytes(64)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import struct
 
 import crc32c as _crc32c
 from blake3 import blake3
@@ -82,6 +81,11 @@ def digest_of(data: Buffer) -> Digest:
     return Digest(PREFIX + blake3(data).hexdigest())
 
 
+def chunk_digest(data: Buffer) -> bytes:
+    """BLAKE3 of a chunk, 32 bytes."""
+    return bytes(blake3(data).digest())
+
+
 class Blake3:
     """BLAKE3 of a stream of buffers."""
 
@@ -96,6 +100,10 @@ class Blake3:
     def digest(self) -> Digest:
         return Digest(PREFIX + self._hasher.hexdigest())
 
+    def raw(self) -> bytes:
+        """The same as 32 bytes."""
+        return bytes(self._hasher.digest())
+
 
 def parse_digest(text: object, what: str) -> Digest:
     """Raises FormatError unless `text` is `b3:` and 64 lower-case hex characters."""
@@ -108,14 +116,3 @@ def parse_digest(text: object, what: str) -> Digest:
 def hex_of(digest: Digest) -> str:
     """The 64 hex characters, for keys and file names. Raises FormatError."""
     return parse_digest(digest, "digest")[len(PREFIX) :]
-
-
-def pack_table(crcs: list[int] | tuple[int, ...]) -> bytes:
-    """The table of chunk CRCs: u32 little-endian each."""
-    return struct.pack(f"<{len(crcs)}I", *crcs)
-
-
-def unpack_table(data: Buffer) -> tuple[int, ...]:
-    if len(data) % 4:
-        raise FormatError(f"chunk table: {len(data)} bytes are no whole number of CRCs")
-    return struct.unpack(f"<{len(data) // 4}I", data)

@@ -1,6 +1,6 @@
 """The payload of a shard is a whole safetensors file: this module plans and parses its header.
 
-u64 little-endian header length, JSON header padded by spaces so that data starts 64-byte aligned,
+u64 little-endian header length, JSON header padded by spaces so that data starts on a block,
 tensors, and last a uint8 tensor `__holdfast_objects__`: the canonical JSON of all state that is no
 tensor, padded by spaces to its capacity. Pure; no torch, no numpy.
 """
@@ -28,6 +28,10 @@ from holdfast_core.ids import ByteRange
 OBJECTS_NAME = "__holdfast_objects__"
 METADATA_NAME = "__metadata__"
 ALIGNMENT_BYTES = 64
+"""Where the data of any payload starts: at a multiple of it."""
+_WRITTEN_ALIGNMENT_BYTES = 4096
+"""Where it starts in what is written now. Ranks that hold the same tensors have names that differ by
+some digits; with the data in the same place their chunks are the same too."""
 MAX_HEADER_BYTES = 64 << 20
 LENGTH_BYTES = 8
 """The head of a payload whose length `header_bytes` needs."""
@@ -93,7 +97,7 @@ def plan_payload(
     stop = position + objects_capacity_bytes
     header[OBJECTS_NAME] = _entry("U8", (objects_capacity_bytes,), position, stop)
     text = dumps_canonical(header)
-    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % _WRITTEN_ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(f"payload: header of {len(text)} bytes, at most {MAX_HEADER_BYTES}")
     head = _LENGTH.pack(len(text)) + text

@@ -24,7 +24,7 @@ class ShardHeader:
     """BLAKE3 of the rank's layout document."""
     payload_bytes: int
     chunk_bytes: int = CHUNK_BYTES
-    format_version: int = 1
+    format_version: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ShardRecord:
     header: ShardHeader
     blake3: Digest
     chunk_table: Digest
-    """BLAKE3 of the table of chunk CRCs (u32 little-endian each)."""
+    """BLAKE3 of the packed chunk table."""
     file_bytes: int
 
     @property

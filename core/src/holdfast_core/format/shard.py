@@ -1,9 +1,11 @@
-"""The shard file, version 1: head, payload, trailer, each a whole number of 4 KiB blocks. Pure.
+"""The shard file, version 2: head, payload, trailer, each a whole number of 4 KiB blocks. Pure.
 
     head     magic HFSHARD1, u32 length, u32 CRC32C, canonical JSON of the identity, zeros
     payload  padded with zeros
-    trailer  magic HFTRAIL1, u32 length, u32 count, JSON {blake3, chunkTable, header}, CRC table,
+    trailer  magic HFTRAIL1, u32 length, u32 count, JSON {blake3, chunkTable, header}, chunk table,
              zeros, footer of 32 bytes at the very end
+
+Version 1 had no digests in its chunk table; such files are read, none are written.
 
 The identity stands in head and trailer: a torn head, a torn tail and a renamed file all show. The
 size of the file follows from the head alone; the trailer is found from either end.
@@ -12,7 +14,6 @@ size of the file follows from the head alone; the trailer is found from either e
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +27,15 @@ from holdfast_core.format.checks import (
     expect_text,
     expect_version,
 )
-from holdfast_core.format.digest import crc32c, digest_of, pack_table, unpack_table
+from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable, table_bytes
+from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
 from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP, checked_job_uid
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest that is read, and the one that is written."""
 BLOCK_BYTES = 4096
 """O_DIRECT needs offsets, lengths and memory in multiples of this."""
 MAX_HEADER_BYTES = 16 << 20
@@ -62,15 +65,16 @@ _HEADER_FIELDS = frozenset(
     }
 )
 _TRAILER_FIELDS = frozenset({"blake3", "chunkTable", "header"})
+_MAX_TRAILER_BYTES = table_bytes(MAX_CHUNKS, FORMAT_VERSION) + 2 * MAX_HEADER_BYTES
 _ANY_DIGEST = Digest("b3:" + "0" * 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """What the end of a shard says: its record and the table of chunk CRCs."""
+    """What the end of a shard says."""
 
     record: ShardRecord
-    chunk_crcs: tuple[int, ...]
+    table: ChunkTable
 
 
 def align(size: int) -> int:
@@ -93,7 +97,8 @@ def trailer_offset(header: ShardHeader) -> int:
 
 def trailer_bytes(header: ShardHeader) -> int:
     text = _trailer_text(header, _ANY_DIGEST, _ANY_DIGEST)
-    return align(_TRAILER_PREFIX.size + len(text) + 4 * chunk_count(header) + FOOTER.size)
+    table = table_bytes(chunk_count(header), header.format_version)
+    return align(_TRAILER_PREFIX.size + len(text) + table + FOOTER.size)
 
 
 def file_bytes(header: ShardHeader) -> int:
@@ -106,8 +111,8 @@ def check_header(header: ShardHeader) -> ShardHeader:
     return _parse_identity(_identity_json(header), "shard header")
 
 
-def record_of(header: ShardHeader, blake3: Digest, chunk_crcs: Sequence[int]) -> ShardRecord:
-    return ShardRecord(header, blake3, digest_of(pack_table(tuple(chunk_crcs))), file_bytes(header))
+def record_of(header: ShardHeader, blake3: Digest, table: ChunkTable) -> ShardRecord:
+    return ShardRecord(header, blake3, digest_of(table.pack()), file_bytes(header))
 
 
 def pack_head(header: ShardHeader) -> bytes:
@@ -142,14 +147,15 @@ def unpack_head(data: bytes) -> ShardHeader:
     return _as_corruption(text, "shard head")
 
 
-def pack_trailer(header: ShardHeader, blake3: Digest, chunk_crcs: Sequence[int]) -> bytes:
-    """Whole blocks. Raises FormatError when the number of CRCs does not fit the payload."""
-    if len(chunk_crcs) != chunk_count(header):
-        raise FormatError(f"shard: {len(chunk_crcs)} chunk CRCs, expected {chunk_count(header)}")
-    table = pack_table(tuple(chunk_crcs))
-    text = _trailer_text(header, blake3, digest_of(table))
+def pack_trailer(header: ShardHeader, blake3: Digest, table: ChunkTable) -> bytes:
+    """Whole blocks. Raises FormatError when the table does not fit the payload."""
+    packed = table.pack()
+    expected = table_bytes(chunk_count(header), header.format_version)
+    if len(packed) != expected:
+        raise FormatError(f"shard: chunk table of {len(packed)} bytes, expected {expected}")
+    text = _trailer_text(header, blake3, digest_of(packed))
     size = trailer_bytes(header)
-    body = _TRAILER_PREFIX.pack(TRAILER_MAGIC, len(text), len(chunk_crcs)) + text + table
+    body = _TRAILER_PREFIX.pack(TRAILER_MAGIC, len(text), len(table)) + text + packed
     body = body.ljust(size - FOOTER.size, b"\0")
     footer = struct.pack("<QQI", size, header.payload_bytes, crc32c(body))
     return body + footer + struct.pack("<I8s", crc32c(footer), FOOTER_MAGIC)
@@ -170,25 +176,26 @@ def unpack_trailer(data: bytes) -> Trailer:
     if crc32c(body) != crc:
         raise CorruptionError(f"shard trailer: CRC {crc32c(body):08x}, expected {crc:08x}")
     magic, length, count = _TRAILER_PREFIX.unpack_from(data)
-    end = _TRAILER_PREFIX.size + length + 4 * count
-    if magic != TRAILER_MAGIC or end > len(body):
-        raise CorruptionError(f"shard trailer: magic {magic!r}, {length} bytes and {count} CRCs")
-    text = bytes(body[_TRAILER_PREFIX.size : _TRAILER_PREFIX.size + length])
-    table = bytes(body[_TRAILER_PREFIX.size + length : end])
+    start = _TRAILER_PREFIX.size + length
+    if magic != TRAILER_MAGIC or start > len(body):
+        raise CorruptionError(f"shard trailer: magic {magic!r}, {length} bytes and {count} chunks")
+    text = bytes(body[_TRAILER_PREFIX.size : start])
     try:
         root = expect_object(loads_canonical(text, "shard trailer"), "trailer", _TRAILER_FIELDS)
         header = _parse_identity(root["header"], "trailer.header")
         blake3 = expect_digest(root["blake3"], "trailer.blake3")
         chunk_table = expect_digest(root["chunkTable"], "trailer.chunkTable")
+        if header.payload_bytes != payload_bytes or count != chunk_count(header):
+            raise FormatError("footer, table and identity contradict each other")
+        packed = bytes(body[start : start + table_bytes(count, header.format_version)])
+        table = ChunkTable.unpack(packed, count, header.format_version)
     except FormatError as error:
         raise CorruptionError(f"shard trailer: {error}") from error
-    if header.payload_bytes != payload_bytes or count != chunk_count(header):
-        raise CorruptionError("shard trailer: footer, table and identity contradict each other")
-    if digest_of(table) != chunk_table:
+    if digest_of(packed) != chunk_table:
         raise CorruptionError("shard trailer: the chunk table is not the one its digest names")
-    return Trailer(
-        ShardRecord(header, blake3, chunk_table, file_bytes(header)), unpack_table(table)
-    )
+    if header.format_version != PLAIN_VERSION and table.payload_digest() != blake3:
+        raise CorruptionError("shard trailer: the chunk table is not that of its payload's digest")
+    return Trailer(ShardRecord(header, blake3, chunk_table, file_bytes(header)), table)
 
 
 def check_trailer(header: ShardHeader, trailer: Trailer, length: int) -> Trailer:
@@ -217,7 +224,7 @@ def _unpack_footer(footer: bytes) -> tuple[int, int, int]:
         raise CorruptionError(f"shard footer: magic {magic!r}, expected {FOOTER_MAGIC!r}")
     if crc32c(footer[:20]) != own_crc:
         raise CorruptionError("shard footer: CRC does not match")
-    if size % BLOCK_BYTES or not BLOCK_BYTES <= size <= align(4 * MAX_CHUNKS + MAX_HEADER_BYTES):
+    if size % BLOCK_BYTES or not BLOCK_BYTES <= size <= _MAX_TRAILER_BYTES:
         raise CorruptionError(f"shard footer: trailer of {size} bytes")
     return int(size), int(payload_bytes), int(crc)
 
@@ -253,7 +260,7 @@ def _as_corruption(text: bytes, what: str) -> ShardHeader:
         version = expect_int(expect_map(value, what).get("formatVersion"), f"{what}.formatVersion")
     except FormatError as error:
         raise CorruptionError(str(error)) from error
-    expect_version(version, f"{what}.formatVersion", FORMAT_VERSION)
+    _expect_readable(version, what)
     try:
         return _parse_identity(value, what)
     except FormatError as error:
@@ -262,7 +269,7 @@ def _as_corruption(text: bytes, what: str) -> ShardHeader:
 
 def _parse_identity(value: Any, path: str) -> ShardHeader:
     if isinstance(value, dict) and "formatVersion" in value:
-        expect_version(value["formatVersion"], f"{path}.formatVersion", FORMAT_VERSION)
+        _expect_readable(value["formatVersion"], path)
     root = expect_object(value, path, _HEADER_FIELDS)
     world_size = expect_int(root["worldSize"], f"{path}.worldSize", low=1, high=MAX_RANK + 1)
     payload_bytes = expect_int(root["payloadBytes"], f"{path}.payloadBytes", high=MAX_TENSOR_BYTES)
@@ -285,5 +292,10 @@ def _parse_identity(value: Any, path: str) -> ShardHeader:
         layout=expect_digest(root["layout"], f"{path}.layout"),
         payload_bytes=payload_bytes,
         chunk_bytes=chunk_bytes,
-        format_version=FORMAT_VERSION,
+        format_version=root["formatVersion"],
     )
+
+
+def _expect_readable(version: Any, path: str) -> None:
+    if version != PLAIN_VERSION:
+        expect_version(version, f"{path}.formatVersion", FORMAT_VERSION)

@@ -1,14 +1,16 @@
-"""Digests of a payload and verification of a shard file while its bytes go by. Pure, one pass."""
+"""Digests of a payload, and verification of a shard file while its bytes go by. Pure, one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from holdfast_core.errors import CorruptionError
+from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable
 from holdfast_core.format.digest import Blake3, crc32c
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.format.shard import (
+    FORMAT_VERSION,
     HEAD_PREFIX,
     Trailer,
     check_trailer,
@@ -20,7 +22,7 @@ from holdfast_core.format.shard import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.ids import ShardRef
+from holdfast_core.ids import Digest, ShardRef
 
 _CACHED_BYTES = 512 << 10
 """Both digests of a slice before the next: the second finds it in the processor's cache."""
@@ -31,8 +33,8 @@ class Digester(Protocol):
 
     def update(self, data: memoryview) -> None: ...
 
-    def finish(self, header: ShardHeader) -> tuple[ShardRecord, tuple[int, ...]]:
-        """The record and the CRC of each chunk. Called once, after the last piece."""
+    def finish(self) -> tuple[ShardRecord, ChunkTable]:
+        """Called once, after the last piece."""
         ...
 
 
@@ -70,32 +72,71 @@ class ChunkCrcs:
         self._filled = 0
 
 
-class PayloadDigester:
-    """Chunk CRCs and BLAKE3 of a payload."""
+class TableDigester:
+    """The chunk table of bytes that arrive in order, in pieces of any size, and their digest."""
 
-    __slots__ = ("_blake3", "_crcs")
+    __slots__ = ("_blake3", "_chunk_bytes", "_crcs", "_digests", "_filled", "_version")
 
-    def __init__(self, chunk_bytes: int) -> None:
+    def __init__(self, chunk_bytes: int, version: int = FORMAT_VERSION) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._version = version
         self._blake3 = Blake3()
+        """Of the current chunk; in version 1 of the payload."""
         self._crcs = ChunkCrcs(chunk_bytes)
+        self._digests = bytearray()
+        self._filled = 0
 
     def update(self, data: memoryview) -> None:
-        for start in range(0, len(data), _CACHED_BYTES):
-            piece = data[start : start + _CACHED_BYTES]
+        position = 0
+        while position < len(data):
+            room = min(self._chunk_bytes - self._filled, _CACHED_BYTES)
+            piece = data[position : position + room]
             self._blake3.update(piece)
             self._crcs.update(piece)
+            self._filled += len(piece)
+            position += len(piece)
+            if self._filled == self._chunk_bytes:
+                self._close_chunk()
 
-    def finish(self, header: ShardHeader) -> tuple[ShardRecord, tuple[int, ...]]:
-        crcs = self._crcs.finish()
-        return record_of(header, self._blake3.digest(), crcs), crcs
+    def finish(self) -> tuple[Digest, ChunkTable]:
+        """Called once, after the last piece."""
+        if self._filled:
+            self._close_chunk()
+        table = ChunkTable(self._crcs.finish(), bytes(self._digests))
+        if self._version == PLAIN_VERSION:
+            return self._blake3.digest(), table
+        return table.payload_digest(), table
+
+    def _close_chunk(self) -> None:
+        self._filled = 0
+        if self._version != PLAIN_VERSION:
+            self._digests += self._blake3.raw()
+            self._blake3 = Blake3()
+
+
+class PayloadDigester:
+    """What one pass over the payload of a shard yields, as the version in its header says."""
+
+    __slots__ = ("_header", "_table")
+
+    def __init__(self, header: ShardHeader) -> None:
+        self._header = header
+        self._table = TableDigester(header.chunk_bytes, header.format_version)
+
+    def update(self, data: memoryview) -> None:
+        self._table.update(data)
+
+    def finish(self) -> tuple[ShardRecord, ChunkTable]:
+        digest, table = self._table.finish()
+        return record_of(self._header, digest, table), table
 
 
 class ShardStream:
     """Verifies a shard file that arrives in order: identity as soon as the head is there, digests
     when it is whole. Every error is a CorruptionError and means: this copy is bad.
 
-    `digester` makes what digests the payload, from the length of a chunk in bytes; it may work on
-    the pieces after `feed` has returned, until `finish`.
+    `digester` makes what digests the payload; it may work on the pieces after `feed` has returned,
+    until `finish`.
     """
 
     __slots__ = (
@@ -113,7 +154,7 @@ class ShardStream:
         self,
         ref: ShardRef,
         expected_bytes: int,
-        digester: Callable[[int], Digester] = PayloadDigester,
+        digester: Callable[[ShardHeader], Digester] = PayloadDigester,
     ) -> None:
         self._ref = ref
         self._expected_bytes = expected_bytes
@@ -155,10 +196,10 @@ class ShardStream:
             raise CorruptionError(
                 f"shard of {self._ref}: {self._position} bytes of {self._expected_bytes}"
             )
-        record, crcs = self._digester.finish(self._header)
+        record, table = self._digester.finish()
         trailer = unpack_trailer(bytes(self._held))
         check_trailer(self._header, trailer, self._expected_bytes)
-        check_same(record, crcs, trailer)
+        check_same(record, table, trailer)
         check_ref(trailer.record, self._ref)
         return trailer
 
@@ -179,7 +220,7 @@ class ShardStream:
                 f"{self._expected_bytes} were announced"
             )
         self._header = header
-        self._digester = self._make_digester(header.chunk_bytes)
+        self._digester = self._make_digester(header)
         self._held.clear()
         return len(piece)
 
@@ -215,14 +256,15 @@ def check_ref(record: ShardRecord, ref: ShardRef) -> None:
         raise CorruptionError(f"shard of {ref}: the file says its payload is {record.blake3}")
 
 
-def check_same(record: ShardRecord, crcs: Sequence[int], trailer: Trailer) -> None:
+def check_same(record: ShardRecord, table: ChunkTable, trailer: Trailer) -> None:
     """What was computed is what the trailer says."""
-    if tuple(crcs) != trailer.chunk_crcs:
-        bad = [i for i, (a, b) in enumerate(zip(crcs, trailer.chunk_crcs, strict=True)) if a != b]
+    if table.crcs != trailer.table.crcs:
+        pairs = zip(table.crcs, trailer.table.crcs, strict=True)
+        bad = [i for i, (a, b) in enumerate(pairs) if a != b]
         raise CorruptionError(
             f"shard of {trailer.record.ref}: CRC32C of chunks {bad[:8]} does not match"
         )
     if record.blake3 != trailer.record.blake3:
         raise CorruptionError(
-            f"shard of {trailer.record.ref}: BLAKE3 of the payload is {record.blake3}"
+            f"shard of {trailer.record.ref}: the payload digests to {record.blake3}"
         )

@@ -62,11 +62,11 @@ def shard_header(
 
 def shard_file(header: ShardHeader, data: bytes) -> tuple[bytes, ShardRecord]:
     """The whole file and its record."""
-    digester = PayloadDigester(header.chunk_bytes)
+    digester = PayloadDigester(header)
     digester.update(memoryview(data))
-    record, crcs = digester.finish(header)
+    record, table = digester.finish()
     body = data.ljust(align(len(data)), b"\0")
-    return pack_head(header) + body + pack_trailer(header, record.blake3, crcs), record
+    return pack_head(header) + body + pack_trailer(header, record.blake3, table), record
 
 
 def rank_layout(*, rank: int = 0, world_size: int = 4, rows_per_rank: int = 2) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable
 from types import TracebackType
 from typing import Protocol, Self
 
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.record import CHUNK_BYTES, ShardHeader, ShardRecord
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 
@@ -42,7 +43,7 @@ class ShardReader(Protocol):
     def record(self) -> ShardRecord: ...
 
     @property
-    def chunk_crcs(self) -> tuple[int, ...]: ...
+    def table(self) -> ChunkTable: ...
 
     @property
     def fd(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.format.stream import PayloadDigester
 from holdfast_core.tiers.disk import write_at
@@ -60,13 +61,13 @@ class PipedDigester:
     """Digester whose work is done by the pipe's thread; what it is given lies in the pipe's current
     block."""
 
-    def __init__(self, pipe: BlockPipe, chunk_bytes: int) -> None:
+    def __init__(self, pipe: BlockPipe, header: ShardHeader) -> None:
         self._pipe = pipe
-        self._digester = PayloadDigester(chunk_bytes)
+        self._digester = PayloadDigester(header)
 
     def update(self, data: memoryview) -> None:
         self._pipe.digest(self._digester.update, data)
 
-    def finish(self, header: ShardHeader) -> tuple[ShardRecord, tuple[int, ...]]:
+    def finish(self) -> tuple[ShardRecord, ChunkTable]:
         self._pipe.finish()
-        return self._digester.finish(header)
+        return self._digester.finish()

@@ -11,6 +11,7 @@ from typing import Self
 
 from holdfast_core.errors import CorruptionError, NotFoundError
 from holdfast_core.failpoint import failpoint
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.digest import crc32c
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.format.shard import (
@@ -48,7 +49,7 @@ WRITE_BYTES = 16 << 20
 
 def write_payload(
     fd: int, header: ShardHeader, source: PayloadSource, buffers: BufferPool
-) -> tuple[ShardRecord, tuple[int, ...]]:
+) -> tuple[ShardRecord, ChunkTable]:
     """Write head, payload and trailer. While one block is read, another is digested and on its way
     to the disk. Raises OSError of the disk and whatever `source` raises."""
     start = head_bytes(header)
@@ -56,7 +57,7 @@ def write_payload(
     with ExitStack() as stack:
         pipe = BlockPipe(fd, [stack.enter_context(buffers.take()) for _ in range(2)])
         stack.callback(pipe.close)
-        digester = PipedDigester(pipe, header.chunk_bytes)
+        digester = PipedDigester(pipe, header)
         for position in range(0, header.payload_bytes, buffers.size_bytes):
             length = min(buffers.size_bytes, header.payload_bytes - position)
             block = pipe.begin()
@@ -66,14 +67,14 @@ def write_payload(
             pipe.write(block[: align(length)], start + position)
             if position == 0:
                 failpoint("node.mid_write")
-        record, crcs = digester.finish(header)
-    trailer = pack_trailer(header, record.blake3, crcs)
+        record, table = digester.finish()
+    trailer = pack_trailer(header, record.blake3, table)
     _write_small(fd, trailer, trailer_offset(header), buffers)
-    return record, crcs
+    return record, table
 
 
 def read_back(
-    fd: int, record: ShardRecord, crcs: tuple[int, ...], chunks: range, buffers: BufferPool
+    fd: int, record: ShardRecord, table: ChunkTable, chunks: range, buffers: BufferPool
 ) -> None:
     """Read head, trailer and these chunks from the disk, past the page cache, and compare.
     Raises PoisonedError."""
@@ -85,10 +86,10 @@ def read_back(
                 f"read-back of {record.ref}: the head differs from what was written"
             )
         trailer = read_small(fd, trailer_offset(header), trailer_bytes(header), buffers)
-        if unpack_trailer(trailer) != Trailer(record, crcs):
+        if unpack_trailer(trailer) != Trailer(record, table):
             raise PoisonedError(f"read-back of {record.ref}: the trailer differs")
         for chunk in chunks:
-            if _chunk_crc(fd, header, chunk, buffers) != crcs[chunk]:
+            if _chunk_crc(fd, header, chunk, buffers) != table.crcs[chunk]:
                 raise PoisonedError(f"read-back of {record.ref}: chunk {chunk} differs")
     except (CorruptionError, OSError) as error:
         raise PoisonedError(f"read-back of {record.ref}: {error}") from error
@@ -190,8 +191,8 @@ class DiskShardReader:
         return self._trailer.record
 
     @property
-    def chunk_crcs(self) -> tuple[int, ...]:
-        return self._trailer.chunk_crcs
+    def table(self) -> ChunkTable:
+        return self._trailer.table
 
     @property
     def fd(self) -> int:
@@ -211,7 +212,7 @@ class DiskShardReader:
             with disk_errors(f"reading shard {self._path}"):
                 got = read_at(self._fd, view, self._start + offset + position)
             chunk = (offset + position) // header.chunk_bytes
-            if got != len(view) or crc32c(view) != self.chunk_crcs[chunk]:
+            if got != len(view) or crc32c(view) != self.table.crcs[chunk]:
                 raise CorruptionError(
                     f"shard {self._path}: CRC32C of chunk {chunk} does not match ({got} bytes read)"
                 )
@@ -236,16 +237,16 @@ class DiskShardReader:
         header = self.record.header
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         again = read_record(self._fd, self._path, self._buffers)
-        digester = PayloadDigester(header.chunk_bytes)
+        digester = PayloadDigester(header)
         position = 0
         for view in self._payload(align(header.payload_bytes)):
             length = max(0, min(len(view), header.payload_bytes - position))
             digester.update(view[:length])
             expect_zeros(view[length:], f"shard {self._path}")
             position += len(view)
-        record, crcs = digester.finish(header)
-        check_same(record, crcs, again)
-        check_same(record, crcs, self._trailer)
+        record, table = digester.finish()
+        check_same(record, table, again)
+        check_same(record, table, self._trailer)
 
     def _payload(self, length: int) -> Iterator[memoryview]:
         """So many bytes from the payload's first one, read ahead, none checked but for their
@@ -262,7 +263,7 @@ class DiskShardReader:
 
     def _expect_chunks(self, found: tuple[int, ...], first: int) -> None:
         for chunk in range(first, len(found)):
-            if found[chunk] != self.chunk_crcs[chunk]:
+            if found[chunk] != self.table.crcs[chunk]:
                 raise CorruptionError(f"shard {self._path}: CRC32C of chunk {chunk} does not match")
 
     def close(self) -> None:

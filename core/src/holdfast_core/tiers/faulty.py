@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from holdfast_core.errors import HoldfastError, UnavailableError
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.tiers.base import (
@@ -241,8 +242,8 @@ class FaultyShardReader:
         return self._inner.record
 
     @property
-    def chunk_crcs(self) -> tuple[int, ...]:
-        return self._inner.chunk_crcs
+    def table(self) -> ChunkTable:
+        return self._inner.table
 
     @property
     def fd(self) -> int:

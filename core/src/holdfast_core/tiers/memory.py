@@ -15,6 +15,7 @@ from holdfast_core.errors import (
     NotFoundError,
     StaleRoundError,
 )
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.format.shard import (
@@ -54,9 +55,9 @@ class MemoryTier:
         with self._lock:
             self._expect_room(file_bytes(header), f"shard of rank {header.rank}")
             source.read_into(0, memoryview(data))
-            digester = PayloadDigester(header.chunk_bytes)
+            digester = PayloadDigester(header)
             digester.update(memoryview(data))
-            record, crcs = digester.finish(header)
+            record, table = digester.finish()
             if record.ref in self._files:
                 return record
             for other, _ in self._files.values():
@@ -66,7 +67,7 @@ class MemoryTier:
                         f"refused {record.blake3}"
                     )
             body = bytes(data).ljust(align(len(data)), b"\0")
-            trailer = pack_trailer(header, record.blake3, crcs)
+            trailer = pack_trailer(header, record.blake3, table)
             self._files[record.ref] = (record, pack_head(header) + body + trailer)
             return record
 
@@ -250,8 +251,8 @@ class MemoryShardReader:
         return self._trailer.record
 
     @property
-    def chunk_crcs(self) -> tuple[int, ...]:
-        return self._trailer.chunk_crcs
+    def table(self) -> ChunkTable:
+        return self._trailer.table
 
     @property
     def fd(self) -> int:
@@ -266,7 +267,7 @@ class MemoryShardReader:
         for position in range(offset, stop, header.chunk_bytes):
             end = min(position + header.chunk_bytes, stop)
             chunk = self._data[self._start + position : self._start + end]
-            if crc32c(chunk) != self.chunk_crcs[position // header.chunk_bytes]:
+            if crc32c(chunk) != self.table.crcs[position // header.chunk_bytes]:
                 raise CorruptionError(f"shard of {self._ref}: chunk at {position} does not match")
             buffer[position - offset : end - offset] = chunk
 

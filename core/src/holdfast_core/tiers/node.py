@@ -271,13 +271,13 @@ class DiskNodeTier:
         entries = self._index.same_identity(header)
         if not entries:
             return None
-        digester = PayloadDigester(header.chunk_bytes)
+        digester = PayloadDigester(header)
         with self._buffers.take() as buffer:
             for offset in range(0, header.payload_bytes, len(buffer)):
                 view = buffer[: min(len(buffer), header.payload_bytes - offset)]
                 source.read_into(offset, view)
                 digester.update(view)
-        record, _ = digester.finish(header)
+        record, _ = digester.finish()
         for entry in entries:
             if entry.record == record:
                 return record
@@ -306,11 +306,11 @@ class DiskNodeTier:
         try:
             temp.preallocate(size)
             temp.use_direct_io()
-            record, crcs = write_payload(temp.fd, header, source, self._buffers)
+            record, table = write_payload(temp.fd, header, source, self._buffers)
             temp.sync()
             first = header.rank not in self._ranks_checked
             chunks = range(chunk_count(header)) if first else self._sample(chunk_count(header))
-            read_back(temp.fd, record, crcs, chunks, self._buffers)
+            read_back(temp.fd, record, table, chunks, self._buffers)
             self._publish(temp, record)
             self._ranks_checked.add(header.rank)
             return record
@@ -321,8 +321,8 @@ class DiskNodeTier:
         record = trailer.record
         with disk_errors(f"committing the copy of {record.ref}"):
             temp.sync()
-            chunks = self._sample(len(trailer.chunk_crcs))
-            read_back(temp.fd, record, trailer.chunk_crcs, chunks, self._buffers)
+            chunks = self._sample(len(trailer.table))
+            read_back(temp.fd, record, trailer.table, chunks, self._buffers)
             self._publish(temp, record)
         return record
 

@@ -30,8 +30,8 @@ _LOG = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
 MAX_AHEAD_BYTES = 48 << 20
 """Of one download; a sidecar runs few, within 1 GiB."""
-_TAIL_BYTES = 64 << 10
-"""Read at first: holds the trailer of a payload of up to 60 GiB."""
+_TAIL_BYTES = 1 << 20
+"""Read at first: holds the trailer of a payload of up to 7 GiB."""
 _PROGRESS_BYTES = 1 << 20
 """A broken transfer that brought this much is not a failure: it goes on with a fresh budget. Less
 counts, or a server that cuts after every byte would be asked for ever."""

@@ -123,7 +123,7 @@ class _FileChecksums:
         return self._cut[piece]
 
     def _table(self, chunk: ByteRange) -> int:
-        return self._reader.chunk_crcs[(chunk.start - self._payload.start) // self._chunk_bytes]
+        return self._reader.table.crcs[(chunk.start - self._payload.start) // self._chunk_bytes]
 
     def _pieces(self, chunk: ByteRange) -> dict[ByteRange, int]:
         """Each piece of a chunk that part boundaries cut; together they are the chunk's CRC."""

@@ -55,7 +55,7 @@ def _segments(trailer: Trailer) -> Iterator[Segment]:
     head = pack_head(header)
     yield Segment(ByteRange(0, len(head)), crc32c(head))
     stop = len(head) + header.payload_bytes
-    for index, crc in enumerate(trailer.chunk_crcs):
+    for index, crc in enumerate(trailer.table.crcs):
         start = len(head) + index * header.chunk_bytes
         yield Segment(ByteRange(start, min(start + header.chunk_bytes, stop)), crc)
     padding = trailer_offset(header) - stop

@@ -92,7 +92,7 @@ def _checked_crc(reader: ShardReader, request: BulkFrame, piece: Piece, view: me
     for start, chunk in zip(range(0, len(view), chunk_bytes), piece.chunks, strict=True):
         data = view[start : start + chunk_bytes]
         crc = crc32c(data)
-        if crc != reader.chunk_crcs[chunk]:
+        if crc != reader.table.crcs[chunk]:
             raise CorruptionError(f"shard of {request.ref}: CRC32C of chunk {chunk} does not match")
         whole = append_crc(whole, crc, len(data))
     return whole

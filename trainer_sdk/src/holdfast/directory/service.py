@@ -29,10 +29,10 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.format.digest import Blake3
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.slot import SlotHeader, SlotState
+from holdfast_core.format.stream import PayloadDigester
 from holdfast_core.ids import CheckpointId, Digest, Level, RestartRound, ShardRef, TierName
 from holdfast_core.pacing import Pacing, bytes_each_step
 from holdfast_core.slot_file import SlotFile
@@ -231,14 +231,15 @@ class DirectoryService:
             with self._tier.open_shard(ref) as reader:
                 # Without an identity until all is there: these bytes are no shard of any step.
                 slot.write_header(SlotHeader(SlotState.FILLING, message.rank, offer.capacity_bytes))
-                digest, offset = Blake3(), 0
+                digest, offset = PayloadDigester(reader.record.header), 0
                 with closing(reader.read_payload()) as pieces:
                     for piece in pieces:
                         digest.update(piece)
                         slot.write_payload(offset, piece)
                         offset += len(piece)
-            if digest.digest() != shard.blake3:
-                raise CorruptionError(f"shard {ref}: payload digests to {digest.digest()}")
+            found, _ = digest.finish()
+            if found.blake3 != shard.blake3:
+                raise CorruptionError(f"shard {ref}: payload digests to {found.blake3}")
             slot.write_header(
                 SlotHeader(
                     SlotState.FREE,

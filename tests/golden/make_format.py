@@ -1,11 +1,12 @@
-"""Writes the golden files of format version 1. Run once, when the version was made; never again:
-a change of these bytes needs a new version and files of its own."""
+"""Writes the golden files of the format. Run once, when a version is made; never again for the same
+one: a change of these bytes needs a new version and a folder of its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.shard import FORMAT_VERSION
 from holdfast_core.testing.builders import (
     layout,
     manifest,
@@ -18,7 +19,7 @@ from holdfast_core.testing.builders import (
 WORLD_SIZE = 2
 CHUNK_BYTES = 4 << 20
 """Each shard says its own: readers take any."""
-FOLDER = Path(__file__).parent / "format_v1"
+FOLDER = Path(__file__).parent / f"format_v{FORMAT_VERSION}"
 
 
 def golden_files() -> dict[str, bytes]:
