@@ -88,7 +88,7 @@ async def run(tier: DiskNodeTier, record: ShardRecord, bulk: Any, metrics: Any) 
         clock=SystemClock(),
         on_change=settled.set,
     )
-    flow.add(own_shard(record))
+    flow.add(own_shard(record, committed=True))
     while not flow.idle:
         settled.clear()
         await asyncio.wait_for(settled.wait(), 30)

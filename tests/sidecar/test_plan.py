@@ -14,6 +14,7 @@ from holdfast_sidecar.plan import (
     OwnShard,
     ShardKey,
     Verb,
+    expects_commit,
     idle,
     next_actions,
     startable,
@@ -32,16 +33,24 @@ def shard(step: int = 7, rank: int = 0, **fields: object) -> OwnShard:
 KEY = ShardKey(Step(7), RestartRound(0), Rank(0))
 
 
-def test_a_new_shard_is_told_and_copied() -> None:
-    assert next_actions([shard()], (ONE, TWO)) == (
+def test_a_new_shard_is_told_and_copied_once_it_is_committed() -> None:
+    assert next_actions([shard()], (ONE, TWO)) == (Action(Verb.PREPARED, KEY),)
+    assert next_actions([shard(committed=True)], (ONE, TWO)) == (
         Action(Verb.PREPARED, KEY),
         Action(Verb.COPY, KEY, ONE),
         Action(Verb.COPY, KEY, TWO),
     )
 
 
+def test_a_manifest_is_expected_for_the_newest_step_alone() -> None:
+    assert not expects_commit([])
+    assert expects_commit([shard(step=7, committed=True), shard(step=8)])
+    assert not expects_commit([shard(step=7), shard(step=8, committed=True)])
+    assert not expects_commit([shard(reported=False)])
+
+
 def test_replicated_is_told_when_every_target_has_it() -> None:
-    half = shard(prepared_told=True, copied=frozenset({ONE}))
+    half = shard(prepared_told=True, committed=True, copied=frozenset({ONE}))
     assert next_actions([half], (ONE, TWO)) == (Action(Verb.COPY, KEY, TWO),)
     whole = shard(prepared_told=True, copied=frozenset({ONE, TWO}))
     assert next_actions([whole], (ONE, TWO)) == (Action(Verb.REPLICATED, KEY),)
@@ -52,7 +61,7 @@ def test_without_targets_nothing_is_said_to_be_replicated() -> None:
 
 
 def test_a_shard_of_the_restore_point_is_copied_and_never_told() -> None:
-    again = shard(reported=False)
+    again = shard(reported=False, committed=True)
     assert next_actions([again], (ONE,)) == (Action(Verb.COPY, KEY, ONE),)
     assert next_actions([replace(again, copied=frozenset({ONE}))], (ONE,)) == ()
     assert idle([again], (ONE,)), "it holds up nobody's end"
@@ -84,8 +93,8 @@ def test_a_new_coordinator_hears_everything_again() -> None:
 
 def test_one_copy_a_target_and_one_upload_at_a_time_oldest_first() -> None:
     wanted = [
-        shard(step=9, prepared_told=True, wanted=True),
-        shard(step=8, prepared_told=True, wanted=True),
+        shard(step=9, prepared_told=True, committed=True, wanted=True),
+        shard(step=8, prepared_told=True, committed=True, wanted=True),
     ]
     actions = next_actions(wanted, (ONE, TWO))
     chosen = startable(actions, frozenset())
@@ -108,7 +117,7 @@ def test_doing_what_is_planned_comes_to_rest(
     steps: list[int], targets: set[Worker], wanted: set[int], order: object
 ) -> None:
     """Whatever order actions end in, the plan runs dry and says so."""
-    table = {s: shard(step=s, wanted=s in wanted) for s in steps}
+    table = {s: shard(step=s, committed=True, wanted=s in wanted) for s in steps}
     goal = tuple(sorted(targets))
     for _ in range(len(steps) * 6 + 1):
         actions = startable(next_actions(table.values(), goal), frozenset())

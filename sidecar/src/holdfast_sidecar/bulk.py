@@ -105,12 +105,12 @@ class BulkPeers:
         self._current = current
         self._throttle = throttle
 
-    def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> None:
-        """Durable at the member when it returns. Raises what bulk_client.send_copy raises, and
-        NotFoundError, CorruptionError for the own shard."""
+    def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> int:
+        """Durable at the member when it returns: the bytes that were sent. Raises what
+        bulk_client.send_copy raises, and NotFoundError, CorruptionError for the own shard."""
         endpoint = self._peers.endpoint(member)
         with self._node.open_shard(ref) as reader:
-            send_copy(
+            return send_copy(
                 endpoint.host,
                 endpoint.bulk_port,
                 self._peers.server_name(member),

@@ -186,6 +186,7 @@ class Control:
                 step=message.step,
             )
             raise RefusedError(Refusal.CONFLICT, str(error)) from error
+        parts.flow.committed(message.step, message.round)
         return Ok(message.round)
 
     def _write_manifest(self, message: ManifestPut, manifest: Manifest) -> None:

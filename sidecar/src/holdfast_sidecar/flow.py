@@ -35,7 +35,16 @@ from holdfast_sidecar.client import Peers
 from holdfast_sidecar.failures import Failures
 from holdfast_sidecar.layouts import RankLayouts
 from holdfast_sidecar.metrics import Metrics
-from holdfast_sidecar.plan import Action, OwnShard, ShardKey, Verb, idle, next_actions, startable
+from holdfast_sidecar.plan import (
+    Action,
+    OwnShard,
+    ShardKey,
+    Verb,
+    expects_commit,
+    idle,
+    next_actions,
+    startable,
+)
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rounds import RoundState
 from holdfast_sidecar.settings import Settings
@@ -60,8 +69,8 @@ def info_of(record: ShardRecord) -> ShardInfo:
     )
 
 
-def own_shard(record: ShardRecord, *, reported: bool = True) -> OwnShard:
-    return OwnShard(record.ref, info_of(record), record.header.layout, reported)
+def own_shard(record: ShardRecord, *, committed: bool = False) -> OwnShard:
+    return OwnShard(record.ref, info_of(record), record.header.layout, committed=committed)
 
 
 class Flow:
@@ -115,6 +124,13 @@ class Flow:
         self._shards[shard.key] = replace(shard, wanted=wanted)
         self.wake()
 
+    def committed(self, step: Step, round_: RestartRound) -> None:
+        """The manifest of this step is durable here."""
+        for key, shard in tuple(self._shards.items()):
+            if (key.step, key.round) == (step, round_):
+                self._shards[key] = replace(shard, committed=True)
+        self.wake()
+
     def want(self, step: Step, round_: RestartRound) -> None:
         """PersistRequest: upload the own shards of this committed step."""
         if self._store is None:
@@ -151,6 +167,10 @@ class Flow:
     @property
     def idle(self) -> bool:
         return idle(self._shards.values(), self._current().copy_targets())
+
+    @property
+    def expects_commit(self) -> bool:
+        return expects_commit(self._shards.values())
 
     @property
     def pending(self) -> int:
@@ -325,7 +345,8 @@ class Flow:
         if target is None or member is None:
             raise UnavailableError(f"worker {target} is not a member of round {state.round}")
         started = self._clock.monotonic()
-        await self._pools.copy.run(self._bulk.put, member, state.round, shard.ref)
+        sent = await self._pools.copy.run(self._bulk.put, member, state.round, shard.ref)
+        self._metrics.sent(TierName.PEER, sent)
         self._metrics.stored(
             TierName.PEER, shard.info.payload_bytes, self._clock.monotonic() - started
         )

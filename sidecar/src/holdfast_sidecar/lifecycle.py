@@ -154,10 +154,12 @@ class Lifecycle:
         parts = self._parts
         own = parts.keeper.state.own_ranks
         uid = parts.settings.contract.job_uid
+        manifests = frozenset(await parts.pools.read.run(parts.node.list_manifests))
         for record in await parts.pools.read.run(parts.node.list_shards):
             header = record.header
             if (header.job_uid, header.round) == (uid, round_) and header.rank in own:
-                parts.flow.add(own_shard(record))
+                committed = (uid, record.checkpoint) in manifests
+                parts.flow.add(own_shard(record, committed=committed))
 
     async def restored(self) -> None:
         """The restore point is here: copy its own shards again to targets that lack them, and see
@@ -171,7 +173,7 @@ class Lifecycle:
                 continue
             record = await parts.pools.read.run(parts.node.find, ref)
             if record is not None and record.header.round != parts.keeper.state.round:
-                parts.flow.add(replace(own_shard(record), reported=False))
+                parts.flow.add(replace(own_shard(record, committed=True), reported=False))
         parts.starter.evaluate()
 
     def on_restored(self) -> None:

@@ -41,6 +41,13 @@ class Metrics:
             ["tier"],
             registry=self._registry,
         )
+        self._sent = Counter(
+            "holdfast_sent_bytes",
+            "Bytes of shards that left this pod for the tier: less than were written there, where it "
+            "had some of them",
+            ["tier"],
+            registry=self._registry,
+        )
         self._recovery = Histogram(
             "holdfast_recovery_seconds",
             "Time that a part of a recovery took in this pod",
@@ -131,6 +138,9 @@ class Metrics:
     def stored(self, tier: TierName, payload_bytes: int, seconds: float) -> None:
         self._bytes.labels(tier.value).inc(payload_bytes)
         self._durable.labels(tier.value).observe(seconds)
+
+    def sent(self, tier: TierName, sent_bytes: int) -> None:
+        self._sent.labels(tier.value).inc(sent_bytes)
 
     def trained(self, round_: int) -> None:
         """A rank finished a step in this round: the rank's own word, since between a SEAL and the end of

@@ -63,7 +63,8 @@ class Parts:
     @property
     def idle(self) -> bool:
         """Nothing handed over still has to become durable, be copied or uploaded by this pod."""
-        return self.stager.idle and self.flow.idle
+        waiting = not self.flow.idle or self.flow.expects_commit
+        return self.stager.idle and not waiting
 
     @property
     def flushed(self) -> bool:

@@ -1,8 +1,9 @@
 """What a worker does next with its own shards. Pure: the table in, the actions out.
 
-A shard of this round goes: durable here -> PREPARED told -> copied to every assigned target ->
-REPLICATED told; and, once asked to: uploaded -> UPLOADED told. All of it is level-triggered: after
-a new coordinator, a lost reply or a restart the same function says what is missing.
+A shard of this round goes: durable here -> PREPARED told -> (all ranks have: the manifest comes) ->
+copied to every assigned target -> REPLICATED told; and, once asked to: uploaded -> UPLOADED told.
+All of it is level-triggered: after a new coordinator, a lost reply or a restart the same function
+says what is missing.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class OwnShard:
     reported: bool = True
     """False for a shard of the restore point: it is copied again, the coordinator knows it."""
     prepared_told: bool = False
+    committed: bool = False
+    """The step's manifest is here, so every rank's shard is durable. Copies wait for it: a target that
+    has its own shard by then takes from it what is the same, and only the rest is sent."""
     copied: frozenset[Worker] = frozenset()
     replicated_told: bool = False
     wanted: bool = False
@@ -75,7 +79,8 @@ def next_actions(shards: Iterable[OwnShard], targets: tuple[Worker, ...]) -> tup
         if shard.reported and not shard.prepared_told:
             actions.append(Action(Verb.PREPARED, shard.key))
         missing = [t for t in targets if t not in shard.copied]
-        actions.extend(Action(Verb.COPY, shard.key, target) for target in missing)
+        if shard.committed:
+            actions.extend(Action(Verb.COPY, shard.key, target) for target in missing)
         if (
             shard.reported
             and shard.prepared_told
@@ -115,3 +120,9 @@ def startable(actions: Iterable[Action], running: frozenset[Action]) -> tuple[Ac
 def idle(shards: Iterable[OwnShard], targets: tuple[Worker, ...]) -> bool:
     """Nothing of this round waits here to be told, copied or uploaded."""
     return not next_actions((s for s in shards if s.reported), targets)
+
+
+def expects_commit(shards: Iterable[OwnShard]) -> bool:
+    """The newest step is durable here and its manifest may still come."""
+    newest = max(shards, key=lambda s: s.key, default=None)
+    return newest is not None and newest.reported and not newest.committed

@@ -6,25 +6,32 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.core.transfer.bulk_pair import (
+    CLIENT,
+    OPTIONS,
+    ROUND,
+    SERVER,
+    SIZE,
+    Cutter,
+    Pair,
+    filled,
+    started,
+)
 
 from holdfast_core.errors import (
     AccessDeniedError,
     CapacityError,
     CorruptionError,
     FormatError,
-    HoldfastError,
     NotFoundError,
     RefusedError,
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.format.record import ShardRecord
-from holdfast_core.ids import ByteRange, RestartRound, ShardRef
+from holdfast_core.ids import ByteRange
 from holdfast_core.testing.builders import BytesSource, payload, shard_file, shard_header
 from holdfast_core.testing.pki import Authority
 from holdfast_core.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
@@ -37,152 +44,10 @@ from holdfast_core.transfer.bulk import (
     receive_frame,
     send_frame,
 )
-from holdfast_core.transfer.bulk_client import fetch_range, fetch_shard, send_copy
-from holdfast_core.transfer.bulk_server import BulkLimits, BulkServer
+from holdfast_core.transfer.bulk_client import fetch_range, send_copy
+from holdfast_core.transfer.bulk_server import BulkLimits
 from holdfast_core.transfer.messages import Refusal
-from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
-
-SERVER = "gpt-1-r0.uid.holdfast"
-CLIENT = "gpt-0-r0.uid.holdfast"
-ROUND = RestartRound(3)
-SIZE = 9 << 20
-OPTIONS = BulkOptions(connect_seconds=5, io_seconds=10, reply_seconds=20, attempts=3)
-
-
-@dataclass
-class Handler:
-    """Allows everything but what a test forbids."""
-
-    put_error: HoldfastError | None = None
-    commit_error: HoldfastError | None = None
-    get_error: HoldfastError | None = None
-    puts: list[tuple[str, RestartRound, ShardRef, int]] = field(default_factory=list)
-    gets: list[tuple[str, ShardRef]] = field(default_factory=list)
-    plain: bool = False
-
-    def authorize_put(
-        self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
-    ) -> None:
-        self.puts.append((peer_dns_name, round, ref, file_bytes))
-        if self.put_error is not None:
-            raise self.put_error
-        if self.commit_error is not None and len(self.puts) > 1:
-            raise self.commit_error
-
-    def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
-        self.gets.append((peer_dns_name, ref))
-        if self.get_error is not None:
-            raise self.get_error
-
-    def allows_plain(self) -> bool:
-        return self.plain
-
-
-@dataclass
-class Pair:
-    """A server with its tier, and what a caller needs."""
-
-    handler: Handler
-    tier: MemoryTier
-    server: BulkServer
-    client: ssl.SSLContext
-    port: int
-
-    def send(self, tier: MemoryTier, record: ShardRecord, port: int | None = None) -> None:
-        with tier.open_shard(record.ref) as reader:
-            send_copy(
-                "127.0.0.1", port or self.port, SERVER, self.client, ROUND, reader, options=OPTIONS
-            )
-
-    def fetch(self, tier: object, ref: ShardRef, port: int | None = None) -> ShardRecord:
-        return fetch_shard(
-            "127.0.0.1",
-            port or self.port,
-            SERVER,
-            self.client,
-            ROUND,
-            ref,
-            tier.begin_copy,  # type: ignore[attr-defined]
-            options=OPTIONS,
-        )
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[TlsFiles, TlsFiles]:
-    root = tmp_path_factory.mktemp("certs")
-    authority = Authority()
-    return (
-        TlsFiles.in_directory(authority.write_leaf(root / "server", SERVER)),
-        TlsFiles.in_directory(authority.write_leaf(root / "client", CLIENT)),
-    )
-
-
-@pytest.fixture
-def pair(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[Pair]:
-    yield from started(certificates, MemoryTier())
-
-
-def started(
-    certificates: tuple[TlsFiles, TlsFiles], tier: MemoryTier, limits: BulkLimits | None = None
-) -> Iterator[Pair]:
-    handler = Handler()
-    server = BulkServer(
-        handler, tier, server_context(certificates[0]), host="127.0.0.1", limits=limits
-    )
-    server.start()
-    try:
-        yield Pair(handler, tier, server, client_context(certificates[1]), server.port)
-    finally:
-        server.close()
-
-
-def filled(size: int = SIZE, **fields: int) -> tuple[MemoryTier, ShardRecord]:
-    tier = MemoryTier()
-    header = shard_header(size, **fields)  # type: ignore[arg-type]
-    return tier, tier.write_shard(header, BytesSource(payload(size)))
-
-
-class Cutter:
-    """A TCP relay that cuts the first connections after so many bytes from either side."""
-
-    def __init__(self, port: int, cuts: list[int]) -> None:
-        self._target = port
-        self._cuts = list(cuts)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.connections = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            self.connections += 1
-            far = socket.create_connection(("127.0.0.1", self._target))
-            budget = [self._cuts.pop(0) if self._cuts else 1 << 60]
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(
-                    target=self._pump, args=(source, sink, budget), daemon=True
-                ).start()
-
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket, budget: list[int]) -> None:
-        with contextlib.suppress(OSError):
-            while budget[0] > 0 and (data := source.recv(65536)):
-                budget[0] -= len(data)
-                sink.sendall(data)
-        for sock in (source, sink):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+from holdfast_core.transfer.tls import TlsFiles, client_context
 
 
 def test_a_copy_arrives_whole_and_is_asked_for_once(pair: Pair) -> None:
@@ -489,3 +354,16 @@ def socket_free_read(fd: int, size: int) -> bytes:
     with open(fd, "rb", closefd=False) as file:
         file.seek(0)
         return file.read(size)
+
+
+def test_a_sender_that_comes_back_takes_over_from_its_dead_connection(pair: Pair) -> None:
+    """The first one is silent in the middle: nothing tells this side that it is dead."""
+    source, record = filled()
+    request = BulkFrame(Kind.PUT_COPY, record.ref, ROUND, length=record.file_bytes)
+    with socket.create_connection(("127.0.0.1", pair.port)) as plain:
+        silent = pair.client.wrap_socket(plain, server_hostname=SERVER)
+        send_frame(silent, request)
+        assert receive_frame(silent) is not None
+        pair.send(source, record)
+        silent.close()
+    assert pair.tier.list_shards() == (record,)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast_core.errors import FormatError
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.format.shard import head_bytes
+from holdfast_core.ids import ByteRange
 from holdfast_core.testing.builders import payload, shard_file, shard_header
 from holdfast_core.transfer.bulk import MAX_DATA_BYTES
-from holdfast_core.transfer.bulk_data import pieces
+from holdfast_core.transfer.bulk_data import pieces, spans_without
 
 MIB = 1 << 20
 
@@ -79,7 +81,8 @@ def test_a_file_is_cut_at_its_chunks(
     first = head_bytes(record.header)
     assert first == 4096
     found = [
-        (p.span.start - first, p.span.stop - first, tuple(p.chunks)) for p in pieces(record, start)
+        (p.span.start - first, p.span.stop - first, tuple(p.chunks))
+        for p in pieces(record, ByteRange(start, record.file_bytes))
     ]
     assert found[: len(expected)] == expected
     assert found[-1][1] + first == record.file_bytes
@@ -90,9 +93,37 @@ def test_a_file_is_cut_at_its_chunks(
 def test_every_byte_travels_once(start: int, chunk_bytes: int) -> None:
     record = record_of(13 * MIB + 5, chunk_bytes)
     position = start
-    for piece in pieces(record, start):
+    for piece in pieces(record, ByteRange(start, record.file_bytes)):
         assert piece.span.start == position
         assert 0 < piece.span.length_bytes <= MAX_DATA_BYTES
         position = piece.span.stop
     assert position == record.file_bytes
-    assert list(pieces(record, record.file_bytes)) == []
+    assert list(pieces(record, ByteRange(record.file_bytes, record.file_bytes))) == []
+
+
+@pytest.mark.parametrize(
+    ("start", "have", "expected"),
+    [
+        (0, [], [(-4096, None)]),
+        (0, [range(0, 2)], [(-4096, 0), (8192, None)]),
+        (0, [range(1, 2), range(3, 4)], [(-4096, 4096), (8192, 12288), (16384, None)]),
+        (4096 + 8192, [range(2, 3)], [(12288, None)]),
+        (4096 + 4096, [range(2, 4)], [(4096, 8192), (16384, None)]),
+        (0, [range(3, 5)], [(-4096, 12288), (17000, None)]),
+    ],
+    ids=["nothing", "first", "holes", "at once", "from within", "last"],
+)
+def test_what_the_receiver_has_is_left_out(
+    start: int, have: list[range], expected: list[tuple[int, int | None]]
+) -> None:
+    record = record_of(17_000, 4096)
+    found = [(s.start - 4096, s.stop) for s in spans_without(record, start, have)]
+    assert found == [
+        (first, record.file_bytes if last is None else last + 4096) for first, last in expected
+    ]
+
+
+@pytest.mark.parametrize("run", [range(4, 6), range(5, 6), range(3, 3)], ids=str)
+def test_chunks_that_are_not_there_cannot_be_left_out(run: range) -> None:
+    with pytest.raises(FormatError, match="no chunks"):
+        list(spans_without(record_of(17_000, 4096), 0, [run]))

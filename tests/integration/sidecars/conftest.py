@@ -32,6 +32,7 @@ class Gang:
         self.store = store
         self.store_dir = store_dir
         self.node_capacity_bytes = 1 << 30
+        self.slot_bytes = 1 << 20
         self.authority = Authority()
         self.sidecars: dict[int, SidecarProcess] = {}
         self.launchers: dict[int, FakeLauncher] = {}
@@ -114,7 +115,13 @@ class Gang:
     async def connect_rank(self, worker: int, round_: int) -> FakeRank:
         if worker in self.ranks:
             self.ranks[worker].close()
-        rank = FakeRank(self.sidecars[worker].shared, JOB_UID, worker, round_)
+        rank = FakeRank(
+            self.sidecars[worker].shared,
+            JOB_UID,
+            worker,
+            round_,
+            capacity_bytes=self.slot_bytes,
+        )
         await rank.connect()
         self.ranks[worker] = rank
         return rank

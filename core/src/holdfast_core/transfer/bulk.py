@@ -3,9 +3,12 @@
     frame     fixed binary header (network order), then `meta_bytes` of JSON, then for DATA `length`
               bytes of the shard
     PUT_COPY  request -> REPLY ok with the offset to go on from, or have -> DATA... -> REPLY ok
-              (durable at the receiver) or an error
+              (durable at the receiver) or an error. Where the first REPLY asks for the table: DATA
+              of the trailer -> REPLY ok with the chunks that the receiver has got from elsewhere,
+              which are then left out
     GET_SHARD request with an offset -> REPLY ok with the file's length -> DATA... to its end
     GET_RANGE request with a range of the payload -> REPLY ok -> DATA...
+    GET_TABLE request -> REPLY ok with the file's length -> DATA of the trailer
 
 A connection carries one request after the other. An error in the middle ends it: the REPLY says
 what was wrong, then the connection is closed. Where request and first REPLY say `plain`, both sides
@@ -35,7 +38,13 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.canonical import loads_strict
-from holdfast_core.format.checks import expect_int, expect_object, expect_text
+from holdfast_core.format.checks import (
+    expect_int,
+    expect_ints,
+    expect_list,
+    expect_object,
+    expect_text,
+)
 from holdfast_core.format.digest import PREFIX, crc32c, hex_of
 from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP, checked_job_uid
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step
@@ -50,10 +59,13 @@ _SEND_BYTES = 1 << 20
 """Handed to the socket at once: larger slices make TLS no faster, and each must get through within
 the time-out."""
 MAX_META_BYTES = 64 << 10
+MAX_RUNS = 2000
+"""Of chunks that one frame names: what MAX_META_BYTES hold."""
 SOCKET_BUFFER_BYTES = 4 << 20
 
 _HEADER = struct.Struct("!4sBBHqqqqQQ32sII")
 _MAX_FILE_BYTES = 1 << 51
+_OPTIONAL_META = frozenset({"refused", "plain", "table", "have"})
 
 
 class Kind(IntEnum):
@@ -62,6 +74,7 @@ class Kind(IntEnum):
     GET_RANGE = 3
     DATA = 4
     REPLY = 5
+    GET_TABLE = 6
 
 
 class Status(IntEnum):
@@ -92,6 +105,10 @@ class BulkFrame:
     plain: bool = False
     """In a request: the caller's job lets payloads travel outside TLS. In its first REPLY: so does
     the server's, and this one does."""
+    table: bool = False
+    """In the REPLY to a PUT_COPY: send the trailer first."""
+    have: tuple[range, ...] = ()
+    """In the REPLY to that: chunks that need not be sent, in order, none twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +165,13 @@ def receive_frame(sock: socket.socket) -> BulkFrame | None:
     meta = bytearray(meta_bytes)
     receive_into(sock, memoryview(meta))
     round_, step, step_round, rank, offset, length = numbers
-    job_uid, refused, plain = _parse_meta(bytes(meta))
+    words = _parse_meta(bytes(meta))
     try:
         known_kind, known_status = Kind(kind), Status(status)
     except ValueError as error:
         raise FormatError(f"bulk frame: {error}") from error
     ref = ShardRef(
-        job_uid,
+        words.job_uid,
         Step(expect_int(step, "bulk frame: step", high=MAX_STEP)),
         RestartRound(expect_int(step_round, "bulk frame: step's round", high=MAX_ROUND)),
         Rank(expect_int(rank, "bulk frame: rank", high=MAX_RANK)),
@@ -168,8 +185,10 @@ def receive_frame(sock: socket.socket) -> BulkFrame | None:
         expect_int(offset, "bulk frame: offset", high=_MAX_FILE_BYTES),
         expect_int(length, "bulk frame: length", high=_MAX_FILE_BYTES),
         crc,
-        refused,
-        plain,
+        words.refused,
+        words.plain,
+        words.table,
+        words.have,
     )
 
 
@@ -285,16 +304,49 @@ def _meta(frame: BulkFrame) -> bytes:
         value["refused"] = to_json(frame.refused)
     if frame.plain:
         value["plain"] = True
+    if frame.table:
+        value["table"] = True
+    if frame.have:
+        value["have"] = [[run.start, len(run)] for run in frame.have]
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _parse_meta(data: bytes) -> tuple[JobUid, Refused | None, bool]:
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    job_uid: JobUid
+    refused: Refused | None
+    plain: bool
+    table: bool
+    have: tuple[range, ...]
+
+
+def _parse_meta(data: bytes) -> _Meta:
     value = loads_strict(data, "bulk frame", limit_bytes=MAX_META_BYTES)
-    optional = {"refused", "plain"} & set(value) if isinstance(value, dict) else set()
+    optional = _OPTIONAL_META & set(value) if isinstance(value, dict) else set()
     root = expect_object(value, "bulk frame", frozenset({"jobUid"} | optional))
     job_uid = JobUid(expect_text(root["jobUid"], "bulk frame: jobUid", limit=128))
-    refused = from_json(Refused, root["refused"]) if "refused" in root else None
-    plain = root.get("plain", False)
-    if not isinstance(plain, bool):
-        raise FormatError(f"bulk frame: plain is {plain!r}, expected true or false")
-    return checked_job_uid(job_uid), refused, plain
+    return _Meta(
+        checked_job_uid(job_uid),
+        from_json(Refused, root["refused"]) if "refused" in root else None,
+        _flag(root, "plain"),
+        _flag(root, "table"),
+        _runs(root.get("have", [])),
+    )
+
+
+def _flag(root: dict[str, Any], name: str) -> bool:
+    value = root.get(name, False)
+    if not isinstance(value, bool):
+        raise FormatError(f"bulk frame: {name} is {value!r}, expected true or false")
+    return value
+
+
+def _runs(value: Any) -> tuple[range, ...]:
+    runs: list[range] = []
+    for item in expect_list(value, "bulk frame: have", limit=MAX_RUNS):
+        numbers = expect_ints(item, "bulk frame: have", limit=2)
+        low = runs[-1].stop if runs else 0
+        if len(numbers) != 2 or numbers[0] < low or numbers[1] < 1:
+            raise FormatError(f"bulk frame: have {numbers} is no run of chunks from {low} on")
+        runs.append(range(numbers[0], numbers[0] + numbers[1]))
+    return tuple(runs)

@@ -23,6 +23,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.record import ShardRecord
+from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.tiers.base import CopyWriter, OpenWriter, ShardReader
 from holdfast_core.transfer.bulk import (
@@ -44,8 +45,10 @@ from holdfast_core.transfer.bulk_data import (
     receive_piece,
     send_outside,
     send_pieces,
+    spans_without,
 )
 from holdfast_core.transfer.bulk_line import Line, outside_tls
+from holdfast_core.transfer.bulk_table import receive_table, send_table
 
 T = TypeVar("T")
 
@@ -80,8 +83,9 @@ def send_copy(
     reader: ShardReader,
     *,
     options: BulkOptions | None = None,
-) -> None:
-    """Copy a shard to a peer; returns when it is durable there, or was before.
+) -> int:
+    """Copy a shard to a peer; returns when it is durable there, or was before: the bytes of the file
+    that were sent by the attempt that succeeded. What the peer has in other shards is left out.
 
     Raises StaleRoundError, RefusedError, CapacityError (full over there), CorruptionError (the
     bytes were refused: verify the own shard), AccessDeniedError, UnavailableError after all
@@ -90,7 +94,7 @@ def send_copy(
     peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
     record = reader.record
     request = BulkFrame(Kind.PUT_COPY, record.ref, round, length=record.file_bytes)
-    _with_attempts(peer, lambda plain: _put(peer, replace(request, plain=plain), reader))
+    return _with_attempts(peer, lambda plain: _put(peer, replace(request, plain=plain), reader))
 
 
 def fetch_shard(
@@ -171,17 +175,41 @@ def fetch_range(
     return _with_attempts(peer, attempt)
 
 
-def _put(peer: _Peer, request: BulkFrame, reader: ShardReader) -> None:
+def fetch_table(
+    address: str,
+    port: int,
+    server_hostname: str,
+    ssl_context: ssl.SSLContext,
+    round: RestartRound,
+    ref: ShardRef,
+    *,
+    options: BulkOptions | None = None,
+) -> Trailer:
+    """What the chunks of a shard must be, bound to the digest in `ref` (not in shards of version 1:
+    compare `chunk_table` with the manifest's). Raises what `fetch_shard` raises."""
+    peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
+    request = BulkFrame(Kind.GET_TABLE, ref, round)
+
+    def attempt(_plain: bool) -> Trailer:
+        with _connect(peer) as line:
+            send_frame(line.sock, request)
+            reply = _expect_reply(line.sock, peer, request)
+            return receive_table(line.sock, request, reply.length)
+
+    return _with_attempts(peer, attempt)
+
+
+def _put(peer: _Peer, request: BulkFrame, reader: ShardReader) -> int:
     with _connect(peer) as line:
         send_frame(line.sock, request)
         reply = _expect_reply(line.sock, peer, request)
         if reply.status is Status.HAVE:
-            return
+            return 0
         if reply.offset > request.length:
             raise FormatError(
                 f"bulk: {peer} wants to go on from {reply.offset} of {request.length}"
             )
-        wanted = tuple(pieces(reader.record, reply.offset))
+        wanted = _wanted(line, peer, request, reader, reply)
         if reply.plain:
             with outside_tls(f"bulk: sending {request.ref} to {peer}", True):
                 send_outside(line, request, reader, wanted, peer.throttle)
@@ -190,6 +218,20 @@ def _put(peer: _Peer, request: BulkFrame, reader: ShardReader) -> None:
             _send_inside(line.sock, peer, request, reader, wanted)
         line.sock.settimeout(peer.options.reply_seconds)
         _expect_reply(line.sock, peer, request)
+        return sum(piece.span.length_bytes for piece in wanted)
+
+
+def _wanted(
+    line: Line, peer: _Peer, request: BulkFrame, reader: ShardReader, reply: BulkFrame
+) -> tuple[Piece, ...]:
+    """What the peer asks for: the file from where it stands, without what it has got elsewhere."""
+    have: tuple[range, ...] = ()
+    if reply.table:
+        send_table(line.sock, request, reader)
+        have = _expect_reply(line.sock, peer, request).have
+    record = reader.record
+    spans = spans_without(record, reply.offset, have)
+    return tuple(piece for span in spans for piece in pieces(record, span))
 
 
 def _send_inside(

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from holdfast_core.errors import CorruptionError
+from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.digest import append_crc, crc32c
 from holdfast_core.format.record import ShardRecord
-from holdfast_core.format.shard import head_bytes
+from holdfast_core.format.shard import chunk_count, head_bytes
 from holdfast_core.ids import ByteRange
 from holdfast_core.tiers.base import CopyWriter, ShardReader
 from holdfast_core.transfer.bulk import (
@@ -35,22 +35,46 @@ class Piece:
     chunks: range = range(0)
 
 
-def pieces(record: ShardRecord, start: int) -> Iterator[Piece]:
-    """The file from byte `start` on. Cut where the payload begins and ends, and at its chunks; as
-    many of them as MAX_DATA_BYTES hold."""
+def spans_without(record: ShardRecord, start: int, have: Sequence[range]) -> Iterator[ByteRange]:
+    """The file from byte `start` on without these chunks of its payload, which are in order.
+    Raises FormatError where there are no such chunks."""
+    position = start
+    for run in have:
+        held = chunk_span(record, run)
+        if held.start > position:
+            yield ByteRange(position, held.start)
+        position = max(position, held.stop)
+    if position < record.file_bytes:
+        yield ByteRange(position, record.file_bytes)
+
+
+def chunk_span(record: ShardRecord, chunks: range) -> ByteRange:
+    """Where chunks in a row lie in the file. Raises FormatError."""
+    header = record.header
+    first = head_bytes(header)
+    start = chunks.start * header.chunk_bytes
+    stop = min(chunks.stop * header.chunk_bytes, header.payload_bytes)
+    if not 0 <= start < stop or chunks.stop > chunk_count(header):
+        raise FormatError(f"shard of {record.ref}: has no chunks {chunks}")
+    return ByteRange(first + start, first + stop)
+
+
+def pieces(record: ShardRecord, span: ByteRange) -> Iterator[Piece]:
+    """A part of the file. Cut where the payload begins and ends, and at its chunks; as many of them
+    as MAX_DATA_BYTES hold."""
     chunk_bytes = record.header.chunk_bytes
     together = MAX_DATA_BYTES // chunk_bytes
     payload = ByteRange(
         head_bytes(record.header), head_bytes(record.header) + record.header.payload_bytes
     )
-    position = start
-    while position < record.file_bytes:
+    position = span.start
+    while position < span.stop:
         if position < payload.start:
             stop = payload.start
         elif position < payload.stop:
             first, within = divmod(position - payload.start, chunk_bytes)
             if within == 0 and together:
-                stop = min(position + together * chunk_bytes, payload.stop)
+                stop = min(position + together * chunk_bytes, payload.stop, span.stop)
                 count = -(-(stop - position) // chunk_bytes)
                 yield Piece(ByteRange(position, stop), range(first, first + count))
                 position = stop
@@ -58,7 +82,7 @@ def pieces(record: ShardRecord, start: int) -> Iterator[Piece]:
             stop = min(payload.start + (first + 1) * chunk_bytes, payload.stop)
         else:
             stop = record.file_bytes
-        stop = min(stop, position + MAX_DATA_BYTES)
+        stop = min(stop, span.stop, position + MAX_DATA_BYTES)
         yield Piece(ByteRange(position, stop))
         position = stop
 

@@ -17,15 +17,14 @@ from typing import Protocol
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import (
-    CapacityError,
     ConfigError,
     CorruptionError,
     FormatError,
     HoldfastError,
-    RefusedError,
     UnavailableError,
 )
 from holdfast_core.format.digest import crc32c
+from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
 from holdfast_core.transfer.bulk import (
@@ -38,7 +37,10 @@ from holdfast_core.transfer.bulk import (
     send_frame,
     tune,
 )
+from holdfast_core.transfer.bulk_assemble import LocalChunks, chunks_of
+from holdfast_core.transfer.bulk_copies import BrokenTransferError, Copies, Copy
 from holdfast_core.transfer.bulk_data import (
+    chunk_span,
     pieces,
     receive_piece,
     send_data,
@@ -46,7 +48,8 @@ from holdfast_core.transfer.bulk_data import (
     send_pieces,
 )
 from holdfast_core.transfer.bulk_line import Line
-from holdfast_core.transfer.messages import Refusal
+from holdfast_core.transfer.bulk_table import receive_table, send_table
+from holdfast_core.transfer.equal_chunks import Run
 
 _DRAIN_BYTES = 16 << 20
 _DRAIN_SECONDS = 2.0
@@ -102,7 +105,12 @@ class BulkServer:
         self._context = context
         self._address = (host, port)
         self._limits = limits or BulkLimits()
-        self._copies = _Copies(tier, self._limits, clock or SystemClock())
+        self._copies = Copies(
+            tier,
+            clock or SystemClock(),
+            parked_copies=self._limits.parked_copies,
+            parked_seconds=self._limits.parked_seconds,
+        )
         self._slots = threading.BoundedSemaphore(self._limits.connections)
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
@@ -214,6 +222,13 @@ class BulkServer:
                 self._handler.authorize_get(peer, request.ref)
                 with self._open_shard(request.ref) as reader:
                     self._give_range(line.sock, request, reader)
+            case Kind.GET_TABLE:
+                self._handler.authorize_get(peer, request.ref)
+                with self._open_shard(request.ref) as reader:
+                    size = reader.record.file_bytes
+                    reply = BulkFrame(Kind.REPLY, request.ref, request.round, length=size)
+                    send_frame(line.sock, reply)
+                    send_table(line.sock, request, reader)
             case Kind.DATA | Kind.REPLY:
                 raise FormatError(f"bulk: {request.kind.name} is no request")
 
@@ -229,13 +244,18 @@ class BulkServer:
         if self._tier.find(request.ref) is not None:
             send_frame(line.sock, BulkFrame(Kind.REPLY, request.ref, request.round, Status.HAVE))
             return
-        copy = self._copies.begin(request.ref, request.length)
+        copy = self._copies.begin(request.ref, request.length, line.interrupt)
         parked = False
         try:
+            if self._tier.find(request.ref) is not None:
+                # The connection that was taken over had all of it.
+                have = BulkFrame(Kind.REPLY, request.ref, request.round, Status.HAVE)
+                send_frame(line.sock, have)
+                return
             self._receive_copy(line, request, copy)
             self._handler.authorize_put(peer, request.round, request.ref, request.length)
             copy.writer.commit()
-        except _BrokenTransferError:
+        except BrokenTransferError:
             parked = True  # the bytes so far are good: the sender may come back for the rest
             raise
         except CorruptionError as error:
@@ -249,23 +269,34 @@ class BulkServer:
                 copy.writer.abort()
         send_frame(line.sock, BulkFrame(Kind.REPLY, request.ref, request.round))
 
-    def _receive_copy(self, line: Line, request: BulkFrame, copy: _Copy) -> None:
+    def _receive_copy(self, line: Line, request: BulkFrame, copy: Copy) -> None:
         writer = copy.writer
         plain = request.plain and self._handler.allows_plain()
-        reply = BulkFrame(Kind.REPLY, request.ref, request.round, offset=writer.offset, plain=plain)
-        with _broken(request):
-            send_frame(line.sock, reply)
-        if not plain:
-            _receive_until(line.sock, request, writer, request.length)
-            return
-        if writer.offset == 0:
-            _receive_until(line.sock, request, writer, 1)
-        copy.outside = True
-        with _broken(request):
-            line.leave()
-        _receive_until(line.sock, request, writer, request.length)
-        with _broken(request):
-            line.secure()
+        with LocalChunks(self._tier, request.ref) as local:
+            reply = BulkFrame(
+                Kind.REPLY,
+                request.ref,
+                request.round,
+                offset=writer.offset,
+                plain=plain,
+                table=bool(local),
+            )
+            with _broken(request):
+                send_frame(line.sock, reply)
+            rest = _Rest(request, copy, local)
+            if local:
+                rest.leave_out(line.sock)
+            if not plain:
+                rest.receive(line.sock)
+                return
+            if writer.offset == 0:
+                _receive_until(line.sock, request, writer, 1)
+            copy.outside = True
+            with _broken(request):
+                line.leave()
+            rest.receive(line.sock)
+            with _broken(request):
+                line.secure()
 
     def _give_file(self, line: Line, request: BulkFrame, reader: ShardReader) -> None:
         size = reader.record.file_bytes
@@ -283,7 +314,7 @@ class BulkServer:
                 plain=plain,
             ),
         )
-        wanted = tuple(pieces(reader.record, request.offset))
+        wanted = tuple(pieces(reader.record, ByteRange(request.offset, size)))
         try:
             if plain:
                 send_outside(line, request, reader, wanted, _unbounded)
@@ -317,74 +348,36 @@ class BulkServer:
                 send_data(sock, request, offset, data, crc32c(data))
 
 
-class _BrokenTransferError(UnavailableError):
-    """The connection failed, not the disk: what arrived is good."""
+class _Rest:
+    """What a copy still lacks: from the sender, and from this node's own shards."""
 
+    def __init__(self, request: BulkFrame, copy: Copy, local: LocalChunks) -> None:
+        self._request = request
+        self._writer = copy.writer
+        self._local = local
+        self._record: ShardRecord | None = None
+        self._runs: tuple[Run, ...] = ()
 
-@dataclass(slots=True)
-class _Copy:
-    """A copy on its way in."""
+    def leave_out(self, sock: socket.socket) -> None:
+        """Hear what the chunks are, and say which ones need not be sent."""
+        request = self._request
+        with _broken(request):
+            trailer = receive_table(sock, request, request.length)
+            self._record = trailer.record
+            self._runs = self._local.runs(trailer, self._writer.offset)
+            have = chunks_of(self._runs)
+            send_frame(sock, BulkFrame(Kind.REPLY, request.ref, request.round, have=have))
 
-    writer: CopyWriter
-    outside: bool = False
-    """Some of its bytes came outside TLS."""
-
-
-class _Copies:
-    """Copies on their way in: at most one writer a shard, broken ones parked for their senders."""
-
-    def __init__(self, tier: NodeTier, limits: BulkLimits, clock: Clock) -> None:
-        self._tier = tier
-        self._limits = limits
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._active: set[ShardRef] = set()
-        self._parked: dict[tuple[ShardRef, int], tuple[_Copy, float]] = {}
-
-    def begin(self, ref: ShardRef, file_bytes: int) -> _Copy:
-        """Raises RefusedError Busy while another connection sends this shard; CapacityError."""
-        with self._lock:
-            self._expire()
-            if ref in self._active:
-                raise RefusedError(Refusal.BUSY, f"another connection sends {ref} already")
-            self._active.add(ref)
-            parked = self._parked.pop((ref, file_bytes), None)
-        if parked is not None:
-            return parked[0]
-        try:
-            return _Copy(self._begin(ref, file_bytes))
-        except BaseException:
-            with self._lock:
-                self._active.discard(ref)
-            raise
-
-    def _begin(self, ref: ShardRef, file_bytes: int) -> CopyWriter:
-        try:
-            return self._tier.begin_copy(ref, file_bytes)
-        except CapacityError:
-            self.drop_all()  # what nobody came back for must not keep a live copy out
-            return self._tier.begin_copy(ref, file_bytes)
-
-    def end(self, ref: ShardRef, file_bytes: int, parked: _Copy | None) -> None:
-        with self._lock:
-            self._active.discard(ref)
-            if parked is not None:
-                self._parked[(ref, file_bytes)] = (parked, self._clock.monotonic())
-            self._expire()
-
-    def drop_all(self) -> None:
-        with self._lock:
-            copies = [copy for copy, _ in self._parked.values()]
-            self._parked.clear()
-        for copy in copies:
-            copy.writer.abort()
-
-    def _expire(self) -> None:
-        oldest = self._clock.monotonic() - self._limits.parked_seconds
-        for key, (copy, since) in list(self._parked.items()):
-            if since < oldest or len(self._parked) > self._limits.parked_copies:
-                del self._parked[key]
-                copy.writer.abort()
+    def receive(self, sock: socket.socket) -> None:
+        """All of it, in order."""
+        request, writer = self._request, self._writer
+        for run in self._runs:
+            if self._record is None:
+                break
+            _receive_until(sock, request, writer, chunk_span(self._record, run.chunks).start)
+            with _broken(request):
+                self._local.take(self._record, run, writer)
+        _receive_until(sock, request, writer, request.length)
 
 
 def _receive_until(sock: socket.socket, request: BulkFrame, writer: CopyWriter, stop: int) -> None:
@@ -403,7 +396,7 @@ def _broken(request: BulkFrame) -> Iterator[None]:
     try:
         yield
     except (OSError, UnavailableError) as error:
-        raise _BrokenTransferError(
+        raise BrokenTransferError(
             f"copy of {request.ref}: {error or type(error).__name__}"
         ) from error
 
