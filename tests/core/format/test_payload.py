@@ -154,3 +154,9 @@ def test_objects_must_fit_their_capacity() -> None:
     assert pack_objects({"a": 1}, 10) == b'{"a":1}   '
     with pytest.raises(FormatError, match="capacity of 3"):
         pack_objects({"a": 1}, 3)
+
+
+def test_what_does_not_change_comes_last_of_its_size() -> None:
+    names = [("a", "F32", (1,)), ("b", "F32", (1,)), ("c", "F32", (1,)), ("d", "BF16", (1,))]
+    plan = plan_payload(names, 0, last={"a", "c"})
+    assert [t.fqn for t in plan.tensors] == ["b", "a", "c", "d"]

@@ -10,7 +10,7 @@ import torch
 from safetensors import torch as safetensors_torch
 
 from holdfast.staging import Copier
-from holdfast.state.snapshot import plan_save, read_payload, take_snapshot, write_payload
+from holdfast.state.snapshot import SavePlan, plan_save, read_payload, take_snapshot, write_payload
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank
@@ -103,3 +103,32 @@ def test_a_damaged_payload_is_refused(position: int) -> None:
     payload[position : position + 8] = 255
     with pytest.raises(FormatError):
         read_payload(payload)
+
+
+def test_frozen_parameters_lie_together() -> None:
+    """Adapters stand between the layers they adapt, by name: in chunks of their own all the same."""
+    model = torch.nn.ModuleDict()
+    for layer in range(20):
+        model[f"layer{layer}"] = torch.nn.Linear(64, 64).requires_grad_(False)
+        model[f"layer{layer}_adapter"] = torch.nn.Linear(64, 2, bias=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained)
+
+    def save() -> tuple[SavePlan, bytes]:
+        for parameter in trained:
+            parameter.grad = torch.rand_like(parameter)
+        optimizer.step()
+        snapshot = take_snapshot({"model": model, "optim": optimizer}, Rank(0))
+        plan = plan_save(snapshot, Rank(0))
+        target = np.zeros(plan.payload_bytes, dtype=np.uint8)
+        write_payload(plan, snapshot, target, lambda jobs: [job() for _, job in jobs])
+        return plan, target.tobytes()
+
+    plan, before = save()
+    _, after = save()
+    changed = sum(before[i : i + 4096] != after[i : i + 4096] for i in range(0, len(before), 4096))
+    trained_bytes = 3 * sum(p.numel() * 4 for p in trained)
+    assert changed <= trained_bytes / 4096 + 6, "values, first and second moments"
+    frozen = [t.fqn for t in plan.payload.tensors if "adapter" not in t.fqn and "model." in t.fqn]
+    places = [i for i, t in enumerate(plan.payload.tensors) if t.fqn in frozen]
+    assert places == list(range(places[0], places[0] + 40))

@@ -8,7 +8,7 @@ tensor, padded by spaces to its capacity. Pure; no torch, no numpy.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,17 +71,25 @@ class PayloadPlan:
 
 
 def plan_payload(
-    tensors: Iterable[tuple[str, str, Sequence[int]]], objects_capacity_bytes: int
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    objects_capacity_bytes: int,
+    last: Container[str] = (),
 ) -> PayloadPlan:
     """Place (fqn, safetensors dtype, shape of the local slice) and the objects.
 
     Tensors are placed by element size, largest first, then by name: each starts at a multiple of
     its element size without gaps (safetensors allows none); the order of the input is irrelevant.
+    Names in `last` come after the others of their size: what does not change between two steps lies
+    together, so that few chunks hold bytes of both kinds.
     Raises FormatError for unknown dtypes, double or reserved names.
     """
     ordered = sorted(
         ((fqn, dtype, tuple(shape)) for fqn, dtype, shape in tensors),
-        key=lambda item: (-element_bytes(item[1], f"tensor {item[0]!r}"), item[0]),
+        key=lambda item: (
+            -element_bytes(item[1], f"tensor {item[0]!r}"),
+            item[0] in last,
+            item[0],
+        ),
     )
     if objects_capacity_bytes < 0:
         raise FormatError(f"payload: objects capacity of {objects_capacity_bytes} bytes")

@@ -42,6 +42,8 @@ class Snapshot:
     objects: bytes
     """Canonical JSON of everything that is no tensor."""
     keys: tuple[str, ...]
+    modules: tuple[tuple[str, Any], ...] = ()
+    """Where modules are in the state, and the modules."""
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -86,14 +88,16 @@ def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
         objects = dumps_canonical({_STATE: tree})
     except FormatError as error:
         raise UnsupportedStateError(f"state: {error}") from error
-    return Snapshot(tuple(encoder.leaves), objects, tuple(sorted(state)))
+    return Snapshot(tuple(encoder.leaves), objects, tuple(sorted(state)), tuple(encoder.modules))
 
 
 def plan_save(snapshot: Snapshot, rank: Rank) -> SavePlan:
     """Place everything, with room for objects that grow (counters get longer, lists fill)."""
     room = len(snapshot.objects) + len(snapshot.objects) // 4 + _GRAIN_BYTES
     room += -room % _GRAIN_BYTES
-    payload = plan_payload(((x.name, x.dtype, x.shape) for x in snapshot.leaves), room)
+    payload = plan_payload(
+        ((x.name, x.dtype, x.shape) for x in snapshot.leaves), room, _frozen(snapshot)
+    )
     ranges = {tensor.fqn: tensor.byte_range for tensor in payload.tensors}
     layout = RankLayout(
         rank=rank,
@@ -107,6 +111,17 @@ def plan_save(snapshot: Snapshot, rank: Rank) -> SavePlan:
         payload_bytes=payload.total_bytes,
     ).to_bytes()
     return SavePlan(snapshot.signature, snapshot.keys, payload, ranges, layout, digest_of(layout))
+
+
+def _frozen(snapshot: Snapshot) -> frozenset[str]:
+    """Names of parameters that no optimizer changes. Where a module gives its state other names,
+    they count as trained: that costs bytes, nothing else."""
+    return frozenset(
+        f"{path}.{name}"
+        for path, module in snapshot.modules
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
+    )
 
 
 def write_payload(

@@ -62,6 +62,8 @@ class Encoder:
 
     rank: int = 0
     leaves: list[Leaf] = field(default_factory=list)
+    modules: list[tuple[str, Any]] = field(default_factory=list)
+    """Where they are in the state, and the modules."""
     _names: set[str] = field(default_factory=set)
     _rank_local: bool = False
 
@@ -102,8 +104,11 @@ class Encoder:
         torch = torch_module()
         shared = torch is not None and isinstance(value, torch.nn.Module | torch.optim.Optimizer)
         before, self._rank_local = self._rank_local, self._rank_local or not shared
+        plain = unwrap(value)
+        if torch is not None and isinstance(plain, torch.nn.Module):
+            self.modules.append((path, plain))
         try:
-            return self.encode(unwrap(value).state_dict(), path, depth + 1)
+            return self.encode(plain.state_dict(), path, depth + 1)
         finally:
             self._rank_local = before
 
