@@ -22,12 +22,13 @@ from holdfast.handle import SaveHandle
 from holdfast.layouts import LayoutFiles
 from holdfast.places import DirectoryPlace, Place, PodPlace
 from holdfast.restoring import Restorer
+from holdfast.saving import Saver
 from holdfast.session import Session
 from holdfast.settings import RankSettings
 from holdfast.signals import StopSignal
-from holdfast.staging import Copier, SlotRing
+from holdfast.staging import SlotRing
 from holdfast.state.load import load_state
-from holdfast.state.snapshot import SavePlan, plan_save, read_payload, take_snapshot, write_payload
+from holdfast.state.snapshot import read_payload
 from holdfast.state.wish import Wish
 from holdfast_core.contract import PodContract
 from holdfast_core.errors import (
@@ -35,10 +36,9 @@ from holdfast_core.errors import (
     ConfigError,
     HoldfastError,
     SaveFailedError,
-    UnavailableError,
 )
 from holdfast_core.ids import Level, RestartRound, Step
-from holdfast_core.transfer.messages import Policy, Progress, Stage
+from holdfast_core.transfer.messages import Policy, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -103,13 +103,12 @@ class Checkpointer:
         round_ = self._settings.round if isinstance(self._place, PodPlace) else None
         self._session = Session(self._place.job_uid, self._settings.rank, round_)
         self._ring = SlotRing(self._place.slots_dir, self._settings.rank, self._place.slots)
-        self._copier = Copier()
         self._signal = StopSignal(self._session.want_stop)
         self._store: GangStore | None = None
         self._agreement: StepAgreement | None = None
         self._restorer: Restorer | None = None
-        self._plan: SavePlan | None = None
         self._layouts = LayoutFiles(self._place.layouts_dir)
+        self._saver = Saver(self._session, self._ring, self._layouts, self._settings.rank)
         self._metrics: dict[str, float] = {}
         self._blocked_seconds = 0.0
         self._unreported_seconds = 0.0
@@ -164,7 +163,7 @@ class Checkpointer:
             else:
                 self._session.wait_settled(_SETTLE_SECONDS)
         link.close()
-        self._copier.close()
+        self._saver.close()
         self._ring.close()
         self._place.close(wait=wait)
         self._session.link = None
@@ -298,7 +297,7 @@ class Checkpointer:
         handle = SaveHandle(step, self._round())
         try:
             self._raise_older()
-            self._stage(handle, state, wait=wait)
+            self._hand_over(handle, state, wait=wait)
             self._last_saved = handle.step
         except SaveFailedError:
             raise
@@ -379,39 +378,13 @@ class Checkpointer:
             if sent:
                 self._unreported_seconds = 0.0
 
-    def _stage(self, handle: SaveHandle, state: Mapping[str, Any], *, wait: bool) -> None:
-        link = self._session.link
-        if link is None or not link.is_connected:
-            raise UnavailableError("there is no connection to the sidecar")
-        snapshot = take_snapshot(state, self._settings.rank)
-        if self._plan is None or not self._plan.fits(snapshot):
-            self._plan = plan_save(snapshot, self._settings.rank)
-        plan = self._plan
-        self._layouts.ensure(plan.layout, plan.layout_digest)
-        self._ring.ensure(plan.payload_bytes, handle.round)
-        slot = self._ring.acquire(_BUSY_WAIT_SECONDS if wait else 0.0)
-        if slot is None:
-            self._saves_skipped += 1
-            handle.fail(Level.LOCAL, "skipped: every slot is still being written")
-            logger.info("save of step %d skipped: every slot is still being written", handle.step)
+    def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], *, wait: bool) -> None:
+        if self._saver.save(handle, state, _BUSY_WAIT_SECONDS if wait else 0.0):
+            self._handles.append(handle)
             return
-        slot.begin(handle.round, handle.step, plan.payload_bytes)
-        try:
-            write_payload(plan, snapshot, slot.payload, self._copier.run)
-        except BaseException:
-            slot.abandon()
-            raise
-        slot.complete()
-        stage = Stage(
-            handle.round,
-            handle.step,
-            self._settings.rank,
-            slot.name,
-            plan.payload_bytes,
-            plan.layout_digest,
-        )
-        self._handles.append(handle)
-        self._session.stage(stage, slot, handle)
+        self._saves_skipped += 1
+        handle.fail(Level.LOCAL, "skipped: every slot is still being written")
+        logger.info("save of step %d skipped: every slot is still being written", handle.step)
 
     def _raise_older(self) -> None:
         """With on_save_error="raise": a save that failed after it was handed over is raised here."""
