@@ -78,6 +78,10 @@ class RefusedError(HoldfastError):
         self.code = code
 
 
+class DeviceError(HoldfastError):
+    """An accelerator refused or failed a copy; carries its own words."""
+
+
 class SaveFailedError(HoldfastError):
     """A save did not reach the level that was waited for."""
 

@@ -49,6 +49,9 @@ _DEFAULT_INTERVAL_STEPS = 100
 _BUSY_WAIT_SECONDS = 600.0
 _ACKNOWLEDGE_SECONDS = 10.0
 _SETTLE_SECONDS = 120.0
+_COPIES_SECONDS = 120.0
+"""How long the end waits for a device's copies: a device may hang in a collective for ever."""
+_COPIES_AFTER_ERROR_SECONDS = 10.0
 
 
 class Checkpointer:
@@ -157,6 +160,8 @@ class Checkpointer:
         link = self._session.link
         if link is None:
             return
+        copies_seconds = _COPIES_SECONDS if wait else _COPIES_AFTER_ERROR_SECONDS
+        copied = self._saver.wait(copies_seconds)
         if wait:
             if isinstance(self._place, PodPlace):
                 self._session.wait_acknowledged(_ACKNOWLEDGE_SECONDS)
@@ -164,7 +169,13 @@ class Checkpointer:
                 self._session.wait_settled(_SETTLE_SECONDS)
         link.close()
         self._saver.close()
-        self._ring.close()
+        if copied:
+            self._ring.close()
+        else:  # the device may still write into the slots: they stay mapped until the process ends
+            logger.warning(
+                "a save is lost: its copies from the device were not done within %s s",
+                copies_seconds,
+            )
         self._place.close(wait=wait)
         self._session.link = None
 
@@ -260,6 +271,7 @@ class Checkpointer:
         run never starts from nothing because its checkpoint could not be asked for.
         """
         restorer = self._opened()
+        self._saver.prepare()
         filled = restorer.fetch(Wish(state, self._settings.rank, strict=self._strict))
         if filled is None:
             if before_rng is not None:
@@ -278,16 +290,26 @@ class Checkpointer:
         Raises CapacityError, UnsupportedStateError."""
         self._opened()
         wish = Wish(state, self._settings.rank, strict=self._strict)
-        self._ring.ensure(wish.needed_bytes(), self._round())
+        self._saver.ensure_slots(wish.needed_bytes(), self._round())
 
     def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
         """Copy the state as it is now and return: training may change it at once.
 
         `step`: optimizer steps done. Every rank must save the same steps. Becoming durable goes on in
-        another process; ask the handle. With on_save_error="raise", raises SaveFailedError and what
-        prevented the copy (CapacityError, UnsupportedStateError, UnavailableError).
+        another process; ask the handle. Parameters and optimizer state on a GPU are copied while
+        training goes on, up to the next `optimizer.step()`: before anything else changes them, call
+        `wait_staged`. With on_save_error="raise", raises SaveFailedError and what prevented the copy
+        (CapacityError, UnsupportedStateError, UnavailableError, DeviceError).
         """
         return self._save(Step(step), state, wait=self._when_busy == "wait")
+
+    def wait_staged(self) -> None:
+        """What the current CUDA stream is given from now on runs after the copies of the saves so far.
+
+        Call it before anything but an optimizer's own `step` changes parameters or optimizer state
+        that is on a GPU. Costs next to nothing: neither blocks the host, nor waits for durability.
+        """
+        self._saver.wait_staged()
 
     # ------------------------------------------------------------------ inside
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from holdfast.capacity import allocation_lock, require_room
-from holdfast_core.errors import CapacityError, FormatError
+from holdfast_core.errors import CapacityError, DeviceError, FormatError
 from holdfast_core.format.slot import (
     HEADER_BYTES,
     STATE_OFFSET,
@@ -36,7 +38,19 @@ _PAGE_BYTES = 4096
 _TWO_THREADS_FROM_BYTES = 16 << 20
 _POLL_SECONDS = 0.002
 
+logger = logging.getLogger(__name__)
+
 Jobs = Sequence[tuple[int, Callable[[], object]]]
+
+
+class Pinner(Protocol):
+    """What a device needs of memory that it copies into by itself."""
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Lock the pages. Raises DeviceError."""
+        ...
+
+    def unpin(self, address: int) -> None: ...
 
 
 class Slot:
@@ -48,6 +62,7 @@ class Slot:
         self._memory = memory
         self._rank = rank
         self._bytes: np.ndarray[Any, Any] = np.frombuffer(memory, dtype=np.uint8)
+        self._unpin: Callable[[], None] | None = None
         self.capacity_bytes = len(memory) - HEADER_BYTES
 
     @property
@@ -76,8 +91,22 @@ class Slot:
         """What was begun is void: FREE, without an identity."""
         self._write(SlotState.FREE, None, None, 0)
 
+    @property
+    def is_pinned(self) -> bool:
+        return self._unpin is not None
+
+    def pin(self, pinner: Pinner) -> None:
+        """Lock the pages until `close`. Raises DeviceError."""
+        address = self._bytes.ctypes.data
+        pinner.pin(address, len(self._memory))
+        self._unpin = partial(pinner.unpin, address)
+
     def close(self) -> None:
-        """Views into the payload may still be held; then the mapping goes with the last of them."""
+        """Views into the payload may still be held; then the mapping goes with the last of them.
+        No device may copy into it any more."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         self._bytes = np.empty(0, dtype=np.uint8)
         try:
             self._memory.close()
@@ -111,6 +140,7 @@ class SlotRing:
         self._count = count
         self._slots: list[Slot] = []
         self._last = -1
+        self._pinner: Pinner | None = None
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -119,6 +149,12 @@ class SlotRing:
     @property
     def capacity_bytes(self) -> int:
         return min((slot.capacity_bytes for slot in self._slots), default=0)
+
+    def pin_with(self, pinner: Pinner) -> None:
+        """Page-lock the slots that are there and those to come. Where that fails it is said once, and
+        not tried again: what is copied into them blocks the training thread then."""
+        self._pinner = pinner
+        self._pin()
 
     def ensure(self, capacity_bytes: int, round_: RestartRound) -> None:
         """Every slot holds at least `capacity_bytes`, is touched and mapped.
@@ -154,6 +190,7 @@ class SlotRing:
                 kept[index] = self._allocate(index, descriptor)
         finally:
             self._slots = [kept[index] for index in sorted(kept)]
+        self._pin()
 
     def has_free(self) -> bool:
         """Whether `acquire` would find a slot now; only this rank's own saves take one."""
@@ -184,6 +221,16 @@ class SlotRing:
             if remove:
                 slot.path.unlink(missing_ok=True)
         self._slots = []
+
+    def _pin(self) -> None:
+        for slot in self._slots:
+            if self._pinner is None or slot.is_pinned:
+                continue
+            try:
+                slot.pin(self._pinner)
+            except DeviceError as error:
+                self._pinner = None
+                logger.warning("saves copy from the device while training waits: %s", error)
 
     def _path(self, index: int) -> Path:
         return self._directory / slot_name(self._rank, index)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from holdfast.state.tensors import RAW, Leaf, copy_jobs, own_name, view_stored
+from holdfast.state.tensors import RAW, Leaf, copy_from_device, copy_jobs, own_name, view_stored
 from holdfast.state.tree import Decoder, Encoder
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.canonical import dumps_canonical
@@ -44,10 +45,24 @@ class Snapshot:
     keys: tuple[str, ...]
     modules: tuple[tuple[str, Any], ...] = ()
     """Where modules are in the state, and the modules."""
+    optimizers: tuple[Any, ...] = ()
+    """Those of the state itself."""
 
     @property
     def signature(self) -> tuple[Any, ...]:
         return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.offsets) for leaf in self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopy:
+    """The copy of one tensor from its device to its place in the payload."""
+
+    leaf: Leaf
+    run: Callable[[], None]
+
+    @property
+    def source(self) -> Any:
+        return self.leaf.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +103,13 @@ def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
         objects = dumps_canonical({_STATE: tree})
     except FormatError as error:
         raise UnsupportedStateError(f"state: {error}") from error
-    return Snapshot(tuple(encoder.leaves), objects, tuple(sorted(state)), tuple(encoder.modules))
+    return Snapshot(
+        tuple(encoder.leaves),
+        objects,
+        tuple(sorted(state)),
+        tuple(encoder.modules),
+        tuple(encoder.optimizers),
+    )
 
 
 def plan_save(snapshot: Snapshot, rank: Rank) -> SavePlan:
@@ -129,9 +150,10 @@ def write_payload(
     snapshot: Snapshot,
     target: np.ndarray[Any, Any],
     run: Callable[[list[tuple[int, Callable[[], None]]]], None],
+    leave_out: Callable[[object], bool] | None = None,
 ) -> None:
     """Copy the state's bytes of this moment into `target` (uint8). `run` executes the copies and
-    returns when all are done."""
+    returns when all are done. `leave_out`: tensors that somebody else copies."""
     head = plan.payload.header
     target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
     place = plan.payload.objects
@@ -140,9 +162,30 @@ def write_payload(
     target[place.start + len(text) : place.stop] = ord(" ")
     jobs: list[tuple[int, Callable[[], None]]] = []
     for leaf in snapshot.leaves:
+        if leave_out is not None and leave_out(leaf.source):
+            continue
         where = plan.ranges[leaf.name]
         jobs.extend(copy_jobs(leaf, target[where.start : where.stop], _PIECE_BYTES))
     run(jobs)
+
+
+def device_copies(
+    plan: SavePlan,
+    snapshot: Snapshot,
+    target: np.ndarray[Any, Any],
+    is_on_device: Callable[[object], bool],
+    *,
+    non_blocking: bool,
+) -> list[DeviceCopy]:
+    """What `write_payload` leaves out with `is_on_device`: to be run on the stream of one's choice."""
+    copies: list[DeviceCopy] = []
+    for leaf in snapshot.leaves:
+        if leaf.byte_count and is_on_device(leaf.source):
+            where = plan.ranges[leaf.name]
+            place = target[where.start : where.stop]
+            run = partial(copy_from_device, leaf, place, non_blocking=non_blocking)
+            copies.append(DeviceCopy(leaf, run))
+    return copies
 
 
 def read_payload(source: np.ndarray[Any, Any]) -> dict[str, Any]:

@@ -56,6 +56,17 @@ class Leaf:
     """Stored as bytes: safetensors has no name for its type."""
     source: Any
     """torch.Tensor (possibly on a device) or numpy.ndarray; aliases the training's memory."""
+    owner: Any | None = None
+    """The optimizer whose own state it is."""
+    whole: Any | None = None
+    """The DTensor that `source` is this rank's part of."""
+
+    @property
+    def writes(self) -> int:
+        """How often torch knows it was written in place; tensors that alias it share the count, those
+        made by `.data` do not. Raises RuntimeError for tensors of inference mode, which have none."""
+        # What is done to a DTensor is counted there and not at its part.
+        return int((self.source if self.whole is None else self.whole)._version)
 
 
 def torch_module() -> Any | None:
@@ -83,7 +94,9 @@ def local_part(value: Any) -> Any:
     return value.to_local() if is_distributed(value) else value
 
 
-def make_leaf(name: str, value: Any, path: str) -> tuple[Leaf, dict[str, Any]]:
+def make_leaf(
+    name: str, value: Any, path: str, owner: Any | None = None
+) -> tuple[Leaf, dict[str, Any]]:
     """A leaf and what its reference must say besides the name. Raises UnsupportedStateError."""
     extra: dict[str, Any] = {}
     global_shape, offsets = placement(value, path)
@@ -107,16 +120,36 @@ def make_leaf(name: str, value: Any, path: str) -> tuple[Leaf, dict[str, Any]]:
             local = local.astype(local.dtype.newbyteorder("="))
         byte_count = local.nbytes
         extra["array"] = True
+    whole = value if is_distributed(value) else None
     kind = dtype_name(local)
     stored = _NAMES.get(kind)
     if stored is None:
         extra["dtype"] = kind
         size = local.element_size() if is_tensor(local) else local.itemsize
-        shape, whole = (*local.shape, size), (*global_shape, size)
-        leaf = Leaf(name, RAW, shape, whole, (*offsets, 0), byte_count, True, local)
+        leaf = Leaf(
+            name,
+            RAW,
+            (*local.shape, size),
+            (*global_shape, size),
+            (*offsets, 0),
+            byte_count,
+            True,
+            local,
+            owner,
+            whole,
+        )
     else:
         leaf = Leaf(
-            name, stored, tuple(local.shape), global_shape, offsets, byte_count, False, local
+            name,
+            stored,
+            tuple(local.shape),
+            global_shape,
+            offsets,
+            byte_count,
+            False,
+            local,
+            owner,
+            whole,
         )
     return leaf, extra
 
@@ -141,6 +174,18 @@ def copy_jobs(
     count = max(1, piece_bytes // source.element_size())
     pairs = zip(view.view(-1).split(count), source.view(-1).split(count), strict=True)
     return [(one.numel() * one.element_size(), partial(one.copy_, other)) for one, other in pairs]
+
+
+def copy_from_device(leaf: Leaf, target: np.ndarray[Any, Any], *, non_blocking: bool) -> None:
+    """Write a tensor's bytes into `target` (uint8, byte_count long), on its device's current stream.
+
+    With `non_blocking` they are there when the stream has done it, if `target` is page-locked."""
+    import torch
+
+    source, dtype = leaf.source, leaf.source.dtype
+    if leaf.is_raw:
+        source, dtype = source.contiguous().view(-1).view(torch.uint8), torch.uint8
+    _torch_view(target, dtype, tuple(source.shape)).copy_(source, non_blocking=non_blocking)
 
 
 def view_stored(
@@ -188,7 +233,9 @@ def own_name(stored_dtype: str) -> str:
 
 
 def copy_in(current: Any, saved: Any) -> None:
-    """Copy a saved tensor or array into one that is there, of the same shape."""
+    """Copy a saved tensor or array into one that is there, of the same shape.
+
+    Done when this returns, on a device too: the slot that `saved` lies in may be written then."""
     if is_tensor(current):
         import torch
 

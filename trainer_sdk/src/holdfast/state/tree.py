@@ -64,8 +64,10 @@ class Encoder:
     leaves: list[Leaf] = field(default_factory=list)
     modules: list[tuple[str, Any]] = field(default_factory=list)
     """Where they are in the state, and the modules."""
+    optimizers: list[Any] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
     _rank_local: bool = False
+    _optimizer: Any | None = None
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
         """Raises UnsupportedStateError naming the path."""
@@ -102,15 +104,20 @@ class Encoder:
 
     def _object(self, value: Any, path: str, depth: int) -> Any:
         torch = torch_module()
-        shared = torch is not None and isinstance(value, torch.nn.Module | torch.optim.Optimizer)
-        before, self._rank_local = self._rank_local, self._rank_local or not shared
+        steps = torch is not None and isinstance(value, torch.optim.Optimizer)
+        shared = steps or (torch is not None and isinstance(value, torch.nn.Module))
+        before = self._rank_local, self._optimizer
+        self._rank_local = self._rank_local or not shared
         plain = unwrap(value)
         if torch is not None and isinstance(plain, torch.nn.Module):
             self.modules.append((path, plain))
+        if steps:
+            self.optimizers.append(value)
+            self._optimizer = value
         try:
             return self.encode(plain.state_dict(), path, depth + 1)
         finally:
-            self._rank_local = before
+            self._rank_local, self._optimizer = before
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         keys = list(value)
@@ -138,7 +145,7 @@ class Encoder:
             serial += 1
             name = f"{base}~{serial}"
         self._names.add(name)
-        leaf, extra = make_leaf(name, value, path)
+        leaf, extra = make_leaf(name, value, path, self._optimizer)
         self.leaves.append(leaf)
         if is_distributed(value):
             extra["local"] = True
