@@ -232,6 +232,15 @@ def test_a_parameter_in_no_optimizer_may_be_changed_at_once(training: Training) 
     assert torch.equal(training.saved(1).payload["average"]["w"], torch.ones(3))
 
 
+def test_a_learning_rate_may_be_changed_by_a_schedule(training: Training) -> None:
+    training.optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.5)
+    handle = training.ckpt.save(1, training.state)
+    write_unseen(rate, 0.25)
+    training.step()
+    handle.wait(timeout=60)
+    assert training.saved(1).payload["optim"]["param_groups"][0]["lr"] == 0.5
+
+
 def capture(training: Training) -> None:
     """As torch.cuda.graph does: hooks run once, and at no replay."""
     training.device.captures = True

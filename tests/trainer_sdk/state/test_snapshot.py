@@ -10,7 +10,14 @@ import torch
 from safetensors import torch as safetensors_torch
 
 from holdfast.staging import Copier
-from holdfast.state.snapshot import SavePlan, plan_save, read_payload, take_snapshot, write_payload
+from holdfast.state.snapshot import (
+    SavePlan,
+    device_copies,
+    plan_save,
+    read_payload,
+    take_snapshot,
+    write_payload,
+)
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank
@@ -42,6 +49,22 @@ def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> No
     assert back.shape == value.shape
     one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (back, value))
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_copies_of_a_device_write_the_same_bytes(dtype: torch.dtype) -> None:
+    base = (torch.randn(4, 6) * 10).to(dtype)
+    state = {"x": base, "t": base.t(), "0": base[0, 0], "e": base[:0], "n": np.arange(3)}
+    snapshot = take_snapshot(state, RANK)
+    plan = plan_save(snapshot, RANK)
+    target = np.zeros(plan.payload_bytes, dtype=np.uint8)
+    copies = device_copies(plan, snapshot, target, torch.is_tensor, non_blocking=True)
+    write_payload(plan, snapshot, target, Copier().run, torch.is_tensor)
+    assert not np.array_equal(target, stored(state))
+    assert [copy.leaf.name for copy in copies] == ["x", "t", "0"]
+    for copy in copies:
+        copy.run()
+    assert np.array_equal(target, stored(state))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int16", "uint64", "bool", "complex128", ">i4"])

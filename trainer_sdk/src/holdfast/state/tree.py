@@ -68,6 +68,7 @@ class Encoder:
     _names: set[str] = field(default_factory=set)
     _rank_local: bool = False
     _optimizer: Any | None = None
+    _owned: str = ""
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
         """Raises UnsupportedStateError naming the path."""
@@ -106,18 +107,19 @@ class Encoder:
         torch = torch_module()
         steps = torch is not None and isinstance(value, torch.optim.Optimizer)
         shared = steps or (torch is not None and isinstance(value, torch.nn.Module))
-        before = self._rank_local, self._optimizer
+        before = self._rank_local, self._optimizer, self._owned
         self._rank_local = self._rank_local or not shared
         plain = unwrap(value)
         if torch is not None and isinstance(plain, torch.nn.Module):
             self.modules.append((path, plain))
         if steps:
             self.optimizers.append(value)
-            self._optimizer = value
+            # Not its param_groups: a schedule writes a learning rate that is a tensor.
+            self._optimizer, self._owned = value, f"{path}.state."
         try:
             return self.encode(plain.state_dict(), path, depth + 1)
         finally:
-            self._rank_local, self._optimizer = before
+            self._rank_local, self._optimizer, self._owned = before
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         keys = list(value)
@@ -145,7 +147,8 @@ class Encoder:
             serial += 1
             name = f"{base}~{serial}"
         self._names.add(name)
-        leaf, extra = make_leaf(name, value, path, self._optimizer)
+        owner = self._optimizer if path.startswith(self._owned) else None
+        leaf, extra = make_leaf(name, value, path, owner)
         self.leaves.append(leaf)
         if is_distributed(value):
             extra["local"] = True
