@@ -101,6 +101,7 @@ def make_leaf(
     extra: dict[str, Any] = {}
     global_shape, offsets = placement(value, path)
     local = local_part(value)
+    whole = None if local is value else value
     if is_tensor(local):
         if local.layout is not torch_module().strided or local.is_quantized:  # type: ignore[union-attr]
             raise UnsupportedStateError(
@@ -120,7 +121,6 @@ def make_leaf(
             local = local.astype(local.dtype.newbyteorder("="))
         byte_count = local.nbytes
         extra["array"] = True
-    whole = value if is_distributed(value) else None
     kind = dtype_name(local)
     stored = _NAMES.get(kind)
     if stored is None:
