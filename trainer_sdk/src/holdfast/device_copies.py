@@ -49,7 +49,7 @@ class DeviceCopies:
         self._pending: list[PendingCopies] = []
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._distrusted: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._finished: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._to_finish: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._hook: Any = None
 
@@ -120,7 +120,7 @@ class DeviceCopies:
             finally:
                 self._remove(pending)
 
-        self._finished.put(finish)
+        self._to_finish.put(finish)
 
     def hold_back(self) -> None:
         """What the current stream is given from now on runs after all pending copies. Does not block
@@ -146,7 +146,7 @@ class DeviceCopies:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self._finished.put(None)
+        self._to_finish.put(None)
 
     # ------------------------------------------------------------------ inside
 
@@ -161,7 +161,7 @@ class DeviceCopies:
         self.hold_back()
 
     def _run(self) -> None:
-        while (finish := self._finished.get()) is not None:
+        while (finish := self._to_finish.get()) is not None:
             finish()
 
     def _outcome(self, pending: PendingCopies) -> str | None:
