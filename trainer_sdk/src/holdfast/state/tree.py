@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.tensors import Leaf, is_distributed, is_tensor, make_leaf, torch_module
+from holdfast.state.tensors import Leaf, is_tensor, make_leaf, torch_module
 from holdfast_core.errors import FormatError, UnsupportedStateError
 
 _MAX_DEPTH = 200
@@ -147,10 +147,12 @@ class Encoder:
             serial += 1
             name = f"{base}~{serial}"
         self._names.add(name)
-        owner = self._optimizer if path.startswith(self._owned) else None
+        owner = self._optimizer
+        if owner is not None and not path.startswith(self._owned):
+            owner = None
         leaf, extra = make_leaf(name, value, path, owner)
         self.leaves.append(leaf)
-        if is_distributed(value):
+        if leaf.whole is not None:
             extra["local"] = True
         return {"$tensor": name, **extra}
 
