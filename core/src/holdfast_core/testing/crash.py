@@ -1,0 +1,119 @@
+"""Crash tests: a program is killed at every system call of a save, or the power is cut after it.
+
+Both give problems as sentences; a crash test passes when there are none. `Check` looks at what is
+left in a directory, given what the program had said, as a fresh process would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast_core.testing.traced import Recorder, Say, run
+from holdfast_core.testing.write_orders import Op, build, power_cuts
+
+Check = Callable[[Path, Sequence[str]], list[str]]
+"""(directory, words that were said) -> problems."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    tried: int
+    """Kills, or different states after a power cut."""
+    calls: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def kill_at_every_call(
+    prepare: Callable[[Path], None], program: Callable[[Path, Say], None], check: Check
+) -> Report:
+    """SIGKILL before each call of `program` that would change something in its directory.
+
+    `prepare` fills the directory once, and is not killed. The last run is not killed either.
+    """
+    problems: list[str] = []
+    with scratch() as base:
+        before = base / "before"
+        before.mkdir()
+        prepare(before)
+        kill_at = 1
+        while True:
+            directory = base / f"kill{kill_at}"
+            shutil.copytree(before, directory)
+            outcome = run(_bound(program, directory), directory, kill_at=kill_at)
+            where = f"killed before call {kill_at} ({outcome.calls[-1]})"
+            problems += [f"{where}: {p}" for p in in_child(check, directory, outcome.said)]
+            shutil.rmtree(directory)
+            if not outcome.killed:
+                return Report(kill_at - 1, outcome.calls, tuple(problems))
+            kill_at += 1
+
+
+def record(*programs: Callable[[Path, Say], None], kill_first_at: int | None = None) -> list[Op]:
+    """The log of these programs, one after the other in one directory that is empty at first. The
+    first one may be killed before a call."""
+    with scratch() as base:
+        recorder = Recorder(base)
+        for number, program in enumerate(programs):
+            kill_at = kill_first_at if number == 0 else None
+            run(_bound(program, base), base, kill_at=kill_at, recorder=recorder)
+        return recorder.log
+
+
+def cut_power(log: Sequence[Op], check: Check, *, at: Sequence[int] | None = None) -> Report:
+    """Every state that a power cut may leave after each op of the log, or after those of `at`."""
+    problems: list[str] = []
+    tried = 0
+    for cut in power_cuts(log, at=at):
+        tried += 1
+        with scratch() as directory:
+            build(cut.tree, directory)
+            lost = ", ".join(str(change)[:80] for change in cut.lost)
+            where = f"power cut after op {cut.after}, lost [{lost}], said {cut.said[-1:]}"
+            problems += [f"{where}: {p}" for p in _checked(check, directory, cut.said)]
+    return Report(tried, (), tuple(problems))
+
+
+def in_child(check: Check, directory: Path, said: Sequence[str]) -> list[str]:
+    """What `check` says in a process of its own."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with open(writes, "w") as answer:
+                json.dump(_checked(check, directory, said), answer)
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with open(reads) as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    found: list[str] = json.loads(text or '["the check ended without an answer"]')
+    return found
+
+
+def _checked(check: Check, directory: Path, said: Sequence[str]) -> list[str]:
+    try:
+        return check(directory, said)
+    except Exception:  # noqa: BLE001 - whatever a restore raises is a problem of this crash
+        return [traceback.format_exc(limit=-3)]
+
+
+def _bound(program: Callable[[Path, Say], None], directory: Path) -> Callable[[Say], None]:
+    return lambda say: program(directory, say)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory in memory where there is one: nothing here has to survive this machine."""
+    memory = Path("/dev/shm")
+    parent = memory if memory.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="holdfast-crash-", dir=parent) as directory:
+        yield Path(directory)

@@ -1,0 +1,232 @@
+"""What a power cut may leave of a recorded log of changes to a directory tree. Pure.
+
+The model is what POSIX promises and no more, so that ext4 and xfs stay within it: fsync of a file
+makes its bytes and its size durable, fsync of a directory makes the names in it durable, and of all
+that is not durable any part may be there and any part missing, in no order. A rename is there or
+not, as one. A write of several blocks may be torn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = 0
+"""Inode of the directory that was recorded; it exists before everything else."""
+WINDOW = 3
+"""How many changes go missing, or arrive, out of order where there are too many for all subsets."""
+_ALL_SUBSETS_UP_TO = 6
+_BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    parent: int
+    name: str
+    inode: int
+    directory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    parent: int
+    name: str
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    parent: int
+    name: str
+    to_parent: int
+    to_name: str
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    parent: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    inode: int
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    inode: int
+    size: int
+    shrinks: bool
+    """False for what only makes room: a preallocation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """No change: the program told its user something from here on."""
+
+    words: str
+
+
+Change = Create | Link | Rename | Remove | Write | Resize
+Op = Change | Sync | Said
+
+
+@dataclass(frozen=True, slots=True)
+class PowerCut:
+    """The tree that may be found, and what had been said before."""
+
+    after: int
+    """Ops of the log that were begun."""
+    lost: tuple[Change, ...]
+    said: tuple[str, ...]
+    tree: Tree
+
+
+Tree = tuple[tuple[str, bytes | None], ...]
+"""Path below the root -> content; None for a directory. Sorted."""
+
+
+def power_cuts(log: Sequence[Op], *, at: Sequence[int] | None = None) -> Iterator[PowerCut]:
+    """Each different (tree, words said) once. `at`: only cuts after so many ops; None: after each."""
+    ops = tuple(torn(log))
+    places = range(len(ops) + 1) if at is None else [_torn_index(log, n) for n in at]
+    seen: set[tuple[Tree, tuple[str, ...]]] = set()
+    for after in places:
+        done = ops[:after]
+        said = tuple(op.words for op in done if isinstance(op, Said))
+        changes = [n for n, op in enumerate(done) if not isinstance(op, Sync | Said)]
+        pending = [n for n in changes if not _is_durable(done, n)]
+        for lost in _subsets(pending):
+            kept = [done[n] for n in changes if n not in lost]
+            tree = tree_of([op for op in kept if not isinstance(op, Sync | Said)])
+            if (tree, said) not in seen:
+                seen.add((tree, said))
+                gone = tuple(ops[n] for n in sorted(lost))
+                yield PowerCut(
+                    after, tuple(op for op in gone if not isinstance(op, Sync | Said)), said, tree
+                )
+
+
+def torn(log: Sequence[Op]) -> Iterator[Op]:
+    """Writes of more than a block become two that may be lost apart."""
+    for op in log:
+        if isinstance(op, Write) and len(op.data) > _BLOCK_BYTES:
+            cut = len(op.data) // 2 // _BLOCK_BYTES * _BLOCK_BYTES or _BLOCK_BYTES
+            yield Write(op.inode, op.offset, op.data[:cut])
+            yield Write(op.inode, op.offset + cut, op.data[cut:])
+        else:
+            yield op
+
+
+def _torn_index(log: Sequence[Op], after: int) -> int:
+    return len(tuple(torn(log[:after])))
+
+
+def _is_durable(done: Sequence[Op], number: int) -> bool:
+    touched = _touches(done[number])
+    return any(isinstance(op, Sync) and op.inode in touched for op in done[number + 1 :])
+
+
+def _touches(op: Op) -> tuple[int, ...]:
+    """The inodes whose fsync makes it durable."""
+    match op:
+        case Create() | Link() | Remove():
+            return (op.parent,)
+        case Rename():
+            return (op.parent, op.to_parent)
+        case Write() | Resize():
+            return (op.inode,)
+        case Sync() | Said():
+            return ()
+
+
+def _subsets(pending: Sequence[int]) -> Iterator[frozenset[int]]:
+    """Sets of changes that are lost."""
+    everything = frozenset(pending)
+    if len(pending) <= _ALL_SUBSETS_UP_TO:
+        for size in range(len(pending) + 1):
+            yield from map(frozenset, itertools.combinations(pending, size))
+        return
+    for size in range(WINDOW + 1):
+        for few in itertools.combinations(pending, size):
+            yield frozenset(few)
+            yield everything - frozenset(few)
+
+
+@dataclass(slots=True)
+class _Inode:
+    names: dict[str, int] | None
+    """Of a directory; None for a file."""
+    data: bytearray = field(default_factory=bytearray)
+
+    def entries(self) -> dict[str, int]:
+        return {} if self.names is None else self.names
+
+
+def tree_of(changes: Sequence[Change]) -> Tree:
+    """What these changes alone, in this order, make of an empty directory."""
+    inodes: dict[int, _Inode] = {ROOT: _Inode({})}
+
+    def directory(inode: int) -> dict[str, int]:
+        # The name of a directory may be lost while names in it are durable: nobody reaches them.
+        return inodes.setdefault(inode, _Inode({})).entries()
+
+    def file(inode: int) -> bytearray:
+        return inodes.setdefault(inode, _Inode(None)).data
+
+    for change in changes:
+        match change:
+            case Create():
+                inodes.setdefault(change.inode, _Inode({} if change.directory else None))
+                directory(change.parent)[change.name] = change.inode
+            case Link():
+                file(change.inode)
+                directory(change.parent)[change.name] = change.inode
+            case Rename():
+                file(change.inode)
+                held = directory(change.parent)
+                if held.get(change.name) == change.inode:
+                    del held[change.name]
+                directory(change.to_parent)[change.to_name] = change.inode
+            case Remove():
+                directory(change.parent).pop(change.name, None)
+            case Write():
+                data = file(change.inode)
+                data.extend(bytes(max(0, change.offset - len(data))))
+                data[change.offset : change.offset + len(change.data)] = change.data
+            case Resize():
+                data = file(change.inode)
+                data.extend(bytes(max(0, change.size - len(data))))
+                if change.shrinks:
+                    del data[change.size :]
+    return tuple(sorted(_walk(inodes, ROOT, "")))
+
+
+def _walk(inodes: dict[int, _Inode], inode: int, prefix: str) -> Iterator[tuple[str, bytes | None]]:
+    for name, child in inodes[inode].entries().items():
+        held = inodes[child]
+        if held.names is None:
+            yield prefix + name, bytes(held.data)
+        else:
+            yield prefix + name, None
+            yield from _walk(inodes, child, f"{prefix}{name}/")
+
+
+def build(tree: Tree, root: Path) -> None:
+    """Make the tree below `root`, which is empty."""
+    for path, content in tree:
+        if content is None:
+            (root / path).mkdir(mode=0o700)
+        else:
+            (root / path).write_bytes(content)
