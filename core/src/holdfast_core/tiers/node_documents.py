@@ -19,8 +19,8 @@ from holdfast_core.errors import (
 from holdfast_core.format.canonical import dumps_canonical, loads_strict
 from holdfast_core.format.checks import expect_int, expect_object
 from holdfast_core.format.digest import digest_of, parse_digest
-from holdfast_core.ids import RestartRound
-from holdfast_core.tiers.disk import Directories, TempFile, disk_errors, write_at
+from holdfast_core.ids import Digest, RestartRound
+from holdfast_core.tiers.disk import Directories, TempFile, disk_errors, fsync_directory, write_at
 
 _DIGEST_BYTES = len("\n") + len("b3:") + 64 + len("\n")
 _ROUND_FIELDS = frozenset({"round", "version"})
@@ -36,6 +36,8 @@ def write_document(path: Path, document: bytes, directories: Directories) -> boo
     """put-if-absent, durable. False where the same document is there. Raises AlreadyExistsError
     for another one, CorruptionError where the one that is there is damaged."""
     digest = digest_of(document)
+    if _is_there(path, digest):
+        return False
     with disk_errors(f"creating a temporary file for {path}"):
         temp = TempFile(path.parent, directories)
     try:
@@ -47,10 +49,23 @@ def write_document(path: Path, document: bytes, directories: Directories) -> boo
                 return True
     finally:
         temp.discard()
-    found = digest_of(read_document(path))
+    _is_there(path, digest)
+    return False
+
+
+def _is_there(path: Path, digest: Digest) -> bool:
+    """Whether the document is there; durable when the answer is yes. Raises AlreadyExistsError,
+    CorruptionError."""
+    try:
+        found = digest_of(read_document(path))
+    except NotFoundError:
+        return False
     if found != digest:
         raise AlreadyExistsError(f"{path}: holds the document {found}, refused to put {digest}")
-    return False
+    # Whoever wrote it may not have come to this yet, or have died before.
+    with disk_errors(f"fsync of {path.parent}"):
+        fsync_directory(path.parent)
+    return True
 
 
 def read_document(path: Path) -> bytes:
