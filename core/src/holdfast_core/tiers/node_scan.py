@@ -11,7 +11,13 @@ from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.keys import ManifestKey, ShardKey, parse_key, shard_key
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import CheckpointId, JobUid
-from holdfast_core.tiers.disk import TEMP_PREFIX, BufferPool, disk_errors, remove_dead_temp
+from holdfast_core.tiers.disk import (
+    TEMP_PREFIX,
+    BufferPool,
+    disk_errors,
+    fsync_directory,
+    remove_dead_temp,
+)
 from holdfast_core.tiers.disk_shard import read_record
 
 
@@ -40,12 +46,18 @@ class ScanResult:
 
 def scan(root: Path, reserved: frozenset[str], buffers: BufferPool) -> ScanResult:
     """Read head and trailer of every shard below the jobs' directories of `root`; remove temporary
-    files whose writers are gone. Payloads are not read."""
+    files whose writers are gone. Payloads are not read.
+
+    What is found is durable when this returns: a process that was killed between a rename and the
+    fsync of its directory leaves a name that everybody sees and that a power cut takes away.
+    """
     shards: list[FoundShard] = []
     torn: list[TornShard] = []
     skipped: list[str] = []
     removed = 0
     other_bytes = 0
+    for directory in _directories(root):
+        _make_durable(directory)
     for path in _files(root):
         if path.name.startswith(TEMP_PREFIX):
             removed += remove_dead_temp(path)
@@ -90,6 +102,20 @@ def _read_shard(path: Path, parts: tuple[str, ...], buffers: BufferPool) -> Shar
     if record.header.job_uid != parts[0] or shard_key(record.ref) != "/".join(parts[1:]):
         raise CorruptionError(f"{path}: the file says it is {record.ref}: renamed or misdirected")
     return record
+
+
+def _make_durable(directory: Path) -> None:
+    with disk_errors(f"fsync of {directory}"):
+        try:
+            fsync_directory(directory)
+        except FileNotFoundError:
+            return  # pruned by another process meanwhile
+
+
+def _directories(root: Path) -> Iterator[Path]:
+    with disk_errors(f"listing {root}"):
+        for directory, _, _ in os.walk(root, followlinks=False):
+            yield Path(directory)
 
 
 def _files(root: Path) -> Iterator[Path]:
