@@ -6,6 +6,7 @@ because a tracer waits for all of its children.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.payload import PayloadPlan
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
 from holdfast_core.store import build_manifest, candidates, commit_local
 from holdfast_core.testing.builders import (
@@ -25,7 +27,13 @@ from holdfast_core.testing.builders import (
     shard_file,
     shard_header,
 )
-from holdfast_core.testing.crash import Report, cut_power, kill_at_every_call, record
+from holdfast_core.testing.crash import (
+    Report,
+    cut_power,
+    cut_power_after_a_restart,
+    kill_at_every_call,
+    record,
+)
 from holdfast_core.testing.traced import Say
 from holdfast_core.testing.write_orders import Link, Op, Rename, Said, Sync
 from holdfast_core.tiers.node import DiskNodeTier
@@ -43,16 +51,19 @@ def opened(directory: Path) -> DiskNodeTier:
     return tier
 
 
+@functools.cache
+def plan_of(rank: int) -> tuple[bytes, PayloadPlan]:
+    return rank_layout_and_plan(rank=rank, world_size=WORLD, rows_per_rank=ROWS)
+
+
+@functools.cache
 def bytes_of(step: int, rank: int) -> bytes:
-    _, plan = rank_layout_and_plan(rank=rank, world_size=WORLD, rows_per_rank=ROWS)
-    return payload(plan.total_bytes, seed=100 * step + rank)
+    return payload(plan_of(rank)[1].total_bytes, seed=100 * step + rank)
 
 
 def save(tier: DiskNodeTier, step: int, say: Say, order: str = "") -> None:
     """Rank 0 is this pod's, rank 1 a peer's copy; then the commit; then the prune."""
-    layouts = [
-        rank_layout_and_plan(rank=r, world_size=WORLD, rows_per_rank=ROWS)[0] for r in range(WORLD)
-    ]
+    layouts = [plan_of(rank)[0] for rank in range(WORLD)]
     headers = [
         shard_header(
             len(bytes_of(step, rank)),
@@ -212,7 +223,9 @@ def main(what: str, mutant: str = "") -> Report:
     if what == "power":
         order = "" if mutant in LOG_MUTANTS else mutant
         log = record(lambda d, say: whole_life(d, say, order))
-        return cut_power(LOG_MUTANTS.get(mutant, list)(log), check)
+        return cut_power(LOG_MUTANTS.get(mutant, list)(log), check, enough=1)
+    if what == "again":
+        return cut_power_after_a_restart(first_saves, next_save, check)
     raise SystemExit(f"unknown: {what}")
 
 

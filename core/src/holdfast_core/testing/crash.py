@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.testing.traced import Recorder, Say, run
-from holdfast_core.testing.write_orders import Op, build, power_cuts
+from holdfast_core.testing.write_orders import Op, Said, build, power_cuts
 
 Check = Callable[[Path, Sequence[str]], list[str]]
 """(directory, words that were said) -> problems."""
+
+_NAMES_CHANGE = frozenset({"renameat", "linkat", "unlinkat", "mkdirat"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +58,54 @@ def kill_at_every_call(
             kill_at += 1
 
 
-def record(*programs: Callable[[Path, Say], None], kill_first_at: int | None = None) -> list[Op]:
-    """The log of these programs, one after the other in one directory that is empty at first. The
-    first one may be killed before a call."""
+def record(program: Callable[[Path, Say], None]) -> list[Op]:
+    """The log of a program in a directory that is empty at first."""
     with scratch() as base:
         recorder = Recorder(base)
-        for number, program in enumerate(programs):
-            kill_at = kill_first_at if number == 0 else None
-            run(_bound(program, base), base, kill_at=kill_at, recorder=recorder)
+        run(_bound(program, base), base, recorder=recorder)
         return recorder.log
 
 
-def cut_power(log: Sequence[Op], check: Check, *, at: Sequence[int] | None = None) -> Report:
-    """Every state that a power cut may leave after each op of the log, or after those of `at`."""
+def cut_power_after_a_restart(
+    prepare: Callable[[Path], None], program: Callable[[Path, Say], None], check: Check
+) -> Report:
+    """1. `prepare` runs. 2. `program` is killed right after a name changed, before that is durable.
+    3. It is started again and runs to its end. 4. The power fails right after something was said.
+
+    What a killed process left is there for everybody to see, and gone with the power.
+    """
+    problems: list[str] = []
+    tried = 0
+    kill_at = 1
+    while True:
+        with scratch() as base:
+            recorder = Recorder(base)
+            run(lambda _, base=base: prepare(base), base, recorder=recorder)
+            first = run(_bound(program, base), base, kill_at=kill_at, recorder=recorder)
+            if not first.killed:
+                return Report(tried, first.calls, tuple(problems))
+            kill_at += 1
+            if not first.calls[-2:-1] or first.calls[-2].split()[0] not in _NAMES_CHANGE:
+                continue
+            begun = len(recorder.log)
+            run(_bound(program, base), base, recorder=recorder)
+        log = recorder.log
+        at = [n + 1 for n in range(begun, len(log)) if isinstance(log[n], Said)]
+        report = cut_power(log, check, at=at, enough=1)
+        tried += report.tried
+        problems += [f"killed after {first.calls[-2]}: {problem}" for problem in report.problems]
+
+
+def cut_power(
+    log: Sequence[Op], check: Check, *, at: Sequence[int] | None = None, enough: int = 20
+) -> Report:
+    """Every state that a power cut may leave after each op of the log, or after those of `at`;
+    stops when `enough` problems are known."""
     problems: list[str] = []
     tried = 0
     for cut in power_cuts(log, at=at):
+        if len(problems) >= enough:
+            break
         tried += 1
         with scratch() as directory:
             build(cut.tree, directory)
