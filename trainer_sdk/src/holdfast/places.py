@@ -23,6 +23,7 @@ from holdfast.settings import RankSettings
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound
+from holdfast_core.tiers.disk import make_directories
 from holdfast_core.transfer.messages import Policy
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -103,7 +104,7 @@ class DirectoryPlace:
         """Raises ConfigError when the folder cannot be used."""
         root = root.absolute()
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_directories(root)
         except OSError as error:
             raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
         if settings.scratch_dir is not None:

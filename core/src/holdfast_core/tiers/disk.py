@@ -60,6 +60,18 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def make_directories(path: Path, mode: int = 0o777) -> None:
+    """Make `path` and the parents that are missing, as mkdir(parents=True) does, and make their names
+    durable: a power cut would take everything below a name that is not."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        directory.mkdir(mode=mode, exist_ok=True)
+        fsync_directory(directory.parent)
+
+
 class Directories:
     """Makes directories 0700 and makes their names durable, once in this process."""
 
@@ -74,10 +86,12 @@ class Directories:
         with self.lock:
             if path in self._durable:
                 return
-            if path != self._root:
+            if path == self._root:
+                make_directories(path.parent)
+            else:
                 self.ensure(path.parent)
             try:
-                path.mkdir(mode=0o700, parents=path == self._root)
+                path.mkdir(mode=0o700)
             except FileExistsError:
                 if stat.S_ISLNK(path.lstat().st_mode) and path != self._root:
                     raise
