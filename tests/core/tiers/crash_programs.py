@@ -219,11 +219,13 @@ LOG_MUTANTS = {
 
 def main(what: str, mutant: str = "") -> Report:
     if what == "kills":
-        return kill_at_every_call(first_saves, lambda d, say: next_save(d, say, mutant), check)
+        killed = lambda directory, say: next_save(directory, say, mutant)  # noqa: E731
+        return kill_at_every_call(first_saves, killed, check, enough=1 if mutant else 20)
     if what == "power":
         order = "" if mutant in LOG_MUTANTS else mutant
         log = record(lambda d, say: whole_life(d, say, order))
-        return cut_power(LOG_MUTANTS.get(mutant, list)(log), check, enough=1)
+        mutated = LOG_MUTANTS.get(mutant, list)(log)
+        return cut_power(mutated, check, enough=1 if mutant else 20)
     if what == "again":
         return cut_power_after_a_restart(first_saves, next_save, check)
     raise SystemExit(f"unknown: {what}")

@@ -6,14 +6,11 @@ what was saved, nothing older than what was acknowledged, no temporary file, and
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from holdfast_core.testing.crash import report_of
 from holdfast_core.testing.traced import can_trace
 
 PROGRAMS = Path(__file__).with_name("crash_programs.py")
@@ -21,40 +18,27 @@ PROGRAMS = Path(__file__).with_name("crash_programs.py")
 pytestmark = pytest.mark.skipif(can_trace() is not None, reason=str(can_trace()))
 
 
-def report(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAMS), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def test_a_save_killed_at_any_call_loses_nothing() -> None:
-    found = report("kills")
-    assert found["problems"] == []
-    called = {call.split()[0] for call in found["calls"]}
+    found = report_of(PROGRAMS, "kills")
+    assert found.problems == ()
+    called = {call.split()[0] for call in found.calls}
     assert called >= {"openat", "pwrite64", "fsync", "renameat", "linkat", "unlinkat", "mkdirat"}
-    assert found["tried"] == len(found["calls"])
+    assert found.tried == len(found.calls)
 
 
 def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
     """F16: at every moment of three saves, a round and a prune."""
-    found = report("power")
-    assert found["problems"] == []
-    assert found["tried"] > 100
+    found = report_of(PROGRAMS, "power")
+    assert found.problems == ()
+    assert found.tried > 100
 
 
 def test_what_a_killed_process_left_is_durable_before_it_is_relied_on() -> None:
     """A rename that a kill kept from its fsync is there for the next process and gone with the
     power: that process may not acknowledge what rests on it."""
-    found = report("again")
-    assert found["problems"] == []
-    assert found["tried"] > 20
+    found = report_of(PROGRAMS, "again")
+    assert found.problems == ()
+    assert found.tried > 20
 
 
 @pytest.mark.parametrize(
@@ -69,10 +53,12 @@ def test_what_a_killed_process_left_is_durable_before_it_is_relied_on() -> None:
     ],
 )
 def test_the_replay_of_writes_finds_what_it_is_for(mutant: str, symptom: str) -> None:
-    (problem, *_) = report("power", mutant)["problems"]
+    (problem, *_) = report_of(PROGRAMS, "power", mutant).problems
     assert symptom in problem
 
 
 @pytest.mark.parametrize("mutant", ["manifest-before-shards", "shards-deleted-first"])
 def test_the_kills_find_what_they_are_for(mutant: str) -> None:
-    assert any("cannot be restored" in problem for problem in report("kills", mutant)["problems"])
+    assert any(
+        "cannot be restored" in problem for problem in report_of(PROGRAMS, "kills", mutant).problems
+    )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -34,11 +36,16 @@ class Report:
 
 
 def kill_at_every_call(
-    prepare: Callable[[Path], None], program: Callable[[Path, Say], None], check: Check
+    prepare: Callable[[Path], None],
+    program: Callable[[Path, Say], None],
+    check: Check,
+    *,
+    enough: int = 20,
 ) -> Report:
     """SIGKILL before each call of `program` that would change something in its directory.
 
-    `prepare` fills the directory once, and is not killed. The last run is not killed either.
+    `prepare` fills the directory once, and is not killed. The last run is not killed either. Stops
+    when `enough` problems are known.
     """
     problems: list[str] = []
     with scratch() as base:
@@ -53,21 +60,25 @@ def kill_at_every_call(
             where = f"killed before call {kill_at} ({outcome.calls[-1]})"
             problems += [f"{where}: {p}" for p in in_child(check, directory, outcome.said)]
             shutil.rmtree(directory)
-            if not outcome.killed:
+            if not outcome.killed or len(problems) >= enough:
                 return Report(kill_at - 1, outcome.calls, tuple(problems))
             kill_at += 1
 
 
-def record(program: Callable[[Path, Say], None]) -> list[Op]:
-    """The log of a program in a directory that is empty at first."""
+def record(program: Callable[[Path, Say], None], *, ignored: Sequence[str] = ()) -> list[Op]:
+    """The log of a program in a directory that is empty at first; see Recorder.ignored."""
     with scratch() as base:
-        recorder = Recorder(base)
+        recorder = Recorder(base, tuple(ignored))
         run(_bound(program, base), base, recorder=recorder)
         return recorder.log
 
 
 def cut_power_after_a_restart(
-    prepare: Callable[[Path], None], program: Callable[[Path, Say], None], check: Check
+    prepare: Callable[[Path], None],
+    program: Callable[[Path, Say], None],
+    check: Check,
+    *,
+    ignored: Sequence[str] = (),
 ) -> Report:
     """1. `prepare` runs. 2. `program` is killed right after a name changed, before that is durable.
     3. It is started again and runs to its end. 4. The power fails right after something was said.
@@ -79,8 +90,8 @@ def cut_power_after_a_restart(
     kill_at = 1
     while True:
         with scratch() as base:
-            recorder = Recorder(base)
-            run(lambda _, base=base: prepare(base), base, recorder=recorder)
+            recorder = Recorder(base, tuple(ignored))
+            run(_quietly(prepare, base), base, recorder=recorder)
             first = run(_bound(program, base), base, kill_at=kill_at, recorder=recorder)
             if not first.killed:
                 return Report(tried, first.calls, tuple(problems))
@@ -115,6 +126,18 @@ def cut_power(
     return Report(tried, (), tuple(problems))
 
 
+def report_of(program: Path, *arguments: str) -> Report:
+    """What a file of crash programs prints: it runs in a process of its own, whose only children are
+    the traced ones. Raises AssertionError with its errors."""
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise AssertionError(f"{program.name} {arguments}: {done.stderr}")
+    found = json.loads(done.stdout)
+    return Report(found["tried"], tuple(found["calls"]), tuple(found["problems"]))
+
+
 def in_child(check: Check, directory: Path, said: Sequence[str]) -> list[str]:
     """What `check` says in a process of its own."""
     reads, writes = os.pipe()
@@ -142,6 +165,10 @@ def _checked(check: Check, directory: Path, said: Sequence[str]) -> list[str]:
 
 def _bound(program: Callable[[Path, Say], None], directory: Path) -> Callable[[Say], None]:
     return lambda say: program(directory, say)
+
+
+def _quietly(prepare: Callable[[Path], None], directory: Path) -> Callable[[Say], None]:
+    return lambda _: prepare(directory)
 
 
 @contextmanager

@@ -70,6 +70,8 @@ class Recorder:
     several programs, one after the other, over the same directory."""
 
     root: Path
+    ignored: tuple[str, ...] = ()
+    """Paths below the root that nothing durable rests on."""
     log: list[Op] = field(default_factory=list)
     _inodes: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -77,7 +79,10 @@ class Recorder:
         self._inodes[_identity(self.root)] = ROOT
 
     def covers(self, path: str) -> bool:
-        return path == str(self.root) or path.startswith(f"{self.root}/")
+        below = path.removeprefix(f"{self.root}/")
+        if any(below == name or below.startswith(f"{name}/") for name in self.ignored):
+            return False
+        return path == str(self.root) or below != path
 
     def done(self, call: Call, result: int) -> None:
         """The call has succeeded. Raises AssertionError for one that the model does not know."""
