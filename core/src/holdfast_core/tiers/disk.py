@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast_core.errors import CapacityError, HoldfastError, TierError, UnavailableError
@@ -129,13 +129,17 @@ class TempFile:
                     fd = os.open(path, flags, 0o600)
                 except FileExistsError:
                     continue  # of a dead process with the same id: open() removes it
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink == 1:
-                break
-            os.close(fd)  # a scan took it for a dead one between open and lock
-        self.path = path
-        self.fd = fd
-        self._closed = False
+            self.path = path
+            self.fd = fd
+            self._closed = False
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if os.fstat(fd).st_nlink == 1:
+                    break
+            except OSError:
+                self.discard()
+                raise
+            self._close()  # a scan took it for a dead one between open and lock
         failpoint("node.after_create")
 
     def preallocate(self, size: int) -> None:
@@ -182,9 +186,14 @@ class TempFile:
         return True
 
     def discard(self) -> None:
-        """Remove what was not published. May be called twice, and after publish."""
+        """Remove what was not published. May be called twice, and after publish.
+
+        What the disk refuses to remove stays for the next start, unlocked: the error that led here
+        is the one to be told.
+        """
         if not self._closed:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
             self._close()
 
     def _close(self) -> None:
