@@ -1,18 +1,21 @@
 """What a sidecar does to its node tier in one save, to be killed anywhere; and what must be left.
 
-usage: crash_programs.py kills|power|again [MUTANT]; prints a report as JSON. A process of its own,
-because a tracer waits for all of its children.
+usage: crash_programs.py kills|power [MUTANT] | again | fails|fails-for-ever ERRNO; prints a report as
+JSON. A process of its own, because a tracer waits for all of its children.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.payload import PayloadPlan
@@ -31,6 +34,7 @@ from holdfast_core.testing.crash import (
     Report,
     cut_power,
     cut_power_after_a_restart,
+    fail_at_every_call,
     kill_at_every_call,
     record,
 )
@@ -111,6 +115,37 @@ def next_save(directory: Path, say: Say, order: str = "") -> None:
     tier.write_round(ROUND, 1)
     say(f"round {ROUND}")
     save(tier, 3, say, order)
+
+
+def struck_save(directory: Path, say: Say) -> None:
+    """One call fails: what it was part of succeeds in another way, or fails and is repeated."""
+    tiers: list[DiskNodeTier] = []
+
+    def attempt() -> None:
+        if not tiers:
+            tiers.append(opened(directory))
+        (tier,) = tiers
+        tier.write_round(ROUND, 1)
+        say(f"round {ROUND}")
+        save(tier, 3, say)
+
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        attempt()
+    except HoldfastError:
+        attempt()
+    if len(os.listdir("/proc/self/fd")) != before:
+        raise AssertionError("a descriptor stays open")
+    if leftovers(directory):
+        raise AssertionError(f"{leftovers(directory)} of a living process")
+
+
+def stuck_save(directory: Path, say: Say) -> None:
+    """All calls fail from one on."""
+    try:
+        next_save(directory, say)
+    except HoldfastError:
+        return
 
 
 def whole_life(directory: Path, say: Say, order: str = "") -> None:
@@ -226,6 +261,14 @@ def main(what: str, mutant: str = "") -> Report:
         log = record(lambda d, say: whole_life(d, say, order))
         mutated = LOG_MUTANTS.get(mutant, list)(log)
         return cut_power(mutated, check, enough=1 if mutant else 20)
+    if what in ("fails", "fails-for-ever"):
+        return fail_at_every_call(
+            first_saves,
+            struck_save if what == "fails" else stuck_save,
+            check,
+            error=getattr(errno, mutant),
+            for_ever=what == "fails-for-ever",
+        )
     if what == "again":
         return cut_power_after_a_restart(first_saves, next_save, check)
     raise SystemExit(f"unknown: {what}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.testing.crash import report_of
-from holdfast_core.testing.traced import can_trace
+from holdfast_core.testing.traced import can_fail_calls, can_trace
 
 PROGRAMS = Path(__file__).with_name("crash_programs.py")
 
@@ -39,6 +39,19 @@ def test_what_a_killed_process_left_is_durable_before_it_is_relied_on() -> None:
     found = report_of(PROGRAMS, "again")
     assert found.problems == ()
     assert found.tried > 20
+
+
+@pytest.mark.skipif(can_fail_calls() is not None, reason=str(can_fail_calls()))
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("fails-for-ever", "ENOSPC"), ("fails", "EIO"), ("fails-for-ever", "EROFS")],
+    ids=["F17", "F19-F20", "F22"],
+)
+def test_a_call_that_fails_costs_at_most_this_save(how: str, error: str) -> None:
+    """Errors of the tree only, no descriptor and no temporary file left; a retry succeeds."""
+    found = report_of(PROGRAMS, how, error)
+    assert found.problems == ()
+    assert found.tried > 50
 
 
 @pytest.mark.parametrize(

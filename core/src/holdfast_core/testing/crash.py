@@ -15,10 +15,10 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from holdfast_core.testing.traced import Recorder, Say, run
+from holdfast_core.testing.traced import Recorder, Say, Strike, run
 from holdfast_core.testing.write_orders import Op, Said, build, power_cuts
 
 Check = Callable[[Path, Sequence[str]], list[str]]
@@ -47,22 +47,50 @@ def kill_at_every_call(
     `prepare` fills the directory once, and is not killed. The last run is not killed either. Stops
     when `enough` problems are known.
     """
+    return _strike_every_call(prepare, program, check, Strike(1), enough)
+
+
+def fail_at_every_call(
+    prepare: Callable[[Path], None],
+    program: Callable[[Path, Say], None],
+    check: Check,
+    *,
+    error: int,
+    for_ever: bool = False,
+) -> Report:
+    """Each of these calls fails once with `error`, or all from it on. `program` has to take it: a
+    traceback is a problem."""
+    return _strike_every_call(prepare, program, check, Strike(1, error, for_ever), 20)
+
+
+def _strike_every_call(
+    prepare: Callable[[Path], None],
+    program: Callable[[Path, Say], None],
+    check: Check,
+    strike: Strike,
+    enough: int,
+) -> Report:
     problems: list[str] = []
     with scratch() as base:
         before = base / "before"
         before.mkdir()
         prepare(before)
-        kill_at = 1
         while True:
-            directory = base / f"kill{kill_at}"
+            directory = base / f"struck{strike.at}"
             shutil.copytree(before, directory)
-            outcome = run(_bound(program, directory), directory, kill_at=kill_at)
-            where = f"killed before call {kill_at} ({outcome.calls[-1]})"
-            problems += [f"{where}: {p}" for p in in_child(check, directory, outcome.said)]
+            try:
+                outcome = run(_bound(program, directory), directory, strike=strike)
+            except AssertionError as error:
+                problems.append(f"call {strike.at}: {error}")
+            else:
+                where = f"call {strike.at} ({outcome.calls[strike.at - 1 :][:1]})"
+                problems += [f"{where}: {p}" for p in in_child(check, directory, outcome.said)]
+                if not outcome.struck:
+                    return Report(strike.at - 1, outcome.calls, tuple(problems))
             shutil.rmtree(directory)
-            if not outcome.killed or len(problems) >= enough:
-                return Report(kill_at - 1, outcome.calls, tuple(problems))
-            kill_at += 1
+            if len(problems) >= enough:
+                return Report(strike.at, (), tuple(problems))
+            strike = replace(strike, at=strike.at + 1)
 
 
 def record(program: Callable[[Path, Say], None], *, ignored: Sequence[str] = ()) -> list[Op]:
@@ -92,8 +120,8 @@ def cut_power_after_a_restart(
         with scratch() as base:
             recorder = Recorder(base, tuple(ignored))
             run(_quietly(prepare, base), base, recorder=recorder)
-            first = run(_bound(program, base), base, kill_at=kill_at, recorder=recorder)
-            if not first.killed:
+            first = run(_bound(program, base), base, strike=Strike(kill_at), recorder=recorder)
+            if not first.struck:
                 return Report(tried, first.calls, tuple(problems))
             kill_at += 1
             if not first.calls[-2:-1] or first.calls[-2].split()[0] not in _NAMES_CHANGE:

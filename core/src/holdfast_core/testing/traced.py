@@ -35,7 +35,7 @@ from holdfast_core.testing.write_orders import (
 Say = Callable[[str], None]
 Program = Callable[[Say], None]
 
-_TRACEME, _SYSCALL, _SETOPTIONS, _GET_SYSCALL_INFO = 0, 24, 0x4200, 0x420E
+_TRACEME, _POKEUSER, _SYSCALL, _SETOPTIONS, _GET_SYSCALL_INFO = 0, 6, 24, 0x4200, 0x420E
 _OPTIONS = 0x1 | 0x8 | 0x100000
 """TRACESYSGOOD, TRACECLONE, EXITKILL."""
 _ALL_THREADS = 0x40000000
@@ -51,6 +51,32 @@ def can_trace() -> str | None:
     if sys.platform != "linux" or platform.machine() not in NAMES:
         return f"no table of system calls for {sys.platform} on {platform.machine()}"
     return None
+
+
+_RESULT_REGISTER, _NUMBER_REGISTER = 10 * 8, 15 * 8
+"""Where x86-64 keeps rax and orig_rax in the user area."""
+
+
+def can_fail_calls() -> str | None:
+    """Why not, or None: the registers are those of one machine."""
+    if platform.machine() != "x86_64":
+        return f"system calls of {platform.machine()} cannot be made to fail"
+    return can_trace()
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """What happens to the `at`-th call (from 1) that would change something below the scope, before
+    the kernel does it."""
+
+    at: int
+    error: int | None = None
+    """None: SIGKILL. Otherwise the call fails with this errno and changes nothing."""
+    for_ever: bool = False
+    """All later ones fail as well: a full or read-only file system."""
+
+    def hits(self, number: int) -> bool:
+        return number == self.at or (self.for_ever and number > self.at)
 
 
 class _Info(ctypes.Structure):
@@ -134,17 +160,21 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    killed: bool
+    struck: bool
     said: tuple[str, ...]
     calls: tuple[str, ...]
     """Changes below the scope that were begun, in words; the last one is what a kill prevented."""
 
 
 def run(
-    program: Program, scope: Path, *, kill_at: int | None = None, recorder: Recorder | None = None
+    program: Program,
+    scope: Path,
+    *,
+    strike: Strike | None = None,
+    recorder: Recorder | None = None,
 ) -> Outcome:
-    """Run `program` in a forked child until its end, or until its `kill_at`-th call (from 1) that
-    would change something below `scope`: SIGKILL strikes before the kernel does it.
+    """Run `program` in a forked child until its end, or until `strike` kills it. Calls below `scope`
+    that change something count.
 
     Raises AssertionError where the program fails by itself.
     """
@@ -155,7 +185,7 @@ def run(
         _child(program, writes)
     try:
         os.close(writes)
-        tracer = _Tracer(pid, writes, scope.resolve(), kill_at, recorder)
+        tracer = _Tracer(pid, writes, scope.resolve(), strike, recorder)
         code = tracer.follow()
         with open(reads, closefd=False) as pipe:
             said = tuple(pipe.read().splitlines())
@@ -163,7 +193,7 @@ def run(
         os.close(reads)
     if code != (-signal.SIGKILL if tracer.killed else 0):
         raise AssertionError(f"the traced program ended with {code} after {tracer.calls[-3:]}")
-    return Outcome(tracer.killed, said, tuple(tracer.calls))
+    return Outcome(tracer.struck, said, tuple(tracer.calls))
 
 
 def _child(program: Program, said: int) -> NoReturn:
@@ -183,17 +213,22 @@ def _say(said: int, words: str) -> None:
 
 class _Tracer:
     def __init__(
-        self, pid: int, said: int, scope: Path, kill_at: int | None, recorder: Recorder | None
+        self, pid: int, said: int, scope: Path, strike: Strike | None, recorder: Recorder | None
     ) -> None:
         self._pid = pid
         self._said = said
         self._scope = str(scope)
-        self._kill_at = kill_at
+        self._strike = strike
         self._recorder = recorder
         self._under_way: dict[int, Call] = {}
         self._numbers = NAMES[platform.machine()]
+        self._failing: set[int] = set()
         self.calls: list[str] = []
-        self.killed = False
+        self.struck = False
+
+    @property
+    def killed(self) -> bool:
+        return self.struck and self._strike is not None and self._strike.error is None
 
     def follow(self) -> int:
         """The exit code of the child, negative for a signal."""
@@ -230,6 +265,10 @@ class _Tracer:
             name = self._numbers.get(info.words[0])
             if name is not None and not self.killed:
                 self._entered(thread, name, tuple(info.words[1:7]))
+        elif info.op == _EXIT and thread in self._failing:
+            self._failing.remove(thread)
+            assert self._strike is not None and self._strike.error is not None
+            _ptrace(_POKEUSER, thread, _RESULT_REGISTER, -self._strike.error)
         elif info.op == _EXIT and thread in self._under_way:
             call = self._under_way.pop(thread)
             result = ctypes.c_int64(info.words[0]).value
@@ -245,11 +284,16 @@ class _Tracer:
             return
         if not call.path.startswith(self._scope):
             return
-        self._under_way[thread] = call
         self.calls.append(f"{call.name} {call.path.removeprefix(self._scope)}")
-        if len(self.calls) == self._kill_at:
-            self.killed = True
+        if self._strike is None or not self._strike.hits(len(self.calls)):
+            self._under_way[thread] = call
+            return
+        self.struck = True
+        if self._strike.error is None:
             os.kill(self._pid, signal.SIGKILL)
+        else:
+            _ptrace(_POKEUSER, thread, _NUMBER_REGISTER, -1)
+            self._failing.add(thread)
 
     def _left(self, call: Call, result: int, recorder: Recorder) -> None:
         if call.descriptor == self._said and call.name == "write":
