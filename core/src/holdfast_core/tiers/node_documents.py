@@ -119,9 +119,10 @@ def read_round(path: Path) -> tuple[RestartRound, int] | None:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path}: not there") from error
-    with disk_errors(f"reading {path}"), open(fd, "rb") as file:
-        return file.read()
+    with disk_errors(f"reading {path}"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{path}: not there") from error
+        with open(fd, "rb") as file:
+            return file.read()
