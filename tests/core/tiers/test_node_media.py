@@ -1,0 +1,171 @@
+"""Disks that say all is well and give back something else (F26-F32): found before it is believed."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.errors import CorruptionError, UnavailableError
+from holdfast_core.format.record import ShardRecord
+from holdfast_core.format.shard import BLOCK_BYTES
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.testing.builders import JOB_UID, BytesSource, payload, shard_header
+from holdfast_core.tiers.node import DiskNodeTier
+
+SIZE = 40 * BLOCK_BYTES
+CHUNK = 8 * BLOCK_BYTES
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "node"
+
+
+def opened(root: Path) -> DiskNodeTier:
+    tier = DiskNodeTier(root, capacity_bytes=64 << 20)
+    tier.open()
+    return tier
+
+
+def write(tier: DiskNodeTier, step: int = 10) -> ShardRecord:
+    header = shard_header(SIZE, step=step, chunk_bytes=CHUNK)
+    return tier.write_shard(header, BytesSource(payload(SIZE, seed=step)))
+
+
+def path_of(root: Path, step: int = 10) -> Path:
+    (path,) = root.glob(f"*/shards/s{step:012d}/*/*.shard")
+    return path
+
+
+def blocks(path: Path) -> int:
+    return path.stat().st_size // BLOCK_BYTES
+
+
+def block(path: Path, number: int) -> bytes:
+    return path.read_bytes()[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+
+
+def put_block(path: Path, number: int, data: bytes) -> None:
+    """Size and times stay as they were."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(number * BLOCK_BYTES)
+        file.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def zeroed_page(root: Path, number: int) -> None:
+    put_block(path_of(root), number, bytes(BLOCK_BYTES))
+
+
+def misdirected_write(root: Path, number: int) -> None:
+    """What belongs elsewhere in this file."""
+    path = path_of(root)
+    put_block(path, number, block(path, (number + 1) % blocks(path)))
+
+
+def lost_write(root: Path, number: int) -> None:
+    """What another shard had there before the blocks were used again."""
+    put_block(path_of(root), number, block(path_of(root, step=9), number))
+
+
+def same_size_and_mtime(root: Path, number: int) -> None:
+    path = path_of(root)
+    put_block(path, number, bytes(255 - byte for byte in block(path, number)))
+
+
+DAMAGE: list[Callable[[Path, int], None]] = [
+    zeroed_page,
+    misdirected_write,
+    lost_write,
+    same_size_and_mtime,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=["F27", "F29", "F30", "F32"])
+def test_a_wrong_block_anywhere_in_a_shard_is_found(
+    root: Path, damage: Callable[[Path, int], None]
+) -> None:
+    """By the scan, or by whoever reads; never given away. Each block in turn."""
+    tier = opened(root)
+    write(tier, step=9)
+    write(tier)
+    good = path_of(root).read_bytes()
+    for number in range(len(good) // BLOCK_BYTES):
+        damage(root, number)
+        again = DiskNodeTier(root, capacity_bytes=64 << 20)
+        again.open()
+        for record in again.list_shards():
+            with again.open_shard(record.ref) as reader:
+                if record.header.step == 9:
+                    reader.verify()
+                    continue
+                with pytest.raises(CorruptionError):
+                    reader.verify()
+                with pytest.raises(CorruptionError):
+                    list(reader.read_payload())
+        path = path_of(root) if list(root.glob("*/shards/s000000000010/*/*.shard")) else None
+        if path is None:  # quarantined by the scan
+            directory = root / JOB_UID / "shards/s000000000010/r000000"
+            (held,) = (root / "quarantine").glob("*.shard")
+            path = directory / held.name.rpartition("--")[2]
+            held.rename(path)
+        path.write_bytes(good)
+
+
+def test_a_shard_that_took_the_place_of_another_is_refused(root: Path) -> None:
+    """F29 for a whole file: both are sound, and neither is the one that its name says."""
+    tier = opened(root)
+    write(tier, step=9)
+    record = write(tier)
+    os.replace(path_of(root, step=9), path_of(root))
+    with pytest.raises(CorruptionError):
+        tier.open_shard(record.ref)
+    again = opened(root)
+    assert again.list_shards() == ()
+    assert len(list((root / "quarantine").glob("*.shard"))) == 1
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """F31: this process may open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(number) for number in os.listdir("/proc/self/fd"))
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        while True:
+            try:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+            except OSError:
+                break
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def test_f31_without_descriptors_nothing_is_lost_and_nothing_stays(root: Path) -> None:
+    tier = opened(root)
+    record = write(tier)
+    free = tier.free_bytes()
+    checkpoint = CheckpointId(Step(10), RestartRound(0))
+    with no_descriptors():
+        with pytest.raises(UnavailableError, match="Too many open files"):
+            write(tier, step=11)
+        with pytest.raises(UnavailableError, match="Too many open files"):
+            tier.put_manifest(JOB_UID, checkpoint, b"{}")
+        with pytest.raises(UnavailableError, match="Too many open files"):
+            tier.open_shard(record.ref)
+    assert (tier.free_bytes(), tier.list_shards()) == (free, (record,))
+    write(tier, step=11)
+    tier.put_manifest(JOB_UID, checkpoint, b"{}")
+    with tier.open_shard(record.ref) as reader:
+        reader.verify()
