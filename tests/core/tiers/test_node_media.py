@@ -17,8 +17,8 @@ from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.testing.builders import JOB_UID, BytesSource, payload, shard_header
 from holdfast_core.tiers.node import DiskNodeTier
 
-SIZE = 40 * BLOCK_BYTES
-CHUNK = 8 * BLOCK_BYTES
+SIZE = 12 * BLOCK_BYTES
+CHUNK = 4 * BLOCK_BYTES
 
 
 @pytest.fixture
