@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast_core.errors import AlreadyExistsError, NotFoundError
@@ -25,7 +26,7 @@ from holdfast_core.format.keys import (
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord
-from holdfast_core.tiers.disk import TEMP_PREFIX, disk_errors, fsync_directory
+from holdfast_core.tiers.disk import TEMP_PREFIX, Directories, disk_errors, fsync_directory
 
 SCHEME = "file://"
 SLICE_BYTES = 4 << 20
@@ -42,13 +43,17 @@ class DirectoryObjectTier:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._directories = Directories(root, 0o777)
 
     def upload_shard(self, namespace: str, reader: ShardReader) -> None:
         record = reader.record
         path = self._path(namespace, record.header.job_uid, shard_key(record.ref))
-        if path.exists():
-            return
         with disk_errors(f"store of {path}"):
+            if path.exists():
+                # Whoever wrote it may have died before this.
+                self._directories.ensure(path.parent)
+                fsync_directory(path.parent)
+                return
             self._publish(path, _slices(reader.fd, record.file_bytes))
 
     def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
@@ -99,8 +104,12 @@ class DirectoryObjectTier:
         shards = self._path(namespace, job_uid, shards_prefix(checkpoint))
         with disk_errors(f"delete of {manifest}"):
             manifest.unlink(missing_ok=True)
-            for path in shards.glob("*.shard"):
+            if manifest.parent.is_dir():
+                fsync_directory(manifest.parent)  # a manifest never outlives a shard of its own
+            for path in shards.glob("*"):  # and what writers left that were killed
                 path.unlink(missing_ok=True)
+            if shards.is_dir():
+                fsync_directory(shards)
 
     # ------------------------------------------------------------------ files
 
@@ -124,8 +133,9 @@ class DirectoryObjectTier:
         return digest_of(document)
 
     def _publish(self, path: Path, data: Iterator[memoryview]) -> None:
-        """Write, fsync, link under the final name if that is free, fsync the directory."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Write, fsync, link under the final name if that is free, fsync the directory, whoever
+        gave the name."""
+        self._directories.ensure(path.parent)
         temp = path.parent / f"{TEMP_PREFIX}{os.getpid()}-{next(_numbers)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temp, flags, 0o600)
@@ -133,10 +143,9 @@ class DirectoryObjectTier:
             for part in data:
                 _write_all(lambda rest: os.write(fd, rest), part)
             os.fsync(fd)
-            try:
+            with suppress(FileExistsError):
                 os.link(temp, path)
-            except FileExistsError:
-                return
+            temp.unlink()
             fsync_directory(path.parent)
         finally:
             os.close(fd)

@@ -67,16 +67,19 @@ def make_directories(path: Path, mode: int = 0o777) -> None:
     while not path.is_dir():
         missing.append(path)
         path = path.parent
+    with suppress(PermissionError):  # not ours to look into, and not made by us
+        fsync_directory(path.parent)  # whoever made `path` may have died before this
     for directory in reversed(missing):
         directory.mkdir(mode=mode, exist_ok=True)
         fsync_directory(directory.parent)
 
 
 class Directories:
-    """Makes directories 0700 and makes their names durable, once in this process."""
+    """Makes directories, 0700 by default, and makes their names durable, once in this process."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, mode: int = 0o700) -> None:
         self._root = root
+        self._mode = mode
         self._durable: set[Path] = set()
         self.lock = threading.RLock()
         """Held while a file is created in a directory or an empty one is removed."""
@@ -91,7 +94,7 @@ class Directories:
             else:
                 self.ensure(path.parent)
             try:
-                path.mkdir(mode=0o700)
+                path.mkdir(mode=self._mode)
             except FileExistsError:
                 if stat.S_ISLNK(path.lstat().st_mode) and path != self._root:
                     raise
