@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -10,11 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_core.errors import CorruptionError, UnavailableError
+from holdfast_core.errors import (
+    CapacityError,
+    CorruptionError,
+    HoldfastError,
+    TierError,
+    UnavailableError,
+)
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.format.shard import BLOCK_BYTES
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.testing.builders import JOB_UID, BytesSource, payload, shard_header
+from holdfast_core.testing.failpoints import failpoints
+from holdfast_core.tiers.disk import disk_errors
 from holdfast_core.tiers.node import DiskNodeTier
 
 SIZE = 12 * BLOCK_BYTES
@@ -130,6 +139,39 @@ def test_a_shard_that_took_the_place_of_another_is_refused(root: Path) -> None:
     again = opened(root)
     assert again.list_shards() == ()
     assert len(list((root / "quarantine").glob("*.shard"))) == 1
+
+
+def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> None:
+    """EIO is an error of this read; only bytes that differ put a shard aside."""
+    tier = opened(root)
+    record = write(tier)
+    with tier.open_shard(record.ref) as reader:
+        with failpoints("node.read=err@1"), pytest.raises(TierError, match="reading shard"):
+            list(reader.read_payload())
+        for read in (1, 2, 3):  # head, trailer, payload
+            with failpoints(f"node.read=err@{read}"), pytest.raises(TierError, match="reading"):
+                reader.verify()
+        reader.verify()
+    assert opened(root).list_shards() == (record,)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, CapacityError),
+        (errno.EDQUOT, CapacityError),
+        (errno.EMFILE, UnavailableError),
+        (errno.ENFILE, UnavailableError),
+        (errno.EIO, TierError),
+        (errno.EROFS, TierError),
+    ],
+)
+def test_what_the_kernel_says(number: int, expected: type[HoldfastError]) -> None:
+    """F18 and its like: full is not broken, and broken is not tried again for ever."""
+    with pytest.raises(expected, match=os.strerror(number)) as caught:
+        with disk_errors("writing x"):
+            raise OSError(number, os.strerror(number))
+    assert type(caught.value) is expected
 
 
 @contextmanager
