@@ -25,11 +25,11 @@ from holdfast_core.slot_file import SlotFile
 from holdfast_core.testing.builders import payload, rank_layout_and_plan
 from holdfast_core.testing.crash import (
     Report,
+    beside,
     cut_power,
     cut_power_after_a_restart,
     kill_at_every_call,
     record,
-    scratch,
 )
 from holdfast_core.testing.traced import Say
 from holdfast_core.tiers.node import DiskNodeTier
@@ -112,7 +112,7 @@ class Gang:
 
 def train(directory: Path, say: Say, *steps: int) -> None:
     """What one run of a training does to its folder."""
-    with scratch() as memory:
+    with beside(directory) as memory:
         gang = Gang(directory, memory)
         say(f"round {gang.service.round}")
         for step in steps:
@@ -125,7 +125,7 @@ def check(directory: Path, said: Sequence[str]) -> list[str]:
     committed = [int(words.split()[1]) for words in said if words.startswith("committed")]
     rounds = [int(words.split()[1]) for words in said if words.startswith("round")]
     problems: list[str] = []
-    with scratch() as memory:
+    with beside(directory) as memory:
         gang = Gang(directory, memory)
         restored = gang.service.restore_point.step
         if (restored or 0) < max(committed, default=0):

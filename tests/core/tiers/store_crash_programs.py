@@ -25,11 +25,11 @@ from holdfast_core.testing.builders import (
 )
 from holdfast_core.testing.crash import (
     Report,
+    beside,
     cut_power,
     cut_power_after_a_restart,
     kill_at_every_call,
     record,
-    scratch,
 )
 from holdfast_core.testing.shard_files import CopyWriters, write_shard
 from holdfast_core.testing.traced import Say
@@ -54,7 +54,7 @@ def header(step: int, rank: int) -> ShardHeader:
 def persist(directory: Path, step: int, say: Say) -> None:
     """Shards, layout, manifest; then the step before the one before goes."""
     tier = DirectoryObjectTier(directory / "store")
-    with scratch() as memory:
+    with beside(directory) as memory:
         for rank in range(WORLD):
             data = payload(SIZE, seed=10 * step + rank)
             with write_shard(memory, header(step, rank), data) as reader:
@@ -102,7 +102,7 @@ def readable(directory: Path, at_least: int) -> list[str]:
         held = parse_manifest(tier.get_manifest(NAMESPACE, JOB_UID, checkpoint))
         tier.get_layout(NAMESPACE, JOB_UID, held.layout)
         for record_ in records(checkpoint.step):
-            with scratch() as memory:
+            with beside(directory) as memory:
                 tier.download_shard(NAMESPACE, record_.ref, CopyWriters(memory))
     return problems
 

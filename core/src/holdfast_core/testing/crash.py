@@ -96,8 +96,10 @@ def _strike_every_call(
 def record(program: Callable[[Path, Say], None], *, ignored: Sequence[str] = ()) -> list[Op]:
     """The log of a program in a directory that is empty at first; see Recorder.ignored."""
     with scratch() as base:
-        recorder = Recorder(base, tuple(ignored))
-        run(_bound(program, base), base, recorder=recorder)
+        directory = base / "recorded"
+        directory.mkdir()
+        recorder = Recorder(directory, tuple(ignored))
+        run(_bound(program, directory), directory, recorder=recorder)
         return recorder.log
 
 
@@ -118,16 +120,19 @@ def cut_power_after_a_restart(
     kill_at = 1
     while True:
         with scratch() as base:
-            recorder = Recorder(base, tuple(ignored))
-            run(_quietly(prepare, base), base, recorder=recorder)
-            first = run(_bound(program, base), base, strike=Strike(kill_at), recorder=recorder)
+            directory = base / "recorded"
+            directory.mkdir()
+            recorder = Recorder(directory, tuple(ignored))
+            run(_quietly(prepare, directory), directory, recorder=recorder)
+            strike = Strike(kill_at)
+            first = run(_bound(program, directory), directory, strike=strike, recorder=recorder)
             if not first.struck:
                 return Report(tried, first.calls, tuple(problems))
             kill_at += 1
             if not first.calls[-2:-1] or first.calls[-2].split()[0] not in _NAMES_CHANGE:
                 continue
             begun = len(recorder.log)
-            run(_bound(program, base), base, recorder=recorder)
+            run(_bound(program, directory), directory, recorder=recorder)
         log = recorder.log
         at = [n + 1 for n in range(begun, len(log)) if isinstance(log[n], Said)]
         report = cut_power(log, check, at=at, enough=1)
@@ -146,7 +151,9 @@ def cut_power(
         if len(problems) >= enough:
             break
         tried += 1
-        with scratch() as directory:
+        with scratch() as base:
+            directory = base / "found"
+            directory.mkdir()
             build(cut.tree, directory)
             lost = ", ".join(str(change)[:80] for change in cut.lost)
             where = f"power cut after op {cut.after}, lost [{lost}], said {cut.said[-1:]}"
@@ -197,6 +204,13 @@ def _bound(program: Callable[[Path, Say], None], directory: Path) -> Callable[[S
 
 def _quietly(prepare: Callable[[Path], None], directory: Path) -> Callable[[Say], None]:
     return lambda _: prepare(directory)
+
+
+@contextmanager
+def beside(directory: Path) -> Iterator[Path]:
+    """For what a program keeps in memory: not watched, and gone with the test if it is killed."""
+    with tempfile.TemporaryDirectory(prefix="memory-", dir=directory.parent) as found:
+        yield Path(found)
 
 
 @contextmanager

@@ -282,7 +282,7 @@ class _Tracer:
         if call.descriptor == self._said and call.name == "write":
             self._under_way[thread] = call
             return
-        if not call.path.startswith(self._scope):
+        if call.path != self._scope and not call.path.startswith(f"{self._scope}/"):
             return
         self.calls.append(f"{call.name} {call.path.removeprefix(self._scope)}")
         if self._strike is None or not self._strike.hits(len(self.calls)):
