@@ -111,6 +111,13 @@ class Metrics:
             registry=self._registry,
         )
 
+        self._buffers = self._gauge(
+            "holdfast_buffer_bytes", "Memory of the buffers that payloads pass through"
+        )
+        self._buffer_limit = self._gauge(
+            "holdfast_buffer_limit_bytes", "From how many buffer bytes on copies are refused"
+        )
+
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         return Gauge(name, help_text, labels, registry=self._registry)
 
@@ -165,6 +172,10 @@ class Metrics:
     def level(self, *, pending: int, round_: int) -> None:
         self._queue.set(pending)
         self._round.set(round_)
+
+    def buffers(self, held_bytes: int, limit_bytes: int) -> None:
+        self._buffers.set(held_bytes)
+        self._buffer_limit.set(limit_bytes)
 
     def free(self, free_bytes: int) -> None:
         self._free.set(free_bytes)

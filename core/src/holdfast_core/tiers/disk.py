@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from holdfast_core.errors import CapacityError, HoldfastError, TierError, UnavailableError
@@ -279,23 +279,49 @@ def read_at(fd: int, buffer: memoryview, offset: int) -> int:
 
 class BufferPool:
     """Page-aligned buffers that are kept, because the first touch of new pages costs more than the
-    copy into them. At most `keep` stay while nobody uses them."""
+    copy into them. At most `keep` stay while nobody uses them.
 
-    def __init__(self, size_bytes: int, keep: int) -> None:
+    `limit_bytes` holds for those who `take_if_room`. What must go on (own writes and reads, few
+    at a time) is always given a buffer.
+    """
+
+    def __init__(self, size_bytes: int, keep: int, limit_bytes: int | None = None) -> None:
         self.size_bytes = size_bytes
+        self.limit_bytes = limit_bytes
         self._keep = keep
         self._free: list[memoryview] = []
+        self._taken = 0
         self._lock = threading.Lock()
 
-    @contextmanager
-    def take(self) -> Iterator[memoryview]:
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all buffers, in use or kept."""
         with self._lock:
+            return (self._taken + len(self._free)) * self.size_bytes
+
+    def take(self) -> AbstractContextManager[memoryview]:
+        return self._lend(None)
+
+    def take_if_room(self) -> AbstractContextManager[memoryview]:
+        """Raises UnavailableError where the limit is reached: try again later."""
+        return self._lend(self.limit_bytes)
+
+    @contextmanager
+    def _lend(self, limit_bytes: int | None) -> Iterator[memoryview]:
+        with self._lock:
+            if limit_bytes is not None and (self._taken + 1) * self.size_bytes > limit_bytes:
+                raise UnavailableError(
+                    f"{self._taken} buffers of {self.size_bytes} bytes are in use, the limit is "
+                    f"{limit_bytes} bytes: too many transfers at once, try again"
+                )
+            self._taken += 1
             buffer = self._free.pop() if self._free else None
-        if buffer is None:
-            buffer = memoryview(mmap.mmap(-1, self.size_bytes))
         try:
+            if buffer is None:
+                buffer = memoryview(mmap.mmap(-1, self.size_bytes))
             yield buffer
         finally:
             with self._lock:
-                if len(self._free) < self._keep:
+                self._taken -= 1
+                if buffer is not None and len(self._free) < self._keep:
                     self._free.append(buffer)

@@ -57,6 +57,8 @@ READ_BACK_EVERY = 64
 _RESERVED = frozenset({QUARANTINE, LAYOUTS, ROUND_FILE})
 _WRITE_ATTEMPTS = 2
 _KEPT_BUFFERS = 6
+_BUFFER_LIMIT_BYTES = 512 << 20
+"""Half of what a sidecar may use: copies that come in beyond it are refused and come back."""
 _WRITE_LOCKS = 64
 
 
@@ -90,7 +92,7 @@ class DiskNodeTier:
         self._directories = Directories(root)
         self._index = NodeIndex()
         self._budget = Budget(root, capacity_bytes, fill_limit)
-        self._buffers = BufferPool(WRITE_BYTES, _KEPT_BUFFERS)
+        self._buffers = BufferPool(WRITE_BYTES, _KEPT_BUFFERS, _BUFFER_LIMIT_BYTES)
         self._lock = threading.Lock()
         self._round_lock = threading.Lock()
         self._write_locks = tuple(threading.Lock() for _ in range(_WRITE_LOCKS))
@@ -140,7 +142,8 @@ class DiskNodeTier:
                 return self._write_twice(header, source, size)
 
     def begin_copy(self, ref: ShardRef, file_bytes: int) -> DiskCopyWriter:
-        """See NodeTier. The bytes are reserved until commit or abort."""
+        """See NodeTier. The bytes are reserved until commit or abort. Raises UnavailableError where
+        too many copies are on their way."""
         self._expect_open()
         path = self._shard_path(ref)
         what = f"copy of rank {ref.rank} step {ref.step}"
@@ -152,7 +155,7 @@ class DiskNodeTier:
                 stack.callback(temp.discard)
                 temp.preallocate(file_bytes)
                 temp.use_direct_io()
-            buffer = stack.enter_context(self._buffers.take())
+            buffer = stack.enter_context(self._buffers.take_if_room())
             return DiskCopyWriter(
                 ref, file_bytes, temp, self._publish_copy, buffer, stack.pop_all()
             )
@@ -259,6 +262,10 @@ class DiskNodeTier:
 
     def free_bytes(self) -> int:
         return self._budget.free_bytes()
+
+    def buffer_bytes(self) -> tuple[int, int]:
+        """Memory of the buffers that payloads pass through, and its limit."""
+        return self._buffers.held_bytes, _BUFFER_LIMIT_BYTES
 
     def used_bytes(self) -> int:
         """Shards, documents, quarantined files and what is being written now."""
