@@ -6,20 +6,14 @@ where the last one broke, and gives up after a bounded number of attempts.
 
 from __future__ import annotations
 
-import random
 import select
-import socket
 import ssl
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
 
 from holdfast_core.errors import (
     CorruptionError,
     FormatError,
-    HoldfastError,
     UnavailableError,
 )
 from holdfast_core.format.record import ShardRecord
@@ -37,7 +31,6 @@ from holdfast_core.transfer.bulk import (
     receive_data,
     receive_frame,
     send_frame,
-    tune,
 )
 from holdfast_core.transfer.bulk_data import (
     Piece,
@@ -48,30 +41,14 @@ from holdfast_core.transfer.bulk_data import (
     spans_without,
 )
 from holdfast_core.transfer.bulk_line import Line, outside_tls
+from holdfast_core.transfer.bulk_peer import (
+    Peer,
+    connect,
+    expect_data,
+    expect_reply,
+    with_attempts,
+)
 from holdfast_core.transfer.bulk_table import receive_table, send_table
-
-T = TypeVar("T")
-
-_BACKOFF_SECONDS = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    address: str
-    port: int
-    server_hostname: str
-    ssl_context: ssl.SSLContext
-    options: BulkOptions
-
-    def __str__(self) -> str:
-        return f"{self.server_hostname} ({self.address}:{self.port})"
-
-    def throttle(self, length: int) -> None:
-        if self.options.throttle is not None:
-            self.options.throttle(length)
-
-    def wrap(self, plain: socket.socket) -> ssl.SSLSocket:
-        return self.ssl_context.wrap_socket(plain, server_hostname=self.server_hostname)
 
 
 def send_copy(
@@ -91,10 +68,10 @@ def send_copy(
     bytes were refused: verify the own shard), AccessDeniedError, UnavailableError after all
     attempts.
     """
-    peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
+    peer = Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
     record = reader.record
     request = BulkFrame(Kind.PUT_COPY, record.ref, round, length=record.file_bytes)
-    return _with_attempts(peer, lambda plain: _put(peer, replace(request, plain=plain), reader))
+    return with_attempts(peer, lambda plain: _put(peer, replace(request, plain=plain), reader))
 
 
 def fetch_shard(
@@ -114,7 +91,7 @@ def fetch_shard(
     RefusedError, CapacityError, AccessDeniedError, UnavailableError after all attempts. Nothing
     stays behind.
     """
-    peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
+    peer = Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
     writer: CopyWriter | None = None
     outside = False  # some of the writer's bytes came outside TLS
 
@@ -123,9 +100,9 @@ def fetch_shard(
         offset = 0 if writer is None else writer.offset
         request = BulkFrame(Kind.GET_SHARD, ref, round, offset=offset, plain=plain)
         try:
-            with _connect(peer) as line:
+            with connect(peer) as line:
                 send_frame(line.sock, request)
-                reply = _expect_reply(line.sock, peer, request)
+                reply = expect_reply(line.sock, peer, request)
                 if writer is None:
                     writer = open_writer(ref, reply.length)
                 outside = outside or reply.plain
@@ -142,7 +119,7 @@ def fetch_shard(
             raise
 
     try:
-        return _with_attempts(peer, attempt)
+        return with_attempts(peer, attempt)
     finally:
         if writer is not None:
             writer.abort()
@@ -161,18 +138,18 @@ def fetch_range(
 ) -> bytes:
     """Bytes [start, stop) of a shard's payload; the peer checks the chunks they lie in before it
     sends. Raises what `fetch_shard` raises."""
-    peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
+    peer = Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
     request = BulkFrame(
         Kind.GET_RANGE, ref, round, offset=byte_range.start, length=byte_range.length_bytes
     )
 
     def attempt(_plain: bool) -> bytes:
-        with _connect(peer) as line:
+        with connect(peer) as line:
             send_frame(line.sock, request)
-            _expect_reply(line.sock, peer, request)
+            expect_reply(line.sock, peer, request)
             return _receive_range(line.sock, peer, request, byte_range)
 
-    return _with_attempts(peer, attempt)
+    return with_attempts(peer, attempt)
 
 
 def fetch_table(
@@ -187,22 +164,22 @@ def fetch_table(
 ) -> Trailer:
     """What the chunks of a shard must be, bound to the digest in `ref` (not in shards of version 1:
     compare `chunk_table` with the manifest's). Raises what `fetch_shard` raises."""
-    peer = _Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
+    peer = Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
     request = BulkFrame(Kind.GET_TABLE, ref, round)
 
     def attempt(_plain: bool) -> Trailer:
-        with _connect(peer) as line:
+        with connect(peer) as line:
             send_frame(line.sock, request)
-            reply = _expect_reply(line.sock, peer, request)
+            reply = expect_reply(line.sock, peer, request)
             return receive_table(line.sock, request, reply.length)
 
-    return _with_attempts(peer, attempt)
+    return with_attempts(peer, attempt)
 
 
-def _put(peer: _Peer, request: BulkFrame, reader: ShardReader) -> int:
-    with _connect(peer) as line:
+def _put(peer: Peer, request: BulkFrame, reader: ShardReader) -> int:
+    with connect(peer) as line:
         send_frame(line.sock, request)
-        reply = _expect_reply(line.sock, peer, request)
+        reply = expect_reply(line.sock, peer, request)
         if reply.status is Status.HAVE:
             return 0
         if reply.offset > request.length:
@@ -217,18 +194,18 @@ def _put(peer: _Peer, request: BulkFrame, reader: ShardReader) -> int:
         else:
             _send_inside(line.sock, peer, request, reader, wanted)
         line.sock.settimeout(peer.options.reply_seconds)
-        _expect_reply(line.sock, peer, request)
+        expect_reply(line.sock, peer, request)
         return sum(piece.span.length_bytes for piece in wanted)
 
 
 def _wanted(
-    line: Line, peer: _Peer, request: BulkFrame, reader: ShardReader, reply: BulkFrame
+    line: Line, peer: Peer, request: BulkFrame, reader: ShardReader, reply: BulkFrame
 ) -> tuple[Piece, ...]:
     """What the peer asks for: the file from where it stands, without what it has got elsewhere."""
     have: tuple[range, ...] = ()
     if reply.table:
         send_table(line.sock, request, reader)
-        have = _expect_reply(line.sock, peer, request).have
+        have = expect_reply(line.sock, peer, request).have
     record = reader.record
     spans = spans_without(record, reply.offset, have)
     return tuple(piece for span in spans for piece in pieces(record, span))
@@ -236,7 +213,7 @@ def _wanted(
 
 def _send_inside(
     sock: ssl.SSLSocket,
-    peer: _Peer,
+    peer: Peer,
     request: BulkFrame,
     reader: ShardReader,
     wanted: Sequence[Piece],
@@ -247,7 +224,7 @@ def _send_inside(
     def before(length: int) -> None:
         if early.poll(0):
             # The receiver speaks before it has everything: it refuses the rest.
-            _expect_reply(sock, peer, request)
+            expect_reply(sock, peer, request)
             raise FormatError(f"bulk: {peer} acknowledged {request.ref} before it was sent")
         peer.throttle(length)
 
@@ -258,7 +235,7 @@ def _send_inside(
         raise connection_error(error, f"bulk: sending {request.ref} to {peer}") from error
 
 
-def _raise_last_words(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> None:
+def _raise_last_words(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> None:
     """A receiver that refuses closes while we still send; its REPLY may have come before that."""
     try:
         sock.settimeout(1.0)
@@ -269,7 +246,7 @@ def _raise_last_words(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> N
         raise_reply(reply, f"bulk: sending {request.ref} to {peer}")
 
 
-def _receive_head(line: Line, peer: _Peer, request: BulkFrame, writer: CopyWriter) -> None:
+def _receive_head(line: Line, peer: Peer, request: BulkFrame, writer: CopyWriter) -> None:
     """What stays inside TLS before the rest goes outside."""
     if writer.offset == 0:
         _receive_until(line.sock, peer, request, writer, 1)
@@ -277,74 +254,24 @@ def _receive_head(line: Line, peer: _Peer, request: BulkFrame, writer: CopyWrite
 
 
 def _receive_until(
-    sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame, writer: CopyWriter, stop: int
+    sock: ssl.SSLSocket, peer: Peer, request: BulkFrame, writer: CopyWriter, stop: int
 ) -> None:
     """DATA frames until the writer's offset is `stop` or more."""
     while writer.offset < stop:
-        frame = _expect_data(sock, peer, request)
+        frame = expect_data(sock, peer, request)
         length = receive_piece(sock, frame, request, writer)
         peer.throttle(length)
         writer.advance(length)
 
 
-def _receive_range(
-    sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame, wanted: ByteRange
-) -> bytes:
+def _receive_range(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame, wanted: ByteRange) -> bytes:
     found = bytearray(wanted.length_bytes)
     view = memoryview(found)
     position = 0
     while position < len(found):
-        frame = _expect_data(sock, peer, request)
+        frame = expect_data(sock, peer, request)
         room = view[position : position + MAX_DATA_BYTES]
         data = receive_data(sock, frame, request.ref, wanted.start + position, room)
         peer.throttle(len(data))
         position += len(data)
     return bytes(found)
-
-
-def _expect_data(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> BulkFrame:
-    frame = receive_frame(sock)
-    if frame is None:
-        raise ConnectionResetError("the other side closed within the shard")
-    if frame.kind is Kind.REPLY and sock.version() is not None:
-        raise_reply(frame, f"bulk: reading {request.ref} from {peer}")
-    return frame
-
-
-def _expect_reply(sock: ssl.SSLSocket, peer: _Peer, request: BulkFrame) -> BulkFrame:
-    reply = receive_frame(sock)
-    if reply is None:
-        raise ConnectionResetError("the other side closed before its reply")
-    if reply.kind is not Kind.REPLY or reply.ref != request.ref:
-        raise FormatError(f"bulk: {peer} answered {request.kind.name} with {reply.kind.name}")
-    raise_reply(reply, f"bulk: {request.kind.name} of {request.ref} at {peer}")
-    return reply
-
-
-@contextmanager
-def _connect(peer: _Peer) -> Iterator[Line]:
-    """A connection whose certificate was verified; OSErrors inside become errors of the tree."""
-    try:
-        with socket.create_connection(
-            (peer.address, peer.port), timeout=peer.options.connect_seconds
-        ) as plain:
-            tune(plain)
-            with Line(plain, peer.wrap) as line:
-                line.secure()
-                line.sock.settimeout(peer.options.io_seconds)
-                yield line
-    except OSError as error:
-        raise connection_error(error, f"bulk: {peer}") from error
-
-
-def _with_attempts(peer: _Peer, attempt: Callable[[bool], T]) -> T:
-    """`attempt` hears whether it may leave TLS: the first one, where the options say so."""
-    last: HoldfastError | None = None
-    for number in range(peer.options.attempts):
-        if number:
-            time.sleep(random.uniform(0, _BACKOFF_SECONDS * 2**number))
-        try:
-            return attempt(peer.options.plain and number == 0)
-        except UnavailableError as error:
-            last = error
-    raise UnavailableError(f"gave up after {peer.options.attempts} attempts: {last}") from last
