@@ -43,6 +43,7 @@ from holdfast_sidecar.reshard import Resharder
 from holdfast_sidecar.rounds import RoundState
 from holdfast_sidecar.server import ControlServer, PlainServer
 from holdfast_sidecar.settings import PORTS_FILE, Settings
+from holdfast_sidecar.sources import Places
 from holdfast_sidecar.staging import Stager
 from holdfast_sidecar.starter import Starter
 
@@ -190,7 +191,8 @@ class Sidecar:
             clock=clock,
             on_change=restored,
         )
-        resharder = Resharder(node, rehydrator, pools, metrics)
+        places = Places(node, store, bulk, rehydrator, pools, metrics)
+        resharder = Resharder(places, pools, metrics)
         filler = Filler(
             settings,
             node,

@@ -15,6 +15,8 @@ from holdfast_core.ids import RestartRound, ShardRef, ranks_of
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_core.transfer.bulk import BulkOptions
 from holdfast_core.transfer.bulk_client import fetch_shard, send_copy
+from holdfast_core.transfer.bulk_peer import Peer
+from holdfast_core.transfer.bulk_ranges import PeerShard
 from holdfast_core.transfer.bulk_server import BulkServer
 from holdfast_core.transfer.messages import Member, Refusal
 from holdfast_sidecar.certificates import Certificates
@@ -135,6 +137,19 @@ class BulkPeers:
             self._node.begin_copy,
             options=_options(state),
         )
+
+    def open(self, member: Member, ref: ShardRef) -> PeerShard:
+        """To read ranges of it. Raises NotFoundError, CorruptionError (the member's copy is bad),
+        UnavailableError."""
+        endpoint = self._peers.endpoint(member)
+        peer = Peer(
+            endpoint.host,
+            endpoint.bulk_port,
+            self._peers.server_name(member),
+            self._certificates.client,
+            _OPTIONS,
+        )
+        return PeerShard.open(peer, self._current().round, ref)
 
 
 def _options(state: RoundState) -> BulkOptions:

@@ -73,24 +73,28 @@ class Filler:
     async def restore(self, state: RoundState, message: Restore) -> RestoreReply:
         """Raises RefusedError; BUSY while the shards are not here (Run comes after that)."""
         restored = self._restored(state, message)
-        if restored.manifest is None or restored.layout is None:
-            return RestoreReply(restored.point, restored.payload_bytes.get(message.rank, 0))
+        if restored.manifest is None:
+            return RestoreReply(restored.point)
+        same = restored.layout is None
+        layout = None
+        if message.with_layout or not same:
+            layout = await self._layouts.give(await self._rehydrator.layout())
         return RestoreReply(
             restored.point,
+            payload_bytes=restored.payload_bytes.get(message.rank, 0),
             world_size=restored.manifest.world_size,
-            layout=await self._layouts.give(restored.layout),
+            rank_layout=await self._rank_layout(restored.refs[message.rank]) if same else None,
+            layout=layout,
         )
 
     async def fill(self, state: RoundState, message: Fill) -> Filled:
         """Raises RefusedError, NotFoundError, CapacityError, FormatError, StateMismatchError."""
         restored = self._restored(state, message)
-        other_world = restored.layout is not None
-        if other_world is not (message.layout is not None):
+        if message.layout is None and restored.layout is not None:
             raise RefusedError(
                 Refusal.BAD_REQUEST,
-                f"rank {message.rank} {'wants' if message.layout else 'says no'} layout "
-                f"{message.layout or ''}: expected one where another number of ranks saved the "
-                "checkpoint, and none where as many did",
+                f"rank {message.rank} says no layout: expected one, since another number of ranks "
+                "saved the checkpoint",
             )
         for offer in message.slots:
             if rank_of_slot(offer.name) != message.rank:
@@ -121,13 +125,30 @@ class Filler:
             raise RefusedError(Refusal.BUSY, "the restore point is not here yet")
         return self._rehydrator.restored
 
+    async def _rank_layout(self, ref: ShardRef) -> Digest | None:
+        """Of a shard as it was saved, so that a rank that is cut otherwise now notices."""
+        try:
+            try:
+                document = await self._layouts.saved(ref)
+            except (NotFoundError, CorruptionError):
+                document = await self._layouts.part(await self._rehydrator.layout(), ref.rank)
+        except (NotFoundError, FormatError) as error:
+            # Nothing is lost: the rank takes its shard as it is and compares shapes as it loads.
+            logs.warning("a shard's layout is not here", rank=ref.rank, error=str(error))
+            return None
+        return await self._layouts.give(document)
+
     async def _from_others(
         self, names: tuple[str, ...], rank: Rank, digest: Digest, restored: Restored
     ) -> Filled:
         wanted = parse_rank_layout(await self._layouts.wanted(digest))
-        if wanted.rank != rank or restored.manifest is None or restored.layout is None:
+        if wanted.rank != rank:
             raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
-        saved = Saved(restored.manifest, parse_layout(restored.layout))
+        if restored.manifest is None:
+            raise NotFoundError(f"rank {rank} has nothing to restore in this round")
+        document = await self._rehydrator.layout()
+        layout = await self._pools.fill.run(parse_layout, document)
+        saved = Saved(restored.manifest, layout, self._rehydrator.namespace_of(restored.point))
         slot, _ = await self._pools.fill.run(self._room, names, wanted.payload_bytes)
         try:
             self._stager.memory.pop(slot.name, None)
@@ -224,6 +245,7 @@ class Filler:
                     )
                 )
                 self._stager.memory[slot.name] = reader.record
+                self._metrics.fetched(TierName.NODE, payload_bytes)
                 return slot.name
             finally:
                 slot.close()

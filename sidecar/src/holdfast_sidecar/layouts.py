@@ -11,7 +11,8 @@ from pathlib import Path
 
 from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, UnavailableError
 from holdfast_core.format.digest import digest_of, hex_of
-from holdfast_core.ids import Digest
+from holdfast_core.format.layout import parse_layout, rank_layout_of
+from holdfast_core.ids import Digest, Rank, ShardRef
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.pools import Pools
 
@@ -40,12 +41,27 @@ class RankLayouts:
         """What a rank wants of the restore point. Raises as `ensure` does; keeps nothing."""
         return await self._pools.read.run(self._checked, digest)
 
+    async def saved(self, ref: ShardRef) -> bytes:
+        """The layout of a shard in the node tier, where this node knows the document: its own ranks
+        saved it. Raises NotFoundError, CorruptionError."""
+        return await self._pools.read.run(self._saved, ref)
+
+    async def part(self, document: bytes, rank: Rank) -> bytes:
+        """A rank's own layout out of a checkpoint's. Raises FormatError, CorruptionError."""
+        return await self._pools.fill.run(_part, document, rank)
+
     async def give(self, document: bytes) -> Digest:
-        """Put a checkpoint's layout where the ranks read it. Raises UnavailableError."""
+        """Put a layout where the ranks read it. Raises UnavailableError."""
         return await self._pools.meta.run(self._give, document)
 
     def _store(self, digest: Digest) -> None:
         self._node.put_layout(self._checked(digest))
+
+    def _saved(self, ref: ShardRef) -> bytes:
+        record = self._node.find(ref)
+        if record is None:
+            raise NotFoundError(f"shard of {ref} is not in the node tier")
+        return self._node.get_layout(record.header.layout)
 
     def _checked(self, digest: Digest) -> bytes:
         document = self._read(self._directory / f"{hex_of(digest)}.json")
@@ -81,3 +97,14 @@ class RankLayouts:
         if len(document) > MAX_LAYOUT_BYTES:
             raise FormatError(f"layout {path.name}: more than {MAX_LAYOUT_BYTES} bytes")
         return document
+
+
+def _part(document: bytes, rank: Rank) -> bytes:
+    layout = parse_layout(document)
+    part = rank_layout_of(layout, rank).to_bytes()
+    if digest_of(part) != layout.ranks[rank].layout:
+        raise CorruptionError(
+            f"layout of rank {rank}: the checkpoint's layout says {layout.ranks[rank].layout}, and "
+            f"what it holds of the rank is {digest_of(part)}"
+        )
+    return part

@@ -48,6 +48,12 @@ class Metrics:
             ["tier"],
             registry=self._registry,
         )
+        self._fetched = Counter(
+            "holdfast_fetched_bytes",
+            "Bytes of shards that restores of this pod have read from the tier",
+            ["tier"],
+            registry=self._registry,
+        )
         self._recovery = Histogram(
             "holdfast_recovery_seconds",
             "Time that a part of a recovery took in this pod",
@@ -148,6 +154,10 @@ class Metrics:
 
     def sent(self, tier: TierName, sent_bytes: int) -> None:
         self._sent.labels(tier.value).inc(sent_bytes)
+
+    def fetched(self, tier: TierName, length_bytes: int) -> None:
+        """Payloads and chunk tables of ranges; whole files of shards that are brought whole."""
+        self._fetched.labels(tier.value).inc(length_bytes)
 
     def trained(self, round_: int) -> None:
         """A rank finished a step in this round: the rank's own word, since between a SEAL and the end of

@@ -50,8 +50,8 @@ class Restored:
     sources: dict[Rank, TierName]
     """Tier that each shard came from when this round began."""
     layout: bytes | None = None
-    """The checkpoint's layout, where another number of ranks saved it. The shards that a rank needs
-    are known when it says what it wants; none are brought here before that."""
+    """The checkpoint's layout, where another number of ranks saved it. What a rank needs is known
+    when it says what it wants: no shard is brought here whole."""
 
 
 class Rehydrator:
@@ -84,14 +84,12 @@ class Rehydrator:
         self._on_change = on_change
         self._tasks = Tasks()
         self._kick = asyncio.Event()
-        self._bringing: dict[ShardRef, asyncio.Lock] = {}
         self.restored: Restored | None = None
         self.cannot_restore = ""
         self.seconds: float | None = None
 
     async def reset(self) -> None:
         await self._tasks.cancel()
-        self._bringing.clear()
         self.restored = None
         self.cannot_restore = ""
         self.seconds = None
@@ -117,19 +115,23 @@ class Rehydrator:
         restored.sources[rank] = tier
         return tier
 
-    async def bring(self, ref: ShardRef) -> TierName:
-        """A good copy of any shard of the restore point is in the node tier when this returns; where
-        it came from. Ranks of a pod that need the same shard wait for each other.
-        Raises NotFoundError with everything that was tried."""
+    async def layout(self) -> bytes:
+        """The restore point's layout, of all ranks that saved it. Raises NotFoundError with
+        everything that was tried."""
         restored = self.restored
-        if restored is None:
-            raise NotFoundError(f"rank {ref.rank}: no restore point is held in this round")
-        async with self._bringing.setdefault(ref, asyncio.Lock()):
-            tried: list[str] = []
-            tier = await self._shard(ref, restored.point, tried)
-        if tier is None:
+        if restored is None or restored.manifest is None:
+            raise NotFoundError("there is no restore point in this round")
+        if restored.layout is not None:
+            return restored.layout
+        tried: list[str] = []
+        found = await self._layout(restored.point, restored.manifest, tried)
+        if found is None:
             raise NotFoundError("; ".join(tried))
-        return tier
+        return found
+
+    def namespace_of(self, point: RestorePoint) -> str:
+        """Of the job that saved it, in the keys of the store."""
+        return point.job_namespace or self._contract.namespace
 
     def failed(self, words: str) -> None:
         """A rank cannot be restored from what can be had."""
@@ -188,7 +190,7 @@ class Rehydrator:
     def _job_uid(self, point: RestorePoint) -> JobUid:
         return point.job_uid or self._contract.job_uid
 
-    def _others(self) -> tuple[Member, ...]:
+    def others(self) -> tuple[Member, ...]:
         """Every other member, the holders of own copies first."""
         state = self._current()
         if state.held is None:
@@ -208,7 +210,7 @@ class Rehydrator:
             return self._accept(document, point)
         except HoldfastError as error:
             tried.append(f"manifest in the node tier: {error}")
-        for member in self._others():
+        for member in self.others():
             try:
                 answer = await self._ask(member, job_uid, checkpoint)
                 document = answer.manifest.encode()
@@ -220,7 +222,7 @@ class Rehydrator:
                 tried.append(f"manifest at worker {member.worker}: {error}")
         if self._store is None:
             return None
-        namespace = point.job_namespace or self._contract.namespace
+        namespace = self.namespace_of(point)
         try:
             document = await self._pools.fetch.run(
                 self._store.get_manifest, namespace, job_uid, checkpoint
@@ -261,7 +263,7 @@ class Rehydrator:
             return await self._pools.read.run(self._node.get_layout, digest)
         except HoldfastError as error:
             tried.append(f"layout in the node tier: {error}")
-        for member in self._others():
+        for member in self.others():
             try:
                 answer = await self._ask(member, job_uid, manifest.checkpoint)
                 if answer.layout is not None and digest_of(answer.layout.encode()) == digest:
@@ -272,7 +274,7 @@ class Rehydrator:
                 tried.append(f"layout at worker {member.worker}: {error}")
         if self._store is None:
             return None
-        namespace = point.job_namespace or self._contract.namespace
+        namespace = self.namespace_of(point)
         try:
             document = await self._pools.fetch.run(
                 self._store.get_layout, namespace, job_uid, digest
@@ -311,23 +313,25 @@ class Rehydrator:
         if await self._pools.read.run(self._node.find, ref) is not None:
             return TierName.NODE
         tried.append(f"rank {ref.rank}: not in the node tier")
-        for member in self._others():
+        for member in self.others():
             try:
-                await self._pools.fetch.run(self._bulk.fetch, member, ref)
+                record = await self._pools.fetch.run(self._bulk.fetch, member, ref)
+                self._metrics.fetched(TierName.PEER, record.file_bytes)
                 return TierName.PEER
             except CorruptionError as error:
                 self._metrics.corruption(TierName.PEER)
                 tried.append(f"rank {ref.rank}: bad copy at worker {member.worker}: {error}")
-                self._tasks.spawn(self._suspect(member, ref), "suspect")
+                self.accuse(member, ref)
             except (HoldfastError, OSError) as error:
                 tried.append(f"rank {ref.rank}: worker {member.worker}: {error}")
         if self._store is None:
             return None
-        namespace = point.job_namespace or self._contract.namespace
+        namespace = self.namespace_of(point)
         try:
-            await self._pools.fetch.run(
+            record = await self._pools.fetch.run(
                 self._store.download_shard, namespace, ref, self._node.begin_copy
             )
+            self._metrics.fetched(TierName.OBJECT, record.file_bytes)
             return TierName.OBJECT
         except CorruptionError as error:
             self._metrics.corruption(TierName.OBJECT)
@@ -335,6 +339,10 @@ class Rehydrator:
         except (HoldfastError, OSError) as error:
             tried.append(f"rank {ref.rank}: object store: {error}")
         return None
+
+    def accuse(self, member: Member, ref: ShardRef) -> None:
+        """Tell the member that its copy is bad, without waiting: it reads it back itself."""
+        self._tasks.spawn(self._suspect(member, ref), "suspect")
 
     async def _suspect(self, member: Member, ref: ShardRef) -> None:
         message = Suspect(ref.job_uid, ref.step, ref.round, ref.rank, ref.blake3)

@@ -1,32 +1,34 @@
-"""Makes the payload that a rank wants of the shards that another number of ranks saved.
+"""Makes the payload that a rank wants of the shards that other ranks saved, by ranges.
 
-The shards that the plan names are brought to the node tier whole, each verified on its way like any
-copy, and read there in ranges. A shard that cannot be had anywhere is left out: where another holds
-the same slices, the plan without it is tried.
+Of each shard that the plan names only the chunks that are needed are read, from the first place that
+has them (sources.py), verified, and written straight into the slot. Where a place fails in the
+middle, the next one is asked for the rest. A shard that cannot be had anywhere is left out: where
+another holds the same slices, the plan without it is tried.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from holdfast_core.errors import CorruptionError, NotFoundError, StateMismatchError
+from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError, StateMismatchError
 from holdfast_core.format.layout import Layout
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.format.shard import trailer_bytes
 from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import Rank, ShardRef, TierName
-from holdfast_core.reshard.assemble import check_source, copy_moves
+from holdfast_core.reshard.assemble import Copying, check_source
 from holdfast_core.reshard.plan import Move, payload_plan, plan
 from holdfast_core.reshard.reads import by_source
 from holdfast_core.slot_file import SlotFile
-from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar import logs
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
-from holdfast_sidecar.rehydrate import Rehydrator
+from holdfast_sidecar.sources import Place
 
-_MAX_TRIES = 8
-"""Bad copies of one shard in a row before it counts as missing."""
 _ORDER = (TierName.NODE, TierName.PEER, TierName.OBJECT)
 
 
@@ -36,17 +38,24 @@ class Saved:
 
     manifest: Manifest
     layout: Layout
+    namespace: str
+    """Of the job that saved it, in the keys of the store."""
 
     def ref(self, rank: Rank) -> ShardRef:
         return self.manifest.ref(rank)
 
 
+class Shards(Protocol):
+    """What is needed of sources.Places."""
+
+    def of(self, ref: ShardRef, namespace: str) -> Sequence[Place]: ...
+
+    async def bad(self, place: Place, ref: ShardRef, words: str) -> None: ...
+
+
 class Resharder:
-    def __init__(
-        self, node: NodeTier, rehydrator: Rehydrator, pools: Pools, metrics: Metrics
-    ) -> None:
-        self._node = node
-        self._rehydrator = rehydrator
+    def __init__(self, shards: Shards, pools: Pools, metrics: Metrics) -> None:
+        self._shards = shards
         self._pools = pools
         self._metrics = metrics
 
@@ -58,20 +67,27 @@ class Resharder:
         with everything that was tried."""
         header = await self._pools.fill.run(_begin, slot, wanted)
         missing: dict[Rank, str] = {}
-        farthest = TierName.NODE
+        done: set[Move] = set()
+        read: Counter[TierName] = Counter()
         while True:
             moves = await self._pools.fill.run(self._plan, saved, wanted, missing)
-            for rank, group in by_source(moves).items():
+            for rank, group in by_source(move for move in moves if move not in done).items():
                 try:
-                    tier = await self._take(saved, rank, group, slot)
+                    await self._take(saved, saved.ref(rank), group, slot, read)
+                    done.update(group)
                 except NotFoundError as error:
                     missing[rank] = str(error)
                     break
-                farthest = max(farthest, tier, key=_ORDER.index)
             else:
                 free = SlotHeader(SlotState.FREE, header.rank, header.capacity_bytes)
                 await self._pools.fill.run(slot.write_header, free)
-                return farthest
+                logs.info(
+                    "payload made of other ranks' shards",
+                    rank=wanted.rank,
+                    payload_bytes=wanted.payload_bytes,
+                    read_bytes={str(tier): count for tier, count in read.items()},
+                )
+                return max(read, key=_ORDER.index, default=TierName.NODE)
 
     def _plan(self, saved: Saved, wanted: RankLayout, missing: dict[Rank, str]) -> tuple[Move, ...]:
         try:
@@ -82,28 +98,52 @@ class Resharder:
             words = "; ".join(missing.values())
             raise NotFoundError(f"{words}; without them: {error}") from error
 
-    async def _take(self, saved: Saved, rank: Rank, moves: list[Move], slot: SlotFile) -> TierName:
-        """Raises NotFoundError when no source has a good copy of the shard."""
-        ref = saved.ref(rank)
-        for _ in range(_MAX_TRIES):
-            tier = await self._rehydrator.bring(ref)
+    async def _take(
+        self,
+        saved: Saved,
+        ref: ShardRef,
+        moves: Sequence[Move],
+        slot: SlotFile,
+        read: Counter[TierName],
+    ) -> None:
+        """Raises NotFoundError, with what was tried, when no place has good bytes of it all."""
+        copying = Copying(moves)
+        tried: list[str] = []
+        for place in self._shards.of(ref, saved.namespace):
+            before = copying.read_bytes
             try:
-                await self._pools.fill.run(self._copy, saved, ref, moves, slot)
-                return tier
-            except CorruptionError as error:
-                # It was good when it came: the next source is asked, until there is none.
-                self._metrics.corruption(TierName.NODE)
-                logs.warning("bad copy in the node tier", rank=rank, error=str(error))
-                await self._pools.meta.run(self._node.quarantine, ref, str(error))
-            except NotFoundError as error:
-                logs.warning("a shard left the node tier", rank=rank, error=str(error))
-        raise NotFoundError(f"rank {rank}: {_MAX_TRIES} copies in a row were bad")
+                await place.pool.run(self._copy, place, saved, ref, copying, slot)
+                return
+            except HoldfastError as error:
+                tried.append(f"rank {ref.rank}: {place.name}: {error}")
+                if isinstance(error, CorruptionError):
+                    await self._shards.bad(place, ref, str(error))
+                if not isinstance(error, NotFoundError):
+                    logs.warning(
+                        "a shard is read elsewhere",
+                        rank=ref.rank,
+                        source=place.name,
+                        error=str(error),
+                    )
+            finally:
+                if copying.read_bytes > before:
+                    read[place.tier] += copying.read_bytes - before
+        raise NotFoundError("; ".join(tried))
 
-    def _copy(self, saved: Saved, ref: ShardRef, moves: list[Move], slot: SlotFile) -> None:
-        with self._node.open_shard(ref) as reader:
-            manifest, layout = saved.manifest, saved.layout
-            check_source(reader.record, manifest.shards[ref.rank], layout.ranks[ref.rank])
-            copy_moves(moves, reader, slot)
+    def _copy(
+        self, place: Place, saved: Saved, ref: ShardRef, copying: Copying, slot: SlotFile
+    ) -> None:
+        before, table_bytes = copying.read_bytes, 0
+        try:
+            with place.open() as source:
+                record = source.trailer.record
+                if place.tier is not TierName.NODE:
+                    table_bytes = trailer_bytes(record.header)
+                shard, part = saved.manifest.shards[ref.rank], saved.layout.ranks[ref.rank]
+                check_source(record, shard, part)
+                copying.take(source, slot)
+        finally:
+            self._metrics.fetched(place.tier, table_bytes + copying.read_bytes - before)
 
 
 def _begin(slot: SlotFile, wanted: RankLayout) -> SlotHeader:

@@ -154,6 +154,28 @@ def merge_layouts(documents: Iterable[bytes]) -> Layout:
     )
 
 
+def rank_layout_of(layout: Layout, rank: Rank) -> RankLayout:
+    """What `merge_layouts` was given by this rank: its document has the digest that `ranks` says."""
+    return RankLayout(
+        rank=rank,
+        tensors={
+            fqn: TensorSlice(
+                tensor.dtype, tensor.shape, item.offsets, item.lengths, item.byte_range
+            )
+            for fqn, tensor in layout.tensors.items()
+            for item in tensor.slices
+            if item.rank == rank
+        },
+        objects={
+            fqn: place.byte_range
+            for fqn, places in layout.objects.items()
+            for place in places
+            if place.rank == rank
+        },
+        payload_bytes=layout.ranks[rank].payload_bytes,
+    )
+
+
 def parse_layout(document: bytes) -> Layout:
     """Raises FormatError, with the path, unless every size and offset fits every other."""
     what = "layout"

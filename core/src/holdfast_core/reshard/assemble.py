@@ -1,25 +1,30 @@
-"""Executes a plan for one source: verified chunks in, pieces out. Blocks; no retries."""
+"""Executes a plan for one old rank's shard: verified chunks in, pieces out. Blocks; no retries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Protocol
 
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.layout import RankPart
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.format.record import ShardRecord
+from holdfast_core.format.shard import Trailer
+from holdfast_core.ids import ByteRange
 from holdfast_core.reshard.plan import Move
-from holdfast_core.reshard.reads import READ_BYTES, reads_of
+from holdfast_core.reshard.reads import Read, reads_of
 
 
 class Source(Protocol):
-    """What is needed of a tiers.base.ShardReader."""
+    """What is needed of a tiers.base.ShardSource."""
 
     @property
-    def record(self) -> ShardRecord: ...
+    def trailer(self) -> Trailer: ...
 
-    def read_payload_into(self, offset: int, buffer: memoryview) -> None: ...
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]: ...
 
 
 class Target(Protocol):
@@ -28,20 +33,52 @@ class Target(Protocol):
     def write_payload(self, offset: int, data: memoryview) -> None: ...
 
 
-def copy_moves(moves: Sequence[Move], source: Source, target: Target) -> int:
-    """Moves of this source, in order of start. Returns the bytes read. Raises CorruptionError: what
-    was written from this source so far is of verified chunks, but the payload is not whole."""
-    header = source.record.header
-    size = max(READ_BYTES, header.chunk_bytes)
-    buffer = memoryview(bytearray(min(size, max(header.payload_bytes, 1))))
-    total = 0
-    for read in reads_of(moves, header.payload_bytes, header.chunk_bytes):
-        view = buffer[: read.span.length_bytes]
-        source.read_payload_into(read.span.start, view)
-        for piece in read.pieces:
-            target.write_payload(piece.target, view[piece.start : piece.start + piece.length_bytes])
-        total += len(view)
-    return total
+class Copying:
+    """What a payload still lacks of one old rank's shard. `take` from one source after another: each
+    goes on where the one before it failed."""
+
+    def __init__(self, moves: Sequence[Move]) -> None:
+        """Moves of one old rank, in order of start."""
+        self._moves = moves
+        self._left: Iterator[Read] = iter(())
+        self._chunk_bytes: int | None = None
+        self.read_bytes = 0
+        """Of payloads, by all sources so far: whole chunks, each of which was verified."""
+
+    def take(self, source: Source, target: Target) -> None:
+        """All of it is in the target when this returns. Raises what source and target raise; what
+        was written until then is of verified chunks."""
+        header = source.trailer.record.header
+        if header.chunk_bytes != self._chunk_bytes:
+            # The first source, or one before it lied: what is left lies on the chunks of its table.
+            self._chunk_bytes = header.chunk_bytes
+            self._left = reads_of(self._moves, header.payload_bytes, header.chunk_bytes)
+        asked: deque[Read] = deque()
+
+        def wanted() -> Iterator[range]:
+            for read in self._left:
+                asked.append(read)
+                yield _chunks_of(read.span, header.chunk_bytes)
+
+        try:
+            with closing(source.read(wanted())) as views:
+                for view in views:
+                    read = asked[0]
+                    if len(view) != read.span.length_bytes:
+                        raise CorruptionError(
+                            f"{source.trailer.record.ref}: {len(view)} bytes came for {read.span}"
+                        )
+                    self.read_bytes += len(view)
+                    for piece in read.pieces:
+                        data = view[piece.start : piece.start + piece.length_bytes]
+                        target.write_payload(piece.target, data)
+                    asked.popleft()
+        finally:
+            self._left = itertools.chain(asked, self._left)
+        if (missed := next(self._left, None)) is not None:
+            # A payload with a hole must not look whole, whatever a source does.
+            self._left = itertools.chain((missed,), self._left)
+            raise CorruptionError(f"{source.trailer.record.ref}: no bytes came for {missed.span}")
 
 
 def check_source(record: ShardRecord, shard: ManifestShard, part: RankPart) -> None:
@@ -55,3 +92,8 @@ def check_source(record: ShardRecord, shard: ManifestShard, part: RankPart) -> N
             f"shard of {record.ref}: its head and trailer say (rank, bytes, layout, blake3, chunk "
             f"table) = {found}, manifest and layout say {expected}"
         )
+
+
+def _chunks_of(span: ByteRange, chunk_bytes: int) -> range:
+    """`span` begins on a chunk and ends on one or at the payload's end."""
+    return range(span.start // chunk_bytes, -(-span.stop // chunk_bytes))

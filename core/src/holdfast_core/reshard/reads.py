@@ -13,8 +13,9 @@ from typing import NamedTuple
 from holdfast_core.ids import ByteRange, Rank
 from holdfast_core.reshard.plan import Move
 
-READ_BYTES = 16 << 20
-"""At most in one read, in whole chunks: the buffer that a reader needs."""
+READ_BYTES = 8 << 20
+"""At most in one read, in whole chunks: the buffer that a reader needs, and what is asked of a peer
+or a store at once."""
 
 
 class Piece(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Protocol, Self
 
 from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.record import CHUNK_BYTES, ShardHeader, ShardRecord
+from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "ShardHeader",
     "ShardReader",
     "ShardRecord",
+    "ShardSource",
 ]
 
 
@@ -69,6 +71,34 @@ class ShardReader(Protocol):
 
     def verify(self) -> None:
         """Read everything: chunk CRCs and the BLAKE3 of the payload. Raises CorruptionError."""
+        ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class ShardSource(Protocol):
+    """A shard that is read in ranges of whole chunks, wherever it lies. One thread at a time."""
+
+    @property
+    def trailer(self) -> Trailer:
+        """Identity and chunk table. Bound to the digest in the ref that was opened; in shards of
+        version 1 it is not: compare `chunk_table` with the manifest's."""
+        ...
+
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        """The bytes of each run of chunks, in order; every chunk is what the table says. A view is
+        valid until the next one is asked for. Runs are taken from `wanted` some ahead, and what is
+        read ahead is bounded: in runs, so ask for runs of some MiB. Close it, if not read to its
+        end. Raises CorruptionError (the copy is bad), NotFoundError, UnavailableError."""
         ...
 
     def close(self) -> None: ...
@@ -170,6 +200,11 @@ class ObjectTier(Protocol):
 
     def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
         """Ranged, resumed GETs into the writer of `open_writer(ref, file_bytes)`; commits it."""
+        ...
+
+    def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
+        """Its chunk table is here when this returns; ranges are fetched as they are read. Raises
+        NotFoundError, CorruptionError, UnavailableError."""
         ...
 
     def put_manifest(

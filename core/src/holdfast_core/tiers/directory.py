@@ -25,8 +25,16 @@ from holdfast_core.format.keys import (
     shards_prefix,
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
-from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord
-from holdfast_core.tiers.disk import TEMP_PREFIX, Directories, disk_errors, fsync_directory
+from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord, ShardSource
+from holdfast_core.tiers.disk import (
+    TEMP_PREFIX,
+    BufferPool,
+    Directories,
+    disk_errors,
+    fsync_directory,
+)
+from holdfast_core.tiers.disk_shard import DiskShardReader
+from holdfast_core.tiers.sources import ReaderSource
 
 SCHEME = "file://"
 SLICE_BYTES = 4 << 20
@@ -44,6 +52,7 @@ class DirectoryObjectTier:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._directories = Directories(root, 0o777)
+        self._buffers = BufferPool(SLICE_BYTES, keep=1)
 
     def upload_shard(self, namespace: str, reader: ShardReader) -> None:
         record = reader.record
@@ -75,6 +84,11 @@ class DirectoryObjectTier:
                     raise
         finally:
             os.close(fd)
+
+    def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
+        path = self._path(namespace, ref.job_uid, shard_key(ref))
+        with disk_errors(f"read of {path}"):
+            return ReaderSource(DiskShardReader.open(path, ref, self._buffers))
 
     def put_manifest(
         self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes

@@ -20,6 +20,7 @@ from typing import Self
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.record import ShardHeader, ShardRecord
+from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.tiers.base import (
     CopyWriter,
@@ -28,6 +29,7 @@ from holdfast_core.tiers.base import (
     OpenWriter,
     PayloadSource,
     ShardReader,
+    ShardSource,
 )
 
 
@@ -172,6 +174,10 @@ class FaultyObjectTier:
 
         return self._inner.download_shard(namespace, ref, open_faulty)
 
+    def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
+        self._faults.strike("open_shard")
+        return FaultySource(self._inner.open_shard(namespace, ref), self._faults)
+
     def put_manifest(
         self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes
     ) -> Digest:
@@ -228,6 +234,37 @@ class FaultyCopyWriter:
 
     def abort(self) -> None:
         self._inner.abort()
+
+
+class FaultySource:
+    """Its errors come before a run of chunks, its flips after that was verified."""
+
+    def __init__(self, inner: ShardSource, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    @property
+    def trailer(self) -> Trailer:
+        return self._inner.trailer
+
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        for view in self._inner.read(wanted):
+            flip = self._faults.strike("read")
+            yield memoryview(_flipped(bytes(view), True)) if flip else view
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class FaultyShardReader:

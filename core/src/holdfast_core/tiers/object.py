@@ -19,10 +19,11 @@ from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format import keys
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
-from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord
+from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord, ShardSource
 from holdfast_core.tiers.object_documents import DocumentStore
 from holdfast_core.tiers.object_download import download_shard
 from holdfast_core.tiers.object_parts import MIN_PART_BYTES, plan_parts
+from holdfast_core.tiers.object_source import open_stored_shard
 from holdfast_core.tiers.object_upload import ShardUpload
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import PendingUpload, S3Client
@@ -87,6 +88,10 @@ class S3ObjectTier:
         """Raises NotFoundError, CorruptionError, UnavailableError and what the writer raises."""
         key = self._key(namespace, ref.job_uid, keys.shard_key(ref))
         return download_shard(self._client, self._retrier, self._workers, key, ref, open_writer)
+
+    def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
+        key = self._key(namespace, ref.job_uid, keys.shard_key(ref))
+        return open_stored_shard(self._client, self._retrier, self._workers, key, ref)
 
     def put_manifest(
         self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes

@@ -101,7 +101,7 @@ def download_shard(
     if found is None:
         raise NotFoundError(f"{client.describe(S3Request('HEAD', key))}: no such shard")
     source = Source(client, retrier, key, threading.Event())
-    trailer, tail = _read_trailer(source, ref, found.size_bytes)
+    trailer, tail = read_trailer(source, ref, found.size_bytes)
     writer = open_writer(ref, found.size_bytes)
     try:
         _copy(source, workers, trailer, writer)
@@ -112,18 +112,24 @@ def download_shard(
     return writer.commit()
 
 
-def _read_trailer(source: Source, ref: ShardRef, size_bytes: int) -> tuple[Trailer, bytes]:
-    """The trailer and its bytes, of the shard that was asked for."""
+def read_trailer(
+    source: Source, ref: ShardRef, size_bytes: int, first_bytes: int = _TAIL_BYTES
+) -> tuple[Trailer, bytes]:
+    """The trailer and its bytes, of the shard that was asked for; `first_bytes` of the object's end
+    are asked for, and all of it where that is not enough. Raises CorruptionError, NotFoundError,
+    UnavailableError."""
     for _ in range(_READS - 1):
         try:
-            return _read_trailer_once(source, ref, size_bytes)
+            return _read_trailer_once(source, ref, size_bytes, first_bytes)
         except CorruptionError as error:
             _LOG.warning("%s: reading its trailer once more: %s", source.describe(), error)
-    return _read_trailer_once(source, ref, size_bytes)
+    return _read_trailer_once(source, ref, size_bytes, first_bytes)
 
 
-def _read_trailer_once(source: Source, ref: ShardRef, size_bytes: int) -> tuple[Trailer, bytes]:
-    tail = _last_bytes(source, min(size_bytes, _TAIL_BYTES), size_bytes)
+def _read_trailer_once(
+    source: Source, ref: ShardRef, size_bytes: int, first_bytes: int
+) -> tuple[Trailer, bytes]:
+    tail = _last_bytes(source, min(size_bytes, first_bytes), size_bytes)
     length = trailer_bytes_of(tail[-FOOTER.size :])
     if length > size_bytes:
         raise CorruptionError(

@@ -13,11 +13,12 @@ from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import Rank
-from holdfast_core.reshard.assemble import check_source, copy_moves
+from holdfast_core.reshard.assemble import Copying, check_source
 from holdfast_core.reshard.plan import payload_plan, plan
 from holdfast_core.reshard.reads import by_source
 from holdfast_core.slot_file import SlotFile
 from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.tiers.sources import ReaderSource
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,12 @@ def assemble_payload(
         try:
             for rank, group in by_source(moves).items():
                 ref = manifest.ref(rank)
-                with tier.open_shard(ref) as reader:
-                    check_source(reader.record, manifest.shards[rank], source.ranks[rank])
-                    total += copy_moves(group, reader, slot)
+                with ReaderSource(tier.open_shard(ref)) as shard:
+                    record = shard.trailer.record
+                    check_source(record, manifest.shards[rank], source.ranks[rank])
+                    copying = Copying(group)
+                    copying.take(shard, slot)
+                    total += copying.read_bytes
             return total
         except CorruptionError as error:
             bad[rank] = str(error)

@@ -1,0 +1,47 @@
+"""base.ShardSource over an open shard file: a node tier's, or a store's that is a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from types import TracebackType
+from typing import Self
+
+from holdfast_core.format.chunks import payload_span
+from holdfast_core.format.shard import Trailer
+from holdfast_core.tiers.base import ShardReader
+
+
+class ReaderSource:
+    """Owns the reader. Chunks are verified by CRC32C, as the own disk is always read."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self._reader = reader
+        self._buffer = memoryview(b"")
+
+    @property
+    def trailer(self) -> Trailer:
+        return Trailer(self._reader.record, self._reader.table)
+
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        header = self._reader.record.header
+        for chunks in wanted:
+            span = payload_span(header, chunks)
+            if len(self._buffer) < span.length_bytes:
+                self._buffer = memoryview(bytearray(span.length_bytes))
+            view = self._buffer[: span.length_bytes]
+            self._reader.read_payload_into(span.start, view)
+            yield view
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
