@@ -1,161 +1,327 @@
-"""A payload of other ranks' shards in the sidecar: what is bad or missing is had elsewhere."""
+"""A payload of other ranks' shards in the sidecar: ranges from node, members and store, and what is
+bad or missing is had elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast_core.errors import NotFoundError, StateMismatchError
+from holdfast_core.errors import NotFoundError, StateMismatchError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import JobIdentity, parse_manifest
 from holdfast_core.format.rank_layout import RankLayout
-from holdfast_core.format.record import ShardHeader
+from holdfast_core.format.record import CHUNK_BYTES, ShardHeader, ShardRecord
+from holdfast_core.format.shard import Trailer, head_bytes, trailer_bytes
 from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState, slot_name
-from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName
-from holdfast_core.reshard.plan import payload_plan
+from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName, Worker
+from holdfast_core.reshard.plan import payload_plan, plan
+from holdfast_core.reshard.reads import bytes_read
 from holdfast_core.slot_file import SlotFile
 from holdfast_core.store import build_manifest
 from holdfast_core.testing.builders import BytesSource
 from holdfast_core.testing.placements import Tensor, layout_of, objects_of
+from holdfast_core.testing.shard_files import flip_bit
+from holdfast_core.tiers.base import ShardSource
+from holdfast_core.tiers.directory import DirectoryObjectTier
+from holdfast_core.tiers.faulty import Fault, FaultKind, Faults, FaultyObjectTier, FaultySource
 from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.tiers.sources import ReaderSource
+from holdfast_core.transfer.messages import Member
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.reshard import Resharder, Saved
+from holdfast_sidecar.sources import Places
 
-JOB = JobIdentity("ns", "job", JobUid("job"))
-ROWS = 4096
+NAMESPACE = "ns"
+JOB = JobIdentity(NAMESPACE, "job", JobUid("job"))
+ROWS = 1 << 18
 TENSORS = {"w": Tensor("F32", (ROWS, 4), [None, 0])}
-WHOLE = bytes(range(256)) * (ROWS * 16 // 256)
-WANTED = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+WHOLE = bytes(range(251)) * (ROWS * 16 // 251 + 1)
+WANTED = layout_of({"w": Tensor("F32", (ROWS, 4), [0])}, [3], 1)
+"""The second third of the rows: the end of what ranks 0 and 2 hold, and the beginning of 1 and 3.
+The plan takes them of 2 and 1."""
 
 
-def payload_of(layout: RankLayout) -> bytes:
+def payload_of(layout: RankLayout, saved_by: int) -> bytes:
     item = layout.tensors["w"]
     start = item.offsets[0] * 16
     rows = WHOLE[start : start + item.byte_range.length_bytes]
-    return payload_plan(layout).header + rows + objects_of(layout.rank)
+    return payload_plan(layout).header + rows + objects_of(saved_by)
 
 
-class Elsewhere:
-    """Stands for the Rehydrator: shards of four ranks that lie on another node."""
+class World:
+    """Shards of four ranks (two copies of two halves), on this node, at two members, in a store.
 
-    def __init__(self, root: Path) -> None:
+    Stands for BulkPeers and Rehydrator too: what they are asked for."""
+
+    def __init__(self, root: Path, version: int = 2) -> None:
         self.root = root
-        self.far = DiskNodeTier(root / "far", fill_limit=1.0)
-        self.node = DiskNodeTier(root / "near", fill_limit=1.0)
-        self.far.open()
-        self.node.open()
-        self.brought: list[int] = []
-        self.gone: set[int] = set()
-        self.spoils = 0
-        """Copies that turn bad on this node, after they were verified."""
-        layouts = [layout_of(TENSORS, [2, 2], rank) for rank in range(4)]
-        records = [self._save(layout) for layout in layouts]
-        merged = merge_layouts(layout.to_bytes() for layout in layouts)
-        document = build_manifest(JOB, records, parent=None, layout=merged.to_bytes())
-        self.saved = Saved(parse_manifest(document), merged)
+        self.metrics = Metrics()
+        self.node = self._tier("node")
+        self.members = {Worker(w): self._tier(f"member{w}") for w in (4, 5)}
+        self.store_faults = Faults()
+        self.faults: dict[Worker, Faults] = {w: Faults() for w in self.members}
+        self.forged: dict[Worker, Trailer] = {}
+        self.accused: list[tuple[Worker, int]] = []
+        self.asked: list[tuple[str, int]] = []
+        self.layouts = [layout_of(TENSORS, [2, 2], rank) for rank in range(4)]
+        self.version = version
+        source = self._tier("source")
+        self.records = [source.write_shard(*self._shard(layout)) for layout in self.layouts]
+        self.store = DirectoryObjectTier(root / "store")
+        self.source = source
+        merged = merge_layouts(layout.to_bytes() for layout in self.layouts)
+        document = build_manifest(JOB, self.records, parent=None, layout=merged.to_bytes())
+        self.saved = Saved(parse_manifest(document), merged, NAMESPACE)
 
-    def _save(self, layout: RankLayout) -> Any:
-        digest = digest_of(layout.to_bytes())
+    def _tier(self, name: str) -> DiskNodeTier:
+        tier = DiskNodeTier(self.root / name, fill_limit=1.0)
+        tier.open()
+        return tier
+
+    def _shard(self, layout: RankLayout) -> tuple[ShardHeader, BytesSource]:
         header = ShardHeader(
-            JOB.uid, RestartRound(0), Step(5), layout.rank, 4, digest, layout.payload_bytes
+            JOB.uid,
+            RestartRound(0),
+            Step(5),
+            layout.rank,
+            4,
+            digest_of(layout.to_bytes()),
+            layout.payload_bytes,
+            format_version=self.version,
         )
-        return self.far.write_shard(header, BytesSource(payload_of(layout)))
+        return header, BytesSource(payload_of(layout, layout.rank))
 
-    async def bring(self, ref: ShardRef) -> TierName:
-        if self.node.find(ref) is not None:
-            return TierName.NODE
-        if ref.rank in self.gone:
-            raise NotFoundError(f"rank {ref.rank}: nobody has it")
-        self.brought.append(ref.rank)
-        with self.far.open_shard(ref) as reader:
-            size = reader.record.file_bytes
-            writer = self.node.begin_copy(ref, size)
-            writer.write((Path("/proc/self/fd") / str(reader.fd)).read_bytes())
-            writer.commit()
-        if self.spoils:
-            self.spoils -= 1
-            (path,) = self.root.glob(f"near/job/shards/*/*/rank{ref.rank:06d}-*.shard")
-            data = bytearray(path.read_bytes())
-            data[9000] ^= 1
-            path.write_bytes(data)
-        return TierName.PEER
+    def put(self, tier: DiskNodeTier, *ranks: int) -> None:
+        for rank in ranks:
+            tier.write_shard(*self._shard(self.layouts[rank]))
+
+    def upload(self, *ranks: int) -> None:
+        for rank in ranks:
+            with self.source.open_shard(self.records[rank].ref) as reader:
+                self.store.upload_shard(NAMESPACE, reader)
+
+    def spoil(self, place: str, rank: int, payload_offset: int = CHUNK_BYTES + 9) -> None:
+        """One bit of the payload."""
+        (path,) = (self.root / place).rglob(f"rank{rank:06d}-*.shard")
+        flip_bit(path, head_bytes(self.records[rank].header) + payload_offset)
+
+    # -------------------------------------------------------------- as BulkPeers and Rehydrator
+
+    def open(self, member: Member, ref: ShardRef) -> ShardSource:
+        self.asked.append((f"worker {member.worker}", ref.rank))
+        inner = ReaderSource(self.members[member.worker].open_shard(ref))
+        source = FaultySource(inner, self.faults[member.worker])
+        forged = self.forged.get(member.worker)
+        return source if forged is None else Forged(source, forged)
+
+    def others(self) -> tuple[Member, ...]:
+        return tuple(Member(worker, f"pod-{worker}", "") for worker in self.members)
+
+    def accuse(self, member: Member, ref: ShardRef) -> None:
+        self.accused.append((member.worker, ref.rank))
+
+    # -------------------------------------------------------------- the test's side
+
+    def fill(self, wanted: RankLayout = WANTED, slot: SlotFile | None = None) -> Any:
+        """The farthest tier and the payload."""
+        name = slot_name(Rank(1), 0)
+        capacity = wanted.payload_bytes
+        before = SlotHeader(SlotState.FREE, Rank(1), capacity, RestartRound(0), Step(4), capacity)
+        path = self.root / name
+        path.write_bytes(before.pack().ljust(HEADER_BYTES, b"\0") + bytes(capacity))
+
+        async def scenario() -> tuple[TierName, bytes]:
+            pools = Pools(disk=1, copy=1, store=1)
+            store = FaultyObjectTier(self.store, self.store_faults)
+            places = Places(self.node, store, self, self, pools, self.metrics)  # type: ignore[arg-type]
+            opened = slot or SlotFile.open(self.root, name)
+            try:
+                tier = await Resharder(places, pools, self.metrics).fill(self.saved, wanted, opened)
+            finally:
+                opened.close()
+                pools.close()
+            return tier, path.read_bytes()[HEADER_BYTES:]
+
+        return asyncio.run(scenario())
+
+    def counted(self, name: str) -> dict[str, int]:
+        """A counter of the metrics, by tier."""
+        found = {}
+        for line in self.metrics.render().decode().splitlines():
+            if line.startswith(f'{name}_total{{tier="'):
+                tier = line.split('"')[1]
+                found[tier] = int(float(line.split()[-1]))
+        return {tier: count for tier, count in found.items() if count}
+
+
+class Forged:
+    """A member whose table is another."""
+
+    def __init__(self, inner: FaultySource, trailer: Trailer) -> None:
+        self.trailer = trailer
+        self.read = inner.read
+        self.close = inner.close
+
+    def __enter__(self) -> Forged:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Elsewhere:
-    return Elsewhere(tmp_path)
-
-
-def fill(elsewhere: Elsewhere, root: Path, wanted: RankLayout = WANTED) -> tuple[TierName, bytes]:
-    name = slot_name(Rank(0), 0)
-    capacity = wanted.payload_bytes
-    before = SlotHeader(SlotState.FREE, Rank(0), capacity, RestartRound(0), Step(4), capacity)
-    (root / name).write_bytes(before.pack().ljust(HEADER_BYTES, b"\0") + bytes(capacity))
-
-    async def scenario() -> tuple[TierName, bytes]:
-        pools = Pools(disk=1, copy=1, store=1)
-        resharder = Resharder(elsewhere.node, elsewhere, pools, Metrics())  # type: ignore[arg-type]
-        slot = SlotFile.open(root, name)
-        try:
-            tier = await resharder.fill(elsewhere.saved, wanted, slot)
-        finally:
-            slot.close()
-            pools.close()
-        return tier, (root / name).read_bytes()[HEADER_BYTES:]
-
-    return asyncio.run(scenario())
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
 
 
 def header_in(root: Path) -> SlotHeader:
-    return SlotHeader.unpack((root / slot_name(Rank(0), 0)).read_bytes()[:HEADER_BYTES])
+    return SlotHeader.unpack((root / slot_name(Rank(1), 0)).read_bytes()[:HEADER_BYTES])
 
 
-def test_only_what_the_plan_names_is_brought(elsewhere: Elsewhere, tmp_path: Path) -> None:
-    assert fill(elsewhere, tmp_path) == (TierName.PEER, payload_of(WANTED))
-    assert elsewhere.brought == [0, 1]
-    header = header_in(tmp_path)
+GOOD = payload_of(WANTED, 1)
+
+
+def planned(world: World, avoid: tuple[Rank, ...] = ()) -> int:
+    """Bytes of payloads that the plan means."""
+    moves = plan(WANTED, world.saved.layout, avoid=avoid)
+    return bytes_read(moves, [layout.payload_bytes for layout in world.layouts], CHUNK_BYTES)
+
+
+def tables(*records: ShardRecord) -> int:
+    return sum(trailer_bytes(record.header) for record in records)
+
+
+def test_only_the_chunks_that_are_needed_are_read(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.asked == [("worker 4", 1), ("worker 4", 2)]
+    read = planned(world) + tables(world.records[1], world.records[2])
+    assert world.counted("holdfast_fetched_bytes") == {"peer": read}
+    assert planned(world) < WANTED.payload_bytes + 5 * CHUNK_BYTES
+    assert not world.node.list_shards(), "nothing is brought whole"
+    header = header_in(world.root)
     assert (header.state, header.step, header.payload_bytes) == (SlotState.FREE, None, 0)
-    assert fill(elsewhere, tmp_path) == (TierName.NODE, payload_of(WANTED))
 
 
-def test_a_copy_that_turned_bad_is_brought_again(elsewhere: Elsewhere, tmp_path: Path) -> None:
-    elsewhere.spoils = 2
-    assert fill(elsewhere, tmp_path) == (TierName.PEER, payload_of(WANTED))
-    assert elsewhere.brought == [0, 0, 0, 1]
+def test_this_node_is_asked_first_and_the_store_last(world: World) -> None:
+    world.put(world.node, 0, 1, 2, 3)
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    world.upload(0, 1, 2, 3)
+    assert world.fill() == (TierName.NODE, GOOD)
+    assert world.asked == []
+    assert world.counted("holdfast_fetched_bytes") == {"node": planned(world)}
 
 
-def test_a_disk_that_spoils_everything_is_given_up(elsewhere: Elsewhere, tmp_path: Path) -> None:
-    elsewhere.spoils = 1000
-    with pytest.raises(NotFoundError, match="rank 0: 8 copies in a row were bad"):
-        fill(elsewhere, tmp_path)
+def test_the_store_serves_what_no_member_has(world: World) -> None:
+    world.upload(0, 1, 2, 3)
+    assert world.fill() == (TierName.OBJECT, GOOD)
+    assert set(world.counted("holdfast_fetched_bytes")) == {"object"}
 
 
-def test_another_holder_serves_for_a_shard_that_is_gone(
-    elsewhere: Elsewhere, tmp_path: Path
-) -> None:
-    elsewhere.gone = {1}
-    assert fill(elsewhere, tmp_path) == (TierName.PEER, payload_of(WANTED))
-    assert elsewhere.brought == [0, 3]
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_bad_chunk_on_this_node_is_had_elsewhere(tmp_path: Path, version: int) -> None:
+    world = World(tmp_path, version)
+    world.put(world.node, 0, 1, 2, 3)
+    world.put(world.members[Worker(4)], 1)
+    world.spoil("node", 1)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.node.find(world.records[1].ref) is None, "the bad copy is put aside"
+    assert world.counted("holdfast_corruptions_detected") == {"node": 1}
+    assert world.accused == []
 
 
-def test_what_is_nowhere_is_named_and_the_slot_is_nobodys(
-    elsewhere: Elsewhere, tmp_path: Path
-) -> None:
-    elsewhere.gone = {1, 3}
-    with pytest.raises(
-        NotFoundError, match=r"(?s)rank 1: nobody.*rank 3: nobody.*w: 8192 of 16384"
-    ):
-        fill(elsewhere, tmp_path)
-    header = header_in(tmp_path)
+def test_a_member_whose_bytes_are_bad_is_told_and_the_next_one_asked(world: World) -> None:
+    for worker in world.members:
+        world.put(world.members[worker], 0, 1, 2, 3)
+    world.spoil("member4", 1)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.accused == [(4, 1)]
+    assert ("worker 5", 1) in world.asked
+    assert world.counted("holdfast_corruptions_detected") == {"peer": 1}
+
+
+def test_a_member_that_goes_in_the_middle_is_not_accused(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    world.upload(0, 1, 2, 3)
+    assert world.fill() == (TierName.OBJECT, GOOD)
+    assert world.accused == []
+    assert world.counted("holdfast_corruptions_detected") == {}
+
+
+def test_a_bad_copy_in_the_store_is_counted(world: World) -> None:
+    world.upload(0, 1, 2, 3)
+    world.put(world.members[Worker(4)], 2)
+    world.spoil("store", 1)
+    with pytest.raises(NotFoundError, match=r"rank 1: object store: .*CRC32C of chunk 1"):
+        world.fill()
+    assert world.counted("holdfast_corruptions_detected") == {"object": 1}
+
+
+def test_a_table_that_is_not_the_manifests_is_not_believed(tmp_path: Path) -> None:
+    """Version 1: nothing binds the table to the payload's digest but the manifest."""
+    world = World(tmp_path, version=1)
+    for worker in world.members:
+        world.put(world.members[worker], 0, 1, 2, 3)
+    record = world.records[1]
+    with world.source.open_shard(record.ref) as reader:
+        table = replace(reader.table, crcs=(0, *reader.table.crcs[1:]))
+    lie = Trailer(replace(record, chunk_table=digest_of(table.pack())), table)
+    world.forged[Worker(4)] = lie
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert (4, 1) in world.accused
+
+
+def test_another_holder_serves_for_a_shard_that_is_nowhere(world: World) -> None:
+    """And what the first plan has brought is not brought again."""
+    world.put(world.members[Worker(4)], 0, 1)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.asked == [("worker 4", 1), ("worker 4", 2), ("worker 5", 2), ("worker 4", 0)]
+    read = planned(world, avoid=(Rank(2),)) + tables(world.records[0], world.records[1])
+    assert world.counted("holdfast_fetched_bytes") == {"peer": read}
+
+
+def test_what_is_nowhere_is_named_and_the_slot_is_nobodys(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1)
+    world.spoil("member4", 1)
+    world.store_faults = Faults(
+        [Fault("open_shard", FaultKind.ERR, error=UnavailableError("the store is down"))]
+    )
+    with pytest.raises(NotFoundError) as caught:
+        world.fill()
+    words = str(caught.value)
+    for part in ("rank 1: node tier", "rank 1: worker 4", "worker 5", "the store is down"):
+        assert part in words
+    header = header_in(world.root)
     assert (header.state, header.step, header.payload_bytes) == (SlotState.FILLING, None, 0)
 
 
-def test_other_tensors_are_a_mismatch(elsewhere: Elsewhere, tmp_path: Path) -> None:
+def test_other_tensors_are_a_mismatch(world: World) -> None:
     with pytest.raises(StateMismatchError, match="v: expected F32"):
-        fill(elsewhere, tmp_path, layout_of({"v": Tensor("F32", (2,))}, [1], 0))
-    assert elsewhere.brought == []
+        world.fill(layout_of({"v": Tensor("F32", (2,))}, [1], 0))
+    assert world.asked == []
+
+
+class FullSlot(SlotFile):
+    def write_payload(self, offset: int, data: memoryview) -> None:
+        if len(data) > CHUNK_BYTES:
+            raise OSError(errno.ENOSPC, "no room in shared memory")
+        SlotFile.write_payload(self, offset, data)
+
+
+def test_a_slot_that_fails_is_no_sources_fault(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    name = slot_name(Rank(1), 0)
+    (world.root / name).touch()
+    slot = SlotFile.open(world.root, name)
+    with pytest.raises(OSError, match="no room in shared memory"):
+        world.fill(slot=FullSlot(name, slot.fd))
+    assert world.accused == []
+    assert {name for name, _ in world.asked} == {"worker 4"}

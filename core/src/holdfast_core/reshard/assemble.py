@@ -15,7 +15,7 @@ from holdfast_core.format.record import ShardRecord
 from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import ByteRange
 from holdfast_core.reshard.plan import Move
-from holdfast_core.reshard.reads import Read, reads_of
+from holdfast_core.reshard.reads import READ_BYTES, Read, reads_of
 
 
 class Source(Protocol):
@@ -37,9 +37,10 @@ class Copying:
     """What a payload still lacks of one old rank's shard. `take` from one source after another: each
     goes on where the one before it failed."""
 
-    def __init__(self, moves: Sequence[Move]) -> None:
-        """Moves of one old rank, in order of start."""
+    def __init__(self, moves: Sequence[Move], limit_bytes: int = READ_BYTES) -> None:
+        """Moves of one old rank, in order of start; what is read at once, but one chunk at least."""
         self._moves = moves
+        self._limit_bytes = limit_bytes
         self._left: Iterator[Read] = iter(())
         self._chunk_bytes: int | None = None
         self.read_bytes = 0
@@ -52,7 +53,9 @@ class Copying:
         if header.chunk_bytes != self._chunk_bytes:
             # The first source, or one before it lied: what is left lies on the chunks of its table.
             self._chunk_bytes = header.chunk_bytes
-            self._left = reads_of(self._moves, header.payload_bytes, header.chunk_bytes)
+            self._left = reads_of(
+                self._moves, header.payload_bytes, header.chunk_bytes, self._limit_bytes
+            )
         asked: deque[Read] = deque()
 
         def wanted() -> Iterator[range]:

@@ -1,0 +1,213 @@
+"""What is assembled of ranges is the unsharded state, whatever the sources do."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_core.errors import CorruptionError, UnavailableError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import Layout, merge_layouts, rank_layout_of
+from holdfast_core.format.manifest import ManifestShard
+from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.format.shard import Trailer
+from holdfast_core.ids import Rank
+from holdfast_core.reshard.assemble import Copying, check_source
+from holdfast_core.reshard.plan import payload_plan, plan
+from holdfast_core.reshard.reads import by_source, bytes_read
+from holdfast_core.testing.builders import BytesSource, shard_header
+from holdfast_core.testing.placements import Placement, Tensor, layout_of, objects_of
+from holdfast_core.tiers.memory import MemoryTier
+from holdfast_core.tiers.sources import ReaderSource
+
+CHUNK = 4096
+SHAPES = {"rows": (96, 40), "columns": (24, 130), "copy": (70, 9)}
+WHOLE = {
+    fqn: np.random.default_rng(7).integers(0, 1 << 30, shape, dtype=np.int32)
+    for fqn, shape in SHAPES.items()
+}
+
+MESHES: list[tuple[list[int], Placement]] = [
+    ([1], [None]),
+    ([4], [0]),
+    ([3], [0]),
+    ([4], [1]),
+    ([2, 2], [0, 1]),
+    ([2, 2], [None, 0]),
+]
+
+
+def layouts(mesh: list[int], placement: Placement) -> list[RankLayout]:
+    tensors = {fqn: Tensor("I32", shape, placement) for fqn, shape in SHAPES.items()}
+    tensors["copy"] = Tensor("I32", SHAPES["copy"])
+    return [layout_of(tensors, mesh, rank) for rank in range(int(np.prod(mesh)))]
+
+
+def payload_of(layout: RankLayout, saved_by: int) -> bytes:
+    """Cut out of the unsharded tensors, by indices and not by the plan."""
+    data = bytearray(layout.payload_bytes)
+    header = payload_plan(layout).header
+    data[: len(header)] = header
+    for fqn, item in layout.tensors.items():
+        cut = tuple(slice(a, a + n) for a, n in zip(item.offsets, item.lengths, strict=True))
+        data[item.byte_range.start : item.byte_range.stop] = WHOLE[fqn][cut].tobytes()
+    place = layout.objects["state"]
+    data[place.start : place.stop] = objects_of(saved_by)
+    return bytes(data)
+
+
+class Target:
+    def __init__(self, layout: RankLayout) -> None:
+        self.data = bytearray(layout.payload_bytes)
+        header = payload_plan(layout).header
+        self.data[: len(header)] = header
+
+    def write_payload(self, offset: int, data: memoryview) -> None:
+        assert offset + len(data) <= len(self.data)
+        self.data[offset : offset + len(data)] = data
+
+
+@dataclass
+class Flaky:
+    """Gives so many runs, taking some ahead of that, and fails; `error` None: stops without a word."""
+
+    inner: ReaderSource
+    runs: int
+    ahead: int
+    error: Exception | None
+    chunk_bytes: int | None = None
+    """What its table claims."""
+
+    @property
+    def trailer(self) -> Trailer:
+        found = self.inner.trailer
+        if self.chunk_bytes is None:
+            return found
+        header = replace(found.record.header, chunk_bytes=self.chunk_bytes)
+        return Trailer(replace(found.record, header=header), found.table)
+
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        source = iter(wanted)
+        taken: deque[range] = deque()
+        for _ in range(self.runs):
+            taken.extend(itertools.islice(source, self.ahead + 1 - len(taken)))
+            if not taken:
+                return
+            yield from self.inner.read([taken.popleft()])
+        if self.error is not None:
+            raise self.error
+
+
+class Saved:
+    """Shards of ranks that a mesh makes, with small chunks."""
+
+    def __init__(self, mesh: list[int], placement: Placement) -> None:
+        self.tier = MemoryTier()
+        self.ranks = layouts(mesh, placement)
+        self.layout: Layout = merge_layouts(layout.to_bytes() for layout in self.ranks)
+        self.records = [
+            self.tier.write_shard(
+                shard_header(
+                    layout.payload_bytes,
+                    rank=layout.rank,
+                    world_size=len(self.ranks),
+                    layout=digest_of(layout.to_bytes()),
+                    chunk_bytes=CHUNK,
+                ),
+                BytesSource(payload_of(layout, layout.rank)),
+            )
+            for layout in self.ranks
+        ]
+
+    def source(self, rank: Rank) -> ReaderSource:
+        return ReaderSource(self.tier.open_shard(self.records[rank].ref))
+
+
+@given(
+    st.sampled_from(MESHES),
+    st.sampled_from(MESHES),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.booleans()), max_size=4),
+    st.sampled_from([1, 3 * CHUNK]),
+)
+def test_what_is_assembled_is_the_unsharded_state(
+    old: tuple[list[int], Placement],
+    new: tuple[list[int], Placement],
+    failures: list[tuple[int, int, bool]],
+    limit_bytes: int,
+) -> None:
+    saved = Saved(*old)
+    sizes = [part.payload_bytes for part in saved.layout.ranks]
+    for wanted in layouts(*new):
+        target = Target(wanted)
+        moves = plan(wanted, saved.layout)
+        read_bytes = 0
+        for rank, group in by_source(moves).items():
+            copying = Copying(group, limit_bytes)
+            for runs, ahead, silent in failures:
+                error = None if silent else UnavailableError("gone in the middle")
+                try:
+                    copying.take(Flaky(saved.source(rank), runs, ahead, error), target)
+                except (UnavailableError, CorruptionError):
+                    continue
+            copying.take(saved.source(rank), target)
+            read_bytes += copying.read_bytes
+        assert bytes(target.data) == payload_of(wanted, wanted.rank % len(saved.ranks))
+        assert read_bytes == bytes_read(moves, sizes, CHUNK), "a chunk is read once, or again"
+
+
+def test_a_source_that_stops_without_a_word_is_no_success() -> None:
+    saved = Saved([4], [0])
+    (wanted,) = layouts([1], [None])
+    moves = by_source(plan(wanted, saved.layout))[Rank(1)]
+    copying = Copying(moves, CHUNK)
+    with pytest.raises(CorruptionError, match="no bytes came for"):
+        copying.take(Flaky(saved.source(Rank(1)), 1, 0, None), Target(wanted))
+
+
+def test_a_source_with_other_chunks_makes_the_reads_begin_anew() -> None:
+    """The first one lied of its chunk size: what it left lies on chunks that the true one has not."""
+    saved = Saved([4], [0])
+    (wanted,) = layouts([1], [None])
+    target = Target(wanted)
+    for rank, moves in by_source(plan(wanted, saved.layout)).items():
+        copying = Copying(moves, CHUNK)
+        liar = Flaky(saved.source(rank), 0, 1, UnavailableError("gone"), 2 * CHUNK)
+        with pytest.raises(UnavailableError):
+            copying.take(liar, target)
+        copying.take(saved.source(rank), target)
+    assert bytes(target.data) == payload_of(wanted, 0)
+
+
+def test_only_the_shard_that_manifest_and_layout_name_is_read() -> None:
+    saved = Saved([2, 2], [0, 1])
+    record, part = saved.records[1], saved.layout.ranks[1]
+    shard = ManifestShard(Rank(1), part.payload_bytes, record.blake3, record.chunk_table)
+    check_source(record, shard, part)
+    other = digest_of(b"another table")
+    for wrong in (
+        replace(shard, rank=Rank(2)),
+        replace(shard, payload_bytes=shard.payload_bytes + 1),
+        replace(shard, blake3=other),
+        replace(shard, chunk_table=other),
+    ):
+        with pytest.raises(CorruptionError, match="manifest and layout say"):
+            check_source(record, wrong, part)
+    with pytest.raises(CorruptionError, match="manifest and layout say"):
+        check_source(record, shard, replace(part, layout=other))
+
+
+@pytest.mark.parametrize(("mesh", "placement"), MESHES)
+def test_a_ranks_own_layout_is_in_the_checkpoints(mesh: list[int], placement: Placement) -> None:
+    ranks = layouts(mesh, placement)
+    merged = merge_layouts(layout.to_bytes() for layout in ranks)
+    for layout in ranks:
+        part = rank_layout_of(merged, layout.rank)
+        assert part == layout
+        assert digest_of(part.to_bytes()) == merged.ranks[layout.rank].layout

@@ -1,0 +1,294 @@
+"""Ranges of a peer's shard: one connection for many, and no byte that the chunk table does not say."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from tests.core.transfer.bulk_pair import (
+    CLIENT,
+    OPTIONS,
+    ROUND,
+    SERVER,
+    Cutter,
+    Handler,
+    Pair,
+)
+
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+)
+from holdfast_core.format.digest import crc32c
+from holdfast_core.format.record import ShardRecord
+from holdfast_core.format.shard import Trailer, pack_trailer, trailer_offset
+from holdfast_core.ids import ShardRef
+from holdfast_core.testing.builders import BytesSource, payload, shard_header
+from holdfast_core.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
+from holdfast_core.tiers.memory import MemoryTier
+from holdfast_core.transfer.bulk import BulkFrame, Kind, receive_frame, send_frame
+from holdfast_core.transfer.bulk_peer import Peer
+from holdfast_core.transfer.bulk_ranges import PeerShard
+from holdfast_core.transfer.bulk_server import BulkServer
+from holdfast_core.transfer.messages import Refusal
+from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
+
+CHUNK = 64 << 10
+CHUNKS = 40
+SIZE = (CHUNKS - 1) * CHUNK + 1000
+DATA = payload(SIZE)
+RUNS = [range(0, 3), range(5, 6), range(9, 30), range(31, 33), range(38, CHUNKS)]
+
+
+def filled(tier: MemoryTier, *, version: int = 2) -> ShardRecord:
+    header = replace(shard_header(SIZE, chunk_bytes=CHUNK), format_version=version)
+    return tier.write_shard(header, BytesSource(DATA))
+
+
+def bytes_of(chunks: range) -> bytes:
+    return DATA[chunks.start * CHUNK : chunks.stop * CHUNK]
+
+
+def peer_of(pair: Pair, port: int | None = None) -> Peer:
+    return Peer("127.0.0.1", port or pair.port, SERVER, pair.client, OPTIONS)
+
+
+def open_at(pair: Pair, ref: ShardRef, port: int | None = None) -> PeerShard:
+    return PeerShard.open(peer_of(pair, port), ROUND, ref)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_many_runs_on_one_connection(pair: Pair, version: int) -> None:
+    record = filled(pair.tier, version=version)
+    cutter = Cutter(pair.port, [])
+    with open_at(pair, record.ref, cutter.port) as shard:
+        assert shard.trailer.record == record
+        assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
+        assert [bytes(view) for view in shard.read(RUNS[:1])] == [bytes_of(RUNS[0])]
+    cutter.close()
+    assert cutter.connections == 1
+    assert pair.handler.gets == [(CLIENT, record.ref)] * (1 + len(RUNS) + 1)
+
+
+def test_a_broken_connection_goes_on_with_the_run_that_was_cut(pair: Pair) -> None:
+    record = filled(pair.tier)
+    cutter = Cutter(pair.port, [1 << 20, 1 << 20])
+    with open_at(pair, record.ref, cutter.port) as shard:
+        assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
+    cutter.close()
+    assert cutter.connections >= 2
+
+
+def test_a_peer_that_always_cuts_is_given_up(pair: Pair) -> None:
+    record = filled(pair.tier)
+    cutter = Cutter(pair.port, [600_000] * 100)
+    with (
+        open_at(pair, record.ref, cutter.port) as shard,
+        pytest.raises(UnavailableError, match="gave up after 3 attempts"),
+    ):
+        list(shard.read([range(CHUNKS)]))
+    cutter.close()
+
+
+def test_a_reader_that_stops_in_the_middle_reads_again(pair: Pair) -> None:
+    record = filled(pair.tier)
+    with open_at(pair, record.ref) as shard:
+        views = shard.read(RUNS)
+        assert bytes(next(views)) == bytes_of(RUNS[0])
+        views.close()
+        assert [bytes(view) for view in shard.read(RUNS)] == [bytes_of(run) for run in RUNS]
+
+
+def test_what_is_not_there(pair: Pair) -> None:
+    record = filled(MemoryTier())
+    with pytest.raises(NotFoundError):
+        open_at(pair, record.ref)
+
+
+def test_a_shard_that_goes_in_the_middle(pair: Pair) -> None:
+    record = filled(pair.tier)
+    with open_at(pair, record.ref) as shard:
+        views = shard.read([range(i, i + 1) for i in range(CHUNKS)])
+        assert bytes(next(views)) == bytes_of(range(1))
+        pair.tier.delete_shard(record.ref)
+        with pytest.raises(NotFoundError):
+            list(views)
+
+
+def test_a_stranger_is_refused(pair: Pair) -> None:
+    record = filled(pair.tier)
+    pair.handler.get_error = RefusedError(Refusal.NOT_MEMBER, "who are you")
+    with pytest.raises(RefusedError, match="who are you"):
+        open_at(pair, record.ref)
+
+
+def test_chunks_that_it_has_not_are_not_asked_for(pair: Pair) -> None:
+    record = filled(pair.tier)
+    with open_at(pair, record.ref) as shard, pytest.raises(FormatError, match="no chunks"):
+        list(shard.read([range(CHUNKS, CHUNKS + 1)]))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_bytes_that_are_not_what_the_table_says(
+    certificates: tuple[TlsFiles, TlsFiles], version: int
+) -> None:
+    """The frames are in order and their CRCs right: the peer itself sends other bytes."""
+    tier = MemoryTier()
+    record = filled(tier, version=version)
+    lying = FaultyNodeTier(tier, Faults([Fault("read", FaultKind.FLIP, first=5, times=1)]))
+    server = BulkServer(Handler(), lying, server_context(certificates[0]), host="127.0.0.1")
+    server.start()
+    peer = Peer("127.0.0.1", server.port, SERVER, client_context(certificates[1]), OPTIONS)
+    try:
+        with PeerShard.open(peer, ROUND, record.ref) as shard:
+            views = shard.read([range(0, 2), range(2, 8)])
+            assert bytes(next(views)) == bytes_of(range(0, 2))
+            with pytest.raises(CorruptionError, match=r"chunks \[4\] are not what its table says"):
+                next(views)
+    finally:
+        server.close()
+
+
+Answer = Callable[[socket.socket, BulkFrame], None]
+
+
+class HostilePeer:
+    """Has the right certificate, and answers as the test says."""
+
+    def __init__(self, certificates: tuple[TlsFiles, TlsFiles], record: ShardRecord) -> None:
+        self.record = record
+        self.answers: dict[Kind, Answer] = {}
+        self._context = server_context(certificates[0])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        port = self._listener.getsockname()[1]
+        self.peer = Peer("127.0.0.1", port, SERVER, client_context(certificates[1]), OPTIONS)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                plain, _ = self._listener.accept()
+            except OSError:
+                return
+            with (
+                contextlib.suppress(OSError, HoldfastError),
+                self._context.wrap_socket(plain, server_side=True) as sock,
+            ):
+                while (request := receive_frame(sock)) is not None:
+                    self.answers[request.kind](sock, request)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+
+@pytest.fixture
+def hostile(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[HostilePeer]:
+    tier = MemoryTier()
+    record = filled(tier)
+    peer = HostilePeer(certificates, record)
+    with tier.open_shard(record.ref) as reader:
+        trailer = Trailer(record, reader.table)
+    peer.answers[Kind.GET_TABLE] = table_of(trailer)
+    yield peer
+    peer.close()
+
+
+def table_of(trailer: Trailer) -> Answer:
+    def answer(sock: socket.socket, request: BulkFrame) -> None:
+        record = trailer.record
+        send_frame(sock, BulkFrame(Kind.REPLY, request.ref, ROUND, length=record.file_bytes))
+        packed = pack_trailer(record.header, record.blake3, trailer.table)
+        data(sock, request, trailer_offset(record.header), packed)
+
+    return answer
+
+
+def data(sock: socket.socket, request: BulkFrame, offset: int, content: bytes) -> None:
+    frame = BulkFrame(
+        Kind.DATA, request.ref, ROUND, offset=offset, length=len(content), crc32c=crc32c(content)
+    )
+    send_frame(sock, frame, memoryview(content))
+
+
+def ok(sock: socket.socket, request: BulkFrame) -> None:
+    send_frame(sock, BulkFrame(Kind.REPLY, request.ref, ROUND, length=request.length))
+
+
+def bytes_of_another_place(sock: socket.socket, request: BulkFrame) -> None:
+    ok(sock, request)
+    start = request.offset + CHUNK
+    data(sock, request, request.offset, DATA[start : start + request.length])
+
+
+def too_many_bytes(sock: socket.socket, request: BulkFrame) -> None:
+    ok(sock, request)
+    data(sock, request, request.offset, DATA[request.offset :][: request.length + 1])
+
+
+def another_offset(sock: socket.socket, request: BulkFrame) -> None:
+    ok(sock, request)
+    data(sock, request, request.offset + CHUNK, DATA[: request.length])
+
+
+def half_of_them(sock: socket.socket, request: BulkFrame) -> None:
+    ok(sock, request)
+    data(sock, request, request.offset, DATA[request.offset :][: request.length // 2])
+    send_frame(sock, BulkFrame(Kind.REPLY, request.ref, ROUND))
+
+
+def of_another_shard(sock: socket.socket, request: BulkFrame) -> None:
+    other = replace(request.ref, rank=3)
+    send_frame(sock, BulkFrame(Kind.REPLY, other, ROUND))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (bytes_of_another_place, CorruptionError),
+        (too_many_bytes, FormatError),
+        (another_offset, FormatError),
+        (half_of_them, FormatError),
+        (of_another_shard, FormatError),
+    ],
+)
+def test_a_hostile_peer_gives_no_byte(
+    hostile: HostilePeer, answer: Answer, error: type[HoldfastError]
+) -> None:
+    hostile.answers[Kind.GET_RANGE] = answer
+    with PeerShard.open(hostile.peer, ROUND, hostile.record.ref) as shard, pytest.raises(error):
+        next(shard.read([range(0, 2)]))
+
+
+def test_a_table_of_other_bytes_is_not_believed(hostile: HostilePeer) -> None:
+    """Consistent in itself, under the identity that was asked for: only the digest tells."""
+    forged = MemoryTier()
+    header = shard_header(SIZE, chunk_bytes=CHUNK)
+    record = forged.write_shard(header, BytesSource(payload(SIZE, seed=1)))
+    with forged.open_shard(record.ref) as reader:
+        hostile.answers[Kind.GET_TABLE] = table_of(Trailer(record, reader.table))
+    with pytest.raises(CorruptionError, match="its payload is"):
+        PeerShard.open(hostile.peer, ROUND, hostile.record.ref)
+
+
+def test_a_table_with_other_digests_is_not_believed(hostile: HostilePeer) -> None:
+    tier = MemoryTier()
+    record = filled(tier)
+    with tier.open_shard(record.ref) as reader:
+        table = reader.table
+    swapped = table.digests[32:64] + table.digests[:32] + table.digests[64:]
+    lie = Trailer(record, replace(table, digests=swapped))
+    hostile.answers[Kind.GET_TABLE] = table_of(lie)
+    with pytest.raises(CorruptionError, match="not that of its payload's digest"):
+        PeerShard.open(hostile.peer, ROUND, hostile.record.ref)
