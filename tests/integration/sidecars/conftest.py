@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
@@ -15,6 +17,7 @@ from holdfast_core.testing.pki import Authority
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import CoordinatorState, Member, RestorePoint, Round
 from holdfast_core.transfer.tls import TlsFiles, client_context
+from holdfast_sidecar.settings import PORTS_FILE
 from holdfast_sidecar.testing import FakeLauncher, FakeOperator, FakeRank, SidecarProcess
 
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
@@ -161,6 +164,14 @@ class Gang:
 
     async def restored(self) -> dict[int, bytes | None]:
         return {w: (await rank.restore())[1] for w, rank in self.ranks.items()}
+
+    def counted(self, worker: int, name: str) -> dict[str, int]:
+        """A counter of the sidecar's metrics, by tier. Blocks."""
+        ports = json.loads((self.sidecars[worker].shared / PORTS_FILE).read_text())
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics") as reply:
+            lines = reply.read().decode().splitlines()
+        found = [line for line in lines if line.startswith(f'{name}{{tier="')]
+        return {line.split('"')[1]: int(float(line.split()[-1])) for line in found}
 
     def lose(self, worker: int) -> None:
         """The pod is gone: process killed, volumes lost with it."""

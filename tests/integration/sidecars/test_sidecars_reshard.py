@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import holdfast
 from holdfast.state.snapshot import plan_save, take_snapshot, write_payload
 from holdfast_core.contract import PodContract, StoreConfig
 from holdfast_core.errors import RefusedError
-from holdfast_core.format.layout import parse_layout
-from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.format.layout import merge_layouts, parse_layout
+from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import Level, Rank, TierName
-from holdfast_core.reshard.plan import payload_plan
+from holdfast_core.reshard.plan import payload_plan, plan
+from holdfast_core.testing.minio_server import MinioServer
 from holdfast_core.testing.placements import Tensor, layout_of, objects_of
+from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
 from holdfast_core.transfer.messages import Policy
 from holdfast_sidecar.testing import SidecarProcess
 
@@ -28,6 +31,21 @@ pytestmark = pytest.mark.integration
 Gangs = Callable[..., Any]
 ROWS = 1 << 14
 WHOLE = np.random.default_rng(3).integers(0, 256, (ROWS, 16), dtype=np.uint8)
+
+LARGE = {"w": Tensor("F32", (24 << 16, 4), [0])}
+"""Of 24 MiB: with less the ends of each part are more than a tenth of it."""
+LARGE_BYTES = np.random.default_rng(4).bytes(24 << 20)
+
+
+@pytest.fixture
+def minio(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """A real store and its keys, as `gangs` takes them."""
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "accessKey").write_text(ACCESS_KEY)
+    (keys / "secretKey").write_text(SECRET_KEY)
+    with MinioServer() as server:
+        yield {"store": server.config("ranges"), "store_dir": keys}
 
 
 def tensors(*placement: int | None) -> dict[str, Tensor]:
@@ -40,10 +58,24 @@ def payload_of(layout: RankLayout, saved_by: int) -> bytes:
     return payload_plan(layout).header + rows + objects_of(saved_by)
 
 
-async def save(gang: Any, layouts: list[RankLayout], step: int, level: Level) -> None:
+def large(layout: RankLayout, saved_by: int) -> bytes:
+    """As `payload_of`, of LARGE."""
+    item = layout.tensors["w"]
+    start = item.offsets[0] * 16
+    rows = LARGE_BYTES[start : start + item.byte_range.length_bytes]
+    return payload_plan(layout).header + rows + objects_of(saved_by)
+
+
+async def save(
+    gang: Any,
+    layouts: list[RankLayout],
+    step: int,
+    level: Level,
+    payload: Callable[[RankLayout, int], bytes] = payload_of,
+) -> None:
     for layout in layouts:
         rank = gang.ranks[layout.rank]
-        await rank.save(step, payload_of(layout, layout.rank), layout.to_bytes())
+        await rank.save(step, payload(layout, layout.rank), layout.to_bytes())
         rank.progress(step)
     for rank in gang.ranks.values():
         await rank.reached(step, level)
@@ -75,7 +107,7 @@ def test_four_ranks_become_two_with_what_is_on_two_nodes(gangs: Gangs) -> None:
                 assert filled.tier is tier
                 header = rank.header(filled.slot)
                 assert (header.state, header.step) == (SlotState.FREE, None)
-                with pytest.raises(RefusedError, match="expected one where another number"):
+                with pytest.raises(RefusedError, match="expected one, since another number"):
                     await rank.restore()
 
     asyncio.run(scenario())
@@ -101,15 +133,13 @@ def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> N
                 await gang.launch(worker, birth_round=1)
             await gang.begin(1, restore=state.last_persisted, policy=policy)
             new = [layout_of(tensors(0), [4], rank) for rank in range(4)]
-            # Rank 1 finds the first half at worker 0 by now, and objects in the store alone.
-            near, far = TierName.PEER, TierName.OBJECT
-            for wanted, tier in zip(new, (far, far, near, near), strict=True):
+            for wanted in new:
                 reply, data, filled = await gang.ranks[wanted.rank].reshard(wanted)
                 given = gang.sidecars[wanted.rank].shared / "layouts"
                 document = (given / f"{reply.layout.removeprefix('b3:')}.json").read_bytes()
                 assert len(parse_layout(document).ranks) == 2
                 assert data == payload_of(wanted, wanted.rank % 2)
-                assert filled.tier is tier
+                assert filled.tier is TierName.OBJECT
             await save(gang, new, 2, Level.REPLICATED)
             point = await gang.point(2)
             for worker in range(4):
@@ -119,6 +149,120 @@ def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> N
                 _, data, filled = await gang.ranks[wanted.rank].restore()
                 assert data == payload_of(wanted, wanted.rank)
                 assert filled.tier is TierName.MEMORY
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("sizes", [(8, 6, 8), (2, 4, 2)], ids=["8 to 6 to 8", "2 to 4 to 2"])
+@pytest.mark.parametrize("tier", [TierName.PEER, TierName.OBJECT])
+def test_a_restore_reads_little_more_than_it_needs(
+    gangs: Gangs, minio: dict[str, Any], sizes: tuple[int, ...], tier: TierName
+) -> None:
+    """At most 1.1 bytes for every byte needed on every rank, chunk tables included: from what other
+    nodes hold, and from the store where every node is lost."""
+    from_store = tier is TierName.OBJECT
+    policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1 if from_store else None)
+
+    async def scenario() -> None:
+        async with gangs(sizes[0], **(minio if from_store else {})) as gang:
+            gang.slot_bytes = 16 << 20
+            gang.copies = across(sizes[0])
+            await gang.start(policy=policy)
+            old = [layout_of(LARGE, [sizes[0]], rank) for rank in range(sizes[0])]
+            await save(gang, old, 1, Level.PERSISTED if from_store else Level.REPLICATED, large)
+            for round_, count in enumerate(sizes[1:], 1):
+                point = await newest(gang, round_, from_store)
+                await become(gang, count, round_, everything_lost=from_store)
+                await gang.begin(round_, restore=point, policy=policy)
+                new = [layout_of(LARGE, [count], rank) for rank in range(count)]
+                for wanted in new:
+                    before = await counted(gang, wanted.rank)
+                    _, data, _ = await gang.ranks[wanted.rank].reshard(wanted)
+                    assert data == large(wanted, wanted.rank % len(old))
+                    read = await counted(gang, wanted.rank) - before
+                    moves = plan(wanted, merge_layouts(layout.to_bytes() for layout in old))
+                    needed = sum(move.total_bytes for move in moves)
+                    assert needed <= read.total() <= 1.1 * needed
+                    assert set(read) <= ({tier} if from_store else {TierName.NODE, tier})
+                old = new
+                level = Level.PERSISTED if from_store else Level.REPLICATED
+                await save(gang, new, round_ + 1, level, large)
+
+    asyncio.run(scenario())
+
+
+def across(workers: int) -> tuple[tuple[int, int], ...]:
+    """Copies of the upper half lie in the lower one."""
+    return tuple((w, (w + workers // 2) % workers) for w in range(workers))
+
+
+async def newest(gang: Any, step: int, persisted: bool) -> Any:
+    """The restore point that this step is."""
+    if not persisted:
+        return await gang.point(step)
+    state = await gang.operator.state_until(
+        0,
+        lambda s: s.last_persisted is not None and s.last_persisted.step == step,
+        f"step {step} persisted",
+    )
+    return state.last_persisted
+
+
+async def become(gang: Any, workers: int, round_: int, *, everything_lost: bool) -> None:
+    """Pods are lost, from the last one on, and new ones started."""
+    for worker in sorted(gang.sidecars):
+        if worker in gang.ranks and (everything_lost or worker >= workers):
+            gang.lose(worker)
+            gang.operator.members.pop(worker)
+    gang.workers, gang.copies = workers, across(workers)
+    for worker in range(workers):
+        if worker in gang.ranks:
+            await gang.operator.seal(worker, round_)
+        else:
+            await gang.launch(worker, birth_round=round_)
+
+
+async def counted(gang: Any, worker: int) -> Counter[str]:
+    found = await asyncio.to_thread(gang.counted, worker, "holdfast_fetched_bytes_total")
+    return Counter(found)
+
+
+def test_ranks_that_are_cut_otherwise_than_when_they_saved(gangs: Gangs) -> None:
+    """As many as before, two copies of two halves: each is told how it was cut, also in a new pod,
+    and has its quarter made of what the others saved."""
+    policy = Policy(interval_steps=1, peer_copies=1)
+
+    async def scenario() -> None:
+        async with gangs(4) as gang:
+            await gang.start(policy=policy)
+            old = [layout_of(tensors(None, 0), [2, 2], rank) for rank in range(4)]
+            await save(gang, old, 1, Level.REPLICATED)
+            point = await gang.point(1)
+            gang.lose(3)
+            await gang.launch(3, birth_round=1)
+            for worker in range(3):
+                await gang.operator.seal(worker, 1)
+            await gang.begin(1, restore=point, policy=policy)
+            new = [layout_of(tensors(0), [4], rank) for rank in range(4)]
+            for wanted in new:
+                rank = gang.ranks[wanted.rank]
+                reply, data, filled = await rank.reshard(wanted)
+                assert reply.world_size == 4
+                assert reply.payload_bytes == old[wanted.rank].payload_bytes
+                given = gang.sidecars[wanted.rank].shared / "layouts"
+                own = (given / f"{reply.rank_layout.removeprefix('b3:')}.json").read_bytes()
+                assert parse_rank_layout(own) == old[wanted.rank]
+                assert data == payload_of(wanted, wanted.rank)
+                header = rank.header(filled.slot)
+                assert (header.state, header.step) == (SlotState.FREE, None)
+            await save(gang, new, 2, Level.REPLICATED)
+            point = await gang.point(2)
+            for worker in range(4):
+                await gang.operator.seal(worker, 2)
+            await gang.begin(2, restore=point, policy=policy)
+            for wanted in new:
+                _, data, filled = await gang.ranks[wanted.rank].restore()
+                assert (data, filled.tier) == (payload_of(wanted, wanted.rank), TierName.MEMORY)
 
     asyncio.run(scenario())
 

@@ -184,7 +184,7 @@ class FakeRank(LocalClient):
 
     async def reshard(self, wanted: RankLayout) -> tuple[RestoreReply, bytes, Filled]:
         """Restore, then Fill with a layout of its own: the payload and where it came from."""
-        reply = await self.request(Restore(self.round, self.rank))
+        reply = await self.request(Restore(self.round, self.rank, with_layout=True))
         assert isinstance(reply, RestoreReply), reply
         digest = self.write_layout(wanted.to_bytes())
         offers = tuple(SlotOffer(n, self._capacity) for n in self.names)
