@@ -10,6 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
 from holdfast.state.snapshot import plan_save, take_snapshot, write_payload
@@ -153,7 +158,7 @@ def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("sizes", [(8, 6, 8), (2, 4, 2)], ids=["8 to 6 to 8", "2 to 4 to 2"])
+@pytest.mark.parametrize("sizes", [(8, 6, 8), (2, 4, 2)], ids=["8-6-8", "2-4-2"])
 @pytest.mark.parametrize("tier", [TierName.PEER, TierName.OBJECT])
 def test_a_restore_reads_little_more_than_it_needs(
     gangs: Gangs, minio: dict[str, Any], sizes: tuple[int, ...], tier: TierName
@@ -274,39 +279,82 @@ def test_a_training_process_restores_what_two_ranks_saved(
     policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1)
     store = StoreConfig(f"file://{tmp_path}/objects", False, "", "", "")
 
-    def restored(sidecar: SidecarProcess) -> tuple[int | None, dict[str, Any]]:
-        of = sidecar.contract
-        contract = PodContract(
-            of.job_uid, of.job, of.namespace, of.worker, of.birth_round, 1, of.shared_dir, slots=1
-        )
-        for name, value in {**contract.to_env(), "HOLDFAST_ROUND": "1"}.items():
-            monkeypatch.setenv(name, value)
-        state: dict[str, Any] = {"t": np.zeros((64, 3)), "position": -1}
-        with holdfast.Checkpointer() as ckpt:
-            return ckpt.restore(state), state
-
     async def scenario() -> None:
         async with gangs(2, store=store) as gang:
             await gang.start(policy=policy)
             tensor = np.random.default_rng(5).random((64, 3))
             for rank in range(2):
-                snapshot = take_snapshot({"t": tensor, "position": 10 + rank}, Rank(rank))
-                planned = plan_save(snapshot, Rank(rank))
-                data = np.zeros(planned.payload_bytes, dtype=np.uint8)
-                write_payload(planned, snapshot, data, lambda jobs: [copy() for _, copy in jobs])
-                await gang.ranks[rank].save(1, data.tobytes(), planned.layout)
-            state = await gang.operator.state_until(
-                0, lambda s: s.last_persisted is not None, "step 1 persisted"
-            )
+                await save_state(gang, rank, {"t": tensor, "position": 10 + rank})
+            point = await newest(gang, 1, persisted=True)
             for worker in (0, 1):
                 gang.lose(worker)
             del gang.operator.members[1]
             gang.workers, gang.copies = 1, ()
             await gang.launch(0, birth_round=1)
-            await gang.begin(1, restore=state.last_persisted, policy=policy)
+            await gang.begin(1, restore=point, policy=policy)
             gang.ranks[0].close()
-            step, found = await asyncio.to_thread(restored, gang.sidecars[0])
-            assert (step, found["position"]) == (1, 10)
-            assert found["t"].tobytes() == tensor.tobytes()
+            state: dict[str, Any] = {"t": np.zeros((64, 3)), "position": -1}
+            pretend(monkeypatch, gang.sidecars[0], world_size=1)
+            assert await asyncio.to_thread(restored, state) == 1
+            assert state["position"] == 10
+            assert state["t"].tobytes() == tensor.tobytes()
 
     asyncio.run(scenario())
+
+
+def test_a_training_process_notices_that_it_is_cut_otherwise(
+    gangs: Gangs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many ranks as before: each saved a copy, and holds half of the rows now."""
+    policy = Policy(interval_steps=1, peer_copies=1)
+
+    async def scenario() -> None:
+        async with gangs(2) as gang:
+            await gang.start(policy=policy)
+            tensor = np.random.default_rng(6).random((64, 3))
+            for rank in range(2):
+                await save_state(gang, rank, {"t": torch.from_numpy(tensor), "position": 10 + rank})
+            point = await gang.point(1)
+            for worker in (0, 1):
+                await gang.operator.seal(worker, 1)
+            await gang.begin(1, restore=point, policy=policy)
+            gang.ranks[1].close()
+            mesh = DeviceMesh("cpu", torch.arange(2))
+            half = torch.zeros((32, 3), dtype=torch.float64)
+            cut = DTensor.from_local(half, mesh, [Shard(0)], run_check=False)
+            state: dict[str, Any] = {"t": cut, "position": -1}
+            pretend(monkeypatch, gang.sidecars[1], world_size=2)
+            assert await asyncio.to_thread(restored, state) == 1
+            assert state["position"] == 11
+            assert state["t"].to_local().numpy().tobytes() == tensor[32:].tobytes()
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        asyncio.run(scenario())
+    finally:
+        dist.destroy_process_group()
+
+
+async def save_state(gang: Any, rank: int, state: dict[str, Any]) -> None:
+    """As the SDK does, at step 1."""
+    snapshot = take_snapshot(state, Rank(rank))
+    planned = plan_save(snapshot, Rank(rank))
+    data = np.zeros(planned.payload_bytes, dtype=np.uint8)
+    write_payload(planned, snapshot, data, lambda jobs: [copy() for _, copy in jobs])
+    await gang.ranks[rank].save(1, data.tobytes(), planned.layout)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, sidecar: SidecarProcess, *, world_size: int) -> None:
+    """This process is the rank of that pod, in round 1."""
+    of = sidecar.contract
+    contract = PodContract(
+        of.job_uid, of.job, of.namespace, of.worker, of.birth_round, 1, of.shared_dir, slots=1
+    )
+    env = {"HOLDFAST_ROUND": "1", "RANK": str(of.worker), "WORLD_SIZE": str(world_size)}
+    for name, value in {**contract.to_env(), **env}.items():
+        monkeypatch.setenv(name, value)
+
+
+def restored(state: dict[str, Any]) -> int | None:
+    with holdfast.Checkpointer() as ckpt:
+        return ckpt.restore(state)
