@@ -35,9 +35,10 @@ from holdfast_core.testing.builders import BytesSource, payload, shard_header
 from holdfast_core.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
 from holdfast_core.tiers.memory import MemoryTier
 from holdfast_core.transfer.bulk import BulkFrame, Kind, receive_frame, send_frame
-from holdfast_core.transfer.bulk_peer import Peer
+from holdfast_core.transfer.bulk_peer import Peer, connect, expect_reply
 from holdfast_core.transfer.bulk_ranges import PeerShard
 from holdfast_core.transfer.bulk_server import BulkServer
+from holdfast_core.transfer.bulk_table import receive_table
 from holdfast_core.transfer.messages import Refusal
 from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
 
@@ -48,8 +49,8 @@ DATA = payload(SIZE)
 RUNS = [range(0, 3), range(5, 6), range(9, 30), range(31, 33), range(38, CHUNKS)]
 
 
-def filled(tier: MemoryTier, *, version: int = 2) -> ShardRecord:
-    header = replace(shard_header(SIZE, chunk_bytes=CHUNK), format_version=version)
+def filled(tier: MemoryTier, *, version: int = 2, step: int = 10) -> ShardRecord:
+    header = replace(shard_header(SIZE, chunk_bytes=CHUNK, step=step), format_version=version)
     return tier.write_shard(header, BytesSource(DATA))
 
 
@@ -113,14 +114,31 @@ def test_what_is_not_there(pair: Pair) -> None:
         open_at(pair, record.ref)
 
 
-def test_a_shard_that_goes_in_the_middle(pair: Pair) -> None:
+def test_a_shard_that_goes_in_the_middle_is_read_to_its_end(pair: Pair) -> None:
+    """The peer holds it open for the connection; a new one does not find it."""
     record = filled(pair.tier)
     with open_at(pair, record.ref) as shard:
         views = shard.read([range(i, i + 1) for i in range(CHUNKS)])
         assert bytes(next(views)) == bytes_of(range(1))
         pair.tier.delete_shard(record.ref)
+        assert [bytes(view) for view in views] == [
+            bytes_of(range(i, i + 1)) for i in range(1, CHUNKS)
+        ]
+        shard.close()
         with pytest.raises(NotFoundError):
-            list(views)
+            next(shard.read([range(1)]))
+
+
+def test_a_connection_reads_one_shard_after_the_other(pair: Pair) -> None:
+    """What was held open for it is not taken for the next one."""
+    first, second = filled(pair.tier), filled(pair.tier, step=11)
+    peer = peer_of(pair)
+    with connect(peer) as line:
+        for record in (first, second, first):
+            request = BulkFrame(Kind.GET_TABLE, record.ref, ROUND)
+            send_frame(line.sock, request)
+            reply = expect_reply(line.sock, peer, request)
+            assert receive_table(line.sock, request, reply.length).record == record
 
 
 def test_a_stranger_is_refused(pair: Pair) -> None:

@@ -47,6 +47,7 @@ from holdfast_core.transfer.bulk_data import (
     send_outside,
     send_pieces,
 )
+from holdfast_core.transfer.bulk_kept import KeptReader
 from holdfast_core.transfer.bulk_line import Line
 from holdfast_core.transfer.bulk_table import receive_table, send_table
 from holdfast_core.transfer.equal_chunks import Run
@@ -185,7 +186,8 @@ class BulkServer:
             with line:
                 plain.settimeout(self._limits.handshake_seconds)
                 tune(plain)
-                self._converse(line, line.secure())
+                with KeptReader(self._open_shard) as kept:
+                    self._converse(line, line.secure(), kept)
         except (OSError, HoldfastError):
             # The caller sees its connection end and says why it cared; a stranger is not logged.
             return
@@ -194,7 +196,7 @@ class BulkServer:
             with self._lock:
                 self._open.pop(threading.current_thread(), None)
 
-    def _converse(self, line: Line, peer: str) -> None:
+    def _converse(self, line: Line, peer: str, kept: KeptReader) -> None:
         while not (self._closing.is_set() or line.outside):
             line.sock.settimeout(self._limits.idle_seconds)
             request = receive_frame(line.sock)
@@ -202,7 +204,7 @@ class BulkServer:
                 return
             line.sock.settimeout(self._limits.io_seconds)
             try:
-                self._answer(line, peer, request)
+                self._answer(line, peer, request, kept)
             except HoldfastError as error:
                 if line.outside:
                     return  # words outside TLS would not be believed; the caller asks again inside
@@ -210,7 +212,7 @@ class BulkServer:
                 _drain(line.sock)
                 return
 
-    def _answer(self, line: Line, peer: str, request: BulkFrame) -> None:
+    def _answer(self, line: Line, peer: str, request: BulkFrame, kept: KeptReader) -> None:
         match request.kind:
             case Kind.PUT_COPY:
                 self._take_copy(line, peer, request)
@@ -220,15 +222,14 @@ class BulkServer:
                     self._give_file(line, request, reader)
             case Kind.GET_RANGE:
                 self._handler.authorize_get(peer, request.ref)
-                with self._open_shard(request.ref) as reader:
-                    self._give_range(line.sock, request, reader)
+                self._give_range(line.sock, request, kept.of(request.ref))
             case Kind.GET_TABLE:
                 self._handler.authorize_get(peer, request.ref)
-                with self._open_shard(request.ref) as reader:
-                    size = reader.record.file_bytes
-                    reply = BulkFrame(Kind.REPLY, request.ref, request.round, length=size)
-                    send_frame(line.sock, reply)
-                    send_table(line.sock, request, reader)
+                reader = kept.of(request.ref)
+                size = reader.record.file_bytes
+                reply = BulkFrame(Kind.REPLY, request.ref, request.round, length=size)
+                send_frame(line.sock, reply)
+                send_table(line.sock, request, reader)
             case Kind.DATA | Kind.REPLY:
                 raise FormatError(f"bulk: {request.kind.name} is no request")
 

@@ -1,0 +1,47 @@
+"""The shard that a connection reads from: kept open between its requests.
+
+To open a shard is to read and check its chunk table: of 10 GiB as much work as to send half a
+range. A caller asks for many ranges of one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from holdfast_core.ids import ShardRef
+from holdfast_core.tiers.base import ShardReader
+
+
+class KeptReader:
+    """Of one connection; one thread. Holds at most one shard open."""
+
+    def __init__(self, open_shard: Callable[[ShardRef], ShardReader]) -> None:
+        self._open = open_shard
+        self._held: tuple[ShardRef, ShardReader] | None = None
+
+    def of(self, ref: ShardRef) -> ShardReader:
+        """Do not close it. Raises what `open_shard` raises."""
+        if self._held is not None and self._held[0] == ref:
+            return self._held[1]
+        self.close()
+        reader = self._open(ref)
+        self._held = ref, reader
+        return reader
+
+    def close(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
