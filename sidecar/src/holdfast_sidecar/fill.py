@@ -130,10 +130,11 @@ class Filler:
         try:
             try:
                 document = await self._layouts.saved(ref)
-            except (NotFoundError, CorruptionError):
+            except HoldfastError:
                 document = await self._layouts.part(await self._rehydrator.layout(), ref.rank)
-        except (NotFoundError, FormatError) as error:
-            # Nothing is lost: the rank takes its shard as it is and compares shapes as it loads.
+        except HoldfastError as error:
+            # The shard is good without it: a rank that is cut as it was must not wait for a document,
+            # and of one that is not the shapes tell when it loads, unless they are the same.
             logs.warning("a shard's layout is not here", rank=ref.rank, error=str(error))
             return None
         return await self._layouts.give(document)

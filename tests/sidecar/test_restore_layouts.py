@@ -1,0 +1,169 @@
+"""What a rank is told of how its shard was cut, and out of which documents."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError, RefusedError
+from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.format.layout import merge_layouts, parse_layout
+from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.ids import Digest, Rank, RestartRound, TierName, Worker
+from holdfast_core.store import build_manifest
+from holdfast_core.testing.builders import (
+    JOB,
+    BytesSource,
+    rank_layout,
+    rank_payload,
+    shard_header,
+)
+from holdfast_core.tiers.memory import MemoryTier
+from holdfast_core.transfer.messages import Fill, Policy, Restore, RestorePoint, RestoreReply, Round
+from holdfast_sidecar.fill import Filler
+from holdfast_sidecar.layouts import RankLayouts
+from holdfast_sidecar.metrics import Metrics
+from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.rehydrate import Restored
+from holdfast_sidecar.rounds import RoundState
+
+NOW = RestartRound(1)
+RANK = Rank(1)
+OWN = rank_layout(rank=RANK, world_size=2)
+MERGED = merge_layouts(rank_layout(rank=rank, world_size=2) for rank in range(2)).to_bytes()
+
+
+class Pod:
+    """Worker 1 of two with one rank each, whose shard is in its node tier.
+
+    Stands for the Rehydrator: the restore point, and the checkpoint's layout if it can be had."""
+
+    def __init__(self, root: Path) -> None:
+        self.directory = root / "layouts"
+        self.node = MemoryTier()
+        payloads = [rank_payload(rank=rank, world_size=2) for rank in range(2)]
+        records = [
+            self.node.write_shard(
+                shard_header(
+                    len(data),
+                    rank=rank,
+                    world_size=2,
+                    layout=digest_of(rank_layout(rank=rank, world_size=2)),
+                ),
+                BytesSource(data),
+            )
+            for rank, data in enumerate(payloads)
+        ]
+        manifest = parse_manifest(build_manifest(JOB, records, parent=None, layout=MERGED))
+        self.payload_bytes = len(payloads[RANK])
+        self.document: bytes | HoldfastError = MERGED
+        self.restored = Restored(
+            RestorePoint(manifest.step, manifest.restart_round),
+            manifest,
+            {RANK: records[RANK].ref},
+            {RANK: self.payload_bytes},
+            {RANK: TierName.NODE},
+        )
+
+    async def layout(self) -> bytes:
+        if isinstance(self.document, HoldfastError):
+            raise self.document
+        return self.document
+
+    def ask(self, message: Restore | Fill) -> Any:
+        state = RoundState(Worker(1), 1, NOW, held=round_of_two())
+
+        async def scenario() -> Any:
+            pools = Pools(disk=1, copy=1, store=1)
+            absent: Any = None
+            filler = Filler(
+                absent,
+                self.node,
+                self,  # type: ignore[arg-type]
+                absent,
+                RankLayouts(self.directory, self.node, pools),
+                stager=absent,
+                pools=pools,
+                metrics=Metrics(),
+                on_change=lambda: None,
+            )
+            try:
+                if isinstance(message, Restore):
+                    return await filler.restore(state, message)
+                return await filler.fill(state, message)
+            finally:
+                pools.close()
+
+        return asyncio.run(scenario())
+
+    def restore(self, *, with_layout: bool = False) -> RestoreReply:
+        reply = self.ask(Restore(NOW, RANK, with_layout=with_layout))
+        assert isinstance(reply, RestoreReply)
+        assert (reply.world_size, reply.payload_bytes) == (2, self.payload_bytes)
+        return reply
+
+    def given(self, digest: Digest | None) -> bytes | None:
+        """What the rank reads."""
+        return None if digest is None else (self.directory / f"{hex_of(digest)}.json").read_bytes()
+
+
+def round_of_two() -> Round:
+    return Round(NOW, 1, RestorePoint(), Worker(0), Worker(0), 2, (), (), Policy(interval_steps=1))
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Pod:
+    return Pod(tmp_path)
+
+
+def test_a_pod_that_saved_the_shard_has_its_layout(pod: Pod) -> None:
+    pod.node.put_layout(OWN)
+    pod.document = NotFoundError("nobody has the checkpoint's layout")
+    reply = pod.restore()
+    assert (pod.given(reply.rank_layout), reply.layout) == (OWN, None)
+
+
+def test_a_new_pod_cuts_it_out_of_the_checkpoints(pod: Pod) -> None:
+    reply = pod.restore()
+    assert (pod.given(reply.rank_layout), reply.layout) == (OWN, None)
+
+
+def test_a_rank_that_asks_has_the_checkpoints_layout_too(pod: Pod) -> None:
+    reply = pod.restore(with_layout=True)
+    assert (pod.given(reply.rank_layout), pod.given(reply.layout)) == (OWN, MERGED)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        NotFoundError("nobody has it"),
+        CorruptionError("flipped"),
+        MERGED[:-1],
+        replace(parse_layout(MERGED), ranks=parse_layout(MERGED).ranks[::-1]).to_bytes(),
+    ],
+    ids=["nowhere", "flipped", "cut", "not that of its digests"],
+)
+def test_a_shard_is_restored_without_its_layout(pod: Pod, document: bytes | HoldfastError) -> None:
+    """It is good by itself: a document that is lost must not lose a checkpoint."""
+    pod.document = document
+    reply = pod.restore()
+    assert (reply.rank_layout, reply.layout) == (None, None)
+
+
+def test_a_layout_that_was_asked_for_and_is_nowhere_is_told(pod: Pod) -> None:
+    pod.document = NotFoundError("layout at worker 0: it has none")
+    with pytest.raises(NotFoundError, match="worker 0"):
+        pod.restore(with_layout=True)
+
+
+def test_another_number_of_ranks_must_say_what_it_wants(pod: Pod) -> None:
+    point, manifest = pod.restored.point, pod.restored.manifest
+    pod.restored = Restored(point, manifest, {}, {}, {}, MERGED)
+    reply = pod.ask(Restore(NOW, RANK))
+    assert (reply.world_size, reply.rank_layout, pod.given(reply.layout)) == (2, None, MERGED)
+    with pytest.raises(RefusedError, match="expected one, since another number"):
+        pod.ask(Fill(NOW, RANK, ()))
