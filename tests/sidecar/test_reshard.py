@@ -140,7 +140,8 @@ class World:
         async def scenario() -> tuple[TierName, bytes]:
             pools = Pools(disk=1, copy=1, store=1)
             store = FaultyObjectTier(self.store, self.store_faults)
-            places = Places(self.node, store, self, self, pools, self.metrics)  # type: ignore[arg-type]
+            bulk: Any = self
+            places = Places(self.node, store, bulk, bulk, pools, self.metrics, 1)
             opened = slot or SlotFile.open(self.root, name)
             try:
                 tier = await Resharder(places, pools, self.metrics).fill(self.saved, wanted, opened)
@@ -254,6 +255,23 @@ def test_a_member_that_goes_in_the_middle_is_not_accused(world: World) -> None:
     assert world.fill() == (TierName.OBJECT, GOOD)
     assert world.accused == []
     assert world.counted("holdfast_corruptions_detected") == {}
+
+
+def test_a_member_that_does_not_answer_is_asked_last_from_then_on(world: World) -> None:
+    """Else its time-out is waited for at every shard."""
+    for worker in world.members:
+        world.put(world.members[worker], 0, 1, 2, 3)
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.asked == [("worker 4", 1), ("worker 5", 1), ("worker 5", 2)]
+
+
+def test_the_member_whose_rank_saved_the_shard_is_asked_first(world: World) -> None:
+    world.members = {Worker(w): world.members[Worker(4)] for w in (4, 2, 1)}
+    world.faults = {worker: Faults() for worker in world.members}
+    world.put(world.members[Worker(1)], 0, 1, 2, 3)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.asked == [("worker 1", 1), ("worker 2", 2)]
 
 
 def test_a_bad_copy_in_the_store_is_counted(world: World) -> None:

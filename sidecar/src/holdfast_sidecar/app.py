@@ -191,7 +191,7 @@ class Sidecar:
             clock=clock,
             on_change=restored,
         )
-        places = Places(node, store, bulk, rehydrator, pools, metrics)
+        places = Places(node, store, bulk, rehydrator, pools, metrics, contract.procs_per_worker)
         resharder = Resharder(places, pools, metrics)
         filler = Filler(
             settings,

@@ -10,10 +10,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError, StateMismatchError
+from holdfast_core.errors import (
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    StateMismatchError,
+    UnavailableError,
+)
 from holdfast_core.format.layout import Layout
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout
@@ -30,6 +36,17 @@ from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.sources import Place
 
 _ORDER = (TierName.NODE, TierName.PEER, TierName.OBJECT)
+
+
+@dataclass(slots=True)
+class _Read:
+    """Of one fill."""
+
+    by_tier: Counter[TierName] = field(default_factory=Counter)
+    """Bytes of payloads."""
+    silent: set[str] = field(default_factory=set)
+    """Places that could not be reached: asked last from then on, so that a time-out is waited for
+    once a fill and not once a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +85,7 @@ class Resharder:
         header = await self._pools.fill.run(_begin, slot, wanted)
         missing: dict[Rank, str] = {}
         done: set[Move] = set()
-        read: Counter[TierName] = Counter()
+        read = _Read()
         while True:
             moves = await self._pools.fill.run(self._plan, saved, wanted, missing)
             for rank, group in by_source(move for move in moves if move not in done).items():
@@ -85,9 +102,9 @@ class Resharder:
                     "payload made of other ranks' shards",
                     rank=wanted.rank,
                     payload_bytes=wanted.payload_bytes,
-                    read_bytes={str(tier): count for tier, count in read.items()},
+                    read_bytes={str(tier): count for tier, count in read.by_tier.items()},
                 )
-                return max(read, key=_ORDER.index, default=TierName.NODE)
+                return max(read.by_tier, key=_ORDER.index, default=TierName.NODE)
 
     def _plan(self, saved: Saved, wanted: RankLayout, missing: dict[Rank, str]) -> tuple[Move, ...]:
         try:
@@ -104,18 +121,21 @@ class Resharder:
         ref: ShardRef,
         moves: Sequence[Move],
         slot: SlotFile,
-        read: Counter[TierName],
+        read: _Read,
     ) -> None:
         """Raises NotFoundError, with what was tried, when no place has good bytes of it all."""
         copying = Copying(moves)
         tried: list[str] = []
-        for place in self._shards.of(ref, saved.namespace):
+        places = self._shards.of(ref, saved.namespace)
+        for place in sorted(places, key=lambda place: place.name in read.silent):
             before = copying.read_bytes
             try:
                 await place.pool.run(self._copy, place, saved, ref, copying, slot)
                 return
             except HoldfastError as error:
                 tried.append(f"rank {ref.rank}: {place.name}: {error}")
+                if isinstance(error, UnavailableError):
+                    read.silent.add(place.name)
                 if isinstance(error, CorruptionError):
                     await self._shards.bad(place, ref, str(error))
                 if not isinstance(error, NotFoundError):
@@ -127,7 +147,7 @@ class Resharder:
                     )
             finally:
                 if copying.read_bytes > before:
-                    read[place.tier] += copying.read_bytes - before
+                    read.by_tier[place.tier] += copying.read_bytes - before
         raise NotFoundError("; ".join(tried))
 
     def _copy(

@@ -1,6 +1,7 @@
 """Where ranges of one shard of the restore point may be read: this node, each other member, the store.
 
-In that order, as whole shards are brought. Nothing is opened here before it is asked for.
+In that order, as whole shards are brought; of the members the one first whose rank saved it. Nothing
+is opened here before it is asked for.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast_core.ids import ShardRef, TierName
+from holdfast_core.ids import ShardRef, TierName, worker_of
 from holdfast_core.tiers.base import NodeTier, ObjectTier, ShardSource
 from holdfast_core.tiers.sources import ReaderSource
 from holdfast_core.transfer.messages import Member
@@ -44,6 +45,7 @@ class Places:
         rehydrator: Rehydrator,
         pools: Pools,
         metrics: Metrics,
+        procs_per_worker: int,
     ) -> None:
         self._node = node
         self._store = store
@@ -51,9 +53,12 @@ class Places:
         self._rehydrator = rehydrator
         self._pools = pools
         self._metrics = metrics
+        self._procs_per_worker = procs_per_worker
 
     def of(self, ref: ShardRef, namespace: str) -> tuple[Place, ...]:
         """In the order in which they are asked. `namespace`: of the job in the store's keys."""
+        home = worker_of(ref.rank, self._procs_per_worker)
+        members = sorted(self._rehydrator.others(), key=lambda member: member.worker != home)
         found = [Place(TierName.NODE, "node tier", partial(self._own, ref), self._pools.fill)]
         found += [
             Place(
@@ -63,7 +68,7 @@ class Places:
                 self._pools.fetch,
                 member,
             )
-            for member in self._rehydrator.others()
+            for member in members
         ]
         if self._store is not None:
             opened = partial(self._store.open_shard, namespace, ref)
