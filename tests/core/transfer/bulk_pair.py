@@ -11,11 +11,18 @@ from dataclasses import dataclass, field
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.record import ShardRecord
-from holdfast_core.ids import RestartRound, ShardRef
+from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.testing.builders import BytesSource, payload, shard_header
 from holdfast_core.tiers.memory import MemoryTier
-from holdfast_core.transfer.bulk import BulkOptions
+from holdfast_core.transfer.bulk import (
+    BulkFrame,
+    BulkOptions,
+    Kind,
+    receive_data,
+    send_frame,
+)
 from holdfast_core.transfer.bulk_client import fetch_shard, send_copy
+from holdfast_core.transfer.bulk_peer import Peer, connect, expect_data, expect_reply
 from holdfast_core.transfer.bulk_server import BulkLimits, BulkServer
 from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
 
@@ -82,6 +89,20 @@ class Pair:
             tier.begin_copy,  # type: ignore[attr-defined]
             options=OPTIONS,
         )
+
+    def range(self, ref: ShardRef, span: ByteRange) -> bytes:
+        """What GET_RANGE of any bytes of the payload brings, as it comes."""
+        peer = Peer("127.0.0.1", self.port, SERVER, self.client, OPTIONS)
+        request = BulkFrame(Kind.GET_RANGE, ref, ROUND, offset=span.start, length=span.length_bytes)
+        found = bytearray()
+        with connect(peer) as line:
+            send_frame(line.sock, request)
+            expect_reply(line.sock, peer, request)
+            while len(found) < span.length_bytes:
+                frame = expect_data(line.sock, peer, request)
+                room = memoryview(bytearray(frame.length))
+                found += receive_data(line.sock, frame, ref, span.start + len(found), room)
+        return bytes(found)
 
 
 def started(

@@ -44,7 +44,7 @@ from holdfast_core.transfer.bulk import (
     receive_frame,
     send_frame,
 )
-from holdfast_core.transfer.bulk_client import fetch_range, send_copy
+from holdfast_core.transfer.bulk_client import fetch_table, send_copy
 from holdfast_core.transfer.bulk_server import BulkLimits
 from holdfast_core.transfer.messages import Refusal
 from holdfast_core.transfer.tls import TlsFiles, client_context
@@ -75,28 +75,9 @@ def test_a_range_of_the_payload(pair: Pair) -> None:
     data = payload(SIZE)
     record = pair.tier.write_shard(shard_header(SIZE), BytesSource(data))
     for start, stop in [(0, 0), (0, 10), (4194300, 4194310), (5, SIZE), (SIZE - 1, SIZE)]:
-        found = fetch_range(
-            "127.0.0.1",
-            pair.port,
-            SERVER,
-            pair.client,
-            ROUND,
-            record.ref,
-            ByteRange(start, stop),
-            options=OPTIONS,
-        )
-        assert found == data[start:stop]
+        assert pair.range(record.ref, ByteRange(start, stop)) == data[start:stop]
     with pytest.raises(RefusedError, match="payload of"):
-        fetch_range(
-            "127.0.0.1",
-            pair.port,
-            SERVER,
-            pair.client,
-            ROUND,
-            record.ref,
-            ByteRange(0, SIZE + 1),
-            options=OPTIONS,
-        )
+        pair.range(record.ref, ByteRange(0, SIZE + 1))
 
 
 @pytest.mark.parametrize("cuts", [[3 << 20], [5 << 20, 3 << 20]], ids=["once", "twice"])
@@ -264,14 +245,13 @@ def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(UnavailableError, match="refused"):
-        fetch_range(
+        fetch_table(
             "127.0.0.1",
             port,
             SERVER,
             ssl.create_default_context(),
             ROUND,
             filled(1)[1].ref,
-            ByteRange(0, 1),
             options=BulkOptions(attempts=1),
         )
 

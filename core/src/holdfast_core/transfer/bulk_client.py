@@ -1,4 +1,4 @@
-"""The calling side of the bulk wire: copies to peers, shards and ranges from peers.
+"""The calling side of the bulk wire: copies to peers, whole shards and chunk tables from peers.
 
 Blocking; call it from a bounded pool of threads. Each call opens one connection at a time, resumes
 where the last one broke, and gives up after a bounded number of attempts.
@@ -18,17 +18,15 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.format.shard import Trailer
-from holdfast_core.ids import ByteRange, RestartRound, ShardRef
+from holdfast_core.ids import RestartRound, ShardRef
 from holdfast_core.tiers.base import CopyWriter, OpenWriter, ShardReader
 from holdfast_core.transfer.bulk import (
-    MAX_DATA_BYTES,
     BulkFrame,
     BulkOptions,
     Kind,
     Status,
     connection_error,
     raise_reply,
-    receive_data,
     receive_frame,
     send_frame,
 )
@@ -123,33 +121,6 @@ def fetch_shard(
     finally:
         if writer is not None:
             writer.abort()
-
-
-def fetch_range(
-    address: str,
-    port: int,
-    server_hostname: str,
-    ssl_context: ssl.SSLContext,
-    round: RestartRound,
-    ref: ShardRef,
-    byte_range: ByteRange,
-    *,
-    options: BulkOptions | None = None,
-) -> bytes:
-    """Bytes [start, stop) of a shard's payload; the peer checks the chunks they lie in before it
-    sends. Raises what `fetch_shard` raises."""
-    peer = Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
-    request = BulkFrame(
-        Kind.GET_RANGE, ref, round, offset=byte_range.start, length=byte_range.length_bytes
-    )
-
-    def attempt(_plain: bool) -> bytes:
-        with connect(peer) as line:
-            send_frame(line.sock, request)
-            expect_reply(line.sock, peer, request)
-            return _receive_range(line.sock, peer, request, byte_range)
-
-    return with_attempts(peer, attempt)
 
 
 def fetch_table(
@@ -262,16 +233,3 @@ def _receive_until(
         length = receive_piece(sock, frame, request, writer)
         peer.throttle(length)
         writer.advance(length)
-
-
-def _receive_range(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame, wanted: ByteRange) -> bytes:
-    found = bytearray(wanted.length_bytes)
-    view = memoryview(found)
-    position = 0
-    while position < len(found):
-        frame = expect_data(sock, peer, request)
-        room = view[position : position + MAX_DATA_BYTES]
-        data = receive_data(sock, frame, request.ref, wanted.start + position, room)
-        peer.throttle(len(data))
-        position += len(data)
-    return bytes(found)
