@@ -49,8 +49,8 @@ class Pools:
 
     `shard` writes and deletes shards; `meta` writes the round file, manifests and layouts (small: a
     seal must not wait behind gigabytes for them); `read` only looks at the disk, `fill` reads
-    whole shards from it; `copy` sends to
-    peers; `fetch` brings back what ranks wait for; `store` uploads.
+    shards from it; `copy` sends to peers; `fetch` brings back what ranks wait for, from peers and
+    store; `store` uploads.
     """
 
     def __init__(self, *, disk: int, copy: int, store: int) -> None:
