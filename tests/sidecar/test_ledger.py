@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
-from holdfast_core.transfer.messages import ShardInfo
+from holdfast_core.transfer.messages import Reference, ShardInfo
 from holdfast_sidecar.ledger import Conflict, Ledger
+from holdfast_sidecar.plan import StoredAs
 
 A, B = Digest("b3:" + "a" * 64), Digest("b3:" + "b" * 64)
 MANIFEST = Digest("b3:" + "c" * 64)
@@ -153,3 +154,18 @@ def test_the_order_of_words_does_not_matter(words: list[tuple[str, int]]) -> Non
     book.settle_replicated(Step(3))
     assert level(book, 3) is Level.REPLICATED
     assert book.uploaded(Step(3), Rank(0), A)
+
+
+def test_what_referred_to_something_that_is_gone_is_waited_for_again() -> None:
+    """And a word from before that is repeated does not count."""
+    book = ledger()
+    commit(book, 5)
+    referring = StoredAs(
+        Reference(Step(3), RestartRound(0)), (Reference(Step(3), RestartRound(0), 9),)
+    )
+    book.uploaded(Step(5), Rank(0), A, referring)
+    assert book.uploaded(Step(5), Rank(1), A)
+    book.upload_whole(Step(5))
+    assert set(book.steps[Step(5)].uploaded) == {1}
+    assert not book.uploaded(Step(5), Rank(0), A, referring)
+    assert book.uploaded(Step(5), Rank(0), A)

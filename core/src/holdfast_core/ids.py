@@ -66,6 +66,10 @@ class ShardRef:
     rank: Rank
     blake3: Digest
 
+    @property
+    def checkpoint(self) -> CheckpointId:
+        return CheckpointId(self.step, self.round)
+
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:

@@ -8,13 +8,14 @@ its way, within a bound.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from holdfast_core.clock import Clock, SystemClock
-from holdfast_core.ids import RestartRound
+from holdfast_core.ids import RestartRound, TierName
 from holdfast_core.pacing import Pacing
 from holdfast_core.tiers.base import ObjectTier
 from holdfast_core.tiers.directory import DirectoryObjectTier, directory_of
@@ -73,12 +74,13 @@ class Sidecar:
         opened = await pools.meta.run(node.open)
         logs.info("node tier is open", shards=opened.shards, quarantined=list(opened.quarantined))
         keeper = Keeper(await pools.meta.run(_first_state, settings, node))
-        store = self._open_store()
+        metrics = Metrics()
+        store = self._open_store(metrics)
         certificates = Certificates(contract)
         await pools.meta.run(certificates.load)
 
         local = Local()
-        parts = self._assemble(keeper, pools, node, store, certificates, local)
+        parts = self._assemble(keeper, pools, node, store, certificates, local, metrics)
         self._parts = parts
         lifecycle = Lifecycle(parts)
         control = Control(parts, lifecycle, local, certificates)
@@ -114,7 +116,7 @@ class Sidecar:
             round=keeper.state.round,
         )
 
-    def _open_store(self) -> ObjectTier | None:
+    def _open_store(self, metrics: Metrics) -> ObjectTier | None:
         contract = self._settings.contract
         config = contract.store_config()
         if config is None:
@@ -128,6 +130,7 @@ class Sidecar:
             credentials,
             ca_file=credentials.ca_file,
             throttle=self._pacing.throttle.take,
+            sent=functools.partial(metrics.sent, TierName.OBJECT),
         )
         self._stack.callback(tier.close)
         return tier
@@ -140,10 +143,10 @@ class Sidecar:
         store: ObjectTier | None,
         certificates: Certificates,
         local: Local,
+        metrics: Metrics,
     ) -> Parts:
         settings, clock = self._settings, self._clock
         contract = settings.contract
-        metrics = Metrics()
 
         def changed() -> None:
             if self._parts is not None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import RefusedError
+from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import RestartRound, ShardRef, ranks_of
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_core.transfer.bulk import BulkOptions
@@ -138,7 +139,9 @@ class BulkPeers:
             options=_options(state),
         )
 
-    def open(self, member: Member, ref: ShardRef) -> PeerShard:
+    def open(
+        self, member: Member, ref: ShardRef, *, attempts: int = _OPTIONS.attempts
+    ) -> PeerShard:
         """To read ranges of it. Raises NotFoundError, CorruptionError (the member's copy is bad),
         UnavailableError."""
         endpoint = self._peers.endpoint(member)
@@ -147,9 +150,15 @@ class BulkPeers:
             endpoint.bulk_port,
             self._peers.server_name(member),
             self._certificates.client,
-            _OPTIONS,
+            replace(_OPTIONS, attempts=attempts),
         )
         return PeerShard.open(peer, self._current().round, ref)
+
+    def fetch_table(self, member: Member, ref: ShardRef) -> Trailer:
+        """What the chunks of a member's shard must be, bound to the digest in `ref`. Raises what
+        `open` raises; at once where the member does not answer."""
+        with self.open(member, ref, attempts=1) as shard:
+            return shard.trailer
 
 
 def _options(state: RoundState) -> BulkOptions:

@@ -41,6 +41,7 @@ from holdfast_sidecar.failures import Failures
 from holdfast_sidecar.gathered import Gathered
 from holdfast_sidecar.ledger import Conflict, Ledger, StepEntry
 from holdfast_sidecar.outbox import Outbox
+from holdfast_sidecar.plan import StoredAs
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.prune import protected_steps
 from holdfast_sidecar.rebuild import Learned, learn_from
@@ -178,7 +179,8 @@ class Coordinator:
     def uploaded(self, message: Uploaded) -> Ok:
         if message.step not in self._ledger.forgotten:
             with _Conflicts():
-                self._ledger.uploaded(message.step, message.rank, message.blake3)
+                stored_as = StoredAs(message.base, message.references)
+                self._ledger.uploaded(message.step, message.rank, message.blake3, stored_as)
             self._changed()
         return Ok(message.round, self.instance)
 
@@ -215,6 +217,7 @@ class Coordinator:
                 CheckpointId(point.step, point.round),
             )
             deleted.append(point)
+        await self._uploads.sweep()
         return PruneReply(tuple(deleted))
 
     def _may_leave_store(self, point: RestorePoint) -> None:

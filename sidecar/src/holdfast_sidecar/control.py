@@ -135,7 +135,7 @@ class Control:
             case LevelNotice():
                 return self._level(message)
             case PersistRequest():
-                self._parts.flow.want(message.step, message.step_round)
+                self._parts.flow.want(message)
             case Suspect():
                 await self._suspect(message)
             case Certificate():

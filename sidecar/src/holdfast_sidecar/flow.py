@@ -22,6 +22,7 @@ from holdfast_core.ids import RestartRound, Step, TierName, Worker
 from holdfast_core.tiers.base import NodeTier, ObjectTier, ShardRecord
 from holdfast_core.transfer.messages import (
     Ok,
+    PersistRequest,
     Prepared,
     PreparedReply,
     Refusal,
@@ -39,6 +40,7 @@ from holdfast_sidecar.plan import (
     Action,
     OwnShard,
     ShardKey,
+    StoredAs,
     Verb,
     expects_commit,
     idle,
@@ -48,6 +50,7 @@ from holdfast_sidecar.plan import (
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rounds import RoundState
 from holdfast_sidecar.settings import Settings
+from holdfast_sidecar.sharing import ShardUploader
 from holdfast_sidecar.tasks import Tasks
 
 _PASSING = frozenset(
@@ -95,7 +98,11 @@ class Flow:
         self._settings = settings
         self._current = current
         self._node = node
-        self._store = store
+        self._uploader = (
+            None
+            if store is None
+            else ShardUploader(settings.contract, current, node, store, bulk=bulk, clock=clock)
+        )
         self._peers = peers
         self._bulk = bulk
         self._layouts = layouts
@@ -109,7 +116,7 @@ class Flow:
         self._paused: set[Action] = set()
         self._backoffs: dict[Action, Backoff] = {}
         self._tasks = Tasks()
-        self._wants: set[tuple[Step, RestartRound]] = set()
+        self._wants: dict[tuple[Step, RestartRound], PersistRequest] = {}
         self._audience = 0
         """Counts the coordinators: what an earlier one was told does not count for the next."""
 
@@ -131,14 +138,16 @@ class Flow:
                 self._shards[key] = replace(shard, committed=True)
         self.wake()
 
-    def want(self, step: Step, round_: RestartRound) -> None:
-        """PersistRequest: upload the own shards of this committed step."""
-        if self._store is None:
+    def want(self, request: PersistRequest) -> None:
+        """Upload the own shards of this committed step. One that is there and needs no other checkpoint
+        is not sent again, whatever the request says."""
+        if self._uploader is None:
             return
-        self._wants.add((step, round_))
+        self._wants[(request.step, request.step_round)] = request
         for key, shard in tuple(self._shards.items()):
-            if (key.step, key.round) == (step, round_):
-                self._shards[key] = replace(shard, wanted=True, uploaded_told=False)
+            if (key.step, key.round) == (request.step, request.step_round):
+                good = shard.uploaded and not (request.whole and shard.stored_as.references)
+                self._shards[key] = replace(shard, wanted=True, uploaded=good, uploaded_told=False)
         self.wake()
 
     def retell(self) -> None:
@@ -152,7 +161,7 @@ class Flow:
     def forget(self, steps: tuple[Step, ...]) -> None:
         """Pruned."""
         self._shards = {k: s for k, s in self._shards.items() if k.step not in steps}
-        self._wants = {w for w in self._wants if w[0] not in steps}
+        self._wants = {w: r for w, r in self._wants.items() if w[0] not in steps}
         self._on_change()
 
     async def reset(self) -> None:
@@ -279,9 +288,10 @@ class Flow:
             case Verb.PREPARED:
                 await self._tell_prepared(shard)
             case Verb.REPLICATED:
-                await self._tell(shard, Replicated)
+                message = Replicated(*self._speaker(shard), shard.ref.rank, shard.ref.blake3)
+                await self._peers.call(self._coordinator(), message, Ok)
             case Verb.UPLOADED:
-                await self._tell(shard, Uploaded)
+                await self._tell_uploaded(shard)
         if audience == self._audience:
             self._update(shard, told=action.verb)
 
@@ -290,7 +300,7 @@ class Flow:
         shard: OwnShard,
         *,
         told: Verb | None = None,
-        uploaded: bool = False,
+        stored_as: StoredAs | None = None,
         copied: Worker | None = None,
     ) -> None:
         """Write one fact into the table's newest entry (it may have changed meanwhile)."""
@@ -302,7 +312,8 @@ class Flow:
             prepared_told=now.prepared_told or told is Verb.PREPARED,
             replicated_told=now.replicated_told or told is Verb.REPLICATED,
             uploaded_told=now.uploaded_told or told is Verb.UPLOADED,
-            uploaded=now.uploaded or uploaded,
+            uploaded=now.uploaded or stored_as is not None,
+            stored_as=stored_as or now.stored_as,
             copied=now.copied if copied is None else now.copied | {copied},
         )
 
@@ -329,15 +340,18 @@ class Flow:
             if reply.need_layout:
                 raise UnavailableError(f"the coordinator does not keep layout {shard.layout}")
 
-    async def _tell(self, shard: OwnShard, kind: type[Replicated] | type[Uploaded]) -> None:
-        message = kind(
-            self._current().round,
-            shard.ref.step,
-            self._settings.contract.worker,
+    async def _tell_uploaded(self, shard: OwnShard) -> None:
+        message = Uploaded(
+            *self._speaker(shard),
             shard.ref.rank,
             shard.ref.blake3,
+            shard.stored_as.base,
+            shard.stored_as.references,
         )
         await self._peers.call(self._coordinator(), message, Ok)
+
+    def _speaker(self, shard: OwnShard) -> tuple[RestartRound, Step, Worker]:
+        return self._current().round, shard.ref.step, self._settings.contract.worker
 
     async def _copy(self, shard: OwnShard, target: Worker | None) -> None:
         state = self._current()
@@ -354,17 +368,16 @@ class Flow:
 
     async def _upload(self, shard: OwnShard) -> None:
         started = self._clock.monotonic()
-        await self._pools.store.run(self._upload_blocking, shard)
+        if self._uploader is None:
+            raise UnavailableError("this job has no object store")
+        request = self._wants.get((shard.key.step, shard.key.round))
+        stored_as = await self._pools.store.run(self._uploader.upload, shard.ref, request)
+        if self._wants.get((shard.key.step, shard.key.round)) != request and stored_as.references:
+            return  # asked for differently meanwhile: look again
         self._metrics.stored(
             TierName.OBJECT, shard.info.payload_bytes, self._clock.monotonic() - started
         )
-        self._update(shard, uploaded=True)
-
-    def _upload_blocking(self, shard: OwnShard) -> None:
-        if self._store is None:
-            raise UnavailableError("this job has no object store")
-        with self._node.open_shard(shard.ref) as reader:
-            self._store.upload_shard(self._settings.contract.namespace, reader)
+        self._update(shard, stored_as=stored_as)
 
 
 def _tier(action: Action) -> TierName:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.transfer.messages import RestorePoint, ShardInfo, StepState
+from holdfast_sidecar.plan import StoredAs
 
 MAX_WAITING_UPLOADS = 2
 MAX_UNREPLICATED = 4
@@ -32,7 +33,9 @@ class StepEntry:
     layout: bytes | None = None
     acknowledged: set[Worker] = field(default_factory=set)
     replicated: set[Rank] = field(default_factory=set)
-    uploaded: set[Rank] = field(default_factory=set)
+    uploaded: dict[Rank, StoredAs] = field(default_factory=dict)
+    whole: bool = False
+    """What the shards referred to is gone from the store: they are uploaded without references."""
     local: bool = False
     copied: bool = False
     persisted: bool = False
@@ -154,11 +157,16 @@ class Ledger:
         entry.copied = True
         return True
 
-    def uploaded(self, step: Step, rank: Rank, blake3: Digest) -> bool:
+    def uploaded(
+        self, step: Step, rank: Rank, blake3: Digest, stored_as: StoredAs | None = None
+    ) -> bool:
         """True if every shard is in the store now and the manifest may follow."""
         entry = self.entry(step)
         self._same(entry, rank, blake3)
-        entry.uploaded.add(rank)
+        stored_as = stored_as or StoredAs()
+        if entry.whole and stored_as.references:
+            return False  # said before it was asked to store the shard whole
+        entry.uploaded[rank] = stored_as
         return entry.manifest is not None and len(entry.uploaded) == entry.world_size
 
     def _same(self, entry: StepEntry, rank: Rank, blake3: Digest) -> None:
@@ -193,6 +201,12 @@ class Ledger:
             self.steps[step].persisted = True
         if self.uploading == step:
             self.uploading = None
+
+    def upload_whole(self, step: Step) -> None:
+        """What its shards referred to is gone: those are uploaded once more."""
+        entry = self.steps[step]
+        entry.whole = True
+        entry.uploaded = {r: s for r, s in entry.uploaded.items() if not s.references}
 
     def give_up_uploads(self) -> tuple[Step, ...]:
         """Forget everything that is on its way to the store; returns which steps that were."""

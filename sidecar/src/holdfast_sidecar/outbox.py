@@ -37,7 +37,7 @@ class _Told:
     """What one member has acknowledged."""
 
     levels: dict[Step, Level] = field(default_factory=dict)
-    persists: set[Step] = field(default_factory=set)
+    persists: dict[Step, PersistRequest] = field(default_factory=dict)
     pruned: int = 0
     asks: int = 0
     released: bool = False
@@ -73,7 +73,7 @@ class Outbox:
         self._told: dict[Worker, _Told] = {}
         self._asks: list[tuple[str, Ask]] = []
         self._prunes: list[Step] = []
-        self._persist: set[Step] = set()
+        self._persist: dict[Step, PersistRequest] = {}
         self._released = False
         self._released_at: float | None = None
         self._message: Round | None = None
@@ -118,9 +118,10 @@ class Outbox:
             self._prunes.extend(steps)
             self.wake()
 
-    def persist(self, step: Step) -> None:
-        if step not in self._persist:
-            self._persist.add(step)
+    def persist(self, request: PersistRequest) -> None:
+        """Another request for the same step takes the place of the one before."""
+        if self._persist.get(request.step) != request:
+            self._persist[request.step] = request
             self.wake()
 
     def release(self) -> None:
@@ -178,7 +179,6 @@ class Outbox:
         """The next message for this member, its path if not the usual one, and what its
         acknowledgement changes."""
         told = self._told[worker]
-        round_ = self._ledger.round
         if worker == 0 and told.asks < len(self._asks):
             path, ask = self._asks[told.asks]
             return ask, path, told.asked
@@ -187,9 +187,9 @@ class Outbox:
             put = self._manifest_for(worker, entry)
             if put is not None:
                 return put, None, self._manifest_told(worker, entry)
-            if step in self._persist and entry.local and step not in told.persists:
-                request = PersistRequest(round_, step, entry.round)
-                return request, None, functools.partial(told.persists.add, step)
+            request = self._persist.get(step)
+            if request is not None and entry.local and told.persists.get(step) != request:
+                return request, None, functools.partial(told.persists.__setitem__, step, request)
             if (level := entry.level) is not None and _ORDER[told.levels.get(step)] < _ORDER[level]:
                 return self._notice(worker, step, level)
         if told.pruned < len(self._prunes) and (newest := self._newest()) is not None:

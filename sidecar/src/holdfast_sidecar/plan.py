@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from holdfast_core.ids import Digest, Rank, RestartRound, ShardRef, Step, Worker
-from holdfast_core.transfer.messages import ShardInfo
+from holdfast_core.transfer.messages import Reference, ShardInfo
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,6 +23,15 @@ class ShardKey:
     step: Step
     round: RestartRound
     rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAs:
+    """How the object store holds a shard, as far as others must know."""
+
+    base: Reference | None = None
+    references: tuple[Reference, ...] = ()
+    """Earlier checkpoints that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,7 @@ class OwnShard:
     replicated_told: bool = False
     wanted: bool = False
     uploaded: bool = False
+    stored_as: StoredAs = StoredAs()
     uploaded_told: bool = False
 
     @property

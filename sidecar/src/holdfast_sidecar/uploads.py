@@ -1,27 +1,32 @@
 """The coordinator's part of persisting: which steps go to the object store, and their manifests.
 
 One step at a time: members upload their shards when asked; when all have, the layout and then the
-manifest are put, if absent. What waits is bounded (`ledger.MAX_WAITING_UPLOADS`).
+manifest are put, if absent; before them the references, where shards refer to earlier checkpoints.
+What waits is bounded (`ledger.MAX_WAITING_UPLOADS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
-from holdfast_core.errors import AlreadyExistsError, HoldfastError
+from holdfast_core.errors import AlreadyExistsError, FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.format.pack import MAX_EARLIER
+from holdfast_core.format.references import References, parse_references
 from holdfast_core.ids import CheckpointId, Level, Step, TierName
 from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.transfer.messages import RestorePoint, Round
+from holdfast_core.tiers.object_commit import commit_shared
+from holdfast_core.transfer.messages import PersistRequest, Reference, RestorePoint, Round
 from holdfast_sidecar import logs
 from holdfast_sidecar.backoff import Backoff
 from holdfast_sidecar.failures import Failures
 from holdfast_sidecar.ledger import Ledger, StepEntry
 from holdfast_sidecar.outbox import Outbox
+from holdfast_sidecar.plan import StoredAs
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.versioned import Versioned
 
@@ -59,6 +64,8 @@ class Uploads:
         self._round = message.round
         self._after: Step | None = None
         self._gave_up = False
+        self._asked: PersistRequest | None = None
+        """What members were asked for the step that is being uploaded."""
         self.last = message.last_persisted
         """Newest persisted step of the job, as far as this coordinator knows."""
         self.last_bytes = 0
@@ -138,11 +145,15 @@ class Uploads:
             entry = None if step is None else self._ledger.steps.get(step)
             if entry is None or entry.manifest is None:
                 continue
-            self._outbox.persist(entry.step)
-            if len(entry.uploaded) < entry.world_size:
-                continue
             try:
-                await self._put(self._store, entry, entry.manifest)
+                self._outbox.persist(await self._request_for(self._store, entry))
+                if len(entry.uploaded) < entry.world_size:
+                    continue
+                if not await self._put(self._store, entry, entry.manifest):
+                    logs.warning("what it refers to is gone: uploaded whole", step=entry.step)
+                    self._ledger.upload_whole(entry.step)
+                    self._versioned.tick()
+                    continue
             except AlreadyExistsError as error:
                 self._note(entry, error)
                 self._ledger.upload_ended(entry.step, persisted=False)
@@ -157,17 +168,76 @@ class Uploads:
     def _note(self, entry: StepEntry, error: HoldfastError) -> None:
         self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
 
-    async def _put(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> None:
+    async def _request_for(self, store: ObjectTier, entry: StepEntry) -> PersistRequest:
+        """The same for every member, and until the step is persisted."""
+        asked = self._asked
+        if asked is None or (asked.step, asked.whole) != (entry.step, entry.whole):
+            base = None if entry.whole or not isinstance(store, S3ObjectTier) else _own(self.last)
+            if base == CheckpointId(entry.step, entry.round):
+                base = None  # an earlier life of this coordinator got as far as the manifest
+            older = () if base is None else await self._older(store, base)
+            shown = None if base is None else self.last
+            asked = PersistRequest(
+                self._round, entry.step, entry.round, shown, older, whole=entry.whole
+            )
+            self._asked = asked
+        return asked
+
+    async def _older(self, store: ObjectTier, base: CheckpointId) -> tuple[Reference, ...]:
+        """Of what the base needs, what it needs most of."""
+        if not isinstance(store, S3ObjectTier):
+            return ()
+        try:
+            document = await self._pools.store.run(
+                store.get_references, self._contract.namespace, self._contract.job_uid, base
+            )
+            found = parse_references(document).most_needed(MAX_EARLIER - 1)
+        except NotFoundError:
+            return ()
+        except FormatError as error:
+            # A sweep keeps everything while it is there; an upload needs none of it.
+            logs.warning("references are not readable", base=base, error=str(error))
+            return ()
+        return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
+
+    async def sweep(self) -> None:
+        """Deletes what nobody needs any more. A failure keeps it until the next time."""
+        store = self._store
+        if not isinstance(store, S3ObjectTier):
+            return
+
+        def uploading() -> frozenset[CheckpointId]:
+            return frozenset(CheckpointId(s, self._round) for s in self._ledger.on_way_to_store)
+
+        try:
+            await self._pools.store.run(
+                store.sweep,
+                self._contract.namespace,
+                self._contract.job_uid,
+                self._round,
+                uploading,
+            )
+        except HoldfastError as error:
+            logs.warning("the store was not swept", error=str(error))
+
+    async def _put(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> bool:
+        """False: what the shards refer to is gone."""
         namespace, job_uid = self._contract.namespace, self._contract.job_uid
         layout = entry.layout
         if layout is None:
             layout = await self._pools.read.run(
                 self._node.get_layout, parse_manifest(manifest).layout
             )
+        checkpoint = CheckpointId(entry.step, entry.round)
+        references, bases = _merged(checkpoint, entry.uploaded.values())
+        if isinstance(store, S3ObjectTier) and references.bytes_in:
+            parsed = parse_manifest(manifest)
+            return await self._pools.store.run(
+                commit_shared, store, namespace, parsed, layout, references, bases
+            )
         await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
-        await self._pools.store.run(
-            store.put_manifest, namespace, job_uid, CheckpointId(entry.step, entry.round), manifest
-        )
+        await self._pools.store.run(store.put_manifest, namespace, job_uid, checkpoint, manifest)
+        return True
 
     def _persisted(self, entry: StepEntry) -> None:
         self._ledger.upload_ended(entry.step, persisted=True)
@@ -177,6 +247,28 @@ class Uploads:
             self.last = RestorePoint(entry.step, entry.round, entry.manifest_digest)
             self.last_bytes = entry.payload_bytes
         logs.info("persisted", step=entry.step, round=entry.round, level=Level.PERSISTED)
+
+
+def _own(point: RestorePoint | None) -> CheckpointId | None:
+    """None for "none yet" and for another job's."""
+    if point is None or point.step is None or point.round is None or point.job_uid is not None:
+        return None
+    return CheckpointId(point.step, point.round)
+
+
+def _merged(
+    checkpoint: CheckpointId, stored: Iterable[StoredAs]
+) -> tuple[References, frozenset[CheckpointId]]:
+    """What all shards of a checkpoint need, and what vouches for it."""
+    bytes_in: dict[CheckpointId, int] = {}
+    bases: set[CheckpointId] = set()
+    for said in stored:
+        for reference in said.references:
+            earlier = CheckpointId(reference.step, reference.round)
+            bytes_in[earlier] = bytes_in.get(earlier, 0) + reference.payload_bytes
+        if said.base is not None:
+            bases.add(CheckpointId(said.base.step, said.base.round))
+    return References(checkpoint, bytes_in), frozenset(bases)
 
 
 class Reaper:

@@ -6,12 +6,15 @@ from holdfast_core.errors import FormatError
 from holdfast_core.format.keys import (
     LayoutKey,
     ManifestKey,
+    ReferencesKey,
     ShardKey,
     checked_job_uid,
     job_prefix,
     layout_key,
     manifest_key,
+    pack_key,
     parse_key,
+    references_key,
     shard_key,
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
@@ -24,6 +27,8 @@ def test_keys_are_as_the_protocol_spells_them() -> None:
     ref = ShardRef(JobUid("u"), Step(1200), RestartRound(3), Rank(7), DIGEST)
     assert shard_key(ref) == "shards/s000000001200/r000003/rank000007-0123456789abcdef.shard"
     assert layout_key(DIGEST) == "layouts/" + "0123456789abcdef" * 4 + ".json"
+    assert pack_key(ref) == "shards/s000000001200/r000003/rank000007-0123456789abcdef.pack"
+    assert references_key(CHECKPOINT) == "references/s000000001200/r000003.json"
     assert manifest_key(CHECKPOINT) == "manifests/s000000001200/r000003.json"
     assert job_prefix("team-a", JobUid("u-1")) == "team-a/u-1/"
 
@@ -31,6 +36,9 @@ def test_keys_are_as_the_protocol_spells_them() -> None:
 def test_keys_parse_back() -> None:
     ref = ShardRef(JobUid("u"), Step(1200), RestartRound(3), Rank(7), DIGEST)
     assert parse_key(shard_key(ref)) == ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef")
+    packed = ShardKey(CHECKPOINT, Rank(7), "0123456789abcdef", packed=True)
+    assert parse_key(pack_key(ref)) == packed
+    assert parse_key(references_key(CHECKPOINT)) == ReferencesKey(CHECKPOINT)
     assert parse_key(layout_key(DIGEST)) == LayoutKey(DIGEST)
     assert parse_key(manifest_key(CHECKPOINT)) == ManifestKey(CHECKPOINT)
 

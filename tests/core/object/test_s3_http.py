@@ -25,7 +25,9 @@ from holdfast_core.tiers.s3_http import (
     CertificateError,
     FileBody,
     HttpPool,
+    JoinedBody,
     Timeouts,
+    body_length,
     split_endpoint,
 )
 
@@ -85,7 +87,7 @@ def reply(*answers: bytes) -> Callable[[socket.socket], None]:
 
 
 def put(pool: HttpPool, body: Body | None) -> tuple[int, bytes]:
-    length = len(body) if isinstance(body, bytes) else body.length_bytes if body else 0
+    length = body_length(body)
     headers = {"Host": pool.name, "Content-Length": str(length)}
     with pool.request("PUT", "/x", headers, body) as answer:
         return answer.status, answer.read(1 << 20)
@@ -140,6 +142,25 @@ def test_the_body_arrives_whole(tmp_path: Path, kind: str) -> None:
         body: Body = data if kind == "bytes" else FileBody(file.fileno(), 6, len(data))
         assert put(pool_of(endpoint), body) == (200, b"ok")
     assert got[0].partition(b"\r\n\r\n")[2] == data
+
+
+def test_pieces_are_sent_one_after_the_other_and_counted(tmp_path: Path) -> None:
+    got: list[bytes] = []
+    sent: list[int] = []
+
+    def script(connection: socket.socket) -> None:
+        got.append(read_request(connection))
+        connection.sendall(OK)
+
+    path = tmp_path / "f"
+    path.write_bytes(b"0123456789")
+    with path.open("rb") as file, server(script) as endpoint:
+        pieces = (FileBody(file.fileno(), 7, 3), FileBody(file.fileno(), 1, 2), b"index")
+        pool = HttpPool(endpoint, secure=False, timeouts=SHORT, sent=sent.append)
+        assert put(pool, JoinedBody(pieces)) == (200, b"ok")
+    assert got[0].partition(b"\r\n\r\n")[2] == b"78912index"
+    assert b"Content-Length: 10" in got[0]
+    assert sum(sent) == 10
 
 
 def early_refusal(connection: socket.socket) -> None:

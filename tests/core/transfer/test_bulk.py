@@ -38,13 +38,12 @@ from holdfast_core.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
 from holdfast_core.tiers.memory import MemoryTier
 from holdfast_core.transfer.bulk import (
     BulkFrame,
-    BulkOptions,
     Kind,
     Status,
     receive_frame,
     send_frame,
 )
-from holdfast_core.transfer.bulk_client import fetch_table, send_copy
+from holdfast_core.transfer.bulk_client import send_copy
 from holdfast_core.transfer.bulk_server import BulkLimits
 from holdfast_core.transfer.messages import Refusal
 from holdfast_core.transfer.tls import TlsFiles, client_context
@@ -244,16 +243,11 @@ def test_a_stranger_gets_no_answer(pair: Pair, tmp_path: Path) -> None:
 def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(UnavailableError, match="refused"):
-        fetch_table(
-            "127.0.0.1",
-            port,
-            SERVER,
-            ssl.create_default_context(),
-            ROUND,
-            filled(1)[1].ref,
-            options=BulkOptions(attempts=1),
-        )
+    source, record = filled(1000)
+    context = ssl.create_default_context()
+    with source.open_shard(record.ref) as reader:
+        with pytest.raises(UnavailableError, match="refused"):
+            send_copy("127.0.0.1", port, SERVER, context, ROUND, reader, options=OPTIONS)
 
 
 def test_connections_beyond_the_limit_wait(certificates: tuple[TlsFiles, TlsFiles]) -> None:

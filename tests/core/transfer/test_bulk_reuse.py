@@ -8,14 +8,18 @@ import pytest
 from tests.core.transfer.bulk_pair import OPTIONS, ROUND, SERVER, Cutter, Pair, started
 
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.record import ShardRecord
+from holdfast_core.ids import ShardRef
 from holdfast_core.testing.builders import BytesSource, payload, shard_header
 from holdfast_core.testing.shard_files import flip_bit
 from holdfast_core.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
 from holdfast_core.tiers.memory import MemoryTier
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.bulk import BulkOptions
-from holdfast_core.transfer.bulk_client import fetch_table, send_copy
+from holdfast_core.transfer.bulk_client import send_copy
+from holdfast_core.transfer.bulk_peer import Peer
+from holdfast_core.transfer.bulk_ranges import PeerShard
 from holdfast_core.transfer.tls import TlsFiles
 
 MIB = 1 << 20
@@ -135,25 +139,18 @@ def test_a_source_that_cannot_be_opened_is_none(certificates: tuple[TlsFiles, Tl
     assert bytes_of(inner, record) == data
 
 
+def table_of(pair: Pair, ref: ShardRef) -> ChunkTable:
+    peer = Peer("127.0.0.1", pair.port, SERVER, pair.client, OPTIONS)
+    with PeerShard.open(peer, ROUND, ref) as shard:
+        return shard.trailer.table
+
+
 def test_the_table_of_a_shard_is_bound_to_its_digest(pair: Pair) -> None:
     record = write(pair.tier, payload(SIZE))
-
-    def ask(ref: object) -> object:
-        return fetch_table(
-            "127.0.0.1",
-            pair.port,
-            SERVER,
-            pair.client,
-            ROUND,
-            ref,
-            options=OPTIONS,  # type: ignore[arg-type]
-        )
-
     with pair.tier.open_shard(record.ref) as reader:
-        assert ask(record.ref).table == reader.table  # type: ignore[attr-defined]
-    absent = write(MemoryTier(), payload(10)).ref
+        assert table_of(pair, record.ref) == reader.table
     with pytest.raises(NotFoundError):
-        ask(absent)
+        table_of(pair, write(MemoryTier(), payload(10)).ref)
 
 
 def test_a_table_of_another_shard_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,4 +160,4 @@ def test_a_table_of_another_shard_is_refused(pair: Pair, monkeypatch: pytest.Mon
     honest = pair.tier.open_shard
     monkeypatch.setattr(pair.tier, "open_shard", lambda ref: honest(record.ref))
     with pytest.raises(CorruptionError):
-        fetch_table("127.0.0.1", pair.port, SERVER, pair.client, ROUND, other, options=OPTIONS)
+        table_of(pair, other)

@@ -1,4 +1,4 @@
-"""Names of shards, layouts and manifests, relative to a job: the same on disk and in the store.
+"""Names of everything that belongs to a job, relative to it: the same on disk and in the store.
 
 Names are made from numbers and digests only, never from text that a user or a peer chose; parsing
 refuses everything that `*_key` would not have written (traversal, NUL, other widths).
@@ -16,13 +16,15 @@ from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, 
 SHARDS = "shards"
 LAYOUTS = "layouts"
 MANIFESTS = "manifests"
+REFERENCES = "references"
 
 MAX_STEP = 10**12 - 1
 MAX_ROUND = 10**6 - 1
 MAX_RANK = 10**6 - 1
 
-_SHARD = re.compile(r"shards/s(\d{12})/r(\d{6})/rank(\d{6})-([0-9a-f]{16})\.shard", re.ASCII)
+_SHARD = re.compile(r"shards/s(\d{12})/r(\d{6})/rank(\d{6})-([0-9a-f]{16})\.(shard|pack)", re.ASCII)
 _LAYOUT = re.compile(r"layouts/([0-9a-f]{64})\.json", re.ASCII)
+_REFERENCES = re.compile(r"references/s(\d{12})/r(\d{6})\.json", re.ASCII)
 _MANIFEST = re.compile(r"manifests/s(\d{12})/r(\d{6})\.json", re.ASCII)
 _JOB_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", re.ASCII)
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -34,6 +36,7 @@ class ShardKey:
     rank: Rank
     blake3_prefix: str
     """First 16 hex characters of the payload's BLAKE3."""
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,19 @@ class ManifestKey:
     checkpoint: CheckpointId
 
 
+@dataclass(frozen=True, slots=True)
+class ReferencesKey:
+    checkpoint: CheckpointId
+
+
 def shard_key(ref: ShardRef) -> str:
     """`shards/s<step>/r<round>/rank<rank>-<16 hex>.shard`. Raises FormatError."""
-    checkpoint = CheckpointId(ref.step, ref.round)
-    rank = _number(ref.rank, 6, MAX_RANK, "rank")
-    return f"{shards_prefix(checkpoint)}rank{rank}-{hex_of(ref.blake3)[:16]}.shard"
+    return f"{_of_rank(ref)}.shard"
+
+
+def pack_key(ref: ShardRef) -> str:
+    """The same name that ends in `.pack`: what of this shard is stored here, and where the rest is."""
+    return f"{_of_rank(ref)}.pack"
 
 
 def shards_prefix(checkpoint: CheckpointId) -> str:
@@ -68,6 +79,11 @@ def manifest_key(checkpoint: CheckpointId) -> str:
     return f"{MANIFESTS}/{_checkpoint(checkpoint)}.json"
 
 
+def references_key(checkpoint: CheckpointId) -> str:
+    """`references/s<step>/r<round>.json`."""
+    return f"{REFERENCES}/{_checkpoint(checkpoint)}.json"
+
+
 def job_prefix(namespace: str, job_uid: JobUid) -> str:
     """`<namespace>/<job uid>/`, with the slash: everything of one job in the store."""
     if _NAMESPACE.fullmatch(namespace) is None:
@@ -83,18 +99,27 @@ def checked_job_uid(job_uid: JobUid) -> JobUid:
     return job_uid
 
 
-def parse_key(key: str) -> ShardKey | LayoutKey | ManifestKey:
-    """The reverse of the three `*_key` functions. Raises FormatError for any other name."""
+def parse_key(key: str) -> ShardKey | LayoutKey | ManifestKey | ReferencesKey:
+    """The reverse of the `*_key` functions. Raises FormatError for any other name."""
     if match := _SHARD.fullmatch(key):
-        step, round_, rank, prefix = match.groups()
+        step, round_, rank, prefix, kind = match.groups()
         checkpoint = CheckpointId(Step(int(step)), RestartRound(int(round_)))
-        return ShardKey(checkpoint, Rank(int(rank)), prefix)
+        return ShardKey(checkpoint, Rank(int(rank)), prefix, packed=kind == "pack")
     if match := _MANIFEST.fullmatch(key):
         step, round_ = match.groups()
         return ManifestKey(CheckpointId(Step(int(step)), RestartRound(int(round_))))
+    if match := _REFERENCES.fullmatch(key):
+        step, round_ = match.groups()
+        return ReferencesKey(CheckpointId(Step(int(step)), RestartRound(int(round_))))
     if match := _LAYOUT.fullmatch(key):
         return LayoutKey(Digest(PREFIX + match.group(1)))
-    raise FormatError(f"key {key[:200]!r} is no name of a shard, layout or manifest")
+    raise FormatError(f"key {key[:200]!r} is no name that Holdfast writes")
+
+
+def _of_rank(ref: ShardRef) -> str:
+    checkpoint = CheckpointId(ref.step, ref.round)
+    rank = _number(ref.rank, 6, MAX_RANK, "rank")
+    return f"{shards_prefix(checkpoint)}rank{rank}-{hex_of(ref.blake3)[:16]}"
 
 
 def _checkpoint(checkpoint: CheckpointId) -> str:

@@ -108,7 +108,7 @@ def file_bytes(header: ShardHeader) -> int:
 
 def check_header(header: ShardHeader) -> ShardHeader:
     """Raises FormatError where a field is out of bounds or contradicts another."""
-    return _parse_identity(_identity_json(header), "shard header")
+    return parse_identity(identity_json(header), "shard header")
 
 
 def record_of(header: ShardHeader, blake3: Digest, table: ChunkTable) -> ShardRecord:
@@ -182,7 +182,7 @@ def unpack_trailer(data: bytes) -> Trailer:
     text = bytes(body[_TRAILER_PREFIX.size : start])
     try:
         root = expect_object(loads_canonical(text, "shard trailer"), "trailer", _TRAILER_FIELDS)
-        header = _parse_identity(root["header"], "trailer.header")
+        header = parse_identity(root["header"], "trailer.header")
         blake3 = expect_digest(root["blake3"], "trailer.blake3")
         chunk_table = expect_digest(root["chunkTable"], "trailer.chunkTable")
         if header.payload_bytes != payload_bytes or count != chunk_count(header):
@@ -229,7 +229,8 @@ def _unpack_footer(footer: bytes) -> tuple[int, int, int]:
     return int(size), int(payload_bytes), int(crc)
 
 
-def _identity_json(header: ShardHeader) -> dict[str, Any]:
+def identity_json(header: ShardHeader) -> dict[str, Any]:
+    """The identity as its JSON value, for documents that carry it."""
     return {
         "formatVersion": header.format_version,
         "jobUid": header.job_uid,
@@ -244,12 +245,12 @@ def _identity_json(header: ShardHeader) -> dict[str, Any]:
 
 
 def _identity(header: ShardHeader) -> bytes:
-    return dumps_canonical(_identity_json(header))
+    return dumps_canonical(identity_json(header))
 
 
 def _trailer_text(header: ShardHeader, blake3: Digest, chunk_table: Digest) -> bytes:
     return dumps_canonical(
-        {"blake3": blake3, "chunkTable": chunk_table, "header": _identity_json(header)}
+        {"blake3": blake3, "chunkTable": chunk_table, "header": identity_json(header)}
     )
 
 
@@ -262,12 +263,13 @@ def _as_corruption(text: bytes, what: str) -> ShardHeader:
         raise CorruptionError(str(error)) from error
     _expect_readable(version, what)
     try:
-        return _parse_identity(value, what)
+        return parse_identity(value, what)
     except FormatError as error:
         raise CorruptionError(str(error)) from error
 
 
-def _parse_identity(value: Any, path: str) -> ShardHeader:
+def parse_identity(value: Any, path: str) -> ShardHeader:
+    """The reverse. Raises FormatError."""
     if isinstance(value, dict) and "formatVersion" in value:
         _expect_readable(value["formatVersion"], path)
     root = expect_object(value, path, _HEADER_FIELDS)

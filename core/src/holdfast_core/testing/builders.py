@@ -54,7 +54,7 @@ def shard_header(
         step=Step(step),
         rank=Rank(rank),
         world_size=world_size,
-        layout=layout if layout is not None else digest_of(rank_layout(rank=rank)),
+        layout=layout or digest_of(rank_layout(rank=rank, world_size=max(4, world_size))),
         payload_bytes=payload_bytes,
         chunk_bytes=chunk_bytes,
     )

@@ -92,7 +92,7 @@ def list_manifests(root: Path, reserved: frozenset[str]) -> Iterator[tuple[JobUi
 
 def _read_shard(path: Path, parts: tuple[str, ...], buffers: BufferPool) -> ShardRecord:
     key = parse_key("/".join(parts[1:]))
-    if not isinstance(key, ShardKey):
+    if not isinstance(key, ShardKey) or key.packed:
         raise FormatError(f"{path}: not where shards lie")
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

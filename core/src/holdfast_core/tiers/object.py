@@ -1,29 +1,34 @@
-"""The object tier: shards, layouts and manifests of jobs in one S3-compatible store.
+"""The object tier: shards, packs, layouts and manifests of jobs in one S3-compatible store.
 
 The last tier that a restore tries and the only one that survives everything. Objects are immutable
-and written if absent; a manifest is deleted before its shards. Credentials stay in the sidecar and
-in the store's own short-lived pods; nothing here decides what to keep.
+and written if absent. A manifest is deleted before its shards, and these stay while other checkpoints
+need them. Credentials stay in the sidecar and in the store's own short-lived pods; nothing here
+decides what to keep.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.contract import StoreConfig
-from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.errors import CorruptionError, FormatError, NotFoundError
 from holdfast_core.format import keys
 from holdfast_core.format.digest import digest_of
-from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
+from holdfast_core.format.pack import PackIndex
+from holdfast_core.format.references import References, parse_references
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef
 from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord, ShardSource
 from holdfast_core.tiers.object_documents import DocumentStore
 from holdfast_core.tiers.object_download import download_shard
+from holdfast_core.tiers.object_packs import KeyOf, StoredShard, StoredShards, plan_pack_parts
 from holdfast_core.tiers.object_parts import MIN_PART_BYTES, plan_parts
-from holdfast_core.tiers.object_source import open_stored_shard
+from holdfast_core.tiers.object_prune import dead, needed
+from holdfast_core.tiers.object_ranged_shard import open_ranged_shard
 from holdfast_core.tiers.object_upload import ShardUpload
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import PendingUpload, S3Client
@@ -53,14 +58,16 @@ class S3ObjectTier:
         retrier: Retrier | None = None,
         clock: Clock | None = None,
         throttle: Callable[[int], object] | None = None,
+        sent: Callable[[int], object] | None = None,
     ) -> None:
-        """`throttle` is called with the bytes of each part before it is sent, and may block."""
+        """`throttle` is called with the bytes of each part before it is sent, and may block; `sent`
+        with the bytes of bodies that were handed to the network, those of failed attempts too."""
         self._config = config
         self._throttle = throttle
         self._stop = threading.Event()
         self._retrier = retrier or Retrier(clock=clock or SystemClock(), stop=self._stop)
         self._client = S3Client(
-            config, credentials, ca_file=ca_file, timeouts=timeouts, clock=clock
+            config, credentials, ca_file=ca_file, timeouts=timeouts, clock=clock, sent=sent
         )
         self._documents = DocumentStore(self._client, self._retrier)
         self._workers = ThreadPoolExecutor(
@@ -84,14 +91,40 @@ class S3ObjectTier:
             self._client, self._retrier, self._workers, key, reader, plan, self._throttle
         ).run()
 
+    def upload_pack(self, namespace: str, reader: ShardReader, index: PackIndex) -> None:
+        """The chunks that `index` places here, and the index. What it refers to is the caller's
+        affair. Raises what `upload_shard` raises."""
+        ref = reader.record.ref
+        key = self._key(namespace, ref.job_uid, keys.pack_key(ref))
+        parts = plan_pack_parts(reader.fd, index, self._part_bytes)
+        ShardUpload(
+            self._client,
+            self._retrier,
+            self._workers,
+            key,
+            reader,
+            parts.plan,
+            self._throttle,
+            parts.body,
+        ).run()
+
+    def stored(self, namespace: str, ref: ShardRef, *, looks: int = 3) -> StoredShard:
+        """How the store holds a shard: whole, or packed. Raises NotFoundError (also where `looks`
+        looks in a row did not find it), CorruptionError."""
+        return StoredShards(self._client, self._retrier, self._key_of(namespace)).find(
+            ref, looks=looks
+        )
+
     def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
-        """Raises NotFoundError, CorruptionError, UnavailableError and what the writer raises."""
-        key = self._key(namespace, ref.job_uid, keys.shard_key(ref))
-        return download_shard(self._client, self._retrier, self._workers, key, ref, open_writer)
+        """Whole or packed. Raises NotFoundError, CorruptionError (also where something that a pack
+        refers to is gone), UnavailableError and what the writer raises."""
+        key_of = self._key_of(namespace)
+        return download_shard(self._client, self._retrier, self._workers, key_of, ref, open_writer)
 
     def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
-        key = self._key(namespace, ref.job_uid, keys.shard_key(ref))
-        return open_stored_shard(self._client, self._retrier, self._workers, key, ref)
+        """Whole or packed. What a pack refers to is looked for when it is read."""
+        key_of = self._key_of(namespace)
+        return open_ranged_shard(self._client, self._retrier, self._workers, key_of, ref)
 
     def put_manifest(
         self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes
@@ -107,15 +140,7 @@ class S3ObjectTier:
 
     def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]:
         """In order of step and round. A listing is a hint: what it names may not verify."""
-        found: list[CheckpointId] = []
-        for key in self._list(namespace, job_uid, f"{keys.MANIFESTS}/"):
-            try:
-                parsed = keys.parse_key(key)
-            except FormatError:
-                continue  # not one of ours: whoever put it there, no checkpoint has this name
-            if isinstance(parsed, keys.ManifestKey):
-                found.append(parsed.checkpoint)
-        return tuple(sorted(found))
+        return tuple(sorted(self._checkpoints(namespace, job_uid, keys.MANIFESTS)))
 
     def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
         digest = digest_of(document)
@@ -133,12 +158,94 @@ class S3ObjectTier:
             raise CorruptionError(f"layout {key}: expected digest {digest}, found {found}")
         return document
 
+    def put_references(self, namespace: str, job_uid: JobUid, references: References) -> None:
+        """put-if-absent, before the manifest. Raises AlreadyExistsError where others are there."""
+        key = self._key(namespace, job_uid, keys.references_key(references.checkpoint))
+        self._documents.put(key, references.to_bytes())
+
+    def get_references(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
+        """Raises NotFoundError: it needs no other checkpoint."""
+        key = self._key(namespace, job_uid, keys.references_key(checkpoint))
+        return self._documents.get(key)
+
+    def delete_references(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        """Of a checkpoint that does not exist. Tolerates absence."""
+        self._delete([self._key(namespace, job_uid, keys.references_key(checkpoint))])
+
     def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
-        """1. the manifest: from here the checkpoint does not exist; 2. its shards. Tolerates
-        absence, so a delete that was interrupted is finished by another."""
+        """1. the manifest: from here the checkpoint does not exist; 2. its references; 3. its shards,
+        if no other checkpoint needs them: else they stay until `sweep`. Tolerates absence, so a
+        delete that was interrupted is finished by another."""
         self._delete([self._key(namespace, job_uid, keys.manifest_key(checkpoint))])
+        references = self._references(namespace, job_uid)
+        if checkpoint in references:
+            self.delete_references(namespace, job_uid, checkpoint)
+        if checkpoint in needed(references, ignored={checkpoint}):
+            return
         below = self._list(namespace, job_uid, keys.shards_prefix(checkpoint))
         self._delete([self._key(namespace, job_uid, key) for key in below])
+
+    def sweep(
+        self,
+        namespace: str,
+        job_uid: JobUid,
+        round_: RestartRound,
+        uploading: Callable[[], Collection[CheckpointId]],
+    ) -> frozenset[CheckpointId]:
+        """Deletes objects of checkpoints that do not exist (any more) and that nobody needs; returns
+        whose. `round_`: the caller's, of which it is the coordinator. `uploading`: what is on its way
+        to the store when it is called; whatever begins later is newer than what is looked at here.
+        """
+        stored = self._checkpoints(namespace, job_uid, keys.SHARDS)
+        said = self._checkpoints(namespace, job_uid, keys.REFERENCES).keys()
+        busy = frozenset(uploading())
+        manifests = frozenset(self.list_manifests(namespace, job_uid))
+        references = self._references(namespace, job_uid)
+        gone = dead({*stored, *said}, manifests, busy, round_)
+        kept = needed(references, ignored=gone & said)
+        swept = frozenset(c for c in stored if c in gone and c not in kept)
+        below = [keys.references_key(checkpoint) for checkpoint in sorted(gone & said)]
+        below += [key for checkpoint in sorted(swept) for key in stored[checkpoint]]
+        self._delete([self._key(namespace, job_uid, key) for key in below])
+        return swept
+
+    def _references(self, namespace: str, job_uid: JobUid) -> dict[CheckpointId, References]:
+        """All documents. Listed until nothing new appears, twice at least: one that was put while
+        another was deleted must not be missed. Raises FormatError: what is not understood keeps
+        everything."""
+        found: dict[CheckpointId, References] = {}
+        seen: set[CheckpointId] = set()
+        listings = 0
+        while True:
+            new = self._checkpoints(namespace, job_uid, keys.REFERENCES).keys() - seen
+            listings += 1
+            if not new and listings > 1:
+                return found
+            seen |= new
+            for checkpoint in sorted(new):
+                try:
+                    document = self.get_references(namespace, job_uid, checkpoint)
+                except NotFoundError:
+                    continue  # deleted meanwhile, after its manifest
+                found[checkpoint] = parse_references(document)
+                if found[checkpoint].checkpoint != checkpoint:
+                    raise FormatError(
+                        f"references of {checkpoint}: say they are {found[checkpoint].checkpoint}'s"
+                    )
+
+    def _checkpoints(
+        self, namespace: str, job_uid: JobUid, below: str
+    ) -> dict[CheckpointId, list[str]]:
+        """Names that Holdfast writes below a folder, by checkpoint."""
+        found: dict[CheckpointId, list[str]] = {}
+        for key in self._list(namespace, job_uid, f"{below}/"):
+            try:
+                parsed = keys.parse_key(key)
+            except FormatError:
+                continue  # not one of ours: nobody asked us to delete it
+            if not isinstance(parsed, keys.LayoutKey):
+                found.setdefault(parsed.checkpoint, []).append(key)
+        return found
 
     def abort_stale_uploads(
         self,
@@ -151,7 +258,8 @@ class S3ObjectTier:
         by the server's own clock; returns how many. Some servers (MinIO) list unfinished uploads
         for an exact key only: `refs` names shards to look at one by one."""
         prefixes = [self._prefix(namespace, job_uid)]
-        prefixes += [self._key(namespace, job_uid, keys.shard_key(ref)) for ref in refs]
+        for name in (keys.shard_key, keys.pack_key):
+            prefixes += [self._key(namespace, job_uid, name(ref)) for ref in refs]
         aborted: set[tuple[str, str]] = set()
         for prefix in prefixes:
             for upload in self._stale_uploads(prefix, older_than):
@@ -209,6 +317,13 @@ class S3ObjectTier:
     def _prefix(self, namespace: str, job_uid: JobUid) -> str:
         head = self._config.prefix.strip("/")
         return (head + "/" if head else "") + keys.job_prefix(namespace, job_uid)
+
+    def _key_of(self, namespace: str) -> KeyOf:
+        def key_of(ref: ShardRef, packed: bool) -> str:
+            name = keys.pack_key(ref) if packed else keys.shard_key(ref)
+            return self._key(namespace, ref.job_uid, name)
+
+        return key_of
 
     def _key(self, namespace: str, job_uid: JobUid, relative: str) -> str:
         return self._prefix(namespace, job_uid) + relative

@@ -1,12 +1,13 @@
 """Which bytes of a shard in the store are fetched together, and the CRC32C that each must have. Pure.
 
 Everything follows from the trailer: the head is the identity once more, the payload is the chunk
-table's, and the padding is zeros. So each range can be verified as it arrives, in any order.
+table's, and the padding is zeros. So each range can be verified as it arrives, in any order, and
+from wherever its chunks are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast_core.format.digest import crc32c
@@ -23,10 +24,24 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """Chunks in a row that one object stores in a row."""
+
+    chunks: range
+    key: str
+    offset: int
+    """Of the first of them in the object."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Segments that follow each other and are asked for with one request."""
 
     segments: tuple[Segment, ...]
+    key: str | None = None
+    """The object that stores them; None: the shard file itself."""
+    offset: int = 0
+    """Where they begin in that object."""
 
     @property
     def span(self) -> ByteRange:
@@ -42,6 +57,26 @@ def plan_pieces(trailer: Trailer, piece_bytes: int) -> Iterator[Piece]:
             current = []
         current.append(segment)
     yield Piece(tuple(current))
+
+
+def plan_extents(trailer: Trailer, extents: Iterable[Extent], piece_bytes: int) -> Iterator[Piece]:
+    """The payload, in order, in pieces of at most `longest_piece` bytes of one extent each."""
+    header = trailer.record.header
+    start, size = head_bytes(header), header.chunk_bytes
+    stop = start + header.payload_bytes
+    count = max(1, piece_bytes // size)
+    for extent in extents:
+        for first in range(extent.chunks.start, extent.chunks.stop, count):
+            chunks = range(first, min(first + count, extent.chunks.stop))
+            segments = tuple(
+                Segment(
+                    ByteRange(start + chunk * size, min(start + (chunk + 1) * size, stop)),
+                    trailer.table.crcs[chunk],
+                )
+                for chunk in chunks
+            )
+            skipped = (first - extent.chunks.start) * size
+            yield Piece(segments, extent.key, extent.offset + skipped)
 
 
 def longest_piece(trailer: Trailer, piece_bytes: int) -> int:

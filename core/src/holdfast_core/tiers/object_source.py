@@ -1,130 +1,71 @@
-"""Ranges of one shard in the store: its trailer by a ranged GET, then whole chunks, some runs at once.
-
-Each run is one GET; what it brings is compared with the chunk table, and chunks that are wrong are
-asked for once more, alone. At most MAX_AHEAD_BYTES are in memory.
-"""
+"""Ranges of one object: resumed where they broke, counted, not believed. Whoever asks verifies."""
 
 from __future__ import annotations
 
-import logging
-import mmap
 import threading
-from collections import deque
-from collections.abc import Generator, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
-from types import TracebackType
-from typing import Self
+from dataclasses import dataclass, field
 
-from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
-from holdfast_core.format.chunk_table import table_bytes
-from holdfast_core.format.chunks import bad_chunks, file_span
-from holdfast_core.format.record import CHUNK_BYTES
-from holdfast_core.format.shard import BLOCK_BYTES, FORMAT_VERSION, Trailer
-from holdfast_core.ids import ShardRef
-from holdfast_core.tiers.object_download import MAX_AHEAD_BYTES, Source, read_trailer
+from holdfast_core.errors import TierError, UnavailableError
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import S3Client, S3Request
 
-_LOG = logging.getLogger(__name__)
+_PROGRESS_BYTES = 1 << 20
+"""A broken transfer that brought this much is not a failure: it goes on with a fresh budget. Less
+counts, or a server that cuts after every byte would be asked for ever."""
+READS = 2
+"""Bytes that do not verify are read once more: a bit may have flipped on the way."""
 
 
-def open_stored_shard(
-    client: S3Client, retrier: Retrier, workers: ThreadPoolExecutor, key: str, ref: ShardRef
-) -> StoredShard:
-    """Raises NotFoundError, CorruptionError, UnavailableError."""
-    found = retrier.look(f"look for {key}", lambda: client.head(key))
-    if found is None:
-        raise NotFoundError(f"{client.describe(S3Request('HEAD', key))}: no such shard")
-    source = Source(client, retrier, key, threading.Event())
-    trailer, _ = read_trailer(source, ref, found.size_bytes, _likely_trailer(found.size_bytes))
-    return StoredShard(source, workers, trailer)
+class StoppedError(TierError):
+    """A range that was not asked for because another one failed. Never leaves a download."""
 
 
-class StoredShard:
-    """base.ShardSource of one object."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where bytes are read from, and with which patience."""
 
-    def __init__(self, source: Source, workers: ThreadPoolExecutor, trailer: Trailer) -> None:
-        self._source = source
-        self._workers = workers
-        self._trailer = trailer
+    client: S3Client
+    retrier: Retrier
+    key: str
+    stopped: threading.Event = field(default_factory=threading.Event)
+    """Set when the download failed elsewhere: nothing more is asked for."""
 
-    @property
-    def trailer(self) -> Trailer:
-        return self._trailer
-
-    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
-        """See base.ShardSource."""
-        source = replace(self._source, stopped=threading.Event())
-        runs = iter(wanted)
-        chunks = next(runs, None)
-        waiting: deque[tuple[Future[None], memoryview]] = deque()
-        ahead_bytes = 0
-        try:
-            while waiting or chunks is not None:
-                while chunks is not None:
-                    length = file_span(self._trailer.record.header, chunks).length_bytes
-                    if waiting and ahead_bytes + length > MAX_AHEAD_BYTES:
-                        break
-                    # An anonymous map: a bytearray would be filled with zeros first.
-                    view = memoryview(mmap.mmap(-1, length))
-                    future = self._workers.submit(self._fetch, source, chunks, view)
-                    waiting.append((future, view))
-                    ahead_bytes += length
-                    chunks = next(runs, None)
-                future, view = waiting[0]
-                future.result()
-                waiting.popleft()
-                yield view
-                ahead_bytes -= len(view)
-        except CancelledError as error:
-            raise UnavailableError(f"{source.describe()}: the tier is being closed") from error
-        finally:
-            # Whoever fails first leaves nobody behind who still asks for more.
-            source.stopped.set()
-            for future, _ in waiting:
-                future.cancel()
-            wait([future for future, _ in waiting])
-
-    def _fetch(self, source: Source, chunks: range, view: memoryview) -> None:
-        header = self._trailer.record.header
-        source.fill(file_span(header, chunks).start, view)
-        bad = bad_chunks(self._trailer, chunks, view)
-        if bad:
-            _LOG.warning("%s: reading chunks %s once more", source.describe(), bad[:8])
-            bad = [chunk for chunk in bad if not self._again(source, chunk, chunks, view)]
-        if bad:
-            raise CorruptionError(
-                f"{source.describe()}: chunks {bad[:8]} are not what its chunk table says, at two "
-                "reads"
+    def fill(self, start: int, buffer: memoryview) -> None:
+        """Bytes [start, start + len(buffer)). Raises NotFoundError, UnavailableError."""
+        filled = 0
+        while filled < len(buffer):
+            rest = buffer[filled:]
+            filled += self.retrier.call(
+                f"download of {self.key}",
+                lambda at=start + filled, rest=rest: self._pull(at, rest),  # type: ignore[misc]
             )
 
-    def _again(self, source: Source, chunk: int, chunks: range, view: memoryview) -> bool:
-        """A bit may have flipped on the way: whether the chunk is good when read alone."""
-        alone = range(chunk, chunk + 1)
-        span = file_span(self._trailer.record.header, alone)
-        start = (chunk - chunks.start) * self._trailer.record.header.chunk_bytes
-        place = view[start : start + span.length_bytes]
-        source.fill(span.start, place)
-        return not bad_chunks(self._trailer, alone, place)
+    def last_bytes(self, count: int, size_bytes: int) -> bytes:
+        """Of an object of so many bytes."""
+        data = bytearray(count)
+        if count:
+            self.fill(size_bytes - count, memoryview(data))
+        return bytes(data)
 
-    def close(self) -> None:
-        """Connections belong to the tier."""
+    def _pull(self, start: int, buffer: memoryview) -> int:
+        """One GET. Bytes received: fewer than asked for when it broke after some progress."""
+        filled = 0
+        if self.stopped.is_set():
+            raise StoppedError(f"download of {self.key}: another range failed")
+        try:
+            with self.client.stream_range(self.key, start, start + len(buffer)) as reply:
+                while filled < len(buffer):
+                    count = reply.read_into(buffer[filled:])
+                    if count == 0:
+                        raise UnavailableError(
+                            f"{self.describe()}: the reply ended at byte {start + filled}, "
+                            f"expected {start + len(buffer)}"
+                        )
+                    filled += count
+        except UnavailableError:
+            if filled < _PROGRESS_BYTES:
+                raise
+        return filled
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def _likely_trailer(size_bytes: int) -> int:
-    """Enough of a file's end for the trailer of a shard as they are written, and little more: many
-    ranks read it. Where that is too little, the footer says how much it is."""
-    table = table_bytes(size_bytes // CHUNK_BYTES + 1, FORMAT_VERSION)
-    return min(size_bytes, table + 2 * BLOCK_BYTES)
+    def describe(self) -> str:
+        return self.client.describe(S3Request("GET", self.key))

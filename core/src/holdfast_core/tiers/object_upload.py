@@ -37,7 +37,7 @@ from holdfast_core.tiers.s3_client import (
     UploadedPart,
     encode_crc,
 )
-from holdfast_core.tiers.s3_http import FileBody
+from holdfast_core.tiers.s3_http import Body, FileBody
 
 _LOG = logging.getLogger(__name__)
 _RESTARTS = 3
@@ -91,7 +91,7 @@ def confirm_written(client: S3Client, key: str, size_bytes: int, crc32c: int) ->
 
 
 class ShardUpload:
-    """One upload of one shard; not reused. `run` blocks until the store holds the shard."""
+    """One upload of one shard or pack; not reused. `run` blocks until the store holds it."""
 
     def __init__(
         self,
@@ -102,7 +102,9 @@ class ShardUpload:
         reader: ShardReader,
         plan: PartPlan,
         throttle: Callable[[int], object] | None = None,
+        body: Callable[[Part], Body] | None = None,
     ) -> None:
+        """`body`: the bytes of a part; None: those of its span in the reader's file."""
         self._client = client
         self._retrier = retrier
         self._workers = workers
@@ -110,6 +112,7 @@ class ShardUpload:
         self._reader = reader
         self._plan = plan
         self._throttle = throttle
+        self._part_body = body or self._file_body
         self._verified = threading.Lock()
         self._conditional = IF_ABSENT if client.config.conditional_put else {}
 
@@ -317,9 +320,12 @@ class ShardUpload:
     def _confirm_written(self) -> None:
         confirm_written(self._client, self._key, self._plan.size_bytes, self._plan.crc32c)
 
-    def _body(self, part: Part) -> FileBody:
+    def _body(self, part: Part) -> Body:
         if self._throttle is not None:
             self._throttle(part.span.length_bytes)
+        return self._part_body(part)
+
+    def _file_body(self, part: Part) -> FileBody:
         return FileBody(self._reader.fd, part.span.start, part.span.length_bytes)
 
     def _abort(self, upload_id: str) -> None:

@@ -135,6 +135,7 @@ class S3Client:
         ca_file: str | None = None,
         timeouts: Timeouts | None = None,
         clock: Clock | None = None,
+        sent: Callable[[int], object] | None = None,
     ) -> None:
         self.config = config
         self._credentials = credentials
@@ -147,6 +148,7 @@ class S3Client:
             timeouts=timeouts,
             max_idle=config.max_concurrency + 4,
             clock=self._clock,
+            sent=sent,
         )
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,13 +55,22 @@ class FileBody:
     length_bytes: int
 
 
-Body = bytes | FileBody
+@dataclass(frozen=True, slots=True)
+class JoinedBody:
+    """Pieces that are sent one after the other, those of files without a copy."""
+
+    pieces: tuple[bytes | FileBody, ...]
+
+
+Body = bytes | FileBody | JoinedBody
 
 
 def body_length(body: Body | None) -> int:
     """Bytes that will be announced as Content-Length."""
     if body is None:
         return 0
+    if isinstance(body, JoinedBody):
+        return sum(map(body_length, body.pieces))
     return len(body) if isinstance(body, bytes) else body.length_bytes
 
 
@@ -151,7 +160,9 @@ class HttpPool:
         timeouts: Timeouts | None = None,
         max_idle: int = 8,
         clock: Clock | None = None,
+        sent: Callable[[int], object] | None = None,
     ) -> None:
+        """`sent` hears of the bytes of bodies as they are handed to the network, by any thread."""
         self._host, self._port = split_endpoint(endpoint, secure=secure)
         self.name = endpoint
         self._secure = secure
@@ -159,6 +170,7 @@ class HttpPool:
         self._timeouts = timeouts or Timeouts()
         self._max_idle = max_idle
         self._clock = clock or SystemClock()
+        self._sent = sent or _nobody
         self._idle: deque[http.client.HTTPConnection] = deque()
         self._lock = threading.Lock()
         self._tls: tuple[tuple[int, int] | None, ssl.SSLContext] | None = None
@@ -175,9 +187,9 @@ class HttpPool:
                 for name, value in headers.items():
                     connection.putheader(name, value)
                 connection.endheaders()
-                sent = _send_body(connection.sock, body, self._timeouts.idle_seconds)
+                whole = _send_body(connection.sock, body, self._timeouts.idle_seconds, self._sent)
                 response = self._response(connection, method)
-                return HttpReply(self, connection, response, reusable=sent)
+                return HttpReply(self, connection, response, reusable=whole)
         except BaseException:
             connection.close()
             raise
@@ -300,24 +312,42 @@ def _is_quiet(sock: socket.socket | None) -> bool:
     return not poller.poll(0)
 
 
-def _send_body(sock: socket.socket, body: Body | None, idle_seconds: float) -> bool:
+def _nobody(_count: int) -> None:
+    """Nobody wants to know what was sent."""
+
+
+def _send_body(
+    sock: socket.socket, body: Body | None, idle_seconds: float, sent: Callable[[int], object]
+) -> bool:
     """Whether all was sent. False: the server answered before it had read the body, so its answer
     must be read now and the connection cannot be used again. Raises OSError."""
+    pieces = body.pieces if isinstance(body, JoinedBody) else (body or b"",)
     try:
-        if isinstance(body, FileBody):
-            if isinstance(sock, ssl.SSLSocket):
-                return _send_slices(sock, body)
-            return _send_file(sock, body, idle_seconds)
-        view = memoryview(body or b"")
-        for start in range(0, len(view), SLICE_BYTES):
-            sock.sendall(view[start : start + SLICE_BYTES])
-        return True
+        return all(_send_piece(sock, piece, idle_seconds, sent) for piece in pieces)
     except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
         # Its words are in our receive buffer, and say more than "broken pipe".
         return False
 
 
-def _send_slices(sock: ssl.SSLSocket, body: FileBody) -> bool:
+def _send_piece(
+    sock: socket.socket,
+    piece: bytes | FileBody,
+    idle_seconds: float,
+    sent: Callable[[int], object],
+) -> bool:
+    if isinstance(piece, FileBody):
+        if isinstance(sock, ssl.SSLSocket):
+            return _send_slices(sock, piece, sent)
+        return _send_file(sock, piece, idle_seconds, sent)
+    view = memoryview(piece)
+    for start in range(0, len(view), SLICE_BYTES):
+        data = view[start : start + SLICE_BYTES]
+        sock.sendall(data)
+        sent(len(data))
+    return True
+
+
+def _send_slices(sock: ssl.SSLSocket, body: FileBody, sent: Callable[[int], object]) -> bool:
     # SSLSocket.sendfile moves 8 KiB at a time, three times the CPU of this loop.
     buffer = memoryview(bytearray(min(SLICE_BYTES, body.length_bytes)))
     position, stop = body.offset, body.offset + body.length_bytes
@@ -326,11 +356,14 @@ def _send_slices(sock: ssl.SSLSocket, body: FileBody) -> bool:
         if count == 0:
             raise CorruptionError("shard file became shorter while it was sent")
         sock.sendall(buffer[:count])
+        sent(count)
         position += count
     return True
 
 
-def _send_file(sock: socket.socket, body: FileBody, idle_seconds: float) -> bool:
+def _send_file(
+    sock: socket.socket, body: FileBody, idle_seconds: float, sent: Callable[[int], object]
+) -> bool:
     # A socket with a time-out is non-blocking underneath, so sendfile has to be polled.
     poller = select.poll()
     poller.register(sock, select.POLLOUT | select.POLLIN)
@@ -347,5 +380,6 @@ def _send_file(sock: socket.socket, body: FileBody, idle_seconds: float) -> bool
             continue
         if count == 0:
             raise CorruptionError("shard file became shorter while it was sent")
+        sent(count)
         position += count
     return True

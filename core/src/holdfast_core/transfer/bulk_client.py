@@ -1,4 +1,4 @@
-"""The calling side of the bulk wire: copies to peers, whole shards and chunk tables from peers.
+"""The calling side of the bulk wire: copies to peers, whole shards from peers. Ranges: bulk_ranges.
 
 Blocking; call it from a bounded pool of threads. Each call opens one connection at a time, resumes
 where the last one broke, and gives up after a bounded number of attempts.
@@ -17,7 +17,6 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.record import ShardRecord
-from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import RestartRound, ShardRef
 from holdfast_core.tiers.base import CopyWriter, OpenWriter, ShardReader
 from holdfast_core.transfer.bulk import (
@@ -46,7 +45,7 @@ from holdfast_core.transfer.bulk_peer import (
     expect_reply,
     with_attempts,
 )
-from holdfast_core.transfer.bulk_table import receive_table, send_table
+from holdfast_core.transfer.bulk_table import send_table
 
 
 def send_copy(
@@ -121,30 +120,6 @@ def fetch_shard(
     finally:
         if writer is not None:
             writer.abort()
-
-
-def fetch_table(
-    address: str,
-    port: int,
-    server_hostname: str,
-    ssl_context: ssl.SSLContext,
-    round: RestartRound,
-    ref: ShardRef,
-    *,
-    options: BulkOptions | None = None,
-) -> Trailer:
-    """What the chunks of a shard must be, bound to the digest in `ref` (not in shards of version 1:
-    compare `chunk_table` with the manifest's). Raises what `fetch_shard` raises."""
-    peer = Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
-    request = BulkFrame(Kind.GET_TABLE, ref, round)
-
-    def attempt(_plain: bool) -> Trailer:
-        with connect(peer) as line:
-            send_frame(line.sock, request)
-            reply = expect_reply(line.sock, peer, request)
-            return receive_table(line.sock, request, reply.length)
-
-    return with_attempts(peer, attempt)
 
 
 def _put(peer: Peer, request: BulkFrame, reader: ShardReader) -> int:

@@ -561,6 +561,16 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
+class Reference:
+    """An earlier checkpoint whose objects a later one needs."""
+
+    step: Step
+    round: RestartRound
+    payload_bytes: int = 0
+    """Of the later one, stored in the earlier."""
+
+
+@dataclass(frozen=True, slots=True)
 class Uploaded:
     """POST /v1/uploaded, sidecar -> coordinator: the shard is in the object store, verified."""
 
@@ -569,6 +579,10 @@ class Uploaded:
     worker: Worker
     rank: Rank
     blake3: Digest
+    base: Reference | None = None
+    """The checkpoint whose existence vouches for `references`; None where there are none."""
+    references: tuple[Reference, ...] = ()
+    """Earlier checkpoints that store chunks of this shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -635,6 +649,12 @@ class PersistRequest:
     round: RestartRound
     step: Step
     step_round: RestartRound
+    base: RestorePoint | None = None
+    """The newest persisted checkpoint: what is unchanged since then need not be sent."""
+    older: tuple[Reference, ...] = ()
+    """Checkpoints before `base` that may be referred to as well."""
+    whole: bool = False
+    """Refer to nothing: what an earlier attempt referred to is gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,303 @@
+"""The pack: those chunks of one rank's payload that are stored here, and where each other chunk is. Pure.
+
+    chunks   stored here, in the order of the payload, without gaps
+    index    magic HFPACKI1, u32 length, u32 count, canonical JSON {base, blake3, chunkTable,
+             formatVersion, header, sources}, the chunk table of the whole payload, u16 a chunk: 0 is
+             here, n is the n-th source; footer of 32 bytes at the very end
+
+An index says everything that the shard file has besides its payload, so that the file is rebuilt bit
+for bit and each chunk is verified wherever it comes from. A source is a shard of the same job: of
+another rank at the same step, or one that stores the chunk itself at an earlier one.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.format.canonical import dumps_canonical, loads_canonical
+from holdfast_core.format.checks import (
+    expect_digest,
+    expect_int,
+    expect_list,
+    expect_map,
+    expect_object,
+    expect_version,
+)
+from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable, table_bytes
+from holdfast_core.format.digest import crc32c, digest_of
+from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP
+from holdfast_core.format.record import ShardHeader
+from holdfast_core.format.shard import (
+    FOOTER,
+    MAX_CHUNKS,
+    MAX_HEADER_BYTES,
+    Trailer,
+    chunk_count,
+    identity_json,
+    parse_identity,
+    record_of,
+)
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
+
+FORMAT_VERSION = 1
+MAX_EARLIER = 4
+"""Earlier checkpoints that one pack may need: what retention keeps alive for it is bounded."""
+MAX_SOURCES = 1024
+HERE = 0
+
+_INDEX_MAGIC = b"HFPACKI1"
+_FOOTER_MAGIC = b"HFPKEND1"
+_PREFIX = struct.Struct("<8sII")
+_PLACE_BYTES = 2
+_MAX_INDEX_BYTES = table_bytes(MAX_CHUNKS, 2) + _PLACE_BYTES * MAX_CHUNKS + 2 * MAX_HEADER_BYTES
+_FIELDS = frozenset({"base", "blake3", "chunkTable", "formatVersion", "header", "sources"})
+_SOURCE_FIELDS = frozenset({"blake3", "rank", "restartRound", "step"})
+_BASE_FIELDS = frozenset({"restartRound", "step"})
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks in a row that are in one place."""
+
+    chunks: range
+    place: int
+    offset: int
+    """Where the first of them begins in the pack; of another source's chunks: where they are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackIndex:
+    header: ShardHeader
+    blake3: Digest
+    table: ChunkTable
+    base: CheckpointId | None
+    """The checkpoint that this one was compared with."""
+    sources: tuple[ShardRef, ...]
+    places: array[int]
+    """Unsigned 16 bit, one a chunk: HERE, or the number of a source, from 1."""
+
+    @property
+    def ref(self) -> ShardRef:
+        h = self.header
+        return ShardRef(h.job_uid, h.step, h.round, h.rank, self.blake3)
+
+    @property
+    def trailer(self) -> Trailer:
+        """What the shard file ends with."""
+        return Trailer(record_of(self.header, self.blake3, self.table), self.table)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(self._bytes(run.chunks) for run in self.runs() if run.place == HERE)
+
+    def source(self, place: int) -> ShardRef | None:
+        return None if place == HERE else self.sources[place - 1]
+
+    def earlier(self) -> dict[CheckpointId, int]:
+        """Payload bytes that earlier checkpoints store for this one."""
+        found: dict[CheckpointId, int] = {}
+        for run in self.runs():
+            source = self.source(run.place)
+            if source is not None and source.checkpoint != self.ref.checkpoint:
+                held = found.get(source.checkpoint, 0)
+                found[source.checkpoint] = held + self._bytes(run.chunks)
+        return found
+
+    def runs(self) -> Iterator[Run]:
+        offset = start = 0
+        for chunk in range(1, len(self.places) + 1):
+            if chunk == len(self.places) or self.places[chunk] != self.places[start]:
+                run = Run(range(start, chunk), self.places[start], offset)
+                yield run
+                if run.place == HERE:
+                    offset += self._bytes(run.chunks)
+                start = chunk
+
+    def _bytes(self, chunks: range) -> int:
+        size = self.header.chunk_bytes
+        return min(chunks.stop * size, self.header.payload_bytes) - chunks.start * size
+
+
+def runs_within(runs: list[Run], chunks: range, chunk_bytes: int) -> Iterator[Run]:
+    """Those of `runs` (all of an index, in order) that cover `chunks`, cut to them."""
+    at = bisect_right(runs, chunks.start, key=lambda run: run.chunks.start) - 1
+    while at < len(runs) and runs[at].chunks.start < chunks.stop:
+        run = runs[at]
+        start = max(run.chunks.start, chunks.start)
+        skipped = (start - run.chunks.start) * chunk_bytes if run.place == HERE else 0
+        cut = range(start, min(run.chunks.stop, chunks.stop))
+        yield Run(cut, run.place, run.offset + skipped)
+        at += 1
+
+
+def pack_index(index: PackIndex) -> bytes:
+    """What follows the stored chunks. Raises FormatError for what `unpack_index` would refuse."""
+    _check(index)
+    packed = index.table.pack()
+    text = dumps_canonical(
+        {
+            "base": None if index.base is None else _checkpoint_json(index.base),
+            "blake3": index.blake3,
+            "chunkTable": digest_of(packed),
+            "formatVersion": FORMAT_VERSION,
+            "header": identity_json(index.header),
+            "sources": [
+                {
+                    "blake3": source.blake3,
+                    "rank": source.rank,
+                    **_checkpoint_json(source.checkpoint),
+                }
+                for source in index.sources
+            ],
+        }
+    )
+    places = _little_endian(index.places).tobytes()
+    body = _PREFIX.pack(_INDEX_MAGIC, len(text), len(index.table)) + text + packed + places
+    size = len(body) + FOOTER.size
+    footer = struct.pack("<QQI", size, index.stored_bytes, crc32c(body))
+    return body + footer + struct.pack("<I8s", crc32c(footer), _FOOTER_MAGIC)
+
+
+def index_bytes_of(footer: bytes) -> int:
+    """Length of the index from the last 32 bytes of a pack. Raises CorruptionError."""
+    size, _, _ = _unpack_footer(footer)
+    return size
+
+
+def unpack_index(data: bytes, pack_bytes: int) -> PackIndex:
+    """`data` is exactly the index of a pack of so many bytes. Raises CorruptionError if any of its
+    bits is wrong."""
+    size, stored_bytes, crc = _unpack_footer(data[-FOOTER.size :])
+    if size != len(data) or stored_bytes + size != pack_bytes:
+        raise CorruptionError(
+            f"pack index: {len(data)} bytes behind {pack_bytes - len(data)} of chunks, its footer "
+            f"says {size} behind {stored_bytes}"
+        )
+    body = data[: -FOOTER.size]
+    if crc32c(body) != crc:
+        raise CorruptionError(f"pack index: CRC {crc32c(body):08x}, expected {crc:08x}")
+    if len(body) < _PREFIX.size:
+        raise CorruptionError(f"pack index: {len(body)} bytes before its footer")
+    magic, length, count = _PREFIX.unpack_from(body)
+    if magic != _INDEX_MAGIC:
+        raise CorruptionError(f"pack index: magic {magic!r}, expected {_INDEX_MAGIC!r}")
+    start = _PREFIX.size + length
+    try:
+        index = _parse(body, start, count)
+        _check(index)
+        if index.stored_bytes != stored_bytes:
+            raise FormatError(
+                f"{stored_bytes} bytes are stored, the places mean {index.stored_bytes}"
+            )
+    except FormatError as error:
+        raise CorruptionError(f"pack index: {error}") from error
+    return index
+
+
+def _parse(body: bytes, start: int, count: int) -> PackIndex:
+    root = expect_map(loads_canonical(body[_PREFIX.size : start], "pack index"), "index")
+    if "formatVersion" in root:
+        expect_version(root["formatVersion"], "index.formatVersion", FORMAT_VERSION)
+    root = expect_object(root, "index", _FIELDS)
+    header = parse_identity(root["header"], "index.header")
+    if count != chunk_count(header):
+        raise FormatError(f"{count} chunks, its header means {chunk_count(header)}")
+    middle = start + table_bytes(count, header.format_version)
+    if len(body) != middle + _PLACE_BYTES * count:
+        raise FormatError(f"{len(body)} bytes before the footer, expected {middle + 2 * count}")
+    packed = body[start:middle]
+    if digest_of(packed) != expect_digest(root["chunkTable"], "index.chunkTable"):
+        raise FormatError("the chunk table is not the one its digest names")
+    sources = expect_list(root["sources"], "index.sources", limit=MAX_SOURCES)
+    base = root["base"]
+    return PackIndex(
+        header,
+        expect_digest(root["blake3"], "index.blake3"),
+        ChunkTable.unpack(packed, count, header.format_version),
+        None if base is None else _parse_checkpoint(base, "index.base", _BASE_FIELDS),
+        tuple(
+            _parse_source(value, f"index.sources[{number}]", header.job_uid)
+            for number, value in enumerate(sources)
+        ),
+        _little_endian(array("H", body[middle:])),
+    )
+
+
+def _check(index: PackIndex) -> None:
+    """What makes a pack more than a list: the table is the payload's, every place exists, no chunk is
+    said to be where it cannot be, and what is kept alive is bounded."""
+    header, own = index.header, index.ref
+    if header.format_version == PLAIN_VERSION:
+        raise FormatError("shards of version 1 have no digests of chunks: they are stored whole")
+    if len(index.table) != chunk_count(header) or len(index.places) != len(index.table):
+        raise FormatError(
+            f"{len(index.table)} chunks and {len(index.places)} places, the header means "
+            f"{chunk_count(header)}"
+        )
+    if index.table.payload_digest() != index.blake3:
+        raise FormatError("the chunk table is not that of its payload's digest")
+    if max(index.places, default=HERE) > len(index.sources):
+        raise FormatError(f"place {max(index.places)} among {len(index.sources)} sources")
+    order = [source_order(source) for source in index.sources]
+    if order != sorted(set(order)):
+        raise FormatError("the sources are not in order of step, round and rank, each once")
+    for source in index.sources:
+        if source.job_uid != own.job_uid or source_order(source) == source_order(own):
+            raise FormatError(f"source {source} is of another job or this pack itself")
+    earlier = {source.checkpoint for source in index.sources} - {own.checkpoint}
+    if len(earlier) > MAX_EARLIER:
+        raise FormatError(f"{len(earlier)} earlier checkpoints, at most {MAX_EARLIER}")
+    if (earlier and index.base is None) or index.base == own.checkpoint:
+        raise FormatError(f"base {index.base} of a pack with {len(earlier)} earlier checkpoints")
+
+
+def source_order(ref: ShardRef) -> tuple[Step, RestartRound, Rank]:
+    """Sources stand in this order."""
+    return ref.step, ref.round, ref.rank
+
+
+def _unpack_footer(footer: bytes) -> tuple[int, int, int]:
+    if len(footer) != FOOTER.size:
+        raise CorruptionError(f"pack footer: {len(footer)} bytes, expected {FOOTER.size}")
+    size, stored_bytes, crc, own_crc, magic = FOOTER.unpack(footer)
+    if magic != _FOOTER_MAGIC:
+        raise CorruptionError(f"pack footer: magic {magic!r}, expected {_FOOTER_MAGIC!r}")
+    if crc32c(footer[:20]) != own_crc:
+        raise CorruptionError("pack footer: CRC does not match")
+    if not FOOTER.size < size <= _MAX_INDEX_BYTES:
+        raise CorruptionError(f"pack footer: index of {size} bytes, at most {_MAX_INDEX_BYTES}")
+    return int(size), int(stored_bytes), int(crc)
+
+
+def _checkpoint_json(checkpoint: CheckpointId) -> dict[str, int]:
+    return {"restartRound": checkpoint.round, "step": checkpoint.step}
+
+
+def _parse_checkpoint(value: Any, path: str, fields: frozenset[str]) -> CheckpointId:
+    entry = expect_object(value, path, fields)
+    return CheckpointId(
+        Step(expect_int(entry["step"], f"{path}.step", high=MAX_STEP)),
+        RestartRound(expect_int(entry["restartRound"], f"{path}.restartRound", high=MAX_ROUND)),
+    )
+
+
+def _parse_source(value: Any, path: str, job_uid: JobUid) -> ShardRef:
+    checkpoint = _parse_checkpoint(value, path, _SOURCE_FIELDS)
+    rank = Rank(expect_int(value["rank"], f"{path}.rank", high=MAX_RANK))
+    blake3 = expect_digest(value["blake3"], f"{path}.blake3")
+    return ShardRef(job_uid, checkpoint.step, checkpoint.round, rank, blake3)
+
+
+def _little_endian(places: array[int]) -> array[int]:
+    if sys.byteorder == "little":
+        return places
+    swapped = array("H", places)
+    swapped.byteswap()
+    return swapped

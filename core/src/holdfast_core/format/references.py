@@ -1,0 +1,78 @@
+"""The references of a checkpoint: which earlier ones store bytes that it needs. Deterministic and strict.
+
+Written before the manifest and only where there are any. Whoever deletes keeps the objects of a
+checkpoint as long as a document names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast_core.errors import FormatError
+from holdfast_core.format.canonical import dumps_canonical, loads_canonical
+from holdfast_core.format.checks import expect_int, expect_list, expect_object, expect_version
+from holdfast_core.format.keys import MAX_ROUND, MAX_STEP
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+
+FORMAT_VERSION = 1
+MAX_REFERENCES = 1000
+
+_FIELDS = frozenset({"formatVersion", "references", "restartRound", "step"})
+_ENTRY_FIELDS = frozenset({"bytes", "restartRound", "step"})
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    checkpoint: CheckpointId
+    bytes_in: Mapping[CheckpointId, int]
+    """Payload bytes that each earlier checkpoint stores for this one."""
+
+    def to_bytes(self) -> bytes:
+        """The canonical document. Raises FormatError for what `parse_references` would refuse."""
+        data = dumps_canonical(
+            {
+                "formatVersion": FORMAT_VERSION,
+                "step": self.checkpoint.step,
+                "restartRound": self.checkpoint.round,
+                "references": [
+                    {"step": earlier.step, "restartRound": earlier.round, "bytes": count}
+                    for earlier, count in sorted(self.bytes_in.items())
+                ],
+            }
+        )
+        parse_references(data)
+        return data
+
+    def most_needed(self, limit: int) -> tuple[CheckpointId, ...]:
+        """Those that store the most, of equal ones the newest."""
+        order = sorted(self.bytes_in, key=lambda c: (self.bytes_in[c], c), reverse=True)
+        return tuple(order[:limit])
+
+
+def parse_references(document: bytes) -> References:
+    """Raises FormatError, with the path, for anything that `References.to_bytes` does not write."""
+    what = "references"
+    root = loads_canonical(document, what)
+    if isinstance(root, dict) and "formatVersion" in root:
+        expect_version(root["formatVersion"], f"{what}.formatVersion", FORMAT_VERSION)
+    root = expect_object(root, what, _FIELDS)
+    own = _checkpoint(root, what)
+    entries = expect_list(root["references"], f"{what}.references", limit=MAX_REFERENCES)
+    found: dict[CheckpointId, int] = {}
+    for number, value in enumerate(entries):
+        path = f"{what}.references[{number}]"
+        entry = expect_object(value, path, _ENTRY_FIELDS)
+        earlier = _checkpoint(entry, path)
+        if earlier == own or (found and earlier <= max(found)):
+            raise FormatError(f"{path}: {earlier}: expected other checkpoints, in order, each once")
+        found[earlier] = expect_int(entry["bytes"], f"{path}.bytes", low=1)
+    return References(own, found)
+
+
+def _checkpoint(entry: dict[str, Any], path: str) -> CheckpointId:
+    return CheckpointId(
+        Step(expect_int(entry["step"], f"{path}.step", high=MAX_STEP)),
+        RestartRound(expect_int(entry["restartRound"], f"{path}.restartRound", high=MAX_ROUND)),
+    )

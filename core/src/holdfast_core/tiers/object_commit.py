@@ -1,0 +1,64 @@
+"""The commit of a checkpoint that needs objects of earlier ones.
+
+1. Its references are put: from here on every deleter keeps what they name.
+2. The manifests of what it was compared with are looked for. They are there: whoever deletes them will
+   find the references. One is gone: a deleter may have looked before 1; nothing is committed.
+3. Layout, then manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from holdfast_core.errors import AlreadyExistsError, NotFoundError
+from holdfast_core.format.manifest import Manifest
+from holdfast_core.format.references import References, parse_references
+from holdfast_core.ids import CheckpointId, JobUid
+from holdfast_core.tiers.object import S3ObjectTier
+
+
+def commit_shared(
+    tier: S3ObjectTier,
+    namespace: str,
+    manifest: Manifest,
+    layout: bytes,
+    references: References,
+    bases: Collection[CheckpointId],
+) -> bool:
+    """All shards and packs are there before this is called. False: a base is gone, the references are
+    taken back, and what referred to it must be uploaded whole. Idempotent: what is committed stays
+    so, whatever has been deleted since. Raises what the tier raises; AlreadyExistsError for another
+    manifest is an alarm."""
+    job_uid, checkpoint = manifest.job.uid, manifest.checkpoint
+    _put_references(tier, namespace, job_uid, references)
+    vouched = all(_exists(tier, namespace, job_uid, base) for base in bases)
+    if not vouched and not _exists(tier, namespace, job_uid, checkpoint):
+        tier.delete_references(namespace, job_uid, checkpoint)
+        return False
+    tier.put_layout(namespace, job_uid, layout)
+    tier.put_manifest(namespace, job_uid, checkpoint, manifest.to_bytes())
+    return True
+
+
+def _put_references(
+    tier: S3ObjectTier, namespace: str, job_uid: JobUid, references: References
+) -> None:
+    """A document of an earlier attempt may name more: then it stays, and what it names is kept a
+    little longer. One that names less gives way to one that names both."""
+    try:
+        tier.put_references(namespace, job_uid, references)
+    except AlreadyExistsError:
+        held = parse_references(tier.get_references(namespace, job_uid, references.checkpoint))
+        if held.bytes_in.keys() >= references.bytes_in.keys():
+            return
+        both = References(references.checkpoint, {**held.bytes_in, **references.bytes_in})
+        tier.delete_references(namespace, job_uid, references.checkpoint)
+        tier.put_references(namespace, job_uid, both)
+
+
+def _exists(tier: S3ObjectTier, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
+    try:
+        tier.get_manifest(namespace, job_uid, checkpoint)
+    except NotFoundError:
+        return False
+    return True

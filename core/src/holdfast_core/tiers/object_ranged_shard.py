@@ -1,0 +1,153 @@
+"""Ranges of one shard in the store: its end by a ranged GET, then whole chunks, some runs at once.
+
+Each run is one GET for every object that stores a part of it: one of a whole shard, some of a pack.
+What comes is compared with the chunk table, and chunks that are wrong are asked for once more, alone.
+At most MAX_AHEAD_BYTES are in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
+from holdfast_core.format.chunks import bad_chunks, payload_span
+from holdfast_core.format.shard import Trailer
+from holdfast_core.ids import ShardRef
+from holdfast_core.tiers.object_download import MAX_AHEAD_BYTES
+from holdfast_core.tiers.object_packs import KeyOf, StoredShard, StoredShards, extents
+from holdfast_core.tiers.object_ranges import Extent
+from holdfast_core.tiers.object_source import Source
+from holdfast_core.tiers.retry import Retrier
+from holdfast_core.tiers.s3_client import S3Client
+
+_LOG = logging.getLogger(__name__)
+
+
+def open_ranged_shard(
+    client: S3Client, retrier: Retrier, workers: ThreadPoolExecutor, key_of: KeyOf, ref: ShardRef
+) -> RangedShard:
+    """Raises NotFoundError, CorruptionError, UnavailableError."""
+    shards = StoredShards(client, retrier, key_of)
+    stored = shards.find(ref)
+    return RangedShard(Source(client, retrier, stored.key), workers, stored, shards)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run that is being fetched."""
+
+    view: memoryview
+    parts: tuple[Future[None], ...]
+
+
+class RangedShard:
+    """base.ShardSource of what the store has, whole or packed."""
+
+    def __init__(
+        self,
+        source: Source,
+        workers: ThreadPoolExecutor,
+        stored: StoredShard,
+        shards: StoredShards,
+    ) -> None:
+        self._source = source
+        self._workers = workers
+        self._stored = stored
+        self._shards = shards
+
+    @property
+    def trailer(self) -> Trailer:
+        return self._stored.trailer
+
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        """See base.ShardSource."""
+        runs = iter(wanted)
+        chunks = next(runs, None)
+        waiting: deque[_Run] = deque()
+        ahead_bytes = 0
+        # Whoever fails first leaves nobody behind who still asks for more.
+        source = replace(self._source, stopped=threading.Event())
+        try:
+            while waiting or chunks is not None:
+                while chunks is not None:
+                    length = payload_span(self.trailer.record.header, chunks).length_bytes
+                    if waiting and ahead_bytes + length > MAX_AHEAD_BYTES:
+                        break
+                    waiting.append(self._submit(source, chunks, length))
+                    ahead_bytes += length
+                    chunks = next(runs, None)
+                for part in waiting[0].parts:
+                    part.result()
+                view = waiting.popleft().view
+                yield view
+                ahead_bytes -= len(view)
+        except CancelledError as error:
+            raise UnavailableError(f"{source.describe()}: the tier is being closed") from error
+        finally:
+            source.stopped.set()
+            left = [part for run in waiting for part in run.parts]
+            for part in left:
+                part.cancel()
+            wait(left)
+
+    def _submit(self, source: Source, chunks: range, length: int) -> _Run:
+        found = tuple(extents(self._stored, chunks, self._shards.source_of))
+        # An anonymous map: a bytearray would be filled with zeros first.
+        view = memoryview(mmap.mmap(-1, length))
+        size = self.trailer.record.header.chunk_bytes
+        parts = []
+        for extent in found:
+            first = (extent.chunks.start - chunks.start) * size
+            place = view[first : first + len(extent.chunks) * size]
+            at = replace(source, key=extent.key)
+            parts.append(self._workers.submit(self._fetch, at, extent, place))
+        return _Run(view, tuple(parts))
+
+    def _fetch(self, source: Source, extent: Extent, view: memoryview) -> None:
+        try:
+            source.fill(extent.offset, view)
+            bad = bad_chunks(self.trailer, extent.chunks, view)
+            if bad:
+                _LOG.warning("%s: reading chunks %s once more", source.describe(), bad[:8])
+                bad = [chunk for chunk in bad if not self._again(source, chunk, extent, view)]
+        except NotFoundError as error:
+            if source.key == self._source.key:
+                raise
+            raise CorruptionError(
+                f"{self._source.describe()}: stores chunks elsewhere: {error}"
+            ) from error
+        if bad:
+            raise CorruptionError(
+                f"{source.describe()}: chunks {bad[:8]} are not what its chunk table says, at two "
+                "reads"
+            )
+
+    def _again(self, source: Source, chunk: int, extent: Extent, view: memoryview) -> bool:
+        """A bit may have flipped on the way: whether the chunk is good when read alone."""
+        size = self.trailer.record.header.chunk_bytes
+        start = (chunk - extent.chunks.start) * size
+        place = view[start : start + size]
+        source.fill(extent.offset + start, place)
+        return not bad_chunks(self.trailer, range(chunk, chunk + 1), place)
+
+    def close(self) -> None:
+        """Connections belong to the tier."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

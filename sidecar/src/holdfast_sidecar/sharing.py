@@ -1,0 +1,177 @@
+"""Uploads one own shard: as little of it as the store still needs. Blocking; runs in the store's pool.
+
+Gathers what the plan (format.pack_plan) decides on: how the store holds this rank's shard of the
+newest persisted checkpoint, and the chunk tables of the ranks that hold the same tensors. Whatever of
+it cannot be had now is taken for nothing shared: bytes are sent twice rather than waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast_core.clock import Clock
+from holdfast_core.contract import SidecarContract
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+)
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import parse_layout
+from holdfast_core.format.manifest import Manifest, parse_manifest
+from holdfast_core.format.pack import PackIndex
+from holdfast_core.format.pack_plan import Earlier, plan_pack, replica_groups
+from holdfast_core.format.shard import Trailer
+from holdfast_core.ids import CheckpointId, Digest, Rank, ShardRef, Worker, worker_of
+from holdfast_core.tiers.base import NodeTier, ObjectTier, ShardReader
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.transfer.messages import PersistRequest, Reference
+from holdfast_sidecar import logs
+from holdfast_sidecar.bulk import BulkPeers
+from holdfast_sidecar.plan import StoredAs
+from holdfast_sidecar.rounds import RoundState
+
+_TABLES_SECONDS = 60.0
+"""For the tables of all other ranks together; then the upload begins with those that came."""
+
+
+class ShardUploader:
+    """One upload at a time (plan.startable)."""
+
+    def __init__(
+        self,
+        contract: SidecarContract,
+        current: Callable[[], RoundState],
+        node: NodeTier,
+        store: ObjectTier,
+        *,
+        bulk: BulkPeers,
+        clock: Clock,
+    ) -> None:
+        self._contract = contract
+        self._current = current
+        self._node = node
+        self._store = store
+        self._bulk = bulk
+        self._clock = clock
+        self._groups: tuple[Digest, tuple[tuple[Rank, ...], ...]] | None = None
+
+    def upload(self, ref: ShardRef, request: PersistRequest | None) -> StoredAs:
+        """The store holds the shard when this returns: how. Raises NotFoundError, CorruptionError (the
+        own shard), and what the tier raises."""
+        namespace = self._contract.namespace
+        with self._node.open_shard(ref) as reader:
+            store = self._store
+            if request is None or request.whole or not isinstance(store, S3ObjectTier):
+                store.upload_shard(namespace, reader)
+                return StoredAs()
+            try:
+                if (found := self._found(store, ref)) is not None:
+                    return found
+                index = self._plan(store, reader, request)
+                if index is not None:
+                    store.upload_pack(namespace, reader, index)
+                    return _stored_as(index)
+            except AlreadyExistsError:
+                # Of another attempt that had other tables: as good as ours, and never overwritten.
+                if (found := self._found(store, ref)) is not None:
+                    return found
+            store.upload_shard(namespace, reader)
+            return StoredAs()
+
+    def _found(self, store: S3ObjectTier, ref: ShardRef) -> StoredAs | None:
+        """What an earlier attempt left; a bad pack does not count."""
+        try:
+            index = store.stored(self._contract.namespace, ref, looks=1).index
+        except (NotFoundError, CorruptionError):
+            return None
+        return StoredAs() if index is None else _stored_as(index)
+
+    # ------------------------------------------------------------------ what is known
+
+    def _plan(
+        self, store: S3ObjectTier, reader: ShardReader, request: PersistRequest
+    ) -> PackIndex | None:
+        ref = reader.record.ref
+        trailer = Trailer(reader.record, reader.table)
+        try:
+            manifest = parse_manifest(self._node.get_manifest(ref.job_uid, ref.checkpoint))
+            group = self._group(manifest, ref.rank)
+        except (NotFoundError, CorruptionError, FormatError) as error:
+            logs.warning("nothing is shared", rank=ref.rank, step=ref.step, error=str(error))
+            return None
+        base = _checkpoint(request)
+        earlier = None if base is None else self._earlier(store, ref, base, request)
+        if len(group) == 1 and earlier is None:
+            return None
+        allowed = {CheckpointId(r.step, r.round) for r in request.older}
+        if base is not None:
+            allowed.add(base)
+        others = self._tables(manifest, [rank for rank in group if rank != ref.rank])
+        return plan_pack(trailer, group, others, earlier, allowed, base)
+
+    def _group(self, manifest: Manifest, rank: Rank) -> tuple[Rank, ...]:
+        if self._groups is None or self._groups[0] != manifest.layout:
+            layout = parse_layout(self._node.get_layout(manifest.layout))
+            self._groups = manifest.layout, replica_groups(layout)
+        return next(group for group in self._groups[1] if rank in group)
+
+    def _earlier(
+        self, store: S3ObjectTier, ref: ShardRef, base: CheckpointId, request: PersistRequest
+    ) -> Earlier | None:
+        try:
+            document = store.get_manifest(self._contract.namespace, ref.job_uid, base)
+            expected = None if request.base is None else request.base.manifest
+            if expected is not None and digest_of(document) != expected:
+                raise CorruptionError(
+                    f"manifest {base}: expected digest {expected}, found {digest_of(document)}"
+                )
+            manifest = parse_manifest(document)
+            if ref.rank >= manifest.world_size:
+                return None
+            stored = store.stored(self._contract.namespace, manifest.ref(ref.rank))
+        except (NotFoundError, CorruptionError, FormatError) as error:
+            logs.warning("nothing is taken from the checkpoint before", base=base, error=str(error))
+            return None
+        return Earlier(stored.trailer, stored.index)
+
+    def _tables(self, manifest: Manifest, ranks: list[Rank]) -> dict[Rank, Trailer]:
+        """From this node where it has them, else from who saved them. A worker that does not answer is
+        asked once."""
+        found: dict[Rank, Trailer] = {}
+        silent: set[Worker] = set()
+        deadline = self._clock.monotonic() + _TABLES_SECONDS
+        for rank in ranks:
+            ref = manifest.ref(rank)
+            worker = worker_of(rank, self._contract.procs_per_worker)
+            try:
+                if self._node.find(ref) is not None:
+                    with self._node.open_shard(ref) as reader:
+                        found[rank] = Trailer(reader.record, reader.table)
+                    continue
+                member = self._current().member(worker)
+                if member is None or worker in silent or self._clock.monotonic() > deadline:
+                    continue
+                found[rank] = self._bulk.fetch_table(member, ref)
+            except (HoldfastError, OSError) as error:
+                silent.add(worker)
+                logs.warning("no chunk table", rank=rank, worker=worker, error=str(error))
+        return found
+
+
+def _checkpoint(request: PersistRequest) -> CheckpointId | None:
+    base = request.base
+    if base is None or base.step is None or base.round is None or base.job_uid is not None:
+        return None
+    return CheckpointId(base.step, base.round)
+
+
+def _stored_as(index: PackIndex) -> StoredAs:
+    earlier = index.earlier()
+    base = index.base if earlier else None
+    return StoredAs(
+        None if base is None else Reference(base.step, base.round),
+        tuple(Reference(c.step, c.round, count) for c, count in sorted(earlier.items())),
+    )

@@ -1,0 +1,259 @@
+"""Packs against real stores: every rank's bits come back, from wherever they are stored."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
+from holdfast_core.format import keys
+from holdfast_core.format.pack import pack_index
+from holdfast_core.format.pack_plan import Earlier, plan_pack
+from holdfast_core.format.shard import Trailer
+from holdfast_core.ids import CheckpointId, Rank, ShardRef
+from holdfast_core.testing.builders import JOB_UID, payload, shard_header
+from holdfast_core.testing.hostile_s3 import FreezeRequest, HostileProxy, on
+from holdfast_core.testing.shard_files import CopyWriters, flip_bit, write_shard
+from holdfast_core.testing.store_server import StoreServer
+from holdfast_core.tiers.disk_shard import DiskShardReader
+from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.tiers.s3_client import S3Client
+
+pytestmark = pytest.mark.integration
+MIB = 1 << 20
+NAMESPACE = "team-a"
+UPLOADER = Path(__file__).with_name("uploader.py")
+
+
+class Replicas:
+    """Ranks of one group with their shard files; each uploads what it may not leave out."""
+
+    def __init__(self, directory: Path, tier: S3ObjectTier) -> None:
+        self.directory = directory
+        self.tier = tier
+        self.readers: dict[tuple[int, int], DiskShardReader] = {}
+        self._copies = 0
+
+    def close(self) -> None:
+        for reader in self.readers.values():
+            reader.close()
+
+    def write(self, step: int, *payloads: bytes) -> None:
+        for rank, data in enumerate(payloads):
+            header = shard_header(len(data), step=step, rank=rank)
+            self.readers[step, rank] = write_shard(self.directory, header, data)
+
+    def trailer(self, step: int, rank: int) -> Trailer:
+        reader = self.readers[step, rank]
+        return Trailer(reader.record, reader.table)
+
+    def ref(self, step: int, rank: int) -> ShardRef:
+        return self.readers[step, rank].record.ref
+
+    def upload(self, step: int, rank: int, base: int | None = None) -> int:
+        """Bytes of the pack; -1 where the shard went up whole."""
+        group = [Rank(r) for s, r in self.readers if s == step]
+        earlier, allowed = None, set()
+        if base is not None:
+            stored = self.tier.stored(NAMESPACE, self.ref(base, rank))
+            earlier = Earlier(stored.trailer, stored.index)
+            allowed = {c for s, _ in self.readers for c in [self.ref(s, 0).checkpoint] if s < step}
+        others = {r: self.trailer(step, r) for r in group}
+        checkpoint = None if base is None else self.ref(base, 0).checkpoint
+        index = plan_pack(self.trailer(step, rank), group, others, earlier, allowed, checkpoint)
+        if index is None:
+            self.tier.upload_shard(NAMESPACE, self.readers[step, rank])
+            return -1
+        self.tier.upload_pack(NAMESPACE, self.readers[step, rank], index)
+        return index.stored_bytes + len(pack_index(index))
+
+    def assert_comes_back(self, step: int, rank: int) -> None:
+        self._copies += 1
+        target = self.directory / f"copy{self._copies}"
+        target.mkdir()
+        reader = self.readers[step, rank]
+        record = self.tier.download_shard(NAMESPACE, self.ref(step, rank), CopyWriters(target))
+        assert record == reader.record
+        (copy,) = target.iterdir()
+        assert copy.read_bytes() == os.pread(reader.fd, reader.record.file_bytes, 0)
+
+
+@pytest.fixture
+def replicas(tmp_path: Path, tier: S3ObjectTier) -> Iterator[Replicas]:
+    gang = Replicas(tmp_path, tier)
+    yield gang
+    gang.close()
+
+
+def key_of(store: StoreConfig, ref: ShardRef) -> str:
+    return f"{store.prefix}/{NAMESPACE}/{JOB_UID}/{keys.pack_key(ref)}"
+
+
+def objects(server: StoreServer, store: StoreConfig) -> dict[str, int]:
+    listed = server.admin().list_objects(server.bucket, prefix=store.prefix, recursive=True)
+    return {str(item.object_name).rsplit("/", 1)[-1]: int(item.size or 0) for item in listed}
+
+
+def test_replicas_store_the_common_part_once_and_each_comes_back(
+    replicas: Replicas, server: StoreServer, store: StoreConfig
+) -> None:
+    """Several parts; the last chunk is short; every rank has some bytes of its own."""
+    common = payload(21 * MIB)
+    replicas.write(1, *(common + bytes([rank]) * 1001 for rank in range(3)))
+    sizes = [replicas.upload(1, rank) for rank in range(3)]
+    assert sum(sizes) < 1.05 * len(common)
+    assert sorted(objects(server, store).values()) == sorted(sizes)
+    for rank in range(3):
+        replicas.assert_comes_back(1, rank)
+
+
+def test_a_replica_that_diverged_comes_back_as_it_was(replicas: Replicas) -> None:
+    common = payload(9 * MIB)
+    other = common[: 3 * MIB] + random.Random(5).randbytes(700_000) + common[3 * MIB + 700_000 :]
+    replicas.write(1, common, other)
+    for rank in range(2):
+        assert replicas.upload(1, rank) > 0
+    for rank in range(2):
+        replicas.assert_comes_back(1, rank)
+
+
+def test_a_frozen_base_is_stored_once(replicas: Replicas) -> None:
+    """Alone, so that only the checkpoint before can have it; and the one before that."""
+    frozen = payload(18 * MIB)
+    sent = []
+    for step, base in ((1, None), (2, 1), (3, 2)):
+        replicas.write(step, payload(2 * MIB, seed=step) + frozen)
+        sent.append(replicas.upload(step, 0, base))
+    assert sent[0] == -1
+    assert all(size <= 0.11 * 20 * MIB for size in sent[1:])
+    for step in (1, 2, 3):
+        replicas.assert_comes_back(step, 0)
+
+
+def test_from_packs_to_a_node_tier(replicas: Replicas, tmp_path: Path) -> None:
+    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
+    for rank in range(2):
+        replicas.upload(1, rank)
+    node = DiskNodeTier(tmp_path / "node", capacity_bytes=1 << 30)
+    node.open()
+    for rank in range(2):
+        ref = replicas.ref(1, rank)
+        replicas.tier.download_shard(NAMESPACE, ref, node.begin_copy)
+        with node.open_shard(ref) as reader:
+            reader.verify()
+
+
+def test_a_second_upload_sends_nothing(
+    replicas: Replicas, proxied: S3ObjectTier, proxy: HostileProxy
+) -> None:
+    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
+    replicas.upload(1, 0)
+    replicas.tier = proxied
+    replicas.upload(1, 0)
+    assert [seen.method for seen in proxy.requests] == ["HEAD"]
+
+
+def test_another_pack_of_the_same_shard_is_never_overwritten(replicas: Replicas) -> None:
+    """Two attempts may know different tables: the first one stays, and is as good."""
+    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
+    replicas.upload(1, 0)
+    replicas.upload(1, 1)
+    one, two = replicas.trailer(1, 0), replicas.trailer(1, 1)
+    other = plan_pack(one, [Rank(1), Rank(0)], {Rank(1): two}, None, (), None)
+    assert other is not None
+    with pytest.raises(AlreadyExistsError):
+        replicas.tier.upload_pack(NAMESPACE, replicas.readers[1, 0], other)
+    replicas.assert_comes_back(1, 0)
+
+
+def test_a_whole_shard_is_read_before_a_pack(
+    replicas: Replicas, server: StoreServer, store: StoreConfig
+) -> None:
+    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
+    replicas.upload(1, 0)  # refers to rank 1, which never comes
+    with pytest.raises(CorruptionError, match=r"needs chunks of .*rank=1"):
+        replicas.assert_comes_back(1, 0)
+    replicas.tier.upload_shard(NAMESPACE, replicas.readers[1, 0])
+    replicas.assert_comes_back(1, 0)
+
+
+def test_bad_bytes_of_a_source_are_named(
+    replicas: Replicas, server: StoreServer, store: StoreConfig, tmp_path: Path
+) -> None:
+    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
+    for rank in range(2):
+        replicas.upload(1, rank)
+    key = key_of(store, replicas.ref(1, 1))
+    server.admin().fget_object(server.bucket, key, str(tmp_path / "bad"))
+    flip_bit(tmp_path / "bad", 1000)
+    server.admin().fput_object(server.bucket, key, str(tmp_path / "bad"))
+    with pytest.raises(CorruptionError, match=r"rank000001-.*\.pack.*CRC32C"):
+        replicas.assert_comes_back(1, 0)
+
+
+def test_bytes_that_went_bad_on_the_node_are_not_stored(
+    replicas: Replicas, server: StoreServer, store: StoreConfig
+) -> None:
+    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
+    reader = replicas.readers[1, 0]
+    flip_bit(Path(os.readlink(f"/proc/self/fd/{reader.fd}")), 4096 + 1000)
+    with pytest.raises(CorruptionError, match="chunk"):
+        replicas.upload(1, 0)
+    assert objects(server, store) == {}
+
+
+def test_an_upload_that_was_killed_goes_on(
+    replicas: Replicas, server: StoreServer, store: StoreConfig, proxy: HostileProxy, tmp_path: Path
+) -> None:
+    """kill -9 in the third of five parts: the first two are not sent again."""
+    common = payload(44 * MIB)
+    replicas.write(1, common, common)
+    one, two = replicas.trailer(1, 0), replicas.trailer(1, 1)
+    index = plan_pack(one, [Rank(0), Rank(1)], {Rank(1): two}, None, (), None)
+    assert index is not None and index.stored_bytes == 24 * MIB
+    tail = tmp_path / "index"
+    tail.write_bytes(pack_index(index))
+    reader = replicas.readers[1, 0]
+    ref = reader.record.ref
+    config = replace(
+        server.config(store.prefix, endpoint=proxy.endpoint), part_size_mib=5, max_concurrency=1
+    )
+    proxy.add(on("PUT", query="partNumber=3&"), FreezeRequest(MIB))
+    identity = json.dumps([ref.job_uid, ref.step, ref.round, ref.rank, ref.blake3])
+    path = os.readlink(f"/proc/self/fd/{reader.fd}")
+    command = [sys.executable, str(UPLOADER), config.to_json(), path, identity, str(tail)]
+    with subprocess.Popen(command) as child:
+        try:
+            assert proxy.holding.wait(60)
+        finally:
+            child.send_signal(signal.SIGKILL)
+    sent: list[int] = []
+    again = S3ObjectTier(replace(store, part_size_mib=5), server.credentials, sent=sent.append)
+    again.upload_pack(NAMESPACE, reader, index)
+    again.close()
+    body = index.stored_bytes + tail.stat().st_size - 10 * MIB
+    assert body <= sum(sent) < body + 10_000  # and the words that complete the upload
+    client = S3Client(store, server.credentials)
+    assert client.list_uploads(key_of(store, ref))[0] == ()
+    replicas.upload(1, 1)
+    replicas.assert_comes_back(1, 0)
+
+
+def test_nothing_is_there(tier: S3ObjectTier, replicas: Replicas) -> None:
+    replicas.write(1, b"x")
+    with pytest.raises(NotFoundError, match="no pack"):
+        tier.stored(NAMESPACE, replicas.ref(1, 0), looks=1)
+    missing = CheckpointId(replicas.ref(1, 0).step, replicas.ref(1, 0).round)
+    with pytest.raises(NotFoundError):
+        tier.get_references(NAMESPACE, JOB_UID, missing)

@@ -1,0 +1,336 @@
+"""A commit that refers to an earlier checkpoint, while somebody deletes that: request by request, in any
+order, either of them killed at any point. What exists can be restored; what nobody needs goes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import NotFoundError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import Manifest, ManifestShard
+from holdfast_core.format.pack_plan import Earlier, plan_pack
+from holdfast_core.format.references import References
+from holdfast_core.format.shard import Trailer
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.testing.builders import JOB, JOB_UID, payload, shard_header
+from holdfast_core.testing.shard_files import CopyWriters, write_shard
+from holdfast_core.testing.store_server import StoreServer
+from holdfast_core.tiers.disk_shard import DiskShardReader
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.tiers.object_commit import commit_shared
+from holdfast_core.tiers.retry import Retrier, RetryPolicy
+
+pytestmark = pytest.mark.integration
+T = TypeVar("T")
+NAMESPACE = "team-a"
+CHUNK = 4096
+LAYOUT = b"{}"
+QUICK = RetryPolicy(max_attempts=3, base_seconds=0.001, cap_seconds=0.002)
+FIRST, BASE, NEXT, LAST = (CheckpointId(Step(step), RestartRound(0)) for step in (10, 20, 30, 40))
+_turn = threading.Condition()
+
+
+class Killed(Exception):
+    """The process is gone: it asks the store for nothing more."""
+
+
+@dataclass
+class Turns:
+    """Who may ask the store next; when that one has ended, whoever wants to."""
+
+    schedule: list[str]
+    ended: set[str] = field(default_factory=set)
+
+    def take(self, who: str) -> None:
+        with _turn:
+            while not self._may(who):
+                _turn.wait(30)
+
+    def _may(self, who: str) -> bool:
+        while self.schedule and self.schedule[0] in self.ended:
+            self.schedule.pop(0)
+        if self.schedule and self.schedule[0] != who:
+            return False
+        if self.schedule:
+            self.schedule.pop(0)
+        return True
+
+    def end(self, who: str) -> None:
+        with _turn:
+            self.ended.add(who)
+            _turn.notify_all()
+
+
+@dataclass(frozen=True)
+class TurnTaker(Retrier):
+    """Every request to the store waits for its turn; after `lives` of them the process is dead."""
+
+    who: str = ""
+    turns: Turns = field(default_factory=lambda: Turns([]))
+    lives: list[int] = field(default_factory=lambda: [10_000])
+
+    def call(self, what: str, operation: Callable[[], T]) -> T:
+        self.turns.take(self.who)
+        try:
+            self.lives[0] -= 1
+            if self.lives[0] < 0:
+                raise Killed(what)
+            return super().call(what, operation)
+        finally:
+            with _turn:
+                _turn.notify_all()
+
+
+@pytest.fixture(scope="module")
+def readers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[CheckpointId, DiskShardReader]]:
+    """One rank, 20 chunks. BASE has all but two from FIRST, NEXT all but one from BASE or FIRST."""
+    directory = tmp_path_factory.mktemp("shards")
+    first = payload(20 * CHUNK)
+    base = payload(2 * CHUNK, seed=1) + first[2 * CHUNK :]
+    after = base[: 19 * CHUNK] + payload(CHUNK, seed=2)
+    found = {}
+    for checkpoint, data in ((FIRST, first), (BASE, base), (NEXT, after), (LAST, after)):
+        header = shard_header(len(data), step=checkpoint.step, chunk_bytes=CHUNK, world_size=1)
+        found[checkpoint] = write_shard(directory, header, data)
+    yield found
+    for reader in found.values():
+        reader.close()
+
+
+class Store:
+    """One prefix with FIRST and BASE in it."""
+
+    def __init__(
+        self,
+        server: StoreServer,
+        config: StoreConfig,
+        readers: dict[CheckpointId, DiskShardReader],
+        directory: Path,
+    ) -> None:
+        self.server = server
+        self.config = replace(config, prefix=f"{config.prefix}/{secrets.token_hex(4)}")
+        self.readers = readers
+        self.directory = directory
+        self.honest = self.tier(Retrier(QUICK))
+        self.upload(self.honest, FIRST, None)
+        self.commit(self.honest, FIRST)
+        self.upload(self.honest, BASE, FIRST)
+        assert self.commit(self.honest, BASE)
+
+    def tier(self, retrier: Retrier) -> S3ObjectTier:
+        return S3ObjectTier(self.config, self.server.credentials, retrier=retrier)
+
+    def trailer(self, checkpoint: CheckpointId) -> Trailer:
+        return Trailer(self.readers[checkpoint].record, self.readers[checkpoint].table)
+
+    def upload(
+        self, tier: S3ObjectTier, checkpoint: CheckpointId, base: CheckpointId | None
+    ) -> None:
+        earlier = None
+        if base is not None:
+            stored = tier.stored(NAMESPACE, self.readers[base].record.ref)
+            earlier = Earlier(stored.trailer, stored.index)
+        index = plan_pack(self.trailer(checkpoint), [Rank(0)], {}, earlier, {FIRST, BASE}, base)
+        if index is None:
+            tier.upload_shard(NAMESPACE, self.readers[checkpoint])
+        else:
+            tier.upload_pack(NAMESPACE, self.readers[checkpoint], index)
+
+    def commit(self, tier: S3ObjectTier, checkpoint: CheckpointId) -> bool:
+        """As the coordinator does it, from what the rank has told it."""
+        record = self.readers[checkpoint].record
+        shard = ManifestShard(
+            Rank(0), record.header.payload_bytes, record.blake3, record.chunk_table
+        )
+        manifest = Manifest(
+            JOB, checkpoint.step, checkpoint.round, 1, None, digest_of(LAYOUT), (shard,)
+        )
+        index = tier.stored(NAMESPACE, record.ref).index
+        if index is None:
+            tier.put_layout(NAMESPACE, JOB_UID, LAYOUT)
+            tier.put_manifest(NAMESPACE, JOB_UID, checkpoint, manifest.to_bytes())
+            return True
+        assert index.base is not None
+        needs = References(checkpoint, index.earlier())
+        return commit_shared(tier, NAMESPACE, manifest, LAYOUT, needs, {index.base})
+
+    def exists(self, checkpoint: CheckpointId) -> bool:
+        return checkpoint in self.honest.list_manifests(NAMESPACE, JOB_UID)
+
+    def assert_comes_back(self, checkpoint: CheckpointId) -> None:
+        target = self.directory / secrets.token_hex(4)
+        target.mkdir()
+        reader = self.readers[checkpoint]
+        found = self.honest.download_shard(NAMESPACE, reader.record.ref, CopyWriters(target))
+        assert found == reader.record
+
+    def objects(self) -> set[str]:
+        listed = self.server.admin().list_objects(
+            self.server.bucket, prefix=self.config.prefix, recursive=True
+        )
+        return {str(item.object_name).split(JOB_UID + "/")[1] for item in listed}
+
+
+def delete(tier: S3ObjectTier, checkpoints: list[CheckpointId]) -> None:
+    """As a coordinator that knows of nothing that is on its way."""
+    for checkpoint in checkpoints:
+        tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
+    tier.sweep(NAMESPACE, JOB_UID, RestartRound(0), tuple)
+
+
+def test_a_commit_that_nobody_heard_of_is_repeated_although_its_base_went(
+    server: StoreServer,
+    store: StoreConfig,
+    readers: dict[CheckpointId, DiskShardReader],
+    tmp_path: Path,
+) -> None:
+    place = Store(server, store, readers, tmp_path)
+    place.upload(place.honest, NEXT, BASE)
+    assert place.commit(place.honest, NEXT)
+    delete(place.honest, [FIRST, BASE])
+    assert place.commit(place.honest, NEXT)
+    place.assert_comes_back(NEXT)
+    kept = {name.split("/")[1] for name in place.objects() if name.startswith("shards/")}
+    assert kept == {"s000000000010", "s000000000020", "s000000000030"}
+    place.honest.close()
+
+
+def test_two_deleters_and_a_commit_between(
+    server: StoreServer,
+    store: StoreConfig,
+    readers: dict[CheckpointId, DiskShardReader],
+    tmp_path: Path,
+) -> None:
+    """While one deletes FIRST, NEXT, which needs it, is committed, and BASE, which vouched for it,
+    deleted: the references that the first deleter saw in its list are gone when it reads them."""
+    for requests in range(12):
+        place = Store(server, store, readers, tmp_path)
+        turns = Turns(["deleter"] * requests + ["other"] * 100)
+
+        def one(place: Store = place, turns: Turns = turns) -> None:
+            tier = place.tier(TurnTaker(QUICK, who="deleter", turns=turns))
+            delete(tier, [FIRST])
+            turns.end("deleter")
+            tier.close()
+
+        def other(place: Store = place, turns: Turns = turns) -> None:
+            tier = place.tier(TurnTaker(QUICK, who="other", turns=turns))
+            place.upload(tier, NEXT, BASE)
+            assert place.commit(tier, NEXT)
+            delete(tier, [BASE])
+            turns.end("other")
+            tier.close()
+
+        with ThreadPoolExecutor(2) as threads:
+            for future in [threads.submit(one), threads.submit(other)]:
+                future.result(60)
+        place.assert_comes_back(NEXT)
+        place.honest.close()
+
+
+def play(
+    place: Store,
+    schedule: list[str],
+    doomed: list[CheckpointId],
+    killed_after: tuple[int | None, int | None] = (None, None),
+) -> None:
+    """An upload of NEXT beside a delete, and everything that must hold afterwards."""
+    turns = Turns(list(schedule))
+
+    def party(who: str, work: Callable[[S3ObjectTier], object], lives: int | None) -> object:
+        taker = TurnTaker(QUICK, who=who, turns=turns, lives=[10_000 if lives is None else lives])
+        tier = place.tier(taker)
+        try:
+            return work(tier)
+        except Killed as error:
+            return error
+        finally:
+            turns.end(who)
+            tier.close()
+
+    def upload(tier: S3ObjectTier) -> bool | None:
+        try:
+            place.upload(tier, NEXT, BASE)
+        except NotFoundError:
+            return None
+        return place.commit(tier, NEXT)
+
+    with ThreadPoolExecutor(2) as threads:
+        uploader = threads.submit(party, "uploader", upload, killed_after[0])
+        deleter = threads.submit(party, "deleter", lambda t: delete(t, doomed), killed_after[1])
+        announced = uploader.result(60)
+        deleter.result(60)
+
+    if announced is True:
+        assert place.exists(NEXT)
+    elif not isinstance(announced, Killed):
+        assert not place.exists(NEXT)
+        place.honest.upload_shard(NAMESPACE, place.readers[NEXT])
+        assert place.commit(place.honest, NEXT)
+    for _ in range(2):
+        for checkpoint in place.honest.list_manifests(NAMESPACE, JOB_UID):
+            place.assert_comes_back(checkpoint)
+        delete(place.honest, doomed)
+    place.upload(place.honest, LAST, None)
+    assert place.commit(place.honest, LAST)
+    delete(place.honest, [FIRST, BASE, NEXT])
+    place.assert_comes_back(LAST)
+    place.honest.close()
+    kinds = sorted(name.split("/")[0] for name in place.objects())
+    assert kinds == ["layouts", "manifests", "shards"]
+
+
+@pytest.mark.parametrize("doomed", [[BASE], [FIRST, BASE]], ids=["base", "both"])
+def test_one_of_them_pauses_at_each_request_and_the_other_does_all(
+    server: StoreServer,
+    store: StoreConfig,
+    readers: dict[CheckpointId, DiskShardReader],
+    tmp_path: Path,
+    doomed: list[CheckpointId],
+) -> None:
+    for requests in range(16):
+        for first, second in (("uploader", "deleter"), ("deleter", "uploader")):
+            place = Store(server, store, readers, tmp_path)
+            play(place, [first] * requests + [second] * 100, doomed)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    turns_in_a_row=st.lists(
+        st.tuples(st.sampled_from(["uploader", "deleter"]), st.integers(1, 12)), max_size=6
+    ),
+    doomed=st.sampled_from([[BASE], [FIRST], [FIRST, BASE], [BASE, FIRST]]),
+    killed_after=st.tuples(
+        st.one_of(st.none(), st.integers(0, 8)), st.one_of(st.none(), st.integers(0, 16))
+    ),
+)
+def test_what_exists_comes_back_and_what_nobody_needs_goes(
+    server: StoreServer,
+    store: StoreConfig,
+    readers: dict[CheckpointId, DiskShardReader],
+    tmp_path: Path,
+    turns_in_a_row: list[tuple[str, int]],
+    doomed: list[CheckpointId],
+    killed_after: tuple[int | None, int | None],
+) -> None:
+    place = Store(server, store, readers, tmp_path)
+    schedule = [who for who, count in turns_in_a_row for _ in range(count)]
+    play(place, schedule, doomed, killed_after)

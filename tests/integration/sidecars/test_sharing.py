@@ -1,0 +1,211 @@
+"""How one sidecar uploads one shard, against a real store: what it asks for, and what it does without."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.sidecar.test_uploads_reaper import CONTRACT
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.errors import UnavailableError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.manifest import Manifest, ManifestShard
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.format.shard import Trailer
+from holdfast_core.ids import ByteRange, CheckpointId, Digest, Rank, RestartRound, ShardRef, Step
+from holdfast_core.ids import Worker as W
+from holdfast_core.testing.builders import JOB, JOB_UID, BytesSource, payload, shard_header
+from holdfast_core.testing.minio_server import MinioServer
+from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.transfer.messages import (
+    Member,
+    PersistRequest,
+    Policy,
+    Reference,
+    RestorePoint,
+    Round,
+)
+from holdfast_sidecar.plan import StoredAs
+from holdfast_sidecar.rounds import RoundState
+from holdfast_sidecar.sharing import ShardUploader
+
+pytestmark = pytest.mark.integration
+SIZE = 9 << 20
+RANKS = 4
+"""Two in each of two pods; these tests are the first of them."""
+
+
+def layout_of(rank: int) -> bytes:
+    whole = TensorSlice("U8", (SIZE,), (0,), (SIZE,), ByteRange(0, SIZE))
+    return RankLayout(Rank(rank), {"w": whole}, {}, SIZE).to_bytes()
+
+
+LAYOUTS = [layout_of(rank) for rank in range(RANKS)]
+
+
+class Peers:
+    """Chunk tables of the other pod; counts who was asked."""
+
+    def __init__(self) -> None:
+        self.tables: dict[ShardRef, Trailer] = {}
+        self.asked: list[int] = []
+
+    def fetch_table(self, member: Member, ref: ShardRef) -> Trailer:
+        self.asked.append(ref.rank)
+        if ref not in self.tables:
+            raise UnavailableError(f"{member.pod} does not answer")
+        return self.tables[ref]
+
+
+class Pod:
+    """Worker 0's node tier with the shards of its ranks, and what the whole gang has saved."""
+
+    def __init__(self, root: Path, tier: S3ObjectTier) -> None:
+        self.tier = tier
+        self.peers = Peers()
+        self.node = DiskNodeTier(root / "here", capacity_bytes=1 << 30)
+        self.node.open()
+        self.elsewhere = DiskNodeTier(root / "there", capacity_bytes=1 << 30)
+        self.elsewhere.open()
+        members = tuple(Member(W(w), f"gpt-{w}-r0", f"10.0.0.{w}:1:2") for w in range(2))
+        held = Round(
+            RestartRound(0), 1, RestorePoint(), W(0), W(0), 2, members, (), Policy(interval_steps=1)
+        )
+        self.state = RoundState(W(0), 2, RestartRound(0), held=held)
+        self.manifests: dict[int, Manifest] = {}
+        contract = replace(CONTRACT, procs_per_worker=2)
+        peers: Any = self.peers
+        self.uploader = ShardUploader(
+            contract, lambda: self.state, self.node, tier, bulk=peers, clock=SystemClock()
+        )
+
+    def save(self, step: int, data: bytes) -> Manifest:
+        """The same on every rank; the manifest is committed."""
+        layout = merge_layouts(LAYOUTS).to_bytes()
+        shards = []
+        for rank in range(RANKS):
+            node = self.node if rank < 2 else self.elsewhere
+            header = shard_header(SIZE, step=step, rank=rank, layout=digest_of(LAYOUTS[rank]))
+            record = node.write_shard(header, BytesSource(data))
+            shards.append(ManifestShard(Rank(rank), SIZE, record.blake3, record.chunk_table))
+        manifest = Manifest(
+            JOB, Step(step), RestartRound(0), RANKS, None, digest_of(layout), tuple(shards)
+        )
+        self.node.put_layout(layout)
+        self.node.put_manifest(JOB_UID, manifest.checkpoint, manifest.to_bytes())
+        self.manifests[step] = manifest
+        return manifest
+
+    def answer(self, step: int) -> None:
+        """From now on the other pod's tables can be had."""
+        for rank in (2, 3):
+            ref = self.manifests[step].ref(Rank(rank))
+            with self.elsewhere.open_shard(ref) as reader:
+                self.peers.tables[ref] = Trailer(reader.record, reader.table)
+
+    def upload(self, step: int, rank: int = 0, **fields: Any) -> StoredAs:
+        request = PersistRequest(RestartRound(0), Step(step), RestartRound(0), **fields)
+        return self.uploader.upload(self.manifests[step].ref(Rank(rank)), request)
+
+    def places(self, step: int, rank: int = 0) -> set[tuple[int, int]] | None:
+        """(step, rank) of every object that its pack refers to; None where it is stored whole."""
+        index = self.tier.stored("team-a", self.manifests[step].ref(Rank(rank))).index
+        return None if index is None else {(s.step, s.rank) for s in index.sources}
+
+    def persisted(self, step: int) -> RestorePoint:
+        manifest = self.manifests[step]
+        self.tier.put_manifest("team-a", JOB_UID, manifest.checkpoint, manifest.to_bytes())
+        return RestorePoint(Step(step), RestartRound(0), digest_of(manifest.to_bytes()))
+
+
+@pytest.fixture(scope="module")
+def minio() -> Iterator[MinioServer]:
+    with MinioServer() as server:
+        yield server
+
+
+@pytest.fixture
+def pod(tmp_path: Path, minio: MinioServer) -> Iterator[Pod]:
+    config = minio.config(f"p/{secrets.token_hex(6)}")
+    tier = S3ObjectTier(config, minio.credentials)
+    yield Pod(tmp_path, tier)
+    tier.close()
+
+
+def test_from_the_own_disk_and_from_who_answers(pod: Pod) -> None:
+    pod.save(2, payload(SIZE))
+    pod.answer(2)
+    assert pod.upload(2) == StoredAs()
+    assert pod.places(2) == {(2, 1), (2, 2)}
+    assert pod.peers.asked == [2, 3], "rank 1's table is on this node"
+
+
+def test_who_does_not_answer_is_asked_once_and_nothing_is_left_to_it(pod: Pod) -> None:
+    pod.save(2, payload(SIZE))
+    pod.upload(2)
+    assert pod.places(2) == {(2, 1)}
+    assert pod.peers.asked == [2]
+
+
+def test_what_the_base_stores_is_not_sent_and_the_base_vouches_for_it(pod: Pod) -> None:
+    pod.save(2, payload(SIZE))
+    pod.upload(2)
+    pod.save(4, payload(SIZE))
+    told = pod.upload(4, base=pod.persisted(2))
+    at = Reference(Step(2), RestartRound(0))
+    # Blocks of 4 MiB: the first is rank 0's own, the second rank 1's; the third nobody answers for,
+    # and the base has it, too.
+    assert told == StoredAs(at, (replace(at, payload_bytes=5 << 20),))
+    assert pod.places(4) == {(2, 0), (4, 1)}
+
+
+def test_what_an_earlier_attempt_left_stays_and_is_told_as_it_is(pod: Pod) -> None:
+    """The second one knows more tables; the pack of the first one is as good."""
+    pod.save(2, payload(SIZE))
+    pod.upload(2)
+    pod.answer(2)
+    pod.upload(2)
+    assert pod.places(2) == {(2, 1)}
+    pod.save(4, payload(SIZE))
+    base = pod.persisted(2)
+    assert pod.upload(4) == StoredAs()
+    assert pod.upload(4, base=base) == StoredAs()
+
+
+def test_whole_when_asked_to_although_a_pack_is_there(pod: Pod) -> None:
+    pod.save(2, payload(SIZE))
+    pod.upload(2)
+    assert pod.upload(2, whole=True) == StoredAs()
+    assert pod.places(2) is None
+
+
+BASES = {
+    "never there": lambda point: replace(point, step=Step(1)),
+    "another manifest": lambda point: replace(point, manifest=Digest("b3:" + "0" * 64)),
+    "another job's": lambda point: replace(point, job_uid=JOB_UID),
+}
+
+
+@pytest.mark.parametrize("change", BASES.values(), ids=BASES.keys())
+def test_a_base_that_is_not_what_it_should_be_is_not_used(pod: Pod, change: Any) -> None:
+    pod.save(2, payload(SIZE))
+    pod.upload(2)
+    pod.save(4, payload(SIZE))
+    assert pod.upload(4, base=change(pod.persisted(2))) == StoredAs()
+    assert pod.places(4) == {(4, 1)}
+
+
+def test_a_base_whose_pack_is_gone_is_not_used(pod: Pod) -> None:
+    pod.save(2, payload(SIZE))
+    pod.save(4, payload(SIZE))
+    assert pod.upload(4, base=pod.persisted(2)) == StoredAs()
+    checkpoint = CheckpointId(Step(2), RestartRound(0))
+    assert checkpoint in pod.tier.list_manifests("team-a", JOB_UID)
+    assert pod.places(4) == {(4, 1)}

@@ -1,0 +1,55 @@
+"""Data-parallel ranks of a real state hold the model at the same bytes, so that the store gets it once."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import holdfast
+from holdfast.staging import Copier
+from holdfast.state.snapshot import SavePlan, plan_save, take_snapshot, write_payload
+from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.pack_plan import replica_groups
+from holdfast_core.ids import Rank
+from holdfast_core.testing.packs import plan_ranks, trailer_of
+
+CHUNK = 4096
+RANKS = 12
+"""So that the ranks' names differ in length."""
+
+
+def saved(rank: int) -> tuple[SavePlan, bytes]:
+    """The same model everywhere; generators, and the length of what is no tensor, are the rank's own."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Linear(300, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(200)).sum().backward()
+    optimizer.step()
+    torch.manual_seed(rank)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "rng": holdfast.RNG(),
+        "data": {"file": "x" * 1000 * rank},
+    }
+    snapshot = take_snapshot(state, Rank(rank))
+    plan = plan_save(snapshot, Rank(rank))
+    target = np.zeros(plan.payload_bytes, dtype=np.uint8)
+    write_payload(plan, snapshot, target, Copier().run)
+    return plan, target.tobytes()
+
+
+def test_replicas_of_a_real_state_share_their_model() -> None:
+    plans, payloads = zip(*(saved(rank) for rank in range(RANKS)), strict=True)
+    layout = merge_layouts(plan.layout for plan in plans)
+    assert replica_groups(layout) == (tuple(range(RANKS)),)
+    step = plan_ranks(
+        [
+            trailer_of(data, step=1, rank=rank, chunk_bytes=CHUNK)
+            for rank, data in enumerate(payloads)
+        ]
+    )
+    whole = sum(len(data) for data in payloads)
+    stored = sum(pack.stored_bytes for pack in step.packs if pack is not None)
+    assert None not in step.packs
+    assert stored < whole / RANKS + RANKS * 30_000
