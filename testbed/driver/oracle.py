@@ -32,7 +32,7 @@ class Evidence:
     checkpoints: Sequence[Object]
     """Checkpoint objects of the job."""
     stored: Mapping[str, str]
-    """Object key below the job's prefix -> SHA-free proof of content: for manifests the text."""
+    """Object key below the job's prefix -> SHA-free proof of content: of documents the text."""
     uploads_in_progress: Sequence[str]
     copies: int
 
@@ -96,18 +96,26 @@ def _restorable(checkpoints: Sequence[Object], stored: Mapping[str, str]) -> Ite
             continue
         step, round_ = int(item["spec"]["step"]), int(status["round"])
         name = item["metadata"]["name"]
-        key = f"manifests/s{step:012d}/r{round_:06d}.json"
+        key = f"{_folder('manifests', step, round_)}.json"
         text = stored.get(key)
         if text is None:
             yield f"I1: {name} is Committed but {key} is not in the store"
             continue
         for shard in json.loads(text)["shards"]:
             hexes = str(shard["blake3"]).removeprefix("b3:")[:16]
-            shard_key = (
-                f"shards/s{step:012d}/r{round_:06d}/rank{int(shard['rank']):06d}-{hexes}.shard"
-            )
-            if shard_key not in stored:
-                yield f"I1: {name} names {shard_key}, which is not in the store"
+            rank = int(shard["rank"])
+            shard_key = f"{_folder('shards', step, round_)}/rank{rank:06d}-{hexes}"
+            if not {f"{shard_key}.shard", f"{shard_key}.pack"} & stored.keys():
+                yield f"I1: {name} names {shard_key}.shard, which is not in the store, nor its pack"
+        said = stored.get(f"{_folder('references', step, round_)}.json", '{"references": []}')
+        for earlier in json.loads(said)["references"]:
+            folder = _folder("shards", int(earlier["step"]), int(earlier["restartRound"]))
+            if not any(key.startswith(f"{folder}/") for key in stored):
+                yield f"I1: {name} needs objects of {folder}, of which none is in the store"
+
+
+def _folder(kind: str, step: int, round_: int) -> str:
+    return f"{kind}/s{step:012d}/r{round_:06d}"
 
 
 def compare_digests(reference: Mapping[int, str], found: Mapping[int, str]) -> list[str]:
@@ -144,7 +152,8 @@ def stored_objects(namespace: str, job_uid: str) -> dict[str, str]:
         if entry.get("type") != "file":
             continue
         key = entry["key"].removeprefix(f"e2e/{namespace}/{job_uid}/")
-        stored[key] = mc("cat", prefix + key) if key.startswith("manifests/") else entry["etag"]
+        document = key.startswith(("manifests/", "references/"))
+        stored[key] = mc("cat", prefix + key) if document else entry["etag"]
     return stored
 
 

@@ -15,6 +15,13 @@ STORED = {
     MANIFEST_KEY: json.dumps({"shards": [{"rank": 0, "blake3": SHARD}]}),
     SHARD_KEY: "etag",
 }
+PACKED = {
+    MANIFEST_KEY: STORED[MANIFEST_KEY],
+    SHARD_KEY.replace(".shard", ".pack"): "etag",
+    "references/s000000000020/r000000.json": json.dumps(
+        {"references": [{"step": 10, "restartRound": 0, "bytes": 5}]}
+    ),
+}
 
 
 def status(round_: int, persisted: tuple[int, int] | None = None, restored: int | None = None):
@@ -51,6 +58,10 @@ BROKEN = {
         evidence(checkpoints=[checkpoint()], stored={MANIFEST_KEY: STORED[MANIFEST_KEY]}),
         "I1",
     ),
+    "a pack that needs a checkpoint whose objects are gone": (
+        evidence(checkpoints=[checkpoint()], stored=PACKED),
+        "I1",
+    ),
     "two manifests for one step and round": (
         evidence(checkpoints=[checkpoint(), checkpoint(manifest=SHARD, name="b")]),
         "I3",
@@ -71,6 +82,11 @@ BROKEN = {
 
 def test_a_sound_run_has_no_problems():
     assert judge(SOUND) == []
+
+
+def test_a_pack_serves_for_a_shard_while_what_it_needs_is_there():
+    stored = PACKED | {"shards/s000000000010/r000000/rank000000-3333333333333333.shard": "etag"}
+    assert judge(evidence(checkpoints=[checkpoint()], stored=stored)) == []
 
 
 @pytest.mark.parametrize("case", BROKEN)

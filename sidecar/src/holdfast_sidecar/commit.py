@@ -40,6 +40,7 @@ from holdfast_sidecar.documents import Builder, shard_infos
 from holdfast_sidecar.failures import Failures
 from holdfast_sidecar.gathered import Gathered
 from holdfast_sidecar.ledger import Conflict, Ledger, StepEntry
+from holdfast_sidecar.leftovers import Leftovers
 from holdfast_sidecar.outbox import Outbox
 from holdfast_sidecar.plan import StoredAs
 from holdfast_sidecar.pools import Pools
@@ -106,6 +107,14 @@ class Coordinator:
             clock=clock,
             on_change=self._changed,
         )
+        self._leftovers = Leftovers(
+            settings.contract,
+            message.round,
+            store,
+            pools=pools,
+            clock=clock,
+            uploading=self._uploading,
+        )
 
     # ------------------------------------------------------------------ life
 
@@ -121,6 +130,7 @@ class Coordinator:
             )
             self._tasks.spawn(rebuild, f"rebuild from worker {worker}")
         self._tasks.spawn(self._uploads.run(), "uploads")
+        self._tasks.spawn(self._leftovers.run(), "leftovers")
         self._tasks.spawn(self._finish_loop(), "finish")
 
     def update(self, message: Round) -> None:
@@ -217,7 +227,6 @@ class Coordinator:
                 CheckpointId(point.step, point.round),
             )
             deleted.append(point)
-        await self._uploads.sweep()
         return PruneReply(tuple(deleted))
 
     def _may_leave_store(self, point: RestorePoint) -> None:
@@ -325,10 +334,10 @@ class Coordinator:
                 round=held.round,
                 keep_last=held.policy.keep_last,
                 protecting_level=Level.REPLICATED if ledger.expects_copies else Level.LOCAL,
-                restore_point=_checkpoint(held.restore_point),
+                restore_point=held.restore_point.own_checkpoint,
                 holds=frozenset(held.holds),
-                uploading=frozenset(CheckpointId(s, held.round) for s in ledger.on_way_to_store),
-                newest_persisted=None if persisted is None else _checkpoint(persisted),
+                uploading=self._uploading(),
+                newest_persisted=None if persisted is None else persisted.own_checkpoint,
             )
         )
         newest = ledger.newest(Level.REPLICATED)
@@ -340,6 +349,10 @@ class Coordinator:
         gone = tuple(sorted({*plan.prune_steps, *abandoned} - protected_steps(held)))
         self._older = {c for c in self._older if c.step not in gone}
         self._outbox.prune(gone)
+
+    def _uploading(self) -> frozenset[CheckpointId]:
+        steps = self._ledger.on_way_to_store
+        return frozenset(CheckpointId(step, self._message.round) for step in steps)
 
     def _lost(self, step: Step) -> None:
         """A member has not the shard that a manifest of this round names: it was pruned there
@@ -407,13 +420,6 @@ class Coordinator:
 def _expects_copies(message: Round) -> bool:
     """Without an assignment (one worker, or 0 copies asked for) local implies replicated."""
     return message.policy.peer_copies > 0 and bool(message.copies)
-
-
-def _checkpoint(point: RestorePoint) -> CheckpointId | None:
-    """None for "none" and for another job's."""
-    if point.step is None or point.round is None or point.job_uid is not None:
-        return None
-    return CheckpointId(point.step, point.round)
 
 
 def _point(entry: StepEntry | None) -> RestorePoint | None:

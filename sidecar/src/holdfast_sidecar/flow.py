@@ -311,7 +311,9 @@ class Flow:
             now,
             prepared_told=now.prepared_told or told is Verb.PREPARED,
             replicated_told=now.replicated_told or told is Verb.REPLICATED,
-            uploaded_told=now.uploaded_told or told is Verb.UPLOADED,
+            # Asked for the whole shard meanwhile: what was said of the pack does not count.
+            uploaded_told=now.uploaded_told
+            or (told is Verb.UPLOADED and now.uploaded and now.stored_as == shard.stored_as),
             uploaded=now.uploaded or stored_as is not None,
             stored_as=stored_as or now.stored_as,
             copied=now.copied if copied is None else now.copied | {copied},

@@ -193,7 +193,8 @@ class Ledger:
     def next_upload(self) -> Step | None:
         """Starts the oldest waiting step if nothing is being uploaded."""
         if self.uploading is None and self.waiting_uploads:
-            self.uploading = self.waiting_uploads.pop(0)
+            self.uploading = self.waiting_uploads[0]
+            del self.waiting_uploads[0]  # after it: a sweep's thread must see the step somewhere
         return self.uploading
 
     def upload_ended(self, step: Step, *, persisted: bool) -> None:
@@ -217,8 +218,8 @@ class Ledger:
 
     @property
     def on_way_to_store(self) -> frozenset[Step]:
-        active = frozenset() if self.uploading is None else frozenset((self.uploading,))
-        return active | frozenset(self.waiting_uploads)
+        waiting = frozenset(self.waiting_uploads)
+        return waiting if self.uploading is None else waiting | {self.uploading}
 
     # ------------------------------------------------------------------ what holds
 

@@ -22,7 +22,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import Manifest, parse_manifest
 from holdfast_core.format.pack import PackIndex
-from holdfast_core.format.pack_plan import Earlier, plan_pack, replica_groups
+from holdfast_core.format.pack_plan import Earlier, Shared, plan_pack, replica_groups, shared_with
 from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import CheckpointId, Digest, Rank, ShardRef, Worker, worker_of
 from holdfast_core.tiers.base import NodeTier, ObjectTier, ShardReader
@@ -54,40 +54,45 @@ class ShardUploader:
         self._current = current
         self._node = node
         self._store = store
+        self._packing = store if isinstance(store, S3ObjectTier) else None
         self._bulk = bulk
         self._clock = clock
         self._groups: tuple[Digest, tuple[tuple[Rank, ...], ...]] | None = None
 
     def upload(self, ref: ShardRef, request: PersistRequest | None) -> StoredAs:
         """The store holds the shard when this returns: how. Raises NotFoundError, CorruptionError (the
-        own shard), and what the tier raises."""
-        namespace = self._contract.namespace
+        own shard), AlreadyExistsError (the store holds other bytes), and what the tier raises."""
         with self._node.open_shard(ref) as reader:
-            store = self._store
-            if request is None or request.whole or not isinstance(store, S3ObjectTier):
-                store.upload_shard(namespace, reader)
-                return StoredAs()
-            try:
-                if (found := self._found(store, ref)) is not None:
-                    return found
-                index = self._plan(store, reader, request)
-                if index is not None:
-                    store.upload_pack(namespace, reader, index)
-                    return _stored_as(index)
-            except AlreadyExistsError:
-                # Of another attempt that had other tables: as good as ours, and never overwritten.
-                if (found := self._found(store, ref)) is not None:
-                    return found
-            store.upload_shard(namespace, reader)
-            return StoredAs()
+            found = None if request is None else self._upload_pack(reader, request)
+            if found is None:
+                self._store.upload_shard(self._contract.namespace, reader)
+            return found or StoredAs()
+
+    def _upload_pack(self, reader: ShardReader, request: PersistRequest) -> StoredAs | None:
+        """None: the shard is to be stored whole. Where there is something under the whole shard's
+        name it must be that: readers look there first."""
+        store, ref, namespace = self._packing, reader.record.ref, self._contract.namespace
+        if store is None or not request.share or request.whole or store.has_whole(namespace, ref):
+            return None
+        if (found := self._found(store, ref)) is not None:
+            return found
+        index = self._plan(store, reader, request)
+        if index is None:
+            return None
+        try:
+            store.upload_pack(namespace, reader, index)
+        except AlreadyExistsError:
+            # Of another attempt that had other tables: as good as ours, and never overwritten.
+            return self._found(store, ref)
+        return _stored_as(index)
 
     def _found(self, store: S3ObjectTier, ref: ShardRef) -> StoredAs | None:
-        """What an earlier attempt left; a bad pack does not count."""
+        """The pack that an earlier attempt left; a bad one does not count."""
         try:
             index = store.stored(self._contract.namespace, ref, looks=1).index
         except (NotFoundError, CorruptionError):
             return None
-        return StoredAs() if index is None else _stored_as(index)
+        return None if index is None else _stored_as(index)
 
     # ------------------------------------------------------------------ what is known
 
@@ -102,15 +107,15 @@ class ShardUploader:
         except (NotFoundError, CorruptionError, FormatError) as error:
             logs.warning("nothing is shared", rank=ref.rank, step=ref.step, error=str(error))
             return None
-        base = _checkpoint(request)
+        base = None if request.base is None else request.base.own_checkpoint
         earlier = None if base is None else self._earlier(store, ref, base, request)
         if len(group) == 1 and earlier is None:
             return None
         allowed = {CheckpointId(r.step, r.round) for r in request.older}
         if base is not None:
             allowed.add(base)
-        others = self._tables(manifest, [rank for rank in group if rank != ref.rank])
-        return plan_pack(trailer, group, others, earlier, allowed, base)
+        shared = self._shared(trailer, manifest, group)
+        return plan_pack(trailer, shared, earlier, allowed, base)
 
     def _group(self, manifest: Manifest, rank: Rank) -> tuple[Rank, ...]:
         if self._groups is None or self._groups[0] != manifest.layout:
@@ -137,35 +142,34 @@ class ShardUploader:
             return None
         return Earlier(stored.trailer, stored.index)
 
-    def _tables(self, manifest: Manifest, ranks: list[Rank]) -> dict[Rank, Trailer]:
-        """From this node where it has them, else from who saved them. A worker that does not answer is
-        asked once."""
-        found: dict[Rank, Trailer] = {}
+    def _shared(
+        self, trailer: Trailer, manifest: Manifest, group: tuple[Rank, ...]
+    ) -> list[Shared]:
+        """By the chunk tables of the others: from this node where it has them, else from who saved
+        them. A worker that does not answer is asked once. One table at a time is in memory."""
+        found: list[Shared] = []
         silent: set[Worker] = set()
         deadline = self._clock.monotonic() + _TABLES_SECONDS
-        for rank in ranks:
+        for rank in group:
+            if rank == trailer.record.header.rank:
+                continue
             ref = manifest.ref(rank)
             worker = worker_of(rank, self._contract.procs_per_worker)
             try:
                 if self._node.find(ref) is not None:
                     with self._node.open_shard(ref) as reader:
-                        found[rank] = Trailer(reader.record, reader.table)
-                    continue
-                member = self._current().member(worker)
-                if member is None or worker in silent or self._clock.monotonic() > deadline:
-                    continue
-                found[rank] = self._bulk.fetch_table(member, ref)
+                        other = Trailer(reader.record, reader.table)
+                else:
+                    member = self._current().member(worker)
+                    if member is None or worker in silent or self._clock.monotonic() > deadline:
+                        continue
+                    other = self._bulk.fetch_table(member, ref)
             except (HoldfastError, OSError) as error:
                 silent.add(worker)
                 logs.warning("no chunk table", rank=rank, worker=worker, error=str(error))
+                continue
+            found.append(shared_with(trailer, group, other))
         return found
-
-
-def _checkpoint(request: PersistRequest) -> CheckpointId | None:
-    base = request.base
-    if base is None or base.step is None or base.round is None or base.job_uid is not None:
-        return None
-    return CheckpointId(base.step, base.round)
 
 
 def _stored_as(index: PackIndex) -> StoredAs:

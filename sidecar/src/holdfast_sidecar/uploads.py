@@ -8,7 +8,6 @@ What waits is bounded (`ledger.MAX_WAITING_UPLOADS`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
@@ -30,9 +29,6 @@ from holdfast_sidecar.plan import StoredAs
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.versioned import Versioned
 
-_STALE_UPLOADS = timedelta(hours=24)
-_REAP_SECONDS = 6 * 3600.0
-
 
 class Uploads:
     def __init__(
@@ -53,6 +49,7 @@ class Uploads:
         self._contract = contract
         self._node = node
         self._store = store
+        self._packing = store if isinstance(store, S3ObjectTier) else None
         self._ledger = ledger
         self._outbox = outbox
         self._versioned = versioned
@@ -137,16 +134,14 @@ class Uploads:
         if self._store is None:
             return
         backoff = Backoff(0.5, 15.0)
-        reaper = Reaper(self._contract, self._store, self._pools, self._clock)
         while True:
-            await reaper.reap_if_due()
             await self._versioned.wait_tick(at_most_seconds=5.0)
             step = self._ledger.next_upload()
             entry = None if step is None else self._ledger.steps.get(step)
             if entry is None or entry.manifest is None:
                 continue
             try:
-                self._outbox.persist(await self._request_for(self._store, entry))
+                self._outbox.persist(await self._request_for(entry))
                 if len(entry.uploaded) < entry.world_size:
                     continue
                 if not await self._put(self._store, entry, entry.manifest):
@@ -168,25 +163,31 @@ class Uploads:
     def _note(self, entry: StepEntry, error: HoldfastError) -> None:
         self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
 
-    async def _request_for(self, store: ObjectTier, entry: StepEntry) -> PersistRequest:
+    async def _request_for(self, entry: StepEntry) -> PersistRequest:
         """The same for every member, and until the step is persisted."""
         asked = self._asked
         if asked is None or (asked.step, asked.whole) != (entry.step, entry.whole):
-            base = None if entry.whole or not isinstance(store, S3ObjectTier) else _own(self.last)
+            store = None if entry.whole else self._packing
+            base = None if store is None or self.last is None else self.last.own_checkpoint
             if base == CheckpointId(entry.step, entry.round):
                 base = None  # an earlier life of this coordinator got as far as the manifest
-            older = () if base is None else await self._older(store, base)
-            shown = None if base is None else self.last
+            older: tuple[Reference, ...] = ()
+            if store is not None and base is not None:
+                older = await self._older(store, base)
             asked = PersistRequest(
-                self._round, entry.step, entry.round, shown, older, whole=entry.whole
+                self._round,
+                entry.step,
+                entry.round,
+                None if base is None else self.last,
+                older,
+                share=store is not None,
+                whole=entry.whole,
             )
             self._asked = asked
         return asked
 
-    async def _older(self, store: ObjectTier, base: CheckpointId) -> tuple[Reference, ...]:
+    async def _older(self, store: S3ObjectTier, base: CheckpointId) -> tuple[Reference, ...]:
         """Of what the base needs, what it needs most of."""
-        if not isinstance(store, S3ObjectTier):
-            return ()
         try:
             document = await self._pools.store.run(
                 store.get_references, self._contract.namespace, self._contract.job_uid, base
@@ -200,26 +201,6 @@ class Uploads:
             return ()
         return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
 
-    async def sweep(self) -> None:
-        """Deletes what nobody needs any more. A failure keeps it until the next time."""
-        store = self._store
-        if not isinstance(store, S3ObjectTier):
-            return
-
-        def uploading() -> frozenset[CheckpointId]:
-            return frozenset(CheckpointId(s, self._round) for s in self._ledger.on_way_to_store)
-
-        try:
-            await self._pools.store.run(
-                store.sweep,
-                self._contract.namespace,
-                self._contract.job_uid,
-                self._round,
-                uploading,
-            )
-        except HoldfastError as error:
-            logs.warning("the store was not swept", error=str(error))
-
     async def _put(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> bool:
         """False: what the shards refer to is gone."""
         namespace, job_uid = self._contract.namespace, self._contract.job_uid
@@ -230,10 +211,11 @@ class Uploads:
             )
         checkpoint = CheckpointId(entry.step, entry.round)
         references, bases = _merged(checkpoint, entry.uploaded.values())
-        if isinstance(store, S3ObjectTier) and references.bytes_in:
+        packing = self._packing
+        if packing is not None and references.bytes_in:
             parsed = parse_manifest(manifest)
             return await self._pools.store.run(
-                commit_shared, store, namespace, parsed, layout, references, bases
+                commit_shared, packing, namespace, parsed, layout, references, bases
             )
         await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
         await self._pools.store.run(store.put_manifest, namespace, job_uid, checkpoint, manifest)
@@ -249,13 +231,6 @@ class Uploads:
         logs.info("persisted", step=entry.step, round=entry.round, level=Level.PERSISTED)
 
 
-def _own(point: RestorePoint | None) -> CheckpointId | None:
-    """None for "none yet" and for another job's."""
-    if point is None or point.step is None or point.round is None or point.job_uid is not None:
-        return None
-    return CheckpointId(point.step, point.round)
-
-
 def _merged(
     checkpoint: CheckpointId, stored: Iterable[StoredAs]
 ) -> tuple[References, frozenset[CheckpointId]]:
@@ -269,35 +244,3 @@ def _merged(
         if said.base is not None:
             bases.add(CheckpointId(said.base.step, said.base.round))
     return References(checkpoint, bytes_in), frozenset(bases)
-
-
-class Reaper:
-    """Multipart uploads that a dead pod left behind a day ago: they cost money for ever."""
-
-    def __init__(
-        self,
-        contract: SidecarContract,
-        store: ObjectTier | None,
-        pools: Pools,
-        clock: Clock,
-    ) -> None:
-        self._contract = contract
-        self._store = store
-        self._pools = pools
-        self._clock = clock
-        self._due_at = clock.monotonic()
-
-    async def reap_if_due(self) -> None:
-        """At first and then every few hours, because one coordinator may live for weeks."""
-        if not isinstance(self._store, S3ObjectTier) or self._clock.monotonic() < self._due_at:
-            return
-        self._due_at = self._clock.monotonic() + _REAP_SECONDS
-        try:
-            await self._pools.store.run(
-                self._store.abort_stale_uploads,
-                self._contract.namespace,
-                self._contract.job_uid,
-                _STALE_UPLOADS,
-            )
-        except HoldfastError as error:
-            logs.warning("unfinished uploads were not looked for", error=str(error))

@@ -14,7 +14,7 @@ from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.format.references import References
 from holdfast_core.ids import ByteRange, CheckpointId, Rank, ShardRef
 from holdfast_core.testing.packs import Saved, plan_ranks, trailer_of
-from holdfast_core.tiers.object_packs import StoredShard, extents
+from holdfast_core.tiers.object_stored import ShardPlaces, StoredShard
 
 CHUNK = 4096
 
@@ -47,7 +47,7 @@ class Store:
             ref = trailer.record.ref
             self.shards[ref] = StoredShard(f"{ref.step}/{ref.rank}", trailer, b"", pack)
 
-    def load(self, own: StoredShard, ref: ShardRef) -> StoredShard:
+    def find(self, ref: ShardRef) -> StoredShard:
         self.asked.add(ref)
         return self.shards[ref]
 
@@ -56,7 +56,7 @@ class Store:
         own = self.shards[ref]
         objects = {shard.key: shard for shard in self.shards.values()}
         position = 0
-        for extent in extents(own, range(len(own.trailer.table)), self.load):
+        for extent in ShardPlaces(own, self.find).of(range(len(own.trailer.table))):
             assert extent.chunks.start == position
             position = extent.chunks.stop
             there = objects[extent.key]

@@ -189,8 +189,8 @@ def test_manifests_are_listed_in_order_over_pages_and_foreign_names_are_not(
         with open(os.devnull, "rb") as nothing:
             if ".." not in name:
                 server.admin().put_object(server.bucket, key, nothing, 0)
-    first_page, token = client.list_keys(f"{store.prefix}/{NAMESPACE}/{JOB_UID}/manifests/")
-    assert len(first_page) == 1000 and token
+    first_page = client.list_objects(f"{store.prefix}/{NAMESPACE}/{JOB_UID}/manifests/")
+    assert len(first_page.listed) == 1000 and first_page.next
     assert tier.list_manifests(NAMESPACE, JOB_UID) == tuple(wanted)
 
 

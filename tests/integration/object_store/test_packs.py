@@ -17,8 +17,10 @@ import pytest
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
 from holdfast_core.format import keys
+from holdfast_core.format.chunks import file_span
 from holdfast_core.format.pack import pack_index
-from holdfast_core.format.pack_plan import Earlier, plan_pack
+from holdfast_core.format.pack_plan import Earlier, plan_pack, shared_with
+from holdfast_core.format.record import CHUNK_BYTES
 from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import CheckpointId, Rank, ShardRef
 from holdfast_core.testing.builders import JOB_UID, payload, shard_header
@@ -69,9 +71,10 @@ class Replicas:
             stored = self.tier.stored(NAMESPACE, self.ref(base, rank))
             earlier = Earlier(stored.trailer, stored.index)
             allowed = {c for s, _ in self.readers for c in [self.ref(s, 0).checkpoint] if s < step}
-        others = {r: self.trailer(step, r) for r in group}
+        own = self.trailer(step, rank)
+        shared = [shared_with(own, group, self.trailer(step, r)) for r in group]
         checkpoint = None if base is None else self.ref(base, 0).checkpoint
-        index = plan_pack(self.trailer(step, rank), group, others, earlier, allowed, checkpoint)
+        index = plan_pack(own, shared, earlier, allowed, checkpoint)
         if index is None:
             self.tier.upload_shard(NAMESPACE, self.readers[step, rank])
             return -1
@@ -87,6 +90,14 @@ class Replicas:
         assert record == reader.record
         (copy,) = target.iterdir()
         assert copy.read_bytes() == os.pread(reader.fd, reader.record.file_bytes, 0)
+
+    def assert_ranges_come_back(self, step: int, rank: int, runs: list[range]) -> None:
+        reader = self.readers[step, rank]
+        with self.tier.open_shard(NAMESPACE, self.ref(step, rank)) as source:
+            assert source.trailer == self.trailer(step, rank)
+            for run, view in zip(runs, source.read(runs), strict=True):
+                span = file_span(reader.record.header, run)
+                assert bytes(view) == os.pread(reader.fd, span.length_bytes, span.start)
 
 
 @pytest.fixture
@@ -116,6 +127,56 @@ def test_replicas_store_the_common_part_once_and_each_comes_back(
     assert sorted(objects(server, store).values()) == sorted(sizes)
     for rank in range(3):
         replicas.assert_comes_back(1, rank)
+
+
+def test_ranges_of_packs_are_read_where_they_are_stored(
+    replicas: Replicas, proxied: S3ObjectTier, proxy: HostileProxy
+) -> None:
+    """Runs over several owners and the checkpoint before; no source is asked that is not needed."""
+    frozen = payload(18 * MIB)
+    for step, base in ((1, None), (2, 1)):
+        replicas.write(step, *(frozen + payload(2 * MIB + 100, seed=step) for _ in range(3)))
+        for rank in range(3):
+            assert replicas.upload(step, rank, base) > 0
+    chunks = len(replicas.trailer(2, 1).table)
+    replicas.assert_ranges_come_back(2, 1, [range(0, 3), range(10, 40), range(70, chunks)])
+    replicas.tier = proxied
+    replicas.assert_ranges_come_back(2, 1, [range(16, 20)])
+    asked = {seen.path.rsplit("/", 3)[-3] for seen in proxy.requests if seen.method == "GET"}
+    assert asked == {"s000000000001", "s000000000002"}
+    payloads = [seen for seen in proxy.requests if seen.method == "GET"][-1]
+    first, last = map(int, payloads.headers["range"].removeprefix("bytes=").split("-"))
+    assert last - first + 1 == 4 * CHUNK_BYTES
+
+
+def test_ranges_of_a_source_that_went_bad_are_named(
+    replicas: Replicas, server: StoreServer, store: StoreConfig, tmp_path: Path
+) -> None:
+    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
+    for rank in range(2):
+        replicas.upload(1, rank)
+    key = key_of(store, replicas.ref(1, 1))
+    server.admin().fget_object(server.bucket, key, str(tmp_path / "bad"))
+    flip_bit(tmp_path / "bad", 1000)
+    server.admin().fput_object(server.bucket, key, str(tmp_path / "bad"))
+    replicas.assert_ranges_come_back(1, 0, [range(0, 16)])
+    with pytest.raises(CorruptionError, match=r"rank000001-.*\.pack.*chunk table"):
+        replicas.assert_ranges_come_back(1, 0, [range(0, 17)])
+    server.admin().remove_object(server.bucket, key)
+    with pytest.raises(CorruptionError, match=r"needs chunks of .*rank=1"):
+        replicas.assert_ranges_come_back(1, 0, [range(16, 17)])
+
+
+def test_a_bad_whole_shard_gives_way_to_the_pack(
+    replicas: Replicas, server: StoreServer, store: StoreConfig, tmp_path: Path
+) -> None:
+    replicas.write(1, *(payload(9 * MIB) for _ in range(2)))
+    for rank in range(2):
+        replicas.upload(1, rank)
+    (tmp_path / "bad").write_bytes(b"half a shard")
+    key = key_of(store, replicas.ref(1, 0)).removesuffix(".pack") + ".shard"
+    server.admin().fput_object(server.bucket, key, str(tmp_path / "bad"))
+    replicas.assert_comes_back(1, 0)
 
 
 def test_a_replica_that_diverged_comes_back_as_it_was(replicas: Replicas) -> None:
@@ -170,7 +231,7 @@ def test_another_pack_of_the_same_shard_is_never_overwritten(replicas: Replicas)
     replicas.upload(1, 0)
     replicas.upload(1, 1)
     one, two = replicas.trailer(1, 0), replicas.trailer(1, 1)
-    other = plan_pack(one, [Rank(1), Rank(0)], {Rank(1): two}, None, (), None)
+    other = plan_pack(one, [shared_with(one, [Rank(1), Rank(0)], two)], None, (), None)
     assert other is not None
     with pytest.raises(AlreadyExistsError):
         replicas.tier.upload_pack(NAMESPACE, replicas.readers[1, 0], other)
@@ -220,7 +281,7 @@ def test_an_upload_that_was_killed_goes_on(
     common = payload(44 * MIB)
     replicas.write(1, common, common)
     one, two = replicas.trailer(1, 0), replicas.trailer(1, 1)
-    index = plan_pack(one, [Rank(0), Rank(1)], {Rank(1): two}, None, (), None)
+    index = plan_pack(one, [shared_with(one, [Rank(0), Rank(1)], two)], None, (), None)
     assert index is not None and index.stored_bytes == 24 * MIB
     tail = tmp_path / "index"
     tail.write_bytes(pack_index(index))

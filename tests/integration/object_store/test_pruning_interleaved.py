@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.errors import NotFoundError
+from holdfast_core.errors import FormatError, NotFoundError
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.keys import job_prefix, manifest_key, references_key
 from holdfast_core.format.manifest import Manifest, ManifestShard
 from holdfast_core.format.pack_plan import Earlier, plan_pack
 from holdfast_core.format.references import References
@@ -144,7 +146,7 @@ class Store:
         if base is not None:
             stored = tier.stored(NAMESPACE, self.readers[base].record.ref)
             earlier = Earlier(stored.trailer, stored.index)
-        index = plan_pack(self.trailer(checkpoint), [Rank(0)], {}, earlier, {FIRST, BASE}, base)
+        index = plan_pack(self.trailer(checkpoint), [], earlier, {FIRST, BASE}, base)
         if index is None:
             tier.upload_shard(NAMESPACE, self.readers[checkpoint])
         else:
@@ -189,7 +191,7 @@ def delete(tier: S3ObjectTier, checkpoints: list[CheckpointId]) -> None:
     """As a coordinator that knows of nothing that is on its way."""
     for checkpoint in checkpoints:
         tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
-    tier.sweep(NAMESPACE, JOB_UID, RestartRound(0), tuple)
+    tier.sweep(NAMESPACE, JOB_UID, RestartRound(0), timedelta(0), tuple)
 
 
 def test_a_commit_that_nobody_heard_of_is_repeated_although_its_base_went(
@@ -206,6 +208,46 @@ def test_a_commit_that_nobody_heard_of_is_repeated_although_its_base_went(
     place.assert_comes_back(NEXT)
     kept = {name.split("/")[1] for name in place.objects() if name.startswith("shards/")}
     assert kept == {"s000000000010", "s000000000020", "s000000000030"}
+    place.honest.close()
+
+
+def test_a_coordinator_that_does_not_know_that_it_was_deposed_commits_after_a_sweep(
+    server: StoreServer,
+    store: StoreConfig,
+    readers: dict[CheckpointId, DiskShardReader],
+    tmp_path: Path,
+) -> None:
+    """Its successor knows nothing of what is on its way: what was written lately stays."""
+    place = Store(server, store, readers, tmp_path)
+    place.upload(place.honest, NEXT, BASE)
+    swept = place.honest.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(hours=1), tuple)
+    assert swept == frozenset()
+    assert place.commit(place.honest, NEXT)
+    place.assert_comes_back(NEXT)
+    place.honest.delete_checkpoint(NAMESPACE, JOB_UID, NEXT)
+    place.upload(place.honest, NEXT, None)
+    swept = place.honest.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(0), tuple)
+    assert swept == {NEXT}, "what nobody will commit goes"
+    place.honest.close()
+
+
+def test_references_that_nobody_understands_keep_the_objects_and_stop_nobody(
+    server: StoreServer,
+    store: StoreConfig,
+    readers: dict[CheckpointId, DiskShardReader],
+    tmp_path: Path,
+) -> None:
+    place = Store(server, store, readers, tmp_path)
+    (tmp_path / "odd").write_bytes(b'{"of": "a newer release"}')
+    key = f"{place.config.prefix}/{job_prefix(NAMESPACE, JOB_UID)}{references_key(LAST)}"
+    server.admin().fput_object(server.bucket, key, str(tmp_path / "odd"))
+    before = place.objects()
+    place.honest.delete_checkpoint(NAMESPACE, JOB_UID, FIRST)
+    assert not place.exists(FIRST)
+    assert before - place.objects() == {manifest_key(FIRST)}
+    with pytest.raises(FormatError):
+        place.honest.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(0), tuple)
+    place.assert_comes_back(BASE)
     place.honest.close()
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sidecar.test_uploads_reaper import CONTRACT
+from tests.sidecar.test_leftovers import CONTRACT
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.errors import UnavailableError
+from holdfast_core.errors import AlreadyExistsError, UnavailableError
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.keys import job_prefix, shard_key
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import Manifest, ManifestShard
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
@@ -67,8 +68,9 @@ class Peers:
 class Pod:
     """Worker 0's node tier with the shards of its ranks, and what the whole gang has saved."""
 
-    def __init__(self, root: Path, tier: S3ObjectTier) -> None:
+    def __init__(self, root: Path, tier: S3ObjectTier, prefix: str) -> None:
         self.tier = tier
+        self.prefix = prefix
         self.peers = Peers()
         self.node = DiskNodeTier(root / "here", capacity_bytes=1 << 30)
         self.node.open()
@@ -111,6 +113,7 @@ class Pod:
                 self.peers.tables[ref] = Trailer(reader.record, reader.table)
 
     def upload(self, step: int, rank: int = 0, **fields: Any) -> StoredAs:
+        fields = {"share": True} | fields
         request = PersistRequest(RestartRound(0), Step(step), RestartRound(0), **fields)
         return self.uploader.upload(self.manifests[step].ref(Rank(rank)), request)
 
@@ -135,7 +138,7 @@ def minio() -> Iterator[MinioServer]:
 def pod(tmp_path: Path, minio: MinioServer) -> Iterator[Pod]:
     config = minio.config(f"p/{secrets.token_hex(6)}")
     tier = S3ObjectTier(config, minio.credentials)
-    yield Pod(tmp_path, tier)
+    yield Pod(tmp_path, tier, config.prefix)
     tier.close()
 
 
@@ -177,6 +180,26 @@ def test_what_an_earlier_attempt_left_stays_and_is_told_as_it_is(pod: Pod) -> No
     base = pod.persisted(2)
     assert pod.upload(4) == StoredAs()
     assert pod.upload(4, base=base) == StoredAs()
+
+
+def test_a_coordinator_that_does_not_speak_of_sharing_gets_whole_shards(pod: Pod) -> None:
+    """It may be of a release that deletes what others need."""
+    pod.save(2, payload(SIZE))
+    assert pod.upload(2, share=False) == StoredAs()
+    assert pod.places(2) is None
+
+
+def test_something_else_under_the_name_of_the_whole_shard_is_an_alarm(
+    pod: Pod, minio: MinioServer, tmp_path: Path
+) -> None:
+    """Readers look there first: a pack beside it would be committed and never read."""
+    pod.save(2, payload(SIZE))
+    ref = pod.manifests[2].ref(Rank(0))
+    key = f"{pod.prefix}/{job_prefix('team-a', JOB_UID)}{shard_key(ref)}"
+    (tmp_path / "bad").write_bytes(b"half a shard")
+    minio.admin().fput_object(minio.bucket, key, str(tmp_path / "bad"))
+    with pytest.raises(AlreadyExistsError):
+        pod.upload(2)
 
 
 def test_whole_when_asked_to_although_a_pack_is_there(pod: Pod) -> None:

@@ -54,6 +54,13 @@ class ChunkTable:
         return cls(struct.unpack(f"<{count}I", data[:split]), data[split:])
 
 
+def hides_digests(packed: bytes, blake3: Digest) -> bool:
+    """A table of version 1 that is one of version 2, read as CRCs alone: its digest is the one that the
+    manifest names, but whoever forges a chunk has only a CRC to match."""
+    crcs, rest = divmod(len(packed), _CRC_BYTES + DIGEST_BYTES)
+    return crcs > 0 and rest == 0 and digest_of(packed[crcs * _CRC_BYTES :]) == blake3
+
+
 def table_bytes(count: int, version: int) -> int:
     """Length of the packed table of so many chunks."""
     return count * (_CRC_BYTES if version == PLAIN_VERSION else _CRC_BYTES + DIGEST_BYTES)

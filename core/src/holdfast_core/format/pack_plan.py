@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable
@@ -88,35 +88,57 @@ def owner(group: Sequence[Rank], chunk: int) -> Rank:
     return group[chunk // BLOCK_CHUNKS % len(group)]
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Chunks that another rank of the group owns at this step, and that are the same here."""
+
+    ref: ShardRef
+    chunks: tuple[range, ...]
+
+
+def shared_with(trailer: Trailer, group: Sequence[Rank], other: Trailer) -> Shared:
+    """What of `trailer`'s shard the rank of `other` stores for it."""
+    own, theirs = trailer.table, other.table
+    rank = other.record.header.rank
+    if rank == trailer.record.header.rank or not _comparable(
+        other.record.header, trailer.record.header
+    ):
+        return Shared(other.record.ref, ())
+    found: list[range] = []
+    for chunk in range(min(len(own), len(theirs))):
+        if owner(group, chunk) != rank or own.digest(chunk) != theirs.digest(chunk):
+            continue
+        if found and found[-1].stop == chunk:
+            found[-1] = range(found[-1].start, chunk + 1)
+        else:
+            found.append(range(chunk, chunk + 1))
+    return Shared(other.record.ref, tuple(found))
+
+
 def plan_pack(
     trailer: Trailer,
-    group: Sequence[Rank],
-    others: Mapping[Rank, Trailer],
+    shared: Iterable[Shared],
     earlier: Earlier | None,
     allowed: Collection[CheckpointId],
     base: CheckpointId | None,
 ) -> PackIndex | None:
     """The pack of a shard; None where it is to be stored whole.
 
-    `others`: those of the group whose chunk tables are known, at this step. `earlier`: the own shard
-    in `base`. `allowed`: earlier checkpoints that may be referred to.
+    `earlier`: the own shard in `base`. `allowed`: earlier checkpoints that may be referred to.
     """
     record, table = trailer.record, trailer.table
     if record.header.format_version == PLAIN_VERSION or not len(table):
         return None
-    tables = {
-        rank: (other.record.ref, other.table)
-        for rank, other in others.items()
-        if rank != record.header.rank and _comparable(other.record.header, record.header)
-    }
     if earlier is not None and not _comparable(earlier.trailer.record.header, record.header):
         earlier = None
-    chosen: list[ShardRef | None] = []
-    for chunk in range(len(table)):
-        source = _owners(table, chunk, tables.get(owner(group, chunk)))
-        if source is None and earlier is not None:
-            source = _stored_earlier(table, chunk, earlier, allowed)
-        chosen.append(source)
+    chosen: list[ShardRef | None] = [None] * len(table)
+    for other in shared:
+        for chunks in other.chunks:
+            chosen[chunks.start : chunks.stop] = [other.ref] * len(chunks)
+    if earlier is not None:
+        for chunk in range(len(table)):
+            if chosen[chunk] is None:
+                chosen[chunk] = _stored_earlier(table, chunk, earlier, allowed)
     left_out = sum(source is not None for source in chosen)
     if left_out * LEAST_SHARE < len(table):
         return None
@@ -126,14 +148,6 @@ def plan_pack(
     return PackIndex(
         record.header, record.blake3, table, base if earlier else None, sources, places
     )
-
-
-def _owners(
-    table: ChunkTable, chunk: int, other: tuple[ShardRef, ChunkTable] | None
-) -> ShardRef | None:
-    if other is None or chunk >= len(other[1]):
-        return None
-    return other[0] if other[1].digest(chunk) == table.digest(chunk) else None
 
 
 def _stored_earlier(

@@ -27,7 +27,7 @@ from holdfast_core.format.checks import (
     expect_text,
     expect_version,
 )
-from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable, table_bytes
+from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable, hides_digests, table_bytes
 from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
 from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP, checked_job_uid
@@ -193,7 +193,10 @@ def unpack_trailer(data: bytes) -> Trailer:
         raise CorruptionError(f"shard trailer: {error}") from error
     if digest_of(packed) != chunk_table:
         raise CorruptionError("shard trailer: the chunk table is not the one its digest names")
-    if header.format_version != PLAIN_VERSION and table.payload_digest() != blake3:
+    if header.format_version == PLAIN_VERSION:
+        if hides_digests(packed, blake3):
+            raise CorruptionError("shard trailer: says version 1, its chunk table is of version 2")
+    elif table.payload_digest() != blake3:
         raise CorruptionError("shard trailer: the chunk table is not that of its payload's digest")
     return Trailer(ShardRecord(header, blake3, chunk_table, file_bytes(header)), table)
 

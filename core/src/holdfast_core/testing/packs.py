@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast_core.format.pack import PackIndex, pack_index
-from holdfast_core.format.pack_plan import Earlier, plan_pack
+from holdfast_core.format.pack_plan import Earlier, plan_pack, shared_with
 from holdfast_core.format.record import CHUNK_BYTES
 from holdfast_core.format.shard import Trailer
 from holdfast_core.format.stream import PayloadDigester
@@ -73,9 +73,10 @@ def plan_ranks(
     packs = []
     for rank, trailer in enumerate(trailers):
         missing = (unknown or {}).get(rank, ())
-        others = {r: trailers[r] for r in group if r != rank and r not in missing}
+        others = [trailers[r] for r in group if r != rank and r not in missing]
+        shared = [shared_with(trailer, group, other) for other in others]
         before = base.earlier(rank) if base is not None and rank < len(base.trailers) else None
         checkpoint = None if base is None else base.checkpoint
         allowed = {*older} if checkpoint is None else {checkpoint, *older}
-        packs.append(plan_pack(trailer, group, others, before, allowed, checkpoint))
+        packs.append(plan_pack(trailer, shared, before, allowed, checkpoint))
     return Saved(tuple(trailers), tuple(packs))

@@ -8,9 +8,11 @@ decides what to keep.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
 
@@ -25,16 +27,18 @@ from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardR
 from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord, ShardSource
 from holdfast_core.tiers.object_documents import DocumentStore
 from holdfast_core.tiers.object_download import download_shard
-from holdfast_core.tiers.object_packs import KeyOf, StoredShard, StoredShards, plan_pack_parts
+from holdfast_core.tiers.object_packs import plan_pack_parts
 from holdfast_core.tiers.object_parts import MIN_PART_BYTES, plan_parts
 from holdfast_core.tiers.object_prune import dead, needed
 from holdfast_core.tiers.object_ranged_shard import open_ranged_shard
+from holdfast_core.tiers.object_stored import KeyOf, StoredShard, StoredShards
 from holdfast_core.tiers.object_upload import ShardUpload
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import PendingUpload, S3Client
 from holdfast_core.tiers.s3_credentials import CredentialsProvider
 from holdfast_core.tiers.s3_http import Timeouts
 
+_LOG = logging.getLogger(__name__)
 MAX_LISTED_KEYS = 1_000_000
 """A list that is longer is refused: no job has so many, a broken server may."""
 
@@ -44,8 +48,8 @@ class S3ObjectTier:
 
     At most `config.max_concurrency` parts and ranges are in flight over all transfers, a thread
     each. An upload holds at most 1 MiB a part (the bytes of a shard go from its file to the
-    socket), a download object_download.MAX_AHEAD_BYTES. `close` ends waits between attempts at
-    once; a transfer in progress ends with its time-out.
+    socket), a download object_download.MAX_AHEAD_BYTES and chunk tables. `close` ends waits between
+    attempts at once; a transfer in progress ends with its time-out.
     """
 
     def __init__(
@@ -115,6 +119,10 @@ class S3ObjectTier:
             ref, looks=looks
         )
 
+    def has_whole(self, namespace: str, ref: ShardRef) -> bool:
+        """There is an object under the name of the whole shard, good or bad."""
+        return StoredShards(self._client, self._retrier, self._key_of(namespace)).has_whole(ref)
+
     def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
         """Whole or packed. Raises NotFoundError, CorruptionError (also where something that a pack
         refers to is gone), UnavailableError and what the writer raises."""
@@ -140,7 +148,7 @@ class S3ObjectTier:
 
     def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]:
         """In order of step and round. A listing is a hint: what it names may not verify."""
-        return tuple(sorted(self._checkpoints(namespace, job_uid, keys.MANIFESTS)))
+        return tuple(sorted(_by_checkpoint(self._list(namespace, job_uid, f"{keys.MANIFESTS}/"))))
 
     def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
         digest = digest_of(document)
@@ -168,37 +176,42 @@ class S3ObjectTier:
         key = self._key(namespace, job_uid, keys.references_key(checkpoint))
         return self._documents.get(key)
 
-    def delete_references(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
-        """Of a checkpoint that does not exist. Tolerates absence."""
-        self._delete([self._key(namespace, job_uid, keys.references_key(checkpoint))])
-
     def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
         """1. the manifest: from here the checkpoint does not exist; 2. its references; 3. its shards,
         if no other checkpoint needs them: else they stay until `sweep`. Tolerates absence, so a
         delete that was interrupted is finished by another."""
         self._delete([self._key(namespace, job_uid, keys.manifest_key(checkpoint))])
-        references = self._references(namespace, job_uid)
+        try:
+            references = self._references(namespace, job_uid)
+        except FormatError as error:
+            # The checkpoint is gone as was asked; retention must not stop for what somebody else wrote.
+            _LOG.warning(
+                "the shards of %s stay, nobody knows who needs them: %s", checkpoint, error
+            )
+            return
         if checkpoint in references:
-            self.delete_references(namespace, job_uid, checkpoint)
+            self._delete([self._key(namespace, job_uid, keys.references_key(checkpoint))])
         if checkpoint in needed(references, ignored={checkpoint}):
             return
         below = self._list(namespace, job_uid, keys.shards_prefix(checkpoint))
-        self._delete([self._key(namespace, job_uid, key) for key in below])
+        self._delete([self._key(namespace, job_uid, item.key) for item in below])
 
     def sweep(
         self,
         namespace: str,
         job_uid: JobUid,
         round_: RestartRound,
+        quiet: timedelta,
         uploading: Callable[[], Collection[CheckpointId]],
     ) -> frozenset[CheckpointId]:
-        """Deletes objects of checkpoints that do not exist (any more) and that nobody needs; returns
-        whose. `round_`: the caller's, of which it is the coordinator. `uploading`: what is on its way
-        to the store when it is called; whatever begins later is newer than what is looked at here.
-        """
-        stored = self._checkpoints(namespace, job_uid, keys.SHARDS)
-        said = self._checkpoints(namespace, job_uid, keys.REFERENCES).keys()
-        busy = frozenset(uploading())
+        """Deletes objects of checkpoints that do not exist (any more), that nobody needs and of which
+        nothing was written for `quiet`; returns whose. `round_`: the caller's, of which it is the
+        coordinator. `uploading`: what is on its way to the store when it is called; whatever begins
+        later is newer than what is looked at here."""
+        shards = self._list(namespace, job_uid, f"{keys.SHARDS}/")
+        documents = self._list(namespace, job_uid, f"{keys.REFERENCES}/")
+        stored, said = _by_checkpoint(shards), _by_checkpoint(documents).keys()
+        busy = frozenset(uploading()) | _written_lately([*shards, *documents], quiet)
         manifests = frozenset(self.list_manifests(namespace, job_uid))
         references = self._references(namespace, job_uid)
         gone = dead({*stored, *said}, manifests, busy, round_)
@@ -217,7 +230,8 @@ class S3ObjectTier:
         seen: set[CheckpointId] = set()
         listings = 0
         while True:
-            new = self._checkpoints(namespace, job_uid, keys.REFERENCES).keys() - seen
+            listed = self._list(namespace, job_uid, f"{keys.REFERENCES}/")
+            new = _by_checkpoint(listed).keys() - seen
             listings += 1
             if not new and listings > 1:
                 return found
@@ -232,20 +246,6 @@ class S3ObjectTier:
                     raise FormatError(
                         f"references of {checkpoint}: say they are {found[checkpoint].checkpoint}'s"
                     )
-
-    def _checkpoints(
-        self, namespace: str, job_uid: JobUid, below: str
-    ) -> dict[CheckpointId, list[str]]:
-        """Names that Holdfast writes below a folder, by checkpoint."""
-        found: dict[CheckpointId, list[str]] = {}
-        for key in self._list(namespace, job_uid, f"{below}/"):
-            try:
-                parsed = keys.parse_key(key)
-            except FormatError:
-                continue  # not one of ours: nobody asked us to delete it
-            if not isinstance(parsed, keys.LayoutKey):
-                found.setdefault(parsed.checkpoint, []).append(key)
-        return found
 
     def abort_stale_uploads(
         self,
@@ -298,21 +298,26 @@ class S3ObjectTier:
         for _ in self._workers.map(delete, object_keys):
             pass
 
-    def _list(self, namespace: str, job_uid: JobUid, below: str) -> list[str]:
+    def _list(self, namespace: str, job_uid: JobUid, below: str) -> list[_Stored]:
         """Keys relative to the job's prefix."""
         base = self._prefix(namespace, job_uid)
-        found: list[str] = []
+        found: list[_Stored] = []
         token = ""
         while True:
-            page, token = self._retrier.call(
+            page = self._retrier.call(
                 f"list of {base}{below}",
-                lambda token=token: self._client.list_keys(base + below, token),  # type: ignore[misc]
+                lambda token=token: self._client.list_objects(base + below, token),  # type: ignore[misc]
             )
-            found += [key.removeprefix(base) for key in page if key.startswith(base + below)]
+            found += [
+                _Stored(item.key.removeprefix(base), item.modified, page.date)
+                for item in page.listed
+                if item.key.startswith(base + below)
+            ]
             if len(found) > MAX_LISTED_KEYS:
                 raise FormatError(f"list of {base}{below}: more than {MAX_LISTED_KEYS} keys")
-            if not token:
+            if not page.next:
                 return found
+            token = page.next
 
     def _prefix(self, namespace: str, job_uid: JobUid) -> str:
         head = self._config.prefix.strip("/")
@@ -327,3 +332,45 @@ class S3ObjectTier:
 
     def _key(self, namespace: str, job_uid: JobUid, relative: str) -> str:
         return self._prefix(namespace, job_uid) + relative
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """An object of the job, as it was listed."""
+
+    key: str
+    modified: str
+    date: str
+
+    @property
+    def age(self) -> timedelta:
+        """By the server's own clock, whose date counts whole seconds. Raises FormatError."""
+        try:
+            now = parsedate_to_datetime(self.date)
+            return max(timedelta(0), now - datetime.fromisoformat(self.modified))
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"list with {self.key}: a date is not readable: {error}") from error
+
+
+def _by_checkpoint(listed: Iterable[_Stored]) -> dict[CheckpointId, list[str]]:
+    """Names that Holdfast writes, by checkpoint."""
+    found: dict[CheckpointId, list[str]] = {}
+    for item in listed:
+        checkpoint = _checkpoint_of(item.key)
+        if checkpoint is not None:
+            found.setdefault(checkpoint, []).append(item.key)
+    return found
+
+
+def _written_lately(listed: Iterable[_Stored], within: timedelta) -> frozenset[CheckpointId]:
+    found = (_checkpoint_of(item.key) for item in listed if item.age < within)
+    return frozenset(checkpoint for checkpoint in found if checkpoint is not None)
+
+
+def _checkpoint_of(key: str) -> CheckpointId | None:
+    """None: not one of ours, nobody asked us to delete it."""
+    try:
+        parsed = keys.parse_key(key)
+    except FormatError:
+        return None
+    return None if isinstance(parsed, keys.LayoutKey) else parsed.checkpoint

@@ -4,6 +4,9 @@
 2. The manifests of what it was compared with are looked for. They are there: whoever deletes them will
    find the references. One is gone: a deleter may have looked before 1; nothing is committed.
 3. Layout, then manifest.
+
+References are never taken back here: a delete that was believed lost and comes late could hit those
+of a commit that succeeded. Of a commit that failed they keep something too long, until a sweep.
 """
 
 from __future__ import annotations
@@ -25,35 +28,29 @@ def commit_shared(
     references: References,
     bases: Collection[CheckpointId],
 ) -> bool:
-    """All shards and packs are there before this is called. False: a base is gone, the references are
-    taken back, and what referred to it must be uploaded whole. Idempotent: what is committed stays
-    so, whatever has been deleted since. Raises what the tier raises; AlreadyExistsError for another
-    manifest is an alarm."""
+    """All shards and packs are there before this is called. False: a base is gone, or an earlier
+    attempt said other references; what refers to anything must be uploaded whole. Idempotent: what is
+    committed stays so, whatever has been deleted since. Raises what the tier raises;
+    AlreadyExistsError for another manifest is an alarm."""
     job_uid, checkpoint = manifest.job.uid, manifest.checkpoint
-    _put_references(tier, namespace, job_uid, references)
-    vouched = all(_exists(tier, namespace, job_uid, base) for base in bases)
+    said = _said(tier, namespace, job_uid, references)
+    vouched = said and all(_exists(tier, namespace, job_uid, base) for base in bases)
     if not vouched and not _exists(tier, namespace, job_uid, checkpoint):
-        tier.delete_references(namespace, job_uid, checkpoint)
         return False
     tier.put_layout(namespace, job_uid, layout)
     tier.put_manifest(namespace, job_uid, checkpoint, manifest.to_bytes())
     return True
 
 
-def _put_references(
-    tier: S3ObjectTier, namespace: str, job_uid: JobUid, references: References
-) -> None:
-    """A document of an earlier attempt may name more: then it stays, and what it names is kept a
-    little longer. One that names less gives way to one that names both."""
+def _said(tier: S3ObjectTier, namespace: str, job_uid: JobUid, references: References) -> bool:
+    """The store has references that name all that these do. Those of an earlier attempt may name
+    more: what they name is kept a little longer."""
     try:
         tier.put_references(namespace, job_uid, references)
     except AlreadyExistsError:
         held = parse_references(tier.get_references(namespace, job_uid, references.checkpoint))
-        if held.bytes_in.keys() >= references.bytes_in.keys():
-            return
-        both = References(references.checkpoint, {**held.bytes_in, **references.bytes_in})
-        tier.delete_references(namespace, job_uid, references.checkpoint)
-        tier.put_references(namespace, job_uid, both)
+        return held.bytes_in.keys() >= references.bytes_in.keys()
+    return True
 
 
 def _exists(tier: S3ObjectTier, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bool:

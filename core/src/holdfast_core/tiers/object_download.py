@@ -3,7 +3,8 @@
 Ranged GETs carry no checksum, so nothing is believed: the end of the object is read first (it checks
 itself), and says the CRC32C of every other byte. A transfer that broke goes on at its last byte; a
 chunk with wrong bytes is asked for once more, and only that chunk. The writer then sees bytes that
-were verified, and checks identity and BLAKE3 itself. Of a shard at most MAX_AHEAD_BYTES are in memory.
+were verified, and checks identity and BLAKE3 itself. Of a payload at most MAX_AHEAD_BYTES are in memory,
+and its chunk table.
 
 The chunks of a packed shard come from the objects that store them; head, padding and trailer are made
 from its index.
@@ -23,7 +24,6 @@ from holdfast_core.format.digest import crc32c
 from holdfast_core.format.shard import Trailer, head_bytes, pack_head, pack_trailer, trailer_offset
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.tiers.base import CopyWriter, OpenWriter, ShardRecord
-from holdfast_core.tiers.object_packs import KeyOf, StoredShards, extents
 from holdfast_core.tiers.object_ranges import (
     Piece,
     Segment,
@@ -32,6 +32,7 @@ from holdfast_core.tiers.object_ranges import (
     plan_pieces,
 )
 from holdfast_core.tiers.object_source import READS, Source
+from holdfast_core.tiers.object_stored import KeyOf, StoredShards, places_in
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import S3Client
 
@@ -61,9 +62,9 @@ def download_shard(
         pieces = plan_pieces(trailer, PIECE_BYTES)
         before, after = b"", stored.tail
     else:
-        # All sources are looked for before a byte is fetched: what cannot be had is told at once.
-        found = tuple(extents(stored, range(len(trailer.table)), shards.source_of))
-        pieces = plan_extents(trailer, found, PIECE_BYTES)
+        places = places_in(shards, stored)
+        places.look(workers)
+        pieces = plan_extents(trailer, places.of(range(len(trailer.table))), PIECE_BYTES)
         header = record.header
         padding = trailer_offset(header) - head_bytes(header) - header.payload_bytes
         before = pack_head(header)

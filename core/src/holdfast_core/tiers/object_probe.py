@@ -268,7 +268,7 @@ class _Session:
         reply = self._client.send(S3Request("GET", query=query))
         if reply.failure is not None:
             raise _refusal(reply.failure)
-        keys, _ = self._client.list_keys(self._prefix)
+        keys = [listed.key for listed in self._client.list_objects(self._prefix).listed]
         if self._key not in keys:
             raise _RefusedError(
                 ProbeReason.INCONSISTENT,

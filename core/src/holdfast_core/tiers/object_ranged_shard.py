@@ -22,9 +22,9 @@ from holdfast_core.format.chunks import bad_chunks, payload_span
 from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import ShardRef
 from holdfast_core.tiers.object_download import MAX_AHEAD_BYTES
-from holdfast_core.tiers.object_packs import KeyOf, StoredShard, StoredShards, extents
 from holdfast_core.tiers.object_ranges import Extent
 from holdfast_core.tiers.object_source import Source
+from holdfast_core.tiers.object_stored import KeyOf, ShardPlaces, StoredShards, places_in
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import S3Client
 
@@ -37,7 +37,8 @@ def open_ranged_shard(
     """Raises NotFoundError, CorruptionError, UnavailableError."""
     shards = StoredShards(client, retrier, key_of)
     stored = shards.find(ref)
-    return RangedShard(Source(client, retrier, stored.key), workers, stored, shards)
+    places = places_in(shards, stored)
+    return RangedShard(Source(client, retrier, stored.key), workers, stored.trailer, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +56,17 @@ class RangedShard:
         self,
         source: Source,
         workers: ThreadPoolExecutor,
-        stored: StoredShard,
-        shards: StoredShards,
+        trailer: Trailer,
+        places: ShardPlaces,
     ) -> None:
         self._source = source
         self._workers = workers
-        self._stored = stored
-        self._shards = shards
+        self._trailer = trailer
+        self._places = places
 
     @property
     def trailer(self) -> Trailer:
-        return self._stored.trailer
+        return self._trailer
 
     def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
         """See base.ShardSource."""
@@ -78,7 +79,7 @@ class RangedShard:
         try:
             while waiting or chunks is not None:
                 while chunks is not None:
-                    length = payload_span(self.trailer.record.header, chunks).length_bytes
+                    length = payload_span(self._trailer.record.header, chunks).length_bytes
                     if waiting and ahead_bytes + length > MAX_AHEAD_BYTES:
                         break
                     waiting.append(self._submit(source, chunks, length))
@@ -99,10 +100,10 @@ class RangedShard:
             wait(left)
 
     def _submit(self, source: Source, chunks: range, length: int) -> _Run:
-        found = tuple(extents(self._stored, chunks, self._shards.source_of))
+        found = tuple(self._places.of(chunks))
         # An anonymous map: a bytearray would be filled with zeros first.
         view = memoryview(mmap.mmap(-1, length))
-        size = self.trailer.record.header.chunk_bytes
+        size = self._trailer.record.header.chunk_bytes
         parts = []
         for extent in found:
             first = (extent.chunks.start - chunks.start) * size
@@ -114,7 +115,7 @@ class RangedShard:
     def _fetch(self, source: Source, extent: Extent, view: memoryview) -> None:
         try:
             source.fill(extent.offset, view)
-            bad = bad_chunks(self.trailer, extent.chunks, view)
+            bad = bad_chunks(self._trailer, extent.chunks, view)
             if bad:
                 _LOG.warning("%s: reading chunks %s once more", source.describe(), bad[:8])
                 bad = [chunk for chunk in bad if not self._again(source, chunk, extent, view)]
@@ -132,11 +133,11 @@ class RangedShard:
 
     def _again(self, source: Source, chunk: int, extent: Extent, view: memoryview) -> bool:
         """A bit may have flipped on the way: whether the chunk is good when read alone."""
-        size = self.trailer.record.header.chunk_bytes
+        size = self._trailer.record.header.chunk_bytes
         start = (chunk - extent.chunks.start) * size
         place = view[start : start + size]
         source.fill(extent.offset + start, place)
-        return not bad_chunks(self.trailer, range(chunk, chunk + 1), place)
+        return not bad_chunks(self._trailer, range(chunk, chunk + 1), place)
 
     def close(self) -> None:
         """Connections belong to the tier."""

@@ -77,6 +77,24 @@ class ObjectInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    key: str
+    modified: str
+    """RFC 3339, the server's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Of a listing."""
+
+    listed: tuple[Listed, ...]
+    next: str
+    """The token of the next page; "" after the last."""
+    date: str
+    """The server's own time of day, RFC 9110."""
+
+
+@dataclass(frozen=True, slots=True)
 class PendingUpload:
     key: str
     upload_id: str
@@ -215,23 +233,27 @@ class S3Client:
         if reply.failure is not None and reply.failure.code != "NoSuchKey":
             raise reply.failure.error()
 
-    def list_keys(self, prefix: str, after: str = "") -> tuple[tuple[str, ...], str]:
-        """One page of keys below `prefix`, and the token of the next page ("" after the last)."""
+    def list_objects(self, prefix: str, after: str = "") -> Page:
+        """One page of what lies below `prefix`."""
         query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
         if after:
             query["continuation-token"] = after
         request = S3Request("GET", query=query)
-        root = self._xml(request, "ListBucketResult")
+        reply = self.send(request).checked()
+        root = self._document(request, reply, "ListBucketResult")
         decode = _key_decoder(root)
-        keys = tuple(
-            decode(child_text(item, "Key")) for item in root if local_name(item) == "Contents"
+        listed = tuple(
+            Listed(decode(child_text(item, "Key")), child_text(item, "LastModified"))
+            for item in root
+            if local_name(item) == "Contents"
         )
+        date = reply.headers.get("date", "")
         token = child_text(root, "NextContinuationToken")
         if child_text(root, "IsTruncated") != "true":
-            return keys, ""
+            return Page(listed, "", date)
         if not token or token == after:
             raise TierError(f"{self.describe(request)}: truncated list without a next token")
-        return keys, token
+        return Page(listed, token, date)
 
     def create_upload(self, key: str) -> str:
         """Begins a multipart upload with a CRC32C over the whole object; returns its id."""

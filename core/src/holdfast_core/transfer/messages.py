@@ -10,7 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import (
+    CheckpointId,
+    Digest,
+    JobUid,
+    Level,
+    Rank,
+    RestartRound,
+    Step,
+    TierName,
+    Worker,
+)
 
 PROTOCOL_VERSION = 1
 
@@ -87,6 +97,13 @@ class RestorePoint:
     """Set where the checkpoint belongs to another job (spec.restoreFrom)."""
     job_namespace: str | None = None
     """Namespace in the object keys of that other job; None: this job's."""
+
+    @property
+    def own_checkpoint(self) -> CheckpointId | None:
+        """None for "none" and for another job's."""
+        if self.step is None or self.round is None or self.job_uid is not None:
+            return None
+        return CheckpointId(self.step, self.round)
 
 
 @dataclass(frozen=True, slots=True)
@@ -653,6 +670,9 @@ class PersistRequest:
     """The newest persisted checkpoint: what is unchanged since then need not be sent."""
     older: tuple[Reference, ...] = ()
     """Checkpoints before `base` that may be referred to as well."""
+    share: bool = False
+    """What other ranks or checkpoints store may be left out. A coordinator that does not say so may
+    be of a release that does not know what then must not be deleted."""
     whole: bool = False
     """Refer to nothing: what an earlier attempt referred to is gone."""
 
