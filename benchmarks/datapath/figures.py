@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.datapath import fewer_bytes
 from benchmarks.datapath.parts import UNMEASURED
 from benchmarks.datapath.visits import Record
 from benchmarks.report import (
@@ -20,6 +21,8 @@ from benchmarks.report import (
 GIB = 1 << 30
 OURS = "holdfast"
 OURS_PLAIN = "holdfast, not encrypted"
+
+_A7_UNIT = "bytes uploaded / state"
 
 Value = Callable[[dict[str, Any]], float]
 
@@ -417,6 +420,30 @@ def of_copies(records: Sequence[Record], mib: int) -> list[Figure]:
     return found + _limits(rounds, "loopback")
 
 
+def of_fewer_bytes(records: Sequence[Record]) -> list[Figure]:
+    """A7 towards the store: counted, so one record is as good as many."""
+    rounds = Rounds(records)
+    found: dict[str, float] = {}
+    for result in rounds.results(OURS).values():
+        found = result["uploaded_over_state"]
+    figures = []
+    for id_, target, cases in (
+        ("A7", fewer_bytes.SHARED_TARGET, fewer_bytes.SHARED),
+        ("A7-frozen", fewer_bytes.FROZEN_TARGET, fewer_bytes.FROZEN),
+        ("A7-both", fewer_bytes.BOTH_TARGET, fewer_bytes.BOTH),
+    ):
+        shown = {name: round(found[name], 4) for name in cases if name in found}
+        if shown:
+            worst = max(shown.values())
+            figures.append(
+                at_most(id_, [worst], _A7_UNIT, target, what="worst rank, worst case", cases=shown)
+            )
+        else:
+            error = rounds.error(OURS)
+            figures.append(not_measured(id_, error, unit=_A7_UNIT, target=target))
+    return figures
+
+
 def of_reshard(records: Sequence[Record]) -> list[Figure]:
     """A10: counted, so one record is as good as many."""
     rounds = Rounds(records)
@@ -506,6 +533,8 @@ def of_part(name: str, records: Sequence[Record], mib: int) -> list[Figure]:
             return of_uploads(records, mib)
         case "copy":
             return of_copies(records, mib)
+        case "fewer-bytes":
+            return of_fewer_bytes(records)
         case "reshard":
             return of_reshard(records)
         case "digests":

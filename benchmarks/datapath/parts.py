@@ -109,6 +109,7 @@ FULL = (
         ),
         4,
     ),
+    Part("fewer-bytes", ("A7",), (Participant("holdfast", "fewer-bytes", OURS),), 1),
     Part("reshard", ("A10",), (Participant("holdfast", "reshard", OURS),), 1),
     Part("every-step", ("A11",), (Participant("holdfast", "every-step", OURS),), 2),
 )
@@ -146,8 +147,6 @@ QUICK = (
 )
 
 UNMEASURED = {
-    "A7": "Holdfast stores every rank's whole state and sends every shard whole (docs/limits.md): "
-    "nothing is shared between ranks or with an earlier save yet",
     "A9": "needs injected kills on a cluster: no part of the data path's run",
 }
 

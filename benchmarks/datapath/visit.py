@@ -235,6 +235,12 @@ def limit(options: Options) -> dict[str, Any]:
             raise ValueError(f"limit {options.name!r} is not known")
 
 
+def fewer_bytes(options: Options) -> dict[str, Any]:
+    from benchmarks.datapath.fewer_bytes import ratios
+
+    return {"uploaded_over_state": ratios()}
+
+
 def reshard(options: Options) -> dict[str, Any]:
     from benchmarks.datapath.reshard import ratios
 
@@ -338,6 +344,7 @@ KINDS = {
     "limit": limit,
     "upload": upload,
     "copy": copy,
+    "fewer-bytes": fewer_bytes,
     "reshard": reshard,
 }
 
