@@ -71,6 +71,7 @@ def parts_of(state: RoundState, node: SlowNode, pools: Pools) -> Any:
         pacing=Mock(),
         node=node,
         coordinator=None,
+        filler=Mock(),
         flow=Mock(reset=AsyncMock(), pending=0),
         rehydrator=Mock(reset=AsyncMock()),
         starter=Mock(reset=AsyncMock(), end_ranks=AsyncMock()),
@@ -95,6 +96,7 @@ def test_round_of_the_old_round_does_not_unseal_the_new_one(
         seal = asyncio.create_task(lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
         await asyncio.sleep(0)  # the seal is in force in memory at its first turn
         assert parts.keeper.state.round == 5
+        parts.filler.stop.assert_called_once_with("round 5 is sealed")
         slow.go_on.set()
         with pytest.raises(StaleRoundError):
             await late

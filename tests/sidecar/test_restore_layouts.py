@@ -69,7 +69,8 @@ class Pod:
             {RANK: TierName.NODE},
         )
 
-    async def layout(self) -> bytes:
+    async def layout(self, restored: Restored) -> bytes:
+        assert restored is self.restored
         if isinstance(self.document, HoldfastError):
             raise self.document
         return self.document
@@ -167,3 +168,11 @@ def test_another_number_of_ranks_must_say_what_it_wants(pod: Pod) -> None:
     assert (reply.world_size, reply.rank_layout, pod.given(reply.layout)) == (2, None, MERGED)
     with pytest.raises(RefusedError, match="expected one, since another number"):
         pod.ask(Fill(NOW, RANK, ()))
+
+
+def test_a_plan_is_made_with_the_layout_that_the_manifest_names_only(pod: Pod) -> None:
+    pod.document = rank_layout(rank=RANK, world_size=4)
+    pod.directory.mkdir()
+    (pod.directory / f"{hex_of(digest_of(OWN))}.json").write_bytes(OWN)
+    with pytest.raises(CorruptionError, match="the manifest says"):
+        pod.ask(Fill(NOW, RANK, (), digest_of(OWN)))

@@ -18,9 +18,10 @@ from holdfast_core.errors import (
     NotFoundError,
     RefusedError,
 )
-from holdfast_core.format.digest import crc32c
+from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.rank_layout import parse_rank_layout
+from holdfast_core.format.record import ShardRecord
 from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import Digest, Rank, ShardRef, TierName
 from holdfast_core.slot_file import SlotFile, rank_of_slot
@@ -33,6 +34,7 @@ from holdfast_core.transfer.messages import (
     RestoreReply,
 )
 from holdfast_sidecar import logs
+from holdfast_sidecar.fill_target import FillTarget
 from holdfast_sidecar.layouts import RankLayouts
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
@@ -69,6 +71,8 @@ class Filler:
         self._pools = pools
         self._metrics = metrics
         self._on_change = on_change
+        self._targets: dict[Rank, FillTarget] = {}
+        """Of the newest fill of each rank, while it runs."""
 
     async def restore(self, state: RoundState, message: Restore) -> RestoreReply:
         """Raises RefusedError; BUSY while the shards are not here (Run comes after that)."""
@@ -78,12 +82,12 @@ class Filler:
         same = restored.layout is None
         layout = None
         if message.with_layout or not same:
-            layout = await self._layouts.give(await self._rehydrator.layout())
+            layout = await self._layouts.give(await self._rehydrator.layout(restored))
         return RestoreReply(
             restored.point,
             payload_bytes=restored.payload_bytes.get(message.rank, 0),
             world_size=restored.manifest.world_size,
-            rank_layout=await self._rank_layout(restored.refs[message.rank]) if same else None,
+            rank_layout=await self._rank_layout(message.rank, restored) if same else None,
             layout=layout,
         )
 
@@ -101,19 +105,47 @@ class Filler:
                 raise RefusedError(
                     Refusal.BAD_REQUEST, f"slot {offer.name!r} is not one of rank {message.rank}"
                 )
-        names = tuple(o.name for o in message.slots)
+        # No await since the fence: what is registered here is of the round that is held, and a SEAL
+        # that comes from now on finds it.
+        target = self._replace(message.rank)
+        try:
+            filled = await self._fill(message, restored, target)
+            target.check()
+        finally:
+            target.stop("it is over")
+            if self._targets.get(message.rank) is target:
+                del self._targets[message.rank]
+        restored.sources[message.rank] = filled.tier
+        self._rehydrator.failed(message.rank, "")
+        self._on_change()
+        return filled
+
+    def stop(self, why: str) -> None:
+        """No fill that runs now writes another byte; their ranks are told so."""
+        for target in self._targets.values():
+            target.stop(why)
+
+    def _replace(self, rank: Rank) -> FillTarget:
+        """Of the rank's newest fill: one before it has lost its connection, and its slots are the
+        same."""
+        old = self._targets.get(rank)
+        if old is not None:
+            old.stop("the rank asked again")
+        self._targets[rank] = target = FillTarget(rank)
+        return target
+
+    async def _fill(self, message: Fill, restored: Restored, target: FillTarget) -> Filled:
+        rank, names = message.rank, tuple(offer.name for offer in message.slots)
         if message.layout is not None:
-            return await self._from_others(names, message.rank, message.layout, restored)
-        ref = restored.refs.get(message.rank)
+            return await self._from_others(names, rank, message.layout, restored, target)
+        ref = restored.refs.get(rank)
         if ref is None:
-            raise NotFoundError(f"rank {message.rank} has nothing to restore in this round")
-        payload_bytes = restored.payload_bytes[message.rank]
-        kept = await self._pools.fill.run(self._from_memory, names, ref, payload_bytes)
+            raise NotFoundError(f"rank {rank} has nothing to restore in this round")
+        payload_bytes = restored.payload_bytes[rank]
+        kept = await self._pools.fill.run(self._from_memory, names, ref, payload_bytes, target)
         if kept is not None:
-            restored.sources[message.rank] = TierName.MEMORY
-            self._on_change()
             return Filled(kept, payload_bytes, TierName.MEMORY)
-        return await self._from_node(names, ref, payload_bytes, restored)
+        return await self._from_node(names, ref, payload_bytes, restored, target)
 
     def _restored(self, state: RoundState, message: Restore | Fill) -> Restored:
         refused = fence(state, message.round)
@@ -125,51 +157,67 @@ class Filler:
             raise RefusedError(Refusal.BUSY, "the restore point is not here yet")
         return self._rehydrator.restored
 
-    async def _rank_layout(self, ref: ShardRef) -> Digest | None:
+    async def _rank_layout(self, rank: Rank, restored: Restored) -> Digest | None:
         """Of a shard as it was saved, so that a rank that is cut otherwise now notices."""
         try:
             try:
-                document = await self._layouts.saved(ref)
+                document = await self._layouts.saved(restored.refs[rank])
             except HoldfastError:
-                document = await self._layouts.part(await self._rehydrator.layout(), ref.rank)
+                document = await self._layouts.part(await self._rehydrator.layout(restored), rank)
         except HoldfastError as error:
             # The shard is good without it: a rank that is cut as it was must not wait for a document,
             # and of one that is not the shapes tell when it loads, unless they are the same.
-            logs.warning("a shard's layout is not here", rank=ref.rank, error=str(error))
+            logs.warning("a shard's layout is not here", rank=rank, error=str(error))
             return None
         return await self._layouts.give(document)
 
     async def _from_others(
-        self, names: tuple[str, ...], rank: Rank, digest: Digest, restored: Restored
+        self,
+        names: tuple[str, ...],
+        rank: Rank,
+        digest: Digest,
+        restored: Restored,
+        target: FillTarget,
     ) -> Filled:
         wanted = parse_rank_layout(await self._layouts.wanted(digest))
         if wanted.rank != rank:
             raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
         if restored.manifest is None:
             raise NotFoundError(f"rank {rank} has nothing to restore in this round")
-        document = await self._rehydrator.layout()
+        document = await self._rehydrator.layout(restored)
+        if (found := digest_of(document)) != restored.manifest.layout:
+            # A plan made with another would cut shards where their tensors are not.
+            raise CorruptionError(
+                f"layout of step {restored.point.step}: digest {found}, the manifest says "
+                f"{restored.manifest.layout}"
+            )
         layout = await self._pools.fill.run(parse_layout, document)
         saved = Saved(restored.manifest, layout, self._rehydrator.namespace_of(restored.point))
-        slot, _ = await self._pools.fill.run(self._room, names, wanted.payload_bytes)
+        slot = await self._pools.fill.run(self._room, names, wanted.payload_bytes, target)
+        self._stager.memory.pop(slot, None)
         try:
-            self._stager.memory.pop(slot.name, None)
-            tier = await self._resharder.fill(saved, wanted, slot)
+            tier = await self._resharder.fill(saved, wanted, target)
         except NotFoundError as error:
-            self._rehydrator.failed(f"rank {rank}: {error}")
+            self._failed(rank, f"rank {rank}: {error}", target)
             raise
-        finally:
-            slot.close()
-        restored.sources[rank] = tier
-        self._on_change()
-        return Filled(slot.name, wanted.payload_bytes, tier)
+        return Filled(slot, wanted.payload_bytes, tier)
 
     async def _from_node(
-        self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, restored: Restored
+        self,
+        names: tuple[str, ...],
+        ref: ShardRef,
+        payload_bytes: int,
+        restored: Restored,
+        target: FillTarget,
     ) -> Filled:
         rank = Rank(ref.rank)
         for _ in range(_MAX_TRIES):
             try:
-                slot = await self._pools.fill.run(self._copy, names, ref, payload_bytes)
+                slot, record = await self._pools.fill.run(
+                    self._copy, names, ref, payload_bytes, target
+                )
+                target.check()
+                self._stager.memory[slot] = record
                 return Filled(slot, payload_bytes, restored.sources[rank])
             except CorruptionError as error:
                 self._metrics.corruption(TierName.NODE)
@@ -177,14 +225,27 @@ class Filler:
                 await self._pools.meta.run(self._node.quarantine, ref, str(error))
             except NotFoundError as error:
                 logs.warning("a shard left the node tier", rank=rank, error=str(error))
-            await self._rehydrator.refetch(rank)
+            target.check()
+            try:
+                await self._rehydrator.refetch(rank, restored)
+            except NotFoundError as error:
+                self._failed(rank, str(error), target)
+                raise
             self._on_change()
         raise NotFoundError(f"rank {rank}: {_MAX_TRIES} copies in a row were bad")
 
+    def _failed(self, rank: Rank, words: str, target: FillTarget) -> None:
+        """Not of a fill that was stopped, whose words would be taken for the next round's."""
+        target.check()
+        self._rehydrator.failed(rank, words)
+
     # ------------------------------------------------------------------ in a thread
 
-    def _from_memory(self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int) -> str | None:
+    def _from_memory(
+        self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
+    ) -> str | None:
         for name in names:
+            target.check()
             try:
                 slot = SlotFile.open(self._settings.slots_dir, name)
             except HoldfastError:
@@ -197,8 +258,9 @@ class Filler:
                     and identity == (ref.round, ref.step, payload_bytes)
                     and self._holds(slot, ref, payload_bytes)
                 ):
-                    if not self._stager.owns(name):
-                        slot.set_state(SlotState.FREE)
+                    with target.writing():
+                        if not self._stager.owns(name):
+                            slot.set_state(SlotState.FREE)
                     return name
             except HoldfastError as error:
                 logs.warning("slot not usable", slot=name, error=str(error))
@@ -224,50 +286,44 @@ class Filler:
                 return False
         return True
 
-    def _copy(self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int) -> str:
+    def _copy(
+        self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
+    ) -> tuple[str, ShardRecord]:
         with self._node.open_shard(ref) as reader:
-            slot, header = self._room(names, payload_bytes)
-            try:
-                filling = SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes)
-                slot.write_header(filling)
-                written = 0
-                with closing(reader.read_payload()) as parts:
-                    for part in parts:
-                        slot.write_payload(written, part)
-                        written += len(part)
-                slot.write_header(
-                    SlotHeader(
-                        SlotState.FREE,
-                        header.rank,
-                        header.capacity_bytes,
-                        ref.round,
-                        ref.step,
-                        payload_bytes,
-                    )
+            slot = self._room(names, payload_bytes, target)
+            header = target.header()
+            target.write_header(SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes))
+            written = 0
+            with closing(reader.read_payload()) as parts:
+                for part in parts:
+                    target.write_payload(written, part)
+                    written += len(part)
+            target.write_header(
+                SlotHeader(
+                    SlotState.FREE,
+                    header.rank,
+                    header.capacity_bytes,
+                    ref.round,
+                    ref.step,
+                    payload_bytes,
                 )
-                self._stager.memory[slot.name] = reader.record
-                self._metrics.fetched(TierName.NODE, payload_bytes)
-                return slot.name
-            finally:
-                slot.close()
+            )
+            self._metrics.fetched(TierName.NODE, payload_bytes)
+            return slot, reader.record
 
-    def _room(self, names: tuple[str, ...], payload_bytes: int) -> tuple[SlotFile, SlotHeader]:
-        """The first offered slot that nobody writes from and that is large enough."""
+    def _room(self, names: tuple[str, ...], payload_bytes: int, target: FillTarget) -> str:
+        """The target takes the first offered slot that nobody writes from and that is large
+        enough."""
         found: list[str] = []
         for name in names:
             if self._stager.owns(name):
                 found.append(f"{name}: being written")
                 continue
-            slot = SlotFile.open(self._settings.slots_dir, name)
-            try:
-                header = slot.header()
-            except BaseException:
-                slot.close()
-                raise
-            if header.capacity_bytes >= payload_bytes:
-                return slot, header
-            slot.close()
-            found.append(f"{name}: {header.capacity_bytes} bytes")
+            target.take(SlotFile.open(self._settings.slots_dir, name))
+            capacity_bytes = target.header().capacity_bytes
+            if capacity_bytes >= payload_bytes:
+                return name
+            found.append(f"{name}: {capacity_bytes} bytes")
         raise CapacityError(
             f"no slot for a shard of {payload_bytes} bytes: {', '.join(found) or 'none offered'}"
         )

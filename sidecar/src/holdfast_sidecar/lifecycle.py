@@ -49,6 +49,8 @@ class Lifecycle:
             logs.info("sealed", round=message.round)
             parts.pacing.hurry()
             parts.keeper.state = parts.keeper.state.sealed_for(message.round)
+            # Here, and not when the seal is settled: the slots are the next round's from now on.
+            parts.filler.stop(f"round {message.round} is sealed")
         async with self._lock:
             self._check(caller, message)
             await self._settle_seal(message.round)

@@ -85,14 +85,23 @@ class Rehydrator:
         self._tasks = Tasks()
         self._kick = asyncio.Event()
         self.restored: Restored | None = None
-        self.cannot_restore = ""
         self.seconds: float | None = None
+        self._tried = ""
+        """Why the restore point is not here."""
+        self._failed: dict[Rank, str] = {}
+        """Why it cannot be had for a rank."""
+
+    @property
+    def cannot_restore(self) -> str:
+        """What the operator hears; empty while all is well."""
+        return "; ".join(words for words in (self._tried, *self._failed.values()) if words)
 
     async def reset(self) -> None:
         await self._tasks.cancel()
         self.restored = None
-        self.cannot_restore = ""
         self.seconds = None
+        self._tried = ""
+        self._failed = {}
 
     def begin(self, message: Round) -> None:
         """Call once a round; `kick` when members change."""
@@ -101,25 +110,20 @@ class Rehydrator:
     def kick(self) -> None:
         self._kick.set()
 
-    async def refetch(self, rank: Rank) -> TierName:
+    async def refetch(self, rank: Rank, restored: Restored) -> TierName:
         """The node's copy turned out bad and is quarantined: fetch it again.
         Raises NotFoundError with everything that was tried."""
-        restored = self.restored
-        if restored is None or rank not in restored.refs:
-            raise NotFoundError(f"rank {rank} has no shard to restore in this round")
         tried: list[str] = []
         tier = await self._shard(restored.refs[rank], restored.point, tried)
         if tier is None:
-            self.failed("; ".join(tried))
-            raise NotFoundError(f"rank {rank} cannot be restored: {self.cannot_restore}")
+            raise NotFoundError(f"rank {rank} cannot be restored: {'; '.join(tried)}")
         restored.sources[rank] = tier
         return tier
 
-    async def layout(self) -> bytes:
+    async def layout(self, restored: Restored) -> bytes:
         """The restore point's layout, of all ranks that saved it. Raises NotFoundError with
         everything that was tried."""
-        restored = self.restored
-        if restored is None or restored.manifest is None:
+        if restored.manifest is None:
             raise NotFoundError("there is no restore point in this round")
         if restored.layout is not None:
             return restored.layout
@@ -133,9 +137,11 @@ class Rehydrator:
         """Of the job that saved it, in the keys of the store."""
         return point.job_namespace or self._contract.namespace
 
-    def failed(self, words: str) -> None:
-        """A rank cannot be restored from what can be had."""
-        self.cannot_restore = words
+    def failed(self, rank: Rank, words: str) -> None:
+        """The rank cannot be restored from what can be had; without words: it can."""
+        if words == self._failed.get(rank, ""):
+            return
+        self._failed[rank] = words
         self._on_change()
 
     async def _until_done(self, point: RestorePoint) -> None:
@@ -147,7 +153,7 @@ class Rehydrator:
             restored = await self._attempt(point, tried)
             if restored is not None:
                 self.restored = restored
-                self.cannot_restore = ""
+                self._tried = ""
                 self.seconds = self._clock.monotonic() - started
                 self._metrics.recovered("rehydrate", self.seconds)
                 logs.info(
@@ -157,8 +163,8 @@ class Rehydrator:
                 )
                 self._on_change()
                 return
-            if (text := "; ".join(tried)) != self.cannot_restore:
-                self.cannot_restore = text
+            if (text := "; ".join(tried)) != self._tried:
+                self._tried = text
                 logs.warning("cannot restore yet", step=point.step, tried=text)
                 self._on_change()
             try:

@@ -29,8 +29,8 @@ from holdfast_core.ids import Rank, ShardRef, TierName
 from holdfast_core.reshard.assemble import Copying, check_source
 from holdfast_core.reshard.plan import Move, payload_plan, plan
 from holdfast_core.reshard.reads import by_source
-from holdfast_core.slot_file import SlotFile
 from holdfast_sidecar import logs
+from holdfast_sidecar.fill_target import FillTarget
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.sources import Place
@@ -76,13 +76,13 @@ class Resharder:
         self._pools = pools
         self._metrics = metrics
 
-    async def fill(self, saved: Saved, wanted: RankLayout, slot: SlotFile) -> TierName:
+    async def fill(self, saved: Saved, wanted: RankLayout, target: FillTarget) -> TierName:
         """The whole payload is in the slot, which is FREE and says no identity: it is nobody's
         shard. Returns the farthest tier that served a part.
 
         Raises StateMismatchError (the checkpoint holds other tensors), FormatError, NotFoundError
-        with everything that was tried."""
-        header = await self._pools.fill.run(_begin, slot, wanted)
+        with everything that was tried, RefusedError when the target is stopped."""
+        header = await self._pools.fill.run(_begin, target, wanted)
         missing: dict[Rank, str] = {}
         done: set[Move] = set()
         read = _Read()
@@ -90,14 +90,14 @@ class Resharder:
             moves = await self._pools.fill.run(self._plan, saved, wanted, missing)
             for rank, group in by_source(move for move in moves if move not in done).items():
                 try:
-                    await self._take(saved, saved.ref(rank), group, slot, read)
+                    await self._take(saved, saved.ref(rank), group, target, read)
                     done.update(group)
                 except NotFoundError as error:
                     missing[rank] = str(error)
                     break
             else:
                 free = SlotHeader(SlotState.FREE, header.rank, header.capacity_bytes)
-                await self._pools.fill.run(slot.write_header, free)
+                await self._pools.fill.run(target.write_header, free)
                 logs.info(
                     "payload made of other ranks' shards",
                     rank=wanted.rank,
@@ -120,7 +120,7 @@ class Resharder:
         saved: Saved,
         ref: ShardRef,
         moves: Sequence[Move],
-        slot: SlotFile,
+        target: FillTarget,
         read: _Read,
     ) -> None:
         """Raises NotFoundError, with what was tried, when no place has good bytes of it all."""
@@ -128,11 +128,13 @@ class Resharder:
         tried: list[str] = []
         places = self._shards.of(ref, saved.namespace)
         for place in sorted(places, key=lambda place: place.name in read.silent):
+            target.check()
             before = copying.read_bytes
             try:
-                await place.pool.run(self._copy, place, saved, ref, copying, slot)
+                await place.pool.run(self._copy, place, saved, ref, copying, target)
                 return
             except HoldfastError as error:
+                target.check()  # what a fill that was stopped ran into is no source's fault
                 tried.append(f"rank {ref.rank}: {place.name}: {error}")
                 if isinstance(error, UnavailableError):
                     read.silent.add(place.name)
@@ -151,7 +153,7 @@ class Resharder:
         raise NotFoundError("; ".join(tried))
 
     def _copy(
-        self, place: Place, saved: Saved, ref: ShardRef, copying: Copying, slot: SlotFile
+        self, place: Place, saved: Saved, ref: ShardRef, copying: Copying, target: FillTarget
     ) -> None:
         before, table_bytes = copying.read_bytes, 0
         try:
@@ -161,14 +163,14 @@ class Resharder:
                     table_bytes = trailer_bytes(record.header)
                 shard, part = saved.manifest.shards[ref.rank], saved.layout.ranks[ref.rank]
                 check_source(record, shard, part)
-                copying.take(source, slot)
+                copying.take(source, target)
         finally:
             self._metrics.fetched(place.tier, table_bytes + copying.read_bytes - before)
 
 
-def _begin(slot: SlotFile, wanted: RankLayout) -> SlotHeader:
+def _begin(target: FillTarget, wanted: RankLayout) -> SlotHeader:
     """FILLING, without an identity: a death from here on leaves a slot that nobody believes."""
-    header = slot.header()
-    slot.write_header(SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes))
-    slot.write_payload(0, memoryview(payload_plan(wanted).header))
+    header = target.header()
+    target.write_header(SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes))
+    target.write_payload(0, memoryview(payload_plan(wanted).header))
     return header

@@ -1,0 +1,226 @@
+"""Shards of four ranks on this node, at members and in a store, for tests of fills by ranges."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.manifest import JobIdentity, parse_manifest
+from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.format.record import CHUNK_BYTES, ShardHeader
+from holdfast_core.format.shard import Trailer, head_bytes
+from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName, Worker
+from holdfast_core.reshard.plan import payload_plan
+from holdfast_core.slot_file import SlotFile
+from holdfast_core.store import build_manifest
+from holdfast_core.testing.builders import BytesSource
+from holdfast_core.testing.placements import Tensor, layout_of, objects_of
+from holdfast_core.testing.shard_files import flip_bit
+from holdfast_core.tiers.base import ShardSource
+from holdfast_core.tiers.directory import DirectoryObjectTier
+from holdfast_core.tiers.faulty import Faults, FaultyObjectTier, FaultySource
+from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.tiers.sources import ReaderSource
+from holdfast_core.transfer.messages import Member
+from holdfast_sidecar.fill_target import FillTarget
+from holdfast_sidecar.metrics import Metrics
+from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.reshard import Resharder, Saved
+from holdfast_sidecar.sources import Places
+
+NAMESPACE = "ns"
+JOB = JobIdentity(NAMESPACE, "job", JobUid("job"))
+ROWS = 1 << 18
+TENSORS = {"w": Tensor("F32", (ROWS, 4), [None, 0])}
+WHOLE = bytes(range(251)) * (ROWS * 16 // 251 + 1)
+WANTED = layout_of({"w": Tensor("F32", (ROWS, 4), [0])}, [3], 1)
+"""The second third of the rows: the end of what ranks 0 and 2 hold, and the beginning of 1 and 3.
+The plan takes them of 2 and 1."""
+
+
+def payload_of(layout: RankLayout, saved_by: int) -> bytes:
+    item = layout.tensors["w"]
+    start = item.offsets[0] * 16
+    rows = WHOLE[start : start + item.byte_range.length_bytes]
+    return payload_plan(layout).header + rows + objects_of(saved_by)
+
+
+class World:
+    """Shards of four ranks (two copies of two halves), on this node, at two members, in a store.
+
+    Stands for BulkPeers and Rehydrator too: what they are asked for."""
+
+    def __init__(self, root: Path, version: int = 2) -> None:
+        self.root = root
+        self.metrics = Metrics()
+        self.node = self._tier("node")
+        self.members = {Worker(w): self._tier(f"member{w}") for w in (4, 5)}
+        self.store_faults = Faults()
+        self.faults: dict[Worker, Faults] = {w: Faults() for w in self.members}
+        self.forged: dict[Worker, Trailer] = {}
+        self.accused: list[tuple[Worker, int]] = []
+        self.asked: list[tuple[str, int]] = []
+        self.gate: Gate | None = None
+        """Waits in the next source of a member that is opened."""
+        self.layouts = [layout_of(TENSORS, [2, 2], rank) for rank in range(4)]
+        self.version = version
+        source = self._tier("source")
+        self.records = [source.write_shard(*self._shard(layout)) for layout in self.layouts]
+        self.store = DirectoryObjectTier(root / "store")
+        self.source = source
+        merged = merge_layouts(layout.to_bytes() for layout in self.layouts)
+        document = build_manifest(JOB, self.records, parent=None, layout=merged.to_bytes())
+        self.saved = Saved(parse_manifest(document), merged, NAMESPACE)
+
+    def _tier(self, name: str) -> DiskNodeTier:
+        tier = DiskNodeTier(self.root / name, fill_limit=1.0)
+        tier.open()
+        return tier
+
+    def _shard(self, layout: RankLayout) -> tuple[ShardHeader, BytesSource]:
+        header = ShardHeader(
+            JOB.uid,
+            RestartRound(0),
+            Step(5),
+            layout.rank,
+            4,
+            digest_of(layout.to_bytes()),
+            layout.payload_bytes,
+            format_version=self.version,
+        )
+        return header, BytesSource(payload_of(layout, layout.rank))
+
+    def put(self, tier: DiskNodeTier, *ranks: int) -> None:
+        for rank in ranks:
+            tier.write_shard(*self._shard(self.layouts[rank]))
+
+    def upload(self, *ranks: int) -> None:
+        for rank in ranks:
+            with self.source.open_shard(self.records[rank].ref) as reader:
+                self.store.upload_shard(NAMESPACE, reader)
+
+    def spoil(self, place: str, rank: int, payload_offset: int = CHUNK_BYTES + 9) -> None:
+        """One bit of the payload."""
+        (path,) = (self.root / place).rglob(f"rank{rank:06d}-*.shard")
+        flip_bit(path, head_bytes(self.records[rank].header) + payload_offset)
+
+    # -------------------------------------------------------------- as BulkPeers and Rehydrator
+
+    def open(self, member: Member, ref: ShardRef) -> ShardSource:
+        self.asked.append((f"worker {member.worker}", ref.rank))
+        inner = ReaderSource(self.members[member.worker].open_shard(ref))
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            return Gated(inner, gate)
+        source = FaultySource(inner, self.faults[member.worker])
+        forged = self.forged.get(member.worker)
+        return source if forged is None else Forged(source, forged)
+
+    def others(self) -> tuple[Member, ...]:
+        return tuple(Member(worker, f"pod-{worker}", "") for worker in self.members)
+
+    def accuse(self, member: Member, ref: ShardRef) -> None:
+        self.accused.append((member.worker, ref.rank))
+
+    # -------------------------------------------------------------- the test's side
+
+    def slot(self, directory: Path, capacity_bytes: int) -> Path:
+        """A slot of rank 1 that holds what nobody needs."""
+        size = capacity_bytes
+        header = SlotHeader(SlotState.FREE, Rank(1), size, RestartRound(0), Step(4), size)
+        path = directory / slot_name(Rank(1), 0)
+        path.write_bytes(header.pack().ljust(HEADER_BYTES, b"\0") + bytes(size))
+        return path
+
+    def resharder(self, pools: Pools) -> Resharder:
+        store = FaultyObjectTier(self.store, self.store_faults)
+        bulk: Any = self
+        places = Places(self.node, store, bulk, bulk, pools, self.metrics, 1)
+        return Resharder(places, pools, self.metrics)
+
+    def fill(self, wanted: RankLayout = WANTED, slot: SlotFile | None = None) -> Any:
+        """The farthest tier and the payload."""
+        path = self.slot(self.root, wanted.payload_bytes)
+
+        async def scenario() -> tuple[TierName, bytes]:
+            pools = Pools(disk=1, copy=1, store=1)
+            target = FillTarget(Rank(1))
+            target.take(slot or SlotFile.open(self.root, path.name))
+            try:
+                tier = await self.resharder(pools).fill(self.saved, wanted, target)
+            finally:
+                target.stop("it is over")
+                pools.close()
+            return tier, path.read_bytes()[HEADER_BYTES:]
+
+        return asyncio.run(scenario())
+
+    def counted(self, name: str) -> dict[str, int]:
+        """A counter of the metrics, by tier."""
+        found = {}
+        for line in self.metrics.render().decode().splitlines():
+            if line.startswith(f'{name}_total{{tier="'):
+                tier = line.split('"')[1]
+                found[tier] = int(float(line.split()[-1]))
+        return {tier: count for tier, count in found.items() if count}
+
+
+class Gate:
+    """Where a thread waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._open = threading.Event()
+
+    def wait(self) -> None:
+        """In the thread."""
+        self._reached.set()
+        assert self._open.wait(60)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, 60)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Gated:
+    """A member that is slow with its first bytes."""
+
+    def __init__(self, inner: ShardSource, gate: Gate) -> None:
+        self._inner = inner
+        self._gate = gate
+        self.trailer = inner.trailer
+        self.close = inner.close
+
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        for view in self._inner.read(wanted):
+            self._gate.wait()
+            yield view
+
+    def __enter__(self) -> Gated:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Forged:
+    """A member whose table is another."""
+
+    def __init__(self, inner: FaultySource, trailer: Trailer) -> None:
+        self.trailer = trailer
+        self.read = inner.read
+        self.close = inner.close
+
+    def __enter__(self) -> Forged:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
