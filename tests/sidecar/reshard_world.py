@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
+from holdfast_core.clock import ManualClock
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import JobIdentity, parse_manifest
@@ -28,6 +29,7 @@ from holdfast_core.tiers.faulty import Faults, FaultyObjectTier, FaultySource
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.tiers.sources import ReaderSource
 from holdfast_core.transfer.messages import Member
+from holdfast_sidecar.backoff import Backoff, Patience
 from holdfast_sidecar.fill_target import FillTarget
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
@@ -169,6 +171,23 @@ class World:
                 tier = line.split('"')[1]
                 found[tier] = int(float(line.split()[-1]))
         return {tier: count for tier, count in found.items() if count}
+
+
+class Turning(ManualClock):
+    """Time passes only where somebody waits for it. `at` is called at the end of each wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+        self.at: Callable[[int], None] = lambda waits: None
+
+    async def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+        self.waits += 1
+        self.at(self.waits)
+
+    def patience(self) -> Patience:
+        return Patience(self, Backoff(1.0, 10.0), 60.0)
 
 
 class Gate:

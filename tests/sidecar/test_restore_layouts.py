@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.sidecar.reshard_world import Turning
 
-from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError, RefusedError
+from holdfast_core.errors import (
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+)
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.format.layout import merge_layouts, parse_layout
 from holdfast_core.format.manifest import parse_manifest
@@ -23,7 +30,15 @@ from holdfast_core.testing.builders import (
     shard_header,
 )
 from holdfast_core.tiers.memory import MemoryTier
-from holdfast_core.transfer.messages import Fill, Policy, Restore, RestorePoint, RestoreReply, Round
+from holdfast_core.transfer.messages import (
+    Fill,
+    Policy,
+    Refusal,
+    Restore,
+    RestorePoint,
+    RestoreReply,
+    Round,
+)
 from holdfast_sidecar.fill import Filler
 from holdfast_sidecar.layouts import RankLayouts
 from holdfast_sidecar.metrics import Metrics
@@ -61,6 +76,7 @@ class Pod:
         manifest = parse_manifest(build_manifest(JOB, records, parent=None, layout=MERGED))
         self.payload_bytes = len(payloads[RANK])
         self.document: bytes | HoldfastError = MERGED
+        self.clock = Turning()
         self.restored = Restored(
             RestorePoint(manifest.step, manifest.restart_round),
             manifest,
@@ -90,6 +106,7 @@ class Pod:
                 stager=absent,
                 pools=pools,
                 metrics=Metrics(),
+                patience=self.clock.patience,
                 on_change=lambda: None,
             )
             try:
@@ -176,3 +193,59 @@ def test_a_plan_is_made_with_the_layout_that_the_manifest_names_only(pod: Pod) -
     (pod.directory / f"{hex_of(digest_of(OWN))}.json").write_bytes(OWN)
     with pytest.raises(CorruptionError, match="the manifest says"):
         pod.ask(Fill(NOW, RANK, (), digest_of(OWN)))
+
+
+def test_a_layout_that_cannot_be_written_keeps_nobody_from_its_shard(pod: Pod) -> None:
+    """The shared volume may be full of slots."""
+    pod.node.put_layout(OWN)
+    pod.directory.write_text("no folder: stands for a volume that takes no more")
+    assert pod.restore().rank_layout is None
+
+
+def test_a_layout_that_was_given_before_is_not_written_again(pod: Pod) -> None:
+    pod.node.put_layout(OWN)
+    given = pod.restore()
+    before = {path.name: path.stat().st_ino for path in pod.directory.iterdir()}
+    assert pod.restore() == given
+    assert {path.name: path.stat().st_ino for path in pod.directory.iterdir()} == before
+
+
+def test_a_layout_that_was_cut_short_is_given_again(pod: Pod) -> None:
+    pod.node.put_layout(OWN)
+    pod.directory.mkdir()
+    (pod.directory / f"{hex_of(digest_of(OWN))}.json").write_bytes(OWN[:10])
+    assert pod.given(pod.restore().rank_layout) == OWN
+
+
+def test_a_layout_whose_holder_comes_back_is_waited_for(pod: Pod) -> None:
+    """Else a rank that is cut otherwise, into the same shapes, would take this part for its own."""
+    pod.document = UnavailableError("worker 0: connection refused")
+
+    def back(waits: int) -> None:
+        if waits == 3:
+            pod.document = MERGED
+
+    pod.clock.at = back
+    assert pod.given(pod.restore().rank_layout) == OWN
+    assert pod.clock.waits == 3
+
+
+@pytest.mark.parametrize("with_layout", [False, True])
+def test_a_layout_whose_holder_stays_away_is_no_missing_one(pod: Pod, with_layout: bool) -> None:
+    pod.document = UnavailableError("worker 0: connection refused")
+    with pytest.raises(RefusedError, match=r"cannot be had now: worker 0: connection") as caught:
+        pod.restore(with_layout=with_layout)
+    assert caught.value.code == Refusal.BUSY
+
+
+def test_a_layout_is_not_waited_for_beyond_its_round(pod: Pod) -> None:
+    pod.document = UnavailableError("worker 0: connection refused")
+    later = replace(pod.restored)
+
+    def sealed(waits: int) -> None:
+        pod.restored = later
+
+    pod.clock.at = sealed
+    with pytest.raises(RefusedError, match="the round of the restore ended"):
+        pod.restore()
+    assert pod.clock.waits == 1

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.sidecar.reshard_world import WANTED, Gate, World, payload_of
+from tests.sidecar.reshard_world import WANTED, Gate, Turning, World, payload_of
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.digest import digest_of, hex_of
@@ -133,6 +133,7 @@ class Pod:
             stager=as_any,
             pools=pools,
             metrics=self.world.metrics,
+            patience=Turning().patience,
             on_change=lambda: None,
         )
 

@@ -23,6 +23,7 @@ from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.s3_credentials import FileCredentials
 from holdfast_sidecar import logs
+from holdfast_sidecar.backoff import Backoff, Patience
 from holdfast_sidecar.bulk import BulkPeers, BulkServing
 from holdfast_sidecar.certificates import Certificates
 from holdfast_sidecar.client import Peers
@@ -157,6 +158,10 @@ class Sidecar:
             if self._parts is not None:
                 self._parts.on_restored()
 
+        def patience() -> Patience:
+            backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
+            return Patience(clock, backoff, settings.restore_patience_seconds)
+
         failures = Failures(changed)
         peers = Peers(
             contract, certificates.client, keeper.current, call_seconds=settings.call_seconds
@@ -205,6 +210,7 @@ class Sidecar:
             stager=stager,
             pools=pools,
             metrics=metrics,
+            patience=patience,
             on_change=changed,
         )
         starter = Starter(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from holdfast_core.clock import Clock
+
 
 class Backoff:
     def __init__(self, first_seconds: float, last_seconds: float) -> None:
@@ -19,3 +21,20 @@ class Backoff:
 
     def reset(self) -> None:
         self._next = self._first
+
+
+class Patience:
+    """Of one thing that is tried until it comes: pauses between the tries, and when they have lasted
+    so long that somebody should hear of it."""
+
+    def __init__(self, clock: Clock, backoff: Backoff, seconds: float) -> None:
+        self._clock = clock
+        self._backoff = backoff
+        self._end = clock.monotonic() + seconds
+
+    @property
+    def over(self) -> bool:
+        return self._clock.monotonic() >= self._end
+
+    async def pause(self) -> None:
+        await self._clock.sleep(self._backoff.next_seconds())

@@ -17,6 +17,7 @@ from holdfast_core.errors import (
     HoldfastError,
     NotFoundError,
     RefusedError,
+    UnavailableError,
 )
 from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.layout import parse_layout
@@ -34,6 +35,7 @@ from holdfast_core.transfer.messages import (
     RestoreReply,
 )
 from holdfast_sidecar import logs
+from holdfast_sidecar.backoff import Patience
 from holdfast_sidecar.fill_target import FillTarget
 from holdfast_sidecar.layouts import RankLayouts
 from holdfast_sidecar.metrics import Metrics
@@ -60,6 +62,7 @@ class Filler:
         stager: Stager,
         pools: Pools,
         metrics: Metrics,
+        patience: Callable[[], Patience],
         on_change: Callable[[], None],
     ) -> None:
         self._settings = settings
@@ -70,19 +73,22 @@ class Filler:
         self._stager = stager
         self._pools = pools
         self._metrics = metrics
+        self._patience = patience
         self._on_change = on_change
         self._targets: dict[Rank, FillTarget] = {}
         """Of the newest fill of each rank, while it runs."""
 
     async def restore(self, state: RoundState, message: Restore) -> RestoreReply:
-        """Raises RefusedError; BUSY while the shards are not here (Run comes after that)."""
+        """Raises RefusedError: BUSY while the shards are not here (Run comes after that), and where
+        layout or restore point cannot be had now; NotFoundError, FormatError of a layout that was
+        asked for, UnavailableError where it cannot be given."""
         restored = self._restored(state, message)
         if restored.manifest is None:
             return RestoreReply(restored.point)
         same = restored.layout is None
         layout = None
         if message.with_layout or not same:
-            layout = await self._layouts.give(await self._rehydrator.layout(restored))
+            layout = await self._layouts.give(await self._layout(restored))
         return RestoreReply(
             restored.point,
             payload_bytes=restored.payload_bytes.get(message.rank, 0),
@@ -163,13 +169,37 @@ class Filler:
             try:
                 document = await self._layouts.saved(restored.refs[rank])
             except HoldfastError:
-                document = await self._layouts.part(await self._rehydrator.layout(restored), rank)
-        except HoldfastError as error:
-            # The shard is good without it: a rank that is cut as it was must not wait for a document,
-            # and of one that is not the shapes tell when it loads, unless they are the same.
+                document = await self._layouts.part(await self._layout(restored), rank)
+        except (NotFoundError, FormatError) as error:
+            # The shard is good without it: a rank that is cut as it was must not wait for a document
+            # that nobody has, and of one that is not the shapes tell when it loads, unless they are
+            # the same.
             logs.warning("a shard's layout is not here", rank=rank, error=str(error))
             return None
-        return await self._layouts.give(document)
+        try:
+            return await self._layouts.give(document)
+        except UnavailableError as error:
+            logs.warning("a shard's layout was not given", rank=rank, error=str(error))
+            return None
+
+    async def _layout(self, restored: Restored) -> bytes:
+        """The checkpoint's; waits a while for who has it. Raises NotFoundError, FormatError,
+        RefusedError (BUSY: it may come; without it a rank might take another part for its own)."""
+        patience = self._patience()
+        while True:
+            try:
+                return await self._rehydrator.layout(restored)
+            except UnavailableError as error:
+                if patience.over:
+                    raise RefusedError(
+                        Refusal.BUSY,
+                        f"layout of step {restored.point.step} cannot be had now: {error}",
+                    ) from error
+            await patience.pause()
+            if self._rehydrator.restored is not restored:
+                raise RefusedError(
+                    Refusal.BUSY, "the round of the restore ended while its layout was waited for"
+                )
 
     async def _from_others(
         self,
@@ -184,7 +214,7 @@ class Filler:
             raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
         if restored.manifest is None:
             raise NotFoundError(f"rank {rank} has nothing to restore in this round")
-        document = await self._rehydrator.layout(restored)
+        document = await self._layout(restored)
         if (found := digest_of(document)) != restored.manifest.layout:
             # A plan made with another would cut shards where their tensors are not.
             raise CorruptionError(

@@ -6,10 +6,17 @@ coordinator that does not know them yet.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
-from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, UnavailableError
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    UnavailableError,
+)
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.format.layout import parse_layout, rank_layout_of
 from holdfast_core.ids import Digest, Rank, ShardRef
@@ -72,6 +79,10 @@ class RankLayouts:
 
     def _give(self, document: bytes) -> Digest:
         digest = digest_of(document)
+        with contextlib.suppress(HoldfastError):
+            # A volume that is full takes no more, and need not: every rank of the pod asks for it.
+            self._checked(digest)
+            return digest
         path = self._directory / f"{hex_of(digest)}.json"
         temporary = path.with_name(f".{path.name}.sidecar")
         try:

@@ -12,7 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast_core.clock import Clock
-from holdfast_core.errors import CorruptionError, HoldfastError, NotFoundError
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    UnavailableError,
+)
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import Manifest, parse_manifest
 from holdfast_core.ids import CheckpointId, JobUid, Rank, ShardRef, TierName
@@ -122,16 +128,13 @@ class Rehydrator:
 
     async def layout(self, restored: Restored) -> bytes:
         """The restore point's layout, of all ranks that saved it. Raises NotFoundError with
-        everything that was tried."""
+        everything that was tried, where all said that they have none; UnavailableError, where it
+        may come."""
         if restored.manifest is None:
             raise NotFoundError("there is no restore point in this round")
         if restored.layout is not None:
             return restored.layout
-        tried: list[str] = []
-        found = await self._layout(restored.point, restored.manifest, tried)
-        if found is None:
-            raise NotFoundError("; ".join(tried))
-        return found
+        return await self._layout(restored.point, restored.manifest)
 
     def namespace_of(self, point: RestorePoint) -> str:
         """Of the job that saved it, in the keys of the store."""
@@ -180,8 +183,12 @@ class Rehydrator:
             return None
         state = self._current()
         if manifest.world_size != state.world_size:
-            layout = await self._layout(point, manifest, tried)
-            return None if layout is None else Restored(point, manifest, {}, {}, {}, layout)
+            try:
+                layout = await self._layout(point, manifest)
+            except HoldfastError as error:
+                tried.append(str(error))
+                return None
+            return Restored(point, manifest, {}, {}, {}, layout)
         job_uid = self._job_uid(point)
         records = {s.rank: s for s in manifest.shards}
         own = [Rank(r) for r in state.own_ranks]
@@ -260,38 +267,48 @@ class Rehydrator:
             seconds=_MANIFEST_SECONDS,
         )
 
-    async def _layout(
-        self, point: RestorePoint, manifest: Manifest, tried: list[str]
-    ) -> bytes | None:
-        """The layout that the manifest names, in the node tier. None when nobody has it."""
+    async def _layout(self, point: RestorePoint, manifest: Manifest) -> bytes:
+        """The layout that the manifest names, in the node tier from now on. Raises as `layout`."""
         digest, job_uid = manifest.layout, self._job_uid(point)
+        tried: list[str] = []
+        may_come = False
+
+        def failed(place: str, error: HoldfastError) -> None:
+            nonlocal may_come
+            may_come = may_come or not isinstance(error, NotFoundError | FormatError)
+            tried.append(f"layout {place}: {error}")
+
         try:
             return await self._pools.read.run(self._node.get_layout, digest)
         except HoldfastError as error:
-            tried.append(f"layout in the node tier: {error}")
+            failed("in the node tier", error)
         for member in self.others():
             try:
                 answer = await self._ask(member, job_uid, manifest.checkpoint)
                 if answer.layout is not None and digest_of(answer.layout.encode()) == digest:
-                    await self._pools.meta.run(self._node.put_layout, answer.layout.encode())
-                    return answer.layout.encode()
+                    return await self._keep_layout(answer.layout.encode())
                 tried.append(f"layout at worker {member.worker}: it has another or none")
             except HoldfastError as error:
-                tried.append(f"layout at worker {member.worker}: {error}")
-        if self._store is None:
-            return None
-        namespace = self.namespace_of(point)
+                failed(f"at worker {member.worker}", error)
+        if self._store is not None:
+            try:
+                document = await self._pools.fetch.run(
+                    self._store.get_layout, self.namespace_of(point), job_uid, digest
+                )
+                if digest_of(document) != digest:
+                    raise CorruptionError(f"digest {digest_of(document)}, expected {digest}")
+                return await self._keep_layout(document)
+            except HoldfastError as error:
+                failed("in the object store", error)
+        raise (UnavailableError if may_come else NotFoundError)("; ".join(tried))
+
+    async def _keep_layout(self, document: bytes) -> bytes:
+        """It is good without this node: one that is full must not hold up a restore."""
         try:
-            document = await self._pools.fetch.run(
-                self._store.get_layout, namespace, job_uid, digest
-            )
-            if digest_of(document) != digest:
-                raise CorruptionError(f"digest {digest_of(document)}, expected {digest}")
             await self._pools.meta.run(self._node.put_layout, document)
-            return document
         except HoldfastError as error:
-            tried.append(f"layout in the object store: {error}")
-            return None
+            logs.warning("a layout was not kept", error=str(error))
+        return document
 
     def _accept(self, document: bytes, point: RestorePoint) -> Manifest:
         """Raises CorruptionError unless it is the very document that the restore point names."""

@@ -38,6 +38,9 @@ class Settings:
     """A report is sent this often without a change: it finds a coordinator that restarted."""
     backoff_first_seconds: float = 0.2
     backoff_last_seconds: float = 10.0
+    restore_patience_seconds: float = 60.0
+    """How long a rank's restore waits for a source that is busy or restarting before anybody hears
+    of it: a new round would ask the same sources again, all ranks at once."""
     finish_give_up_seconds: float = 600.0
     """How long a finished job waits for uploads before it gives them up with a Failure."""
     release_seconds: float = 20.0
