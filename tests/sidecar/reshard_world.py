@@ -68,6 +68,9 @@ class World:
         self.forged: dict[Worker, Trailer] = {}
         self.accused: list[tuple[Worker, int]] = []
         self.asked: list[tuple[str, int]] = []
+        self.clock = Turning()
+        self.waits: list[str] = []
+        """What fills have said of sources that stay away."""
         self.gate: Gate | None = None
         """Waits in the next source of a member that is opened."""
         self.layouts = [layout_of(TENSORS, [2, 2], rank) for rank in range(4)]
@@ -144,7 +147,7 @@ class World:
         store = FaultyObjectTier(self.store, self.store_faults)
         bulk: Any = self
         places = Places(self.node, store, bulk, bulk, pools, self.metrics, 1)
-        return Resharder(places, pools, self.metrics)
+        return Resharder(places, pools, self.metrics, self.clock.patience)
 
     def fill(self, wanted: RankLayout = WANTED, slot: SlotFile | None = None) -> Any:
         """The farthest tier and the payload."""
@@ -155,7 +158,9 @@ class World:
             target = FillTarget(Rank(1))
             target.take(slot or SlotFile.open(self.root, path.name))
             try:
-                tier = await self.resharder(pools).fill(self.saved, wanted, target)
+                tier = await self.resharder(pools).fill(
+                    self.saved, wanted, target, self.waits.append
+                )
             finally:
                 target.stop("it is over")
                 pools.close()

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.sidecar.reshard_world import WANTED, World, payload_of
+from tests.sidecar.reshard_world import ROWS, WANTED, World, payload_of
 
-from holdfast_core.errors import NotFoundError, StateMismatchError, UnavailableError
+from holdfast_core.errors import AccessDeniedError, NotFoundError, StateMismatchError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.record import CHUNK_BYTES, ShardRecord
 from holdfast_core.format.shard import Trailer, trailer_bytes
@@ -156,15 +156,65 @@ def test_what_is_nowhere_is_named_and_the_slot_is_nobodys(world: World) -> None:
     world.put(world.members[Worker(4)], 0, 1)
     world.spoil("member4", 1)
     world.store_faults = Faults(
-        [Fault("open_shard", FaultKind.ERR, error=UnavailableError("the store is down"))]
+        [Fault("open_shard", FaultKind.ERR, error=AccessDeniedError("the store has other keys"))]
     )
     with pytest.raises(NotFoundError) as caught:
         world.fill()
     words = str(caught.value)
-    for part in ("rank 1: node tier", "rank 1: worker 4", "worker 5", "the store is down"):
+    for part in ("rank 1: node tier", "rank 1: worker 4", "worker 5", "other keys"):
         assert part in words
     header = header_in(world.root)
     assert (header.state, header.step, header.payload_bytes) == (SlotState.FILLING, None, 0)
+
+
+def test_a_holder_that_is_busy_is_asked_again_for_the_rest(world: World) -> None:
+    """Ranks that begin together ask the same few; to give up would begin a round that asks again."""
+    world.put(world.members[Worker(4)], 1, 2)
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR, first=2, times=2)])
+
+    def free(waits: int) -> None:
+        if waits == 2:
+            world.faults[Worker(4)].clear()
+
+    world.clock.at = free
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.clock.waits == 2
+    opened = [rank for who, rank in world.asked if who == "worker 4" and rank in (1, 2)]
+    read = planned(world) + tables(*(world.records[rank] for rank in opened))
+    assert world.counted("holdfast_fetched_bytes") == {"peer": read}, "no chunk was read twice"
+    assert world.waits == [], "it took less than a minute"
+
+
+def test_a_holder_that_stays_away_is_told_and_still_asked(world: World) -> None:
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    told: list[int] = []
+
+    def back(waits: int) -> None:
+        told.append(len(world.waits))
+        if world.waits:
+            world.faults[Worker(4)].clear()
+
+    world.clock.at = back
+    before = world.clock.monotonic()
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.clock.monotonic() - before > 60
+    assert told[-2:] == [0, 1]
+    assert "rank 1: worker 4" in world.waits[0]
+
+
+def test_what_nobody_has_is_not_waited_for(world: World) -> None:
+    """The member that is away had nothing of it."""
+    world.put(world.members[Worker(4)], 0, 2)
+    world.put(world.members[Worker(5)], 0, 2)
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    world.faults[Worker(5)] = Faults([Fault("read", FaultKind.ERR, times=1)])
+    everything = layout_of({"w": Tensor("F32", (ROWS, 4))}, [4], 3)
+    with pytest.raises(
+        NotFoundError, match=r"(?s)rank 3: worker 4: .*expected it in the shard of rank 3"
+    ):
+        world.fill(everything)
+    assert (world.asked[0][1], world.clock.waits) == (2, 0)
 
 
 def test_other_tensors_are_a_mismatch(world: World) -> None:

@@ -18,6 +18,7 @@ from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState
 from holdfast_core.ids import Rank, RestartRound, ShardRef, Step, TierName, Worker
 from holdfast_core.tiers.base import ShardReader
+from holdfast_core.tiers.faulty import Fault, FaultKind, Faults
 from holdfast_core.transfer.messages import Fill, Filled, Policy, RestorePoint, Round, SlotOffer
 from holdfast_sidecar.fill import Filler
 from holdfast_sidecar.layouts import RankLayouts
@@ -111,7 +112,7 @@ class Pod:
         return self.world.saved.namespace
 
     def failed(self, rank: Rank, words: str) -> None:
-        if words:
+        if words != (self.told[-1] if self.told else ""):
             self.told.append(words)
 
     # -------------------------------------------------------------- the test's side
@@ -263,6 +264,46 @@ def test_what_a_stopped_fill_lacks_is_not_said_of_the_next_round(pod: Pod) -> No
         assert len(pod.world.asked) == 1, "no other shard is asked for"
 
     asyncio.run(scenario())
+
+
+def test_a_fill_that_waits_for_a_source_ends_with_its_round(pod: Pod) -> None:
+    pod.world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=2, store=1)
+        filler = pod.filler(pools)
+
+        def sealed(waits: int) -> None:
+            if pod.told:
+                filler.stop("round 2 is sealed")
+
+        pod.world.clock.at = sealed
+        with pytest.raises(RefusedError, match="round 2 is sealed"):
+            await filler.fill(pod.state, pod.message(whole=False))
+        pools.close()
+
+    asyncio.run(scenario())
+    (words,) = pod.told
+    assert words.startswith("rank 1: ")
+
+
+def test_what_a_fill_has_waited_for_is_no_failure_once_it_is_there(pod: Pod) -> None:
+    pod.world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+
+    def back(waits: int) -> None:
+        if pod.told:
+            pod.world.faults[Worker(4)].clear()
+
+    pod.world.clock.at = back
+
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=2, store=1)
+        await pod.filler(pools).fill(pod.state, pod.message(whole=False))
+        pools.close()
+
+    asyncio.run(scenario())
+    assert len(pod.told) == 2
+    assert pod.told[1] == ""
 
 
 def test_a_slot_that_was_compared_too_long_is_not_freed_under_a_save(pod: Pod) -> None:

@@ -200,7 +200,7 @@ class Sidecar:
             on_change=restored,
         )
         places = Places(node, store, bulk, rehydrator, pools, metrics, contract.procs_per_worker)
-        resharder = Resharder(places, pools, metrics)
+        resharder = Resharder(places, pools, metrics, patience)
         filler = Filler(
             settings,
             node,

@@ -226,9 +226,11 @@ class Filler:
         slot = await self._pools.fill.run(self._room, names, wanted.payload_bytes, target)
         self._stager.memory.pop(slot, None)
         try:
-            tier = await self._resharder.fill(saved, wanted, target)
+            tier = await self._resharder.fill(
+                saved, wanted, target, lambda words: self._failed(rank, words, target)
+            )
         except NotFoundError as error:
-            self._failed(rank, f"rank {rank}: {error}", target)
+            self._failed(rank, str(error), target)
             raise
         return Filled(slot, wanted.payload_bytes, tier)
 
@@ -267,7 +269,7 @@ class Filler:
     def _failed(self, rank: Rank, words: str, target: FillTarget) -> None:
         """Not of a fill that was stopped, whose words would be taken for the next round's."""
         target.check()
-        self._rehydrator.failed(rank, words)
+        self._rehydrator.failed(rank, f"rank {rank}: {words}")
 
     # ------------------------------------------------------------------ in a thread
 

@@ -122,7 +122,7 @@ class Rehydrator:
         tried: list[str] = []
         tier = await self._shard(restored.refs[rank], restored.point, tried)
         if tier is None:
-            raise NotFoundError(f"rank {rank} cannot be restored: {'; '.join(tried)}")
+            raise NotFoundError(f"cannot be restored: {'; '.join(tried)}")
         restored.sources[rank] = tier
         return tier
 

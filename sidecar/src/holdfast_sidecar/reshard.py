@@ -3,13 +3,14 @@
 Of each shard that the plan names only the chunks that are needed are read, from the first place that
 has them (sources.py), verified, and written straight into the slot. Where a place fails in the
 middle, the next one is asked for the rest. A shard that cannot be had anywhere is left out: where
-another holds the same slices, the plan without it is tried.
+another holds the same slices, the plan without it is tried. What only a place has that does not
+answer now is waited for: ranks that begin together ask the same few holders.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from holdfast_core.reshard.assemble import Copying, check_source
 from holdfast_core.reshard.plan import Move, payload_plan, plan
 from holdfast_core.reshard.reads import by_source
 from holdfast_sidecar import logs
+from holdfast_sidecar.backoff import Patience
 from holdfast_sidecar.fill_target import FillTarget
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
@@ -46,7 +48,13 @@ class _Read:
     """Bytes of payloads."""
     silent: set[str] = field(default_factory=set)
     """Places that could not be reached: asked last from then on, so that a time-out is waited for
-    once a fill and not once a shard."""
+    once a pass and not once a shard."""
+    away: set[Rank] = field(default_factory=set)
+    """Shards that such a place may have, and no other one had."""
+    copying: dict[tuple[Move, ...], Copying] = field(default_factory=dict)
+    """Of one shard's moves each: a later pass goes on where this one ended."""
+    said: set[tuple[Rank, str]] = field(default_factory=set)
+    """Shards and places of which the log says that they failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +79,30 @@ class Shards(Protocol):
 
 
 class Resharder:
-    def __init__(self, shards: Shards, pools: Pools, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        pools: Pools,
+        metrics: Metrics,
+        patience: Callable[[], Patience],
+    ) -> None:
         self._shards = shards
         self._pools = pools
         self._metrics = metrics
+        self._patience = patience
 
-    async def fill(self, saved: Saved, wanted: RankLayout, target: FillTarget) -> TierName:
+    async def fill(
+        self,
+        saved: Saved,
+        wanted: RankLayout,
+        target: FillTarget,
+        waits: Callable[[str], None],
+    ) -> TierName:
         """The whole payload is in the slot, which is FREE and says no identity: it is nobody's
         shard. Returns the farthest tier that served a part.
+
+        Where a place that may have what is missing does not answer, or is busy, it is asked again
+        until the target is stopped; `waits` hears the words once that has lasted too long.
 
         Raises StateMismatchError (the checkpoint holds other tensors), FormatError, NotFoundError
         with everything that was tried, RefusedError when the target is stopped."""
@@ -86,8 +110,25 @@ class Resharder:
         missing: dict[Rank, str] = {}
         done: set[Move] = set()
         read = _Read()
+        patience: Patience | None = None
         while True:
-            moves = await self._pools.fill.run(self._plan, saved, wanted, missing)
+            try:
+                moves = await self._pools.fill.run(self._plan, saved, wanted, missing)
+            except NotFoundError as error:
+                missing = {rank: words for rank, words in missing.items() if rank not in read.away}
+                if not read.away:
+                    raise
+                await self._pools.fill.run(self._plan, saved, wanted, missing)  # else in vain
+                if patience is None:
+                    patience = self._patience()
+                    logs.warning("a fill waits for a source", rank=wanted.rank, error=str(error))
+                if patience.over:
+                    waits(str(error))
+                await patience.pause()
+                target.check()
+                read.away.clear()
+                read.silent.clear()
+                continue
             for rank, group in by_source(move for move in moves if move not in done).items():
                 try:
                     await self._take(saved, saved.ref(rank), group, target, read)
@@ -124,8 +165,9 @@ class Resharder:
         read: _Read,
     ) -> None:
         """Raises NotFoundError, with what was tried, when no place has good bytes of it all."""
-        copying = Copying(moves)
+        copying = read.copying.setdefault(tuple(moves), Copying(moves))
         tried: list[str] = []
+        away = False
         places = self._shards.of(ref, saved.namespace)
         for place in sorted(places, key=lambda place: place.name in read.silent):
             target.check()
@@ -138,9 +180,11 @@ class Resharder:
                 tried.append(f"rank {ref.rank}: {place.name}: {error}")
                 if isinstance(error, UnavailableError):
                     read.silent.add(place.name)
+                    away = True
                 if isinstance(error, CorruptionError):
                     await self._shards.bad(place, ref, str(error))
-                if not isinstance(error, NotFoundError):
+                if not isinstance(error, NotFoundError) and (ref.rank, place.name) not in read.said:
+                    read.said.add((ref.rank, place.name))
                     logs.warning(
                         "a shard is read elsewhere",
                         rank=ref.rank,
@@ -150,6 +194,8 @@ class Resharder:
             finally:
                 if copying.read_bytes > before:
                     read.by_tier[place.tier] += copying.read_bytes - before
+        if away:
+            read.away.add(ref.rank)
         raise NotFoundError("; ".join(tried))
 
     def _copy(
