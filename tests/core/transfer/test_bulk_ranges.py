@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,6 +16,18 @@ from tests.core.transfer.bulk_pair import (
     Handler,
     Pair,
 )
+from tests.core.transfer.hostile_peer import (
+    CHUNK,
+    CHUNKS,
+    DATA,
+    SIZE,
+    Answer,
+    HostilePeer,
+    data,
+    filled,
+    ok,
+    table_of,
+)
 
 from holdfast_core.errors import (
     CorruptionError,
@@ -27,14 +37,12 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.format.digest import crc32c
-from holdfast_core.format.record import ShardRecord
-from holdfast_core.format.shard import Trailer, pack_trailer, trailer_offset
+from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import ShardRef
 from holdfast_core.testing.builders import BytesSource, payload, shard_header
 from holdfast_core.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
 from holdfast_core.tiers.memory import MemoryTier
-from holdfast_core.transfer.bulk import BulkFrame, Kind, receive_frame, send_frame
+from holdfast_core.transfer.bulk import BulkFrame, Kind, send_frame
 from holdfast_core.transfer.bulk_peer import Peer, connect, expect_reply
 from holdfast_core.transfer.bulk_ranges import PeerShard
 from holdfast_core.transfer.bulk_server import BulkServer
@@ -42,16 +50,7 @@ from holdfast_core.transfer.bulk_table import receive_table
 from holdfast_core.transfer.messages import Refusal
 from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
 
-CHUNK = 64 << 10
-CHUNKS = 40
-SIZE = (CHUNKS - 1) * CHUNK + 1000
-DATA = payload(SIZE)
 RUNS = [range(0, 3), range(5, 6), range(9, 30), range(31, 33), range(38, CHUNKS)]
-
-
-def filled(tier: MemoryTier, *, version: int = 2, step: int = 10) -> ShardRecord:
-    header = replace(shard_header(SIZE, chunk_bytes=CHUNK, step=step), format_version=version)
-    return tier.write_shard(header, BytesSource(DATA))
 
 
 def bytes_of(chunks: range) -> bytes:
@@ -175,42 +174,6 @@ def test_bytes_that_are_not_what_the_table_says(
         server.close()
 
 
-Answer = Callable[[socket.socket, BulkFrame], None]
-
-
-class HostilePeer:
-    """Has the right certificate, and answers as the test says."""
-
-    def __init__(self, certificates: tuple[TlsFiles, TlsFiles], record: ShardRecord) -> None:
-        self.record = record
-        self.answers: dict[Kind, Answer] = {}
-        self._context = server_context(certificates[0])
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        port = self._listener.getsockname()[1]
-        self.peer = Peer("127.0.0.1", port, SERVER, client_context(certificates[1]), OPTIONS)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                plain, _ = self._listener.accept()
-            except OSError:
-                return
-            with (
-                contextlib.suppress(OSError, HoldfastError),
-                self._context.wrap_socket(plain, server_side=True) as sock,
-            ):
-                while (request := receive_frame(sock)) is not None:
-                    self.answers[request.kind](sock, request)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
-
-
 @pytest.fixture
 def hostile(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[HostilePeer]:
     tier = MemoryTier()
@@ -221,27 +184,6 @@ def hostile(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[HostilePeer]:
     peer.answers[Kind.GET_TABLE] = table_of(trailer)
     yield peer
     peer.close()
-
-
-def table_of(trailer: Trailer) -> Answer:
-    def answer(sock: socket.socket, request: BulkFrame) -> None:
-        record = trailer.record
-        send_frame(sock, BulkFrame(Kind.REPLY, request.ref, ROUND, length=record.file_bytes))
-        packed = pack_trailer(record.header, record.blake3, trailer.table)
-        data(sock, request, trailer_offset(record.header), packed)
-
-    return answer
-
-
-def data(sock: socket.socket, request: BulkFrame, offset: int, content: bytes) -> None:
-    frame = BulkFrame(
-        Kind.DATA, request.ref, ROUND, offset=offset, length=len(content), crc32c=crc32c(content)
-    )
-    send_frame(sock, frame, memoryview(content))
-
-
-def ok(sock: socket.socket, request: BulkFrame) -> None:
-    send_frame(sock, BulkFrame(Kind.REPLY, request.ref, ROUND, length=request.length))
 
 
 def bytes_of_another_place(sock: socket.socket, request: BulkFrame) -> None:

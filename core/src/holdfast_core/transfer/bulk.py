@@ -22,10 +22,11 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
+from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import (
     AccessDeniedError,
     CapacityError,
@@ -118,6 +119,9 @@ class BulkOptions:
     connect_seconds: float = 5.0
     io_seconds: float = 30.0
     """Without any byte of a DATA frame moving."""
+    pace_seconds: float = 60.0
+    """For a run of chunks, a chunk table or a whole shard from a peer, and a second more for every
+    64 KiB of it."""
     reply_seconds: float = 120.0
     """For the REPLY to a whole copy: the other side's fsync."""
     attempts: int = 4
@@ -126,6 +130,13 @@ class BulkOptions:
     attempt does; what fails is tried again inside."""
     throttle: Callable[[int], None] | None = None
     """Called with the bytes about to be sent or just received; blocks to bound the bandwidth."""
+    clock: Clock = field(default_factory=SystemClock)
+
+
+class Incoming(Protocol):
+    """What is read of a connection: its socket, or bulk_pace.PacedLine."""
+
+    def recv_into(self, buffer: memoryview, /) -> int: ...
 
 
 def send_frame(sock: socket.socket, frame: BulkFrame, data: memoryview | None = None) -> None:
@@ -152,7 +163,7 @@ def send_frame(sock: socket.socket, frame: BulkFrame, data: memoryview | None = 
             sock.sendall(data[start : start + _SEND_BYTES])
 
 
-def receive_frame(sock: socket.socket) -> BulkFrame | None:
+def receive_frame(sock: Incoming) -> BulkFrame | None:
     """The next header; None where the peer closed before it. Raises FormatError, OSError."""
     raw = bytearray(_HEADER.size)
     if not receive_into(sock, memoryview(raw), may_end=True):
@@ -193,7 +204,7 @@ def receive_frame(sock: socket.socket) -> BulkFrame | None:
 
 
 def receive_data(
-    sock: socket.socket, frame: BulkFrame, ref: ShardRef, offset: int, buffer: memoryview
+    sock: Incoming, frame: BulkFrame, ref: ShardRef, offset: int, buffer: memoryview
 ) -> memoryview:
     """The bytes of a DATA frame, in `buffer`. Raises FormatError for anything but the next piece of
     this shard, UnavailableError where the CRC does not match (the transfer goes on elsewhere)."""
@@ -211,7 +222,7 @@ def receive_data(
     return data
 
 
-def receive_into(sock: socket.socket, buffer: memoryview, *, may_end: bool = False) -> bool:
+def receive_into(sock: Incoming, buffer: memoryview, *, may_end: bool = False) -> bool:
     """Fill `buffer` wholly. False where the stream ends before its first byte and `may_end`."""
     filled = 0
     while filled < len(buffer):

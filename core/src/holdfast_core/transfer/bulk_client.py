@@ -38,6 +38,7 @@ from holdfast_core.transfer.bulk_data import (
     spans_without,
 )
 from holdfast_core.transfer.bulk_line import Line, outside_tls
+from holdfast_core.transfer.bulk_pace import PacedLine
 from holdfast_core.transfer.bulk_peer import (
     Peer,
     connect,
@@ -98,15 +99,16 @@ def fetch_shard(
         request = BulkFrame(Kind.GET_SHARD, ref, round, offset=offset, plain=plain)
         try:
             with connect(peer) as line:
+                paced = peer.paced(line, f"bulk: {ref}")
                 send_frame(line.sock, request)
-                reply = expect_reply(line.sock, peer, request)
+                reply = expect_reply(paced, peer, request)
                 if writer is None:
                     writer = open_writer(ref, reply.length)
                 outside = outside or reply.plain
                 with outside_tls(f"bulk: reading {ref} from {peer}", reply.plain):
                     if reply.plain:
-                        _receive_head(line, peer, request, writer)
-                    _receive_until(line.sock, peer, request, writer, reply.length)
+                        _receive_head(line, paced, peer, request, writer)
+                    _receive_until(paced, peer, request, writer, reply.length)
             with outside_tls(f"bulk: verifying {ref} from {peer}", outside):
                 return writer.commit()
         except UnavailableError as error:
@@ -192,19 +194,22 @@ def _raise_last_words(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> No
         raise_reply(reply, f"bulk: sending {request.ref} to {peer}")
 
 
-def _receive_head(line: Line, peer: Peer, request: BulkFrame, writer: CopyWriter) -> None:
+def _receive_head(
+    line: Line, paced: PacedLine, peer: Peer, request: BulkFrame, writer: CopyWriter
+) -> None:
     """What stays inside TLS before the rest goes outside."""
     if writer.offset == 0:
-        _receive_until(line.sock, peer, request, writer, 1)
+        _receive_until(paced, peer, request, writer, 1)
     line.leave()
 
 
 def _receive_until(
-    sock: ssl.SSLSocket, peer: Peer, request: BulkFrame, writer: CopyWriter, stop: int
+    sock: PacedLine, peer: Peer, request: BulkFrame, writer: CopyWriter, stop: int
 ) -> None:
     """DATA frames until the writer's offset is `stop` or more."""
     while writer.offset < stop:
         frame = expect_data(sock, peer, request)
         length = receive_piece(sock, frame, request, writer)
+        sock.taken(length)
         peer.throttle(length)
         writer.advance(length)

@@ -20,6 +20,7 @@ from holdfast_core.tiers.base import CopyWriter, ShardReader
 from holdfast_core.transfer.bulk import (
     MAX_DATA_BYTES,
     BulkFrame,
+    Incoming,
     Kind,
     receive_data,
     send_frame,
@@ -152,9 +153,7 @@ def send_data(
     send_frame(sock, frame, data)
 
 
-def receive_piece(
-    sock: socket.socket, frame: BulkFrame, request: BulkFrame, writer: CopyWriter
-) -> int:
+def receive_piece(sock: Incoming, frame: BulkFrame, request: BulkFrame, writer: CopyWriter) -> int:
     """The bytes of a DATA frame into the writer's room; they count after `writer.advance` of the
     number that this returns. Raises what `receive_data` raises."""
     room = writer.room(min(frame.length, MAX_DATA_BYTES))

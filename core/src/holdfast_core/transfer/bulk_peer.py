@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
+from holdfast_core.tiers.s3_pace import Pace
 from holdfast_core.transfer.bulk import (
     BulkFrame,
     BulkOptions,
+    Incoming,
     Kind,
     connection_error,
     raise_reply,
@@ -22,6 +24,7 @@ from holdfast_core.transfer.bulk import (
     tune,
 )
 from holdfast_core.transfer.bulk_line import Line
+from holdfast_core.transfer.bulk_pace import PacedLine
 
 T = TypeVar("T")
 
@@ -42,6 +45,12 @@ class Peer:
     def throttle(self, length: int) -> None:
         if self.options.throttle is not None:
             self.options.throttle(length)
+
+    def paced(self, line: Line, what: str) -> PacedLine:
+        """To read one answer, which begins now."""
+        clock = self.options.clock
+        grace_seconds = self.options.pace_seconds
+        return PacedLine(line, Pace(f"{what} from {self}", clock, clock.monotonic(), grace_seconds))
 
     def wrap(self, plain: socket.socket) -> ssl.SSLSocket:
         return self.ssl_context.wrap_socket(plain, server_hostname=self.server_hostname)
@@ -76,7 +85,7 @@ def connect(peer: Peer) -> Iterator[Line]:
         raise connection_error(error, f"bulk: {peer}") from error
 
 
-def expect_reply(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> BulkFrame:
+def expect_reply(sock: Incoming, peer: Peer, request: BulkFrame) -> BulkFrame:
     reply = receive_frame(sock)
     if reply is None:
         raise ConnectionResetError("the other side closed before its reply")
@@ -86,7 +95,7 @@ def expect_reply(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> BulkFra
     return reply
 
 
-def expect_data(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> BulkFrame:
+def expect_data(sock: ssl.SSLSocket | PacedLine, peer: Peer, request: BulkFrame) -> BulkFrame:
     frame = receive_frame(sock)
     if frame is None:
         raise ConnectionResetError("the other side closed within the shard")

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import ssl
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from holdfast_core.errors import CorruptionError
+from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.chunks import bad_chunks, payload_span
 from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import RestartRound, ShardRef
@@ -29,6 +28,7 @@ from holdfast_core.transfer.bulk import (
     send_frame,
 )
 from holdfast_core.transfer.bulk_line import Line
+from holdfast_core.transfer.bulk_pace import PacedLine
 from holdfast_core.transfer.bulk_peer import (
     Peer,
     connect,
@@ -114,17 +114,19 @@ class PeerShard:
     def _learn(self) -> None:
         request = BulkFrame(Kind.GET_TABLE, self._ref, self._round)
         with self._conversation() as line:
+            paced = self._peer.paced(line, f"bulk: chunk table of {self._ref}")
             send_frame(line.sock, request)
-            reply = expect_reply(line.sock, self._peer, request)
-            self._trailer = receive_table(line.sock, request, reply.length)
+            reply = expect_reply(paced, self._peer, request)
+            self._trailer = receive_table(paced, request, reply.length)
 
     def _first_of(self, waiting: deque[range]) -> memoryview:
         """The bytes of the first run; all of them are asked for."""
         with self._conversation() as line:
+            paced = self._peer.paced(line, f"bulk: chunks of {self._ref}")
             for chunks in tuple(waiting)[self._asked :]:
                 send_frame(line.sock, self._request(chunks))
                 self._asked += 1
-            view = self._receive(line.sock, waiting[0])
+            view = self._receive(paced, waiting[0])
             self._asked -= 1
             return view
 
@@ -134,8 +136,9 @@ class PeerShard:
             Kind.GET_RANGE, self._ref, self._round, offset=span.start, length=span.length_bytes
         )
 
-    def _receive(self, sock: ssl.SSLSocket, chunks: range) -> memoryview:
+    def _receive(self, sock: PacedLine, chunks: range) -> memoryview:
         request = self._request(chunks)
+        chunk_bytes = self.trailer.record.header.chunk_bytes
         expect_reply(sock, self._peer, request)
         if len(self._buffer) < request.length:
             self._buffer = memoryview(bytearray(request.length))
@@ -144,6 +147,13 @@ class PeerShard:
         while position < len(view):
             frame = expect_data(sock, self._peer, request)
             room = view[position : position + MAX_DATA_BYTES]
+            due = min(chunk_bytes - position % chunk_bytes, len(room))
+            if frame.kind is Kind.DATA and frame.length < due:
+                # Nobody sends less than a chunk, and a frame a byte would keep this node busy.
+                raise FormatError(
+                    f"bulk: {frame.length} bytes of {self._ref} from {self._peer} at "
+                    f"{request.offset + position}, expected {due} or more"
+                )
             data = receive_data(sock, frame, self._ref, request.offset + position, room)
             self._peer.throttle(len(data))
             position += len(data)

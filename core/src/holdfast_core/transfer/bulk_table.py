@@ -13,7 +13,13 @@ from holdfast_core.format.digest import crc32c
 from holdfast_core.format.shard import Trailer, pack_trailer, trailer_offset, unpack_trailer
 from holdfast_core.format.stream import check_ref
 from holdfast_core.tiers.base import ShardReader
-from holdfast_core.transfer.bulk import MAX_DATA_BYTES, BulkFrame, receive_data, receive_frame
+from holdfast_core.transfer.bulk import (
+    MAX_DATA_BYTES,
+    BulkFrame,
+    Incoming,
+    receive_data,
+    receive_frame,
+)
 from holdfast_core.transfer.bulk_data import send_data
 
 MAX_TRAILER_BYTES = 256 << 20
@@ -30,7 +36,7 @@ def send_table(sock: socket.socket, request: BulkFrame, reader: ShardReader) -> 
         send_data(sock, request, start + offset, piece, crc32c(piece))
 
 
-def receive_table(sock: socket.socket, request: BulkFrame, file_bytes: int) -> Trailer:
+def receive_table(sock: Incoming, request: BulkFrame, file_bytes: int) -> Trailer:
     """The trailer of the shard that `request` names, whose file has so many bytes. Raises
     CorruptionError (not that shard's), FormatError, UnavailableError, OSError."""
     found = bytearray()
@@ -46,7 +52,13 @@ def receive_table(sock: socket.socket, request: BulkFrame, file_bytes: int) -> T
                     f"bulk: trailer of {request.ref} at {start} of {file_bytes} bytes, at most "
                     f"{MAX_TRAILER_BYTES} are accepted"
                 )
-        room = memoryview(bytearray(min(MAX_DATA_BYTES, file_bytes - start - len(found))))
+        due = min(MAX_DATA_BYTES, file_bytes - start - len(found))
+        if frame.length < due:
+            # Nobody sends it in smaller pieces, and each would cost the buffer of a whole one.
+            raise FormatError(
+                f"bulk: {frame.length} bytes of the trailer of {request.ref}, expected {due}"
+            )
+        room = memoryview(bytearray(due))
         found += receive_data(sock, frame, request.ref, start + len(found), room)
     trailer = unpack_trailer(bytes(found))
     check_ref(trailer.record, request.ref)

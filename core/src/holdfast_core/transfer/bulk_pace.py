@@ -1,0 +1,48 @@
+"""A bulk connection that is read at a pace: a peer that only ever drips is given up.
+
+The connection's time-out bounds one silence, and a byte before each of its ends would hold a restore
+for ever. This bounds the sum.
+"""
+
+from __future__ import annotations
+
+from holdfast_core.tiers.s3_pace import Pace
+from holdfast_core.transfer.bulk_line import Line
+
+
+class PacedLine:
+    """bulk.Incoming of a line, inside TLS or outside. `pace` is of one answer."""
+
+    def __init__(self, line: Line, pace: Pace) -> None:
+        self._line = line
+        self._pace = pace
+        self._taken_bytes = 0
+
+    def taken(self, length: int) -> None:
+        """So much of the payload was in the frame that ended here: heads of frames earn no time, else
+        frames of a byte each would be as good as whole ones."""
+        self._taken_bytes += length
+        self._pace.received_bytes = self._taken_bytes
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Raises UnavailableError where the peer is too slow, OSError."""
+        sock = self._line.sock
+        left, idle = self._pace.left_seconds(), sock.gettimeout()
+        hurried = idle is None or left < idle
+        try:
+            if hurried:
+                sock.settimeout(left)
+            count = sock.recv_into(buffer)
+        except TimeoutError:
+            if hurried:
+                self._pace.left_seconds()
+            raise
+        finally:
+            if hurried:
+                sock.settimeout(idle)
+        self._pace.received_bytes += count
+        return count
+
+    def version(self) -> str | None:
+        """Of TLS; None outside."""
+        return self._line.sock.version()
