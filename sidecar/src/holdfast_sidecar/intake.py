@@ -201,9 +201,10 @@ class Intake:
             reply = state.refused(Refusal.NOT_FOUND, str(error))
         except (FormatError, StateMismatchError) as error:
             reply = state.refused(Refusal.BAD_REQUEST, str(error))
-        except (HoldfastError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - without a reply a rank waits an hour
             logs.failure(f"{type(frame.message).__name__} failed", error)
-            reply = Refused(Refusal.BUSY, str(error), state.round, state.version)
+            words = str(error) if isinstance(error, HoldfastError | OSError) else repr(error)
+            reply = Refused(Refusal.BUSY, words, state.round, state.version)
         finally:
             release()
         connection.send(reply, frame.id)

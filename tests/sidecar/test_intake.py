@@ -1,0 +1,93 @@
+"""Each request on the pod's socket gets a reply, whatever goes wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.errors import NotFoundError, UnavailableError
+from holdfast_core.ids import JobUid, Rank, RestartRound, Worker
+from holdfast_core.transfer.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    HelloReply,
+    LocalRole,
+    Refusal,
+    Refused,
+    Restore,
+)
+from holdfast_core.transfer.socket_frames import Frame, read_frame, write_frame
+from holdfast_sidecar.intake import Connection, Intake
+from holdfast_sidecar.rounds import RoundState
+
+JOB = JobUid("job-1")
+STATE = RoundState(Worker(0), 1, RestartRound(1))
+
+
+class Failing:
+    """LocalHandler whose requests end as the test says."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    @property
+    def state(self) -> RoundState:
+        return STATE
+
+    def hello(self, connection: Connection) -> HelloReply:
+        return HelloReply(STATE.round)
+
+    def gone(self, connection: Connection) -> None:
+        return
+
+    async def request(self, connection: Connection, message: object) -> object:
+        raise self._error
+
+    def notify(self, connection: Connection, message: object) -> None:
+        raise AssertionError(message)
+
+
+@pytest.fixture
+def socket_path() -> Iterator[Path]:
+    """Short: a Unix socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "s"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (NotFoundError("no such shard"), (Refusal.NOT_FOUND, "no such shard")),
+        (UnavailableError("the disk is slow"), (Refusal.BUSY, "the disk is slow")),
+        (OSError("no room"), (Refusal.BUSY, "no room")),
+        (KeyError(7), (Refusal.BUSY, "KeyError(7)")),
+        (IndexError(), (Refusal.BUSY, "IndexError()")),
+    ],
+)
+def test_a_request_that_fails_is_answered(
+    socket_path: Path, error: Exception, expected: tuple[Refusal, str]
+) -> None:
+    async def scenario() -> Frame | None:
+        intake = Intake(socket_path, JOB, Failing(error))
+        await intake.start()
+        reader, writer = await asyncio.open_unix_connection(str(socket_path))
+        try:
+            hello = Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0))
+            writer.write(write_frame(hello, 1))
+            await read_frame(reader)
+            writer.write(write_frame(Restore(RestartRound(1), Rank(0)), 2))
+            async with asyncio.timeout(20):
+                return await read_frame(reader)
+        finally:
+            writer.close()
+            await intake.close()
+
+    reply = asyncio.run(scenario())
+    assert reply is not None
+    assert isinstance(reply.message, Refused)
+    assert reply.id == 2
+    assert (reply.message.code, reply.message.message) == expected
