@@ -50,7 +50,8 @@ class Metrics:
         )
         self._fetched = Counter(
             "holdfast_fetched_bytes",
-            "Bytes of shards that restores of this pod have read from the tier",
+            "Bytes of shards that restores of this pod took from the tier: payload that was verified and "
+            "used, and chunk tables; not what was read in vain where a source failed",
             ["tier"],
             registry=self._registry,
         )
