@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from testbed import faults
 from testbed.driver import install, metrics
-from testbed.driver.jobs import Training, prepare_namespace
+from testbed.driver.jobs import prepare_namespace
 from testbed.driver.kube import Kube, wait_for
 from testbed.driver.scenario import SHORT, Scenario
 
@@ -163,8 +163,7 @@ def test_survivor_that_answers_late(scenario, nodes_back):
 
 def test_operator_killed_during_recovery(scenario, installed: Kube):
     """Killed after CAS 1, after the seal, after CAS 2: each time the next operator goes on."""
-    longer = Training(workers=3, steps=200, sleep_per_step=0.05)
-    job = scenario.start(longer)
+    job = scenario.start()
     phases = {
         "CAS 1": lambda before: job.round > before,
         "the seal": lambda before: job.metric(0, "holdfast_restart_round").get("", 0) > before,
@@ -183,7 +182,7 @@ def test_operator_killed_during_recovery(scenario, installed: Kube):
         )
         install.kill_operator(installed)
         job.wait_round(before + 1, 180)
-    scenario.finish_and_judge(job, longer)
+    scenario.finish_and_judge(job)
 
 
 def test_retained_checkpoint_starts_a_new_job(scenario):
