@@ -11,7 +11,7 @@ from holdfast_core.format.pack_plan import BLOCK_CHUNKS
 from holdfast_core.format.record import CHUNK_BYTES
 from holdfast_core.testing.packs import Saved, plan_ranks, trailer_of
 
-STATE_BYTES = 64 << 20
+STATE_BYTES = 32 << 20
 RANKS = 4
 TRAINED = 0.1
 

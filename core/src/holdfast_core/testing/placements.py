@@ -73,10 +73,10 @@ def objects_of(rank: int, objects_bytes: int = 64) -> bytes:
     return pack_objects({"state": {"saved by": rank}}, objects_bytes)
 
 
-def transformer(layers: int, placement: Placement | None) -> dict[str, Tensor]:
+def transformer(layers: int, placement: Placement | None, words: int = 128256) -> dict[str, Tensor]:
     """Some layers of a model of 1.2e9 parameters in fp32, with Adam's two tensors each: what a
     layer costs does not depend on their number."""
-    width, inner, words = 2048, 8192, 128256
+    width, inner = 2048, 8192
     shapes = {"up": (inner, width), "gate": (inner, width), "down": (width, inner)}
     shapes |= {name: (width, width) for name in "qkvo"}
     tensors: dict[str, Tensor] = {}

@@ -245,7 +245,8 @@ class _Tracer:
             number, event = os.WSTOPSIG(status), status >> 16
             deliver = 0
             if number == _SYSCALL_STOP:
-                self._stopped(thread)
+                if not self._stopped(thread):
+                    continue
             elif number == signal.SIGSTOP and thread not in known:
                 known.add(thread)  # how a new thread begins
             elif not event:
@@ -255,12 +256,17 @@ class _Tracer:
             except ProcessLookupError:
                 continue  # killed meanwhile
 
-    def _stopped(self, thread: int) -> None:
+    def _stopped(self, thread: int) -> bool:
+        """False: the thread stays where it is, for it is to be killed there.
+
+        What the kernel was doing for other threads when the kill came is done and seen first: else
+        it might be done, and nobody would know.
+        """
         info = _Info()
         try:
             _ptrace(_GET_SYSCALL_INFO, thread, ctypes.sizeof(info), ctypes.addressof(info))
         except ProcessLookupError:
-            return
+            return True
         if info.op == _ENTRY:
             name = self._numbers.get(info.words[0])
             if name is not None and not self.killed:
@@ -274,6 +280,9 @@ class _Tracer:
             result = ctypes.c_int64(info.words[0]).value
             if result >= 0 and self._recorder is not None:
                 self._left(call, result, self._recorder)
+        if self.killed and not self._under_way:
+            os.kill(self._pid, signal.SIGKILL)
+        return not self.killed
 
     def _entered(self, thread: int, name: str, arguments: tuple[int, ...]) -> None:
         call = read_call(self._pid, name, arguments)
@@ -286,12 +295,11 @@ class _Tracer:
             return
         self.calls.append(f"{call.name} {call.path.removeprefix(self._scope)}")
         if self._strike is None or not self._strike.hits(len(self.calls)):
-            self._under_way[thread] = call
+            if call.name != "flock":  # changes nothing, and may wait for a thread that is held
+                self._under_way[thread] = call
             return
         self.struck = True
-        if self._strike.error is None:
-            os.kill(self._pid, signal.SIGKILL)
-        else:
+        if self._strike.error is not None:
             _ptrace(_POKEUSER, thread, _NUMBER_REGISTER, -1)
             self._failing.add(thread)
 
