@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,21 @@ def script(directory: Path, text: str) -> Path:
     return path
 
 
-def run(directory: Path, options: list[str], command: list[str]) -> Launched:
-    with Launched(directory, options, command) as launched:
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """No torch is found: its import is most of what a launcher costs, and few of these tests use it."""
+    directory = tmp_path_factory.mktemp("no-torch")
+    (directory / "torch.py").write_text("raise ModuleNotFoundError(__name__, name=__name__)\n")
+    return {"PYTHONPATH": str(directory)}
+
+
+def run(
+    directory: Path,
+    options: list[str],
+    command: list[str],
+    environment: Mapping[str, str] | None = None,
+) -> Launched:
+    with Launched(directory, options, command, environment or {}) as launched:
         launched.wait()
     return launched
 
@@ -70,8 +84,10 @@ def test_a_gang_meets_over_env(tmp_path: Path) -> None:
         pytest.param("import sys; sys.exit('bye')", 1, "bye", id="exit-words"),
     ],
 )
-def test_exit_codes(tmp_path: Path, body: str, code: int, words: str) -> None:
-    done = run(tmp_path, [], ["python", str(script(tmp_path, body))])
+def test_exit_codes(
+    tmp_path: Path, light: dict[str, str], body: str, code: int, words: str
+) -> None:
+    done = run(tmp_path, [], ["python", str(script(tmp_path, body))], light)
     assert done.process.returncode == code
     assert words in done.err()
 
@@ -85,13 +101,17 @@ def test_exit_codes(tmp_path: Path, body: str, code: int, words: str) -> None:
         pytest.param(["python", "-m", "this"], 0, "Beautiful", id="module"),
     ],
 )
-def test_any_command(tmp_path: Path, command: list[str], code: int, words: str) -> None:
-    done = run(tmp_path, [], command)
+def test_any_command(
+    tmp_path: Path, light: dict[str, str], command: list[str], code: int, words: str
+) -> None:
+    done = run(tmp_path, [], command, light)
     assert done.process.returncode == code, done.err()
     assert words in done.out() + done.err()
 
 
-def test_a_module_that_starts_threads_cannot_be_preloaded(tmp_path: Path) -> None:
+def test_a_module_that_starts_threads_cannot_be_preloaded(
+    tmp_path: Path, light: dict[str, str]
+) -> None:
     (tmp_path / "threading_thing.py").write_text(
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
@@ -99,7 +119,7 @@ def test_a_module_that_starts_threads_cannot_be_preloaded(tmp_path: Path) -> Non
         tmp_path,
         ["--preload", "threading_thing"],
         ["python", "-m", "this"],
-        {"PYTHONPATH": str(tmp_path)},
+        {"PYTHONPATH": f"{tmp_path}:{light['PYTHONPATH']}"},
     ) as launched:
         assert launched.wait() == 1
     assert "threading_thing" in launched.err()
@@ -121,12 +141,12 @@ SLOW = (
     ],
 )
 def test_no_process_outlives_the_launcher(
-    tmp_path: Path, number: signal.Signals, code: int
+    tmp_path: Path, light: dict[str, str], number: signal.Signals, code: int
 ) -> None:
     program = script(tmp_path, SLOW)
     progress = tmp_path / "progress"
     command = ["python", str(program), str(progress)]
-    with Launched(tmp_path, ["--nproc", "2"], command) as launched:
+    with Launched(tmp_path, ["--nproc", "2"], command, light) as launched:
         until(lambda: launched.step_of(0) == launched.step_of(1) == 1, "both ranks run")
         processes = children_of(launched.process.pid)
         os.kill(launched.process.pid, number)
@@ -134,18 +154,20 @@ def test_no_process_outlives_the_launcher(
         until(lambda: not any(map(is_alive, processes)), "everything is gone", 20)
 
 
-def test_a_rank_that_does_not_listen_is_killed_after_the_grace(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_listen_is_killed_after_the_grace(
+    tmp_path: Path, light: dict[str, str]
+) -> None:
     program = script(tmp_path, "import signal\nsignal.signal(15, lambda *_: None)\n" + SLOW)
     command = ["python", str(program), str(tmp_path / "progress")]
-    with Launched(tmp_path, ["--grace", "0.2"], command) as launched:
+    with Launched(tmp_path, ["--grace", "0.2"], command, light) as launched:
         until(lambda: launched.step_of(0) == 1, "the rank runs")
         os.kill(launched.process.pid, signal.SIGTERM)
         assert launched.wait() == 143
 
 
-def test_the_fork_server_may_be_killed(tmp_path: Path) -> None:
+def test_the_fork_server_may_be_killed(tmp_path: Path, light: dict[str, str]) -> None:
     command = ["python", str(script(tmp_path, SLOW)), str(tmp_path / "progress")]
-    with Launched(tmp_path, [], command) as launched:
+    with Launched(tmp_path, [], command, light) as launched:
         until(lambda: launched.step_of(0) == 1, "the rank runs")
         processes = children_of(launched.process.pid)
         server = processes[0]
