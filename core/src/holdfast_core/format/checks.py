@@ -6,7 +6,8 @@ from typing import Any
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.digest import parse_digest
-from holdfast_core.ids import ByteRange, Digest
+from holdfast_core.format.keys import MAX_ROUND, MAX_STEP
+from holdfast_core.ids import ByteRange, CheckpointId, Digest, RestartRound, Step
 
 MAX_INT = (1 << 63) - 1
 
@@ -19,6 +20,16 @@ def expect_object(value: Any, path: str, fields: frozenset[str]) -> dict[str, An
         unknown = sorted(found.keys() - fields)[:5]
         raise FormatError(f"{path}: fields missing {missing}, fields unknown {unknown}")
     return found
+
+
+def expect_document(
+    value: Any, path: str, fields: frozenset[str], *, version: int
+) -> dict[str, Any]:
+    """An object with exactly these fields, `formatVersion` among them, which is looked at first: a newer
+    version may have others."""
+    if isinstance(value, dict) and "formatVersion" in value:
+        expect_version(value["formatVersion"], f"{path}.formatVersion", version)
+    return expect_object(value, path, fields)
 
 
 def expect_map(value: Any, path: str) -> dict[str, Any]:
@@ -62,6 +73,14 @@ def expect_range(value: Any, path: str) -> ByteRange:
     if len(numbers) != 2 or numbers[0] > numbers[1]:
         raise FormatError(f"{path}: {list(numbers)} is no byte range [start, stop)")
     return ByteRange(numbers[0], numbers[1])
+
+
+def expect_checkpoint(entry: dict[str, Any], path: str) -> CheckpointId:
+    """`step` and `restartRound` of an object that has them."""
+    return CheckpointId(
+        Step(expect_int(entry["step"], f"{path}.step", high=MAX_STEP)),
+        RestartRound(expect_int(entry["restartRound"], f"{path}.restartRound", high=MAX_ROUND)),
+    )
 
 
 def expect_digest(value: Any, path: str) -> Digest:

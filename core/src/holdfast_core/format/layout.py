@@ -14,13 +14,13 @@ from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import dumps_canonical, loads_canonical
 from holdfast_core.format.checks import (
     expect_digest,
+    expect_document,
     expect_int,
     expect_list,
     expect_map,
     expect_object,
     expect_range,
     expect_text,
-    expect_version,
 )
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes
@@ -179,10 +179,7 @@ def rank_layout_of(layout: Layout, rank: Rank) -> RankLayout:
 def parse_layout(document: bytes) -> Layout:
     """Raises FormatError, with the path, unless every size and offset fits every other."""
     what = "layout"
-    root = loads_canonical(document, what)
-    if isinstance(root, dict) and "formatVersion" in root:
-        expect_version(root["formatVersion"], f"{what}.formatVersion", FORMAT_VERSION)
-    root = expect_object(root, what, _FIELDS)
+    root = expect_document(loads_canonical(document, what), what, _FIELDS, version=FORMAT_VERSION)
     ranks = tuple(
         _rank_part(value, f"{what}.ranks[{index}]")
         for index, value in enumerate(expect_list(root["ranks"], f"{what}.ranks", limit=MAX_SHARDS))

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import dumps_canonical, loads_canonical
 from holdfast_core.format.checks import (
+    expect_checkpoint,
     expect_digest,
+    expect_document,
     expect_int,
     expect_list,
     expect_object,
     expect_text,
-    expect_version,
 )
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
-from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP, checked_job_uid
+from holdfast_core.format.keys import MAX_RANK, checked_job_uid
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
 FORMAT_VERSION = 1
@@ -122,16 +123,14 @@ def manifest_digest(document: bytes) -> Digest:
 def parse_manifest(document: bytes) -> Manifest:
     """Raises FormatError, with the path, for anything that `Manifest.to_bytes` does not write."""
     what = "manifest"
-    root = loads_canonical(document, what)
-    if isinstance(root, dict) and "formatVersion" in root:
-        expect_version(root["formatVersion"], f"{what}.formatVersion", FORMAT_VERSION)
-    root = expect_object(root, what, _FIELDS)
+    root = expect_document(loads_canonical(document, what), what, _FIELDS, version=FORMAT_VERSION)
     job = expect_object(root["job"], f"{what}.job", _JOB_FIELDS)
     uid = JobUid(expect_text(job["uid"], f"{what}.job.uid", limit=128))
     world_size = expect_int(root["worldSize"], f"{what}.worldSize", low=1, high=MAX_SHARDS)
     entries = expect_list(root["shards"], f"{what}.shards", limit=MAX_SHARDS)
     if len(entries) != world_size:
         raise FormatError(f"{what}.shards: {len(entries)} shards for worldSize {world_size}")
+    checkpoint = expect_checkpoint(root, what)
     parent = root["parent"]
     return Manifest(
         job=JobIdentity(
@@ -139,10 +138,8 @@ def parse_manifest(document: bytes) -> Manifest:
             name=expect_text(job["name"], f"{what}.job.name", limit=253),
             uid=checked_job_uid(uid),
         ),
-        step=Step(expect_int(root["step"], f"{what}.step", high=MAX_STEP)),
-        restart_round=RestartRound(
-            expect_int(root["restartRound"], f"{what}.restartRound", high=MAX_ROUND)
-        ),
+        step=checkpoint.step,
+        restart_round=checkpoint.round,
         world_size=world_size,
         parent=None if parent is None else expect_digest(parent, f"{what}.parent"),
         layout=expect_digest(root["layout"], f"{what}.layout"),

@@ -16,23 +16,23 @@ import struct
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.canonical import dumps_canonical, loads_canonical
 from holdfast_core.format.checks import (
+    expect_checkpoint,
     expect_digest,
+    expect_document,
     expect_int,
     expect_list,
-    expect_map,
     expect_object,
-    expect_version,
 )
 from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable, table_bytes
 from holdfast_core.format.digest import crc32c, digest_of
-from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP
+from holdfast_core.format.keys import MAX_RANK
 from holdfast_core.format.record import ShardHeader
 from holdfast_core.format.shard import (
     FOOTER,
@@ -43,6 +43,7 @@ from holdfast_core.format.shard import (
     identity_json,
     parse_identity,
     record_of,
+    unpack_footer,
 )
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
@@ -125,16 +126,29 @@ class PackIndex:
         return min(chunks.stop * size, self.header.payload_bytes) - chunks.start * size
 
 
-def runs_within(runs: list[Run], chunks: range, chunk_bytes: int) -> Iterator[Run]:
-    """Those of `runs` (all of an index, in order) that cover `chunks`, cut to them."""
-    at = bisect_right(runs, chunks.start, key=lambda run: run.chunks.start) - 1
-    while at < len(runs) and runs[at].chunks.start < chunks.stop:
-        run = runs[at]
-        start = max(run.chunks.start, chunks.start)
-        skipped = (start - run.chunks.start) * chunk_bytes if run.place == HERE else 0
-        cut = range(start, min(run.chunks.stop, chunks.stop))
-        yield Run(cut, run.place, run.offset + skipped)
+class Stretch(Protocol):
+    @property
+    def chunks(self) -> range: ...
+
+
+S = TypeVar("S", bound=Stretch)
+
+
+def overlapping(stretches: Sequence[S], chunks: range) -> Iterator[tuple[S, range]]:
+    """Those of `stretches` (in order) that cover `chunks`, each with the chunks it is asked for."""
+    at = bisect_right(stretches, chunks.start, key=lambda stretch: stretch.chunks.start) - 1
+    while at < len(stretches) and stretches[at].chunks.start < chunks.stop:
+        there = stretches[at].chunks
+        cut = range(max(there.start, chunks.start), min(there.stop, chunks.stop))
+        yield stretches[at], cut
         at += 1
+
+
+def runs_within(runs: Sequence[Run], chunks: range, chunk_bytes: int) -> Iterator[Run]:
+    """Those of `runs` (all of an index) that cover `chunks`, cut to them."""
+    for run, cut in overlapping(runs, chunks):
+        skipped = (cut.start - run.chunks.start) * chunk_bytes if run.place == HERE else 0
+        yield Run(cut, run.place, run.offset + skipped)
 
 
 def pack_index(index: PackIndex) -> bytes:
@@ -202,10 +216,8 @@ def unpack_index(data: bytes, pack_bytes: int) -> PackIndex:
 
 
 def _parse(body: bytes, start: int, count: int) -> PackIndex:
-    root = expect_map(loads_canonical(body[_PREFIX.size : start], "pack index"), "index")
-    if "formatVersion" in root:
-        expect_version(root["formatVersion"], "index.formatVersion", FORMAT_VERSION)
-    root = expect_object(root, "index", _FIELDS)
+    text = loads_canonical(body[_PREFIX.size : start], "pack index")
+    root = expect_document(text, "index", _FIELDS, version=FORMAT_VERSION)
     header = parse_identity(root["header"], "index.header")
     if count != chunk_count(header):
         raise FormatError(f"{count} chunks, its header means {chunk_count(header)}")
@@ -221,7 +233,9 @@ def _parse(body: bytes, start: int, count: int) -> PackIndex:
         header,
         expect_digest(root["blake3"], "index.blake3"),
         ChunkTable.unpack(packed, count, header.format_version),
-        None if base is None else _parse_checkpoint(base, "index.base", _BASE_FIELDS),
+        None
+        if base is None
+        else expect_checkpoint(expect_object(base, "index.base", _BASE_FIELDS), "index.base"),
         tuple(
             _parse_source(value, f"index.sources[{number}]", header.job_uid)
             for number, value in enumerate(sources)
@@ -264,34 +278,21 @@ def source_order(ref: ShardRef) -> tuple[Step, RestartRound, Rank]:
 
 
 def _unpack_footer(footer: bytes) -> tuple[int, int, int]:
-    if len(footer) != FOOTER.size:
-        raise CorruptionError(f"pack footer: {len(footer)} bytes, expected {FOOTER.size}")
-    size, stored_bytes, crc, own_crc, magic = FOOTER.unpack(footer)
-    if magic != _FOOTER_MAGIC:
-        raise CorruptionError(f"pack footer: magic {magic!r}, expected {_FOOTER_MAGIC!r}")
-    if crc32c(footer[:20]) != own_crc:
-        raise CorruptionError("pack footer: CRC does not match")
+    size, stored_bytes, crc = unpack_footer(footer, _FOOTER_MAGIC, "pack footer")
     if not FOOTER.size < size <= _MAX_INDEX_BYTES:
         raise CorruptionError(f"pack footer: index of {size} bytes, at most {_MAX_INDEX_BYTES}")
-    return int(size), int(stored_bytes), int(crc)
+    return size, stored_bytes, crc
 
 
 def _checkpoint_json(checkpoint: CheckpointId) -> dict[str, int]:
     return {"restartRound": checkpoint.round, "step": checkpoint.step}
 
 
-def _parse_checkpoint(value: Any, path: str, fields: frozenset[str]) -> CheckpointId:
-    entry = expect_object(value, path, fields)
-    return CheckpointId(
-        Step(expect_int(entry["step"], f"{path}.step", high=MAX_STEP)),
-        RestartRound(expect_int(entry["restartRound"], f"{path}.restartRound", high=MAX_ROUND)),
-    )
-
-
 def _parse_source(value: Any, path: str, job_uid: JobUid) -> ShardRef:
-    checkpoint = _parse_checkpoint(value, path, _SOURCE_FIELDS)
-    rank = Rank(expect_int(value["rank"], f"{path}.rank", high=MAX_RANK))
-    blake3 = expect_digest(value["blake3"], f"{path}.blake3")
+    entry = expect_object(value, path, _SOURCE_FIELDS)
+    checkpoint = expect_checkpoint(entry, path)
+    rank = Rank(expect_int(entry["rank"], f"{path}.rank", high=MAX_RANK))
+    blake3 = expect_digest(entry["blake3"], f"{path}.blake3")
     return ShardRef(job_uid, checkpoint.step, checkpoint.round, rank, blake3)
 
 

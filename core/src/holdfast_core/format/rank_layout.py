@@ -9,13 +9,13 @@ from typing import Any
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import dumps_canonical, loads_canonical
 from holdfast_core.format.checks import (
+    expect_document,
     expect_int,
     expect_ints,
     expect_map,
     expect_object,
     expect_range,
     expect_text,
-    expect_version,
 )
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES, element_bytes, tensor_bytes
 from holdfast_core.format.keys import MAX_RANK
@@ -71,10 +71,7 @@ class RankLayout:
 def parse_rank_layout(document: bytes) -> RankLayout:
     """Raises FormatError, with the path, unless every size and offset fits every other."""
     what = "layout of a rank"
-    root = loads_canonical(document, what)
-    if isinstance(root, dict) and "formatVersion" in root:
-        expect_version(root["formatVersion"], f"{what}.formatVersion", FORMAT_VERSION)
-    root = expect_object(root, what, _FIELDS)
+    root = expect_document(loads_canonical(document, what), what, _FIELDS, version=FORMAT_VERSION)
     payload_bytes = expect_int(root["payloadBytes"], f"{what}.payloadBytes", high=MAX_TENSOR_BYTES)
     tensors: dict[str, TensorSlice] = {}
     for fqn, value in expect_map(root["tensors"], f"{what}.tensors").items():

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import dumps_canonical, loads_canonical
-from holdfast_core.format.checks import expect_int, expect_list, expect_object, expect_version
-from holdfast_core.format.keys import MAX_ROUND, MAX_STEP
-from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.format.checks import (
+    expect_checkpoint,
+    expect_document,
+    expect_int,
+    expect_list,
+    expect_object,
+)
+from holdfast_core.ids import CheckpointId
 
 FORMAT_VERSION = 1
 MAX_REFERENCES = 1000
@@ -54,25 +58,15 @@ class References:
 def parse_references(document: bytes) -> References:
     """Raises FormatError, with the path, for anything that `References.to_bytes` does not write."""
     what = "references"
-    root = loads_canonical(document, what)
-    if isinstance(root, dict) and "formatVersion" in root:
-        expect_version(root["formatVersion"], f"{what}.formatVersion", FORMAT_VERSION)
-    root = expect_object(root, what, _FIELDS)
-    own = _checkpoint(root, what)
+    root = expect_document(loads_canonical(document, what), what, _FIELDS, version=FORMAT_VERSION)
+    own = expect_checkpoint(root, what)
     entries = expect_list(root["references"], f"{what}.references", limit=MAX_REFERENCES)
     found: dict[CheckpointId, int] = {}
     for number, value in enumerate(entries):
         path = f"{what}.references[{number}]"
         entry = expect_object(value, path, _ENTRY_FIELDS)
-        earlier = _checkpoint(entry, path)
+        earlier = expect_checkpoint(entry, path)
         if earlier == own or (found and earlier <= max(found)):
             raise FormatError(f"{path}: {earlier}: expected other checkpoints, in order, each once")
         found[earlier] = expect_int(entry["bytes"], f"{path}.bytes", low=1)
     return References(own, found)
-
-
-def _checkpoint(entry: dict[str, Any], path: str) -> CheckpointId:
-    return CheckpointId(
-        Step(expect_int(entry["step"], f"{path}.step", high=MAX_STEP)),
-        RestartRound(expect_int(entry["restartRound"], f"{path}.restartRound", high=MAX_ROUND)),
-    )

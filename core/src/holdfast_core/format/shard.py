@@ -220,16 +220,22 @@ def expect_zeros(data: bytes | bytearray | memoryview, what: str) -> None:
 
 
 def _unpack_footer(footer: bytes) -> tuple[int, int, int]:
-    if len(footer) != FOOTER.size:
-        raise CorruptionError(f"shard footer: {len(footer)} bytes, expected {FOOTER.size}")
-    size, payload_bytes, crc, own_crc, magic = FOOTER.unpack(footer)
-    if magic != FOOTER_MAGIC:
-        raise CorruptionError(f"shard footer: magic {magic!r}, expected {FOOTER_MAGIC!r}")
-    if crc32c(footer[:20]) != own_crc:
-        raise CorruptionError("shard footer: CRC does not match")
+    size, payload_bytes, crc = unpack_footer(footer, FOOTER_MAGIC, "shard footer")
     if size % BLOCK_BYTES or not BLOCK_BYTES <= size <= _MAX_TRAILER_BYTES:
         raise CorruptionError(f"shard footer: trailer of {size} bytes")
-    return int(size), int(payload_bytes), int(crc)
+    return size, payload_bytes, crc
+
+
+def unpack_footer(footer: bytes, expected: bytes, what: str) -> tuple[int, int, int]:
+    """What ends with it, what that says of the bytes in front, its CRC. Raises CorruptionError."""
+    if len(footer) != FOOTER.size:
+        raise CorruptionError(f"{what}: {len(footer)} bytes, expected {FOOTER.size}")
+    size, other_bytes, crc, own_crc, magic = FOOTER.unpack(footer)
+    if magic != expected:
+        raise CorruptionError(f"{what}: magic {magic!r}, expected {expected!r}")
+    if crc32c(footer[:20]) != own_crc:
+        raise CorruptionError(f"{what}: CRC does not match")
+    return int(size), int(other_bytes), int(crc)
 
 
 def identity_json(header: ShardHeader) -> dict[str, Any]:

@@ -272,18 +272,12 @@ class S3ObjectTier:
         uploads, date = self._retrier.call(
             f"list of unfinished uploads below {prefix}", lambda: self._client.list_uploads(prefix)
         )
-        try:
-            now = parsedate_to_datetime(date)
-            return [
-                upload
-                for upload in uploads
-                if upload.key.startswith(prefix)
-                and now - datetime.fromisoformat(upload.initiated) > older_than
-            ]
-        except (TypeError, ValueError) as error:
-            raise FormatError(
-                f"list of unfinished uploads below {prefix}: a date is not readable: {error}"
-            ) from error
+        return [
+            upload
+            for upload in uploads
+            if upload.key.startswith(prefix)
+            and _age(upload.key, upload.initiated, date) > older_than
+        ]
 
     def _abort(self, upload: PendingUpload) -> None:
         self._retrier.call(
@@ -344,12 +338,16 @@ class _Stored:
 
     @property
     def age(self) -> timedelta:
-        """By the server's own clock, whose date counts whole seconds. Raises FormatError."""
-        try:
-            now = parsedate_to_datetime(self.date)
-            return max(timedelta(0), now - datetime.fromisoformat(self.modified))
-        except (TypeError, ValueError) as error:
-            raise FormatError(f"list with {self.key}: a date is not readable: {error}") from error
+        return _age(self.key, self.modified, self.date)
+
+
+def _age(key: str, since: str, date: str) -> timedelta:
+    """By the server's own clock, whose date counts whole seconds. Raises FormatError."""
+    try:
+        now = parsedate_to_datetime(date)
+        return max(timedelta(0), now - datetime.fromisoformat(since))
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"list with {key}: a date is not readable: {error}") from error
 
 
 def _by_checkpoint(listed: Iterable[_Stored]) -> dict[CheckpointId, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from holdfast_core.format.pack import (
     PackIndex,
     Run,
     index_bytes_of,
+    overlapping,
     runs_within,
     unpack_index,
 )
@@ -201,14 +201,9 @@ class ShardPlaces:
             )
 
     def _cut(self, extents: list[Extent], chunks: range) -> Iterator[Extent]:
-        at = bisect_right(extents, chunks.start, key=lambda extent: extent.chunks.start) - 1
-        while at < len(extents) and extents[at].chunks.start < chunks.stop:
-            extent = extents[at]
-            start = max(extent.chunks.start, chunks.start)
-            skipped = (start - extent.chunks.start) * self._size
-            cut = range(start, min(extent.chunks.stop, chunks.stop))
+        for extent, cut in overlapping(extents, chunks):
+            skipped = (cut.start - extent.chunks.start) * self._size
             yield Extent(cut, extent.key, extent.offset + skipped)
-            at += 1
 
 
 def places_in(shards: StoredShards, stored: StoredShard) -> ShardPlaces:
