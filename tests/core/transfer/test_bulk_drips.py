@@ -26,8 +26,8 @@ from holdfast_core.clock import ManualClock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
 from holdfast_core.format.shard import Trailer, pack_trailer, trailer_offset
 from holdfast_core.ids import ByteRange
+from holdfast_core.pace import Pace
 from holdfast_core.tiers.memory import MemoryTier
-from holdfast_core.tiers.s3_pace import Pace
 from holdfast_core.transfer.bulk import BulkFrame, Kind, send_frame
 from holdfast_core.transfer.bulk_client import fetch_shard
 from holdfast_core.transfer.bulk_pace import PacedLine

@@ -111,6 +111,13 @@ def key_of(store: StoreConfig, ref: ShardRef) -> str:
     return f"{store.prefix}/{NAMESPACE}/{JOB_UID}/{keys.pack_key(ref)}"
 
 
+def go_bad(server: StoreServer, key: str, tmp_path: Path) -> None:
+    """A bit of an object flips."""
+    server.admin().fget_object(server.bucket, key, str(tmp_path / "bad"))
+    flip_bit(tmp_path / "bad", 1000)
+    server.admin().fput_object(server.bucket, key, str(tmp_path / "bad"))
+
+
 def objects(server: StoreServer, store: StoreConfig) -> dict[str, int]:
     listed = server.admin().list_objects(server.bucket, prefix=store.prefix, recursive=True)
     return {str(item.object_name).rsplit("/", 1)[-1]: int(item.size or 0) for item in listed}
@@ -156,9 +163,7 @@ def test_ranges_of_a_source_that_went_bad_are_named(
     for rank in range(2):
         replicas.upload(1, rank)
     key = key_of(store, replicas.ref(1, 1))
-    server.admin().fget_object(server.bucket, key, str(tmp_path / "bad"))
-    flip_bit(tmp_path / "bad", 1000)
-    server.admin().fput_object(server.bucket, key, str(tmp_path / "bad"))
+    go_bad(server, key, tmp_path)
     replicas.assert_ranges_come_back(1, 0, [range(0, 16)])
     with pytest.raises(CorruptionError, match=r"rank000001-.*\.pack.*chunk table"):
         replicas.assert_ranges_come_back(1, 0, [range(0, 17)])
@@ -256,9 +261,7 @@ def test_bad_bytes_of_a_source_are_named(
     for rank in range(2):
         replicas.upload(1, rank)
     key = key_of(store, replicas.ref(1, 1))
-    server.admin().fget_object(server.bucket, key, str(tmp_path / "bad"))
-    flip_bit(tmp_path / "bad", 1000)
-    server.admin().fput_object(server.bucket, key, str(tmp_path / "bad"))
+    go_bad(server, key, tmp_path)
     with pytest.raises(CorruptionError, match=r"rank000001-.*\.pack.*CRC32C"):
         replicas.assert_comes_back(1, 0)
 

@@ -24,7 +24,8 @@ from typing import Self
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import ConfigError, CorruptionError, TierError, UnavailableError
-from holdfast_core.tiers.s3_pace import Pace, PacedSocket
+from holdfast_core.pace import Pace
+from holdfast_core.tiers.s3_pace import PacedSocket
 
 SLICE_BYTES = 1 << 20
 """TLS encrypts what one call hands over; larger calls only add latency to time-outs."""
@@ -42,7 +43,7 @@ class Timeouts:
     """TCP and TLS handshake, each."""
     idle_seconds: float = 60.0
     pace_seconds: float = 300.0
-    """What a reply may take in all, and a second more for every 64 KiB of it (s3_pace). A body
+    """What a reply may take in all, and a second more for every 64 KiB of it (pace). A body
     needs no such bound: a socket is writable again only when a third of its buffer was taken."""
 
 

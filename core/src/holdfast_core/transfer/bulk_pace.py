@@ -6,7 +6,7 @@ for ever. This bounds the sum.
 
 from __future__ import annotations
 
-from holdfast_core.tiers.s3_pace import Pace
+from holdfast_core.pace import Pace
 from holdfast_core.transfer.bulk_line import Line
 
 
@@ -27,21 +27,7 @@ class PacedLine:
     def recv_into(self, buffer: memoryview, /) -> int:
         """Raises UnavailableError where the peer is too slow, OSError."""
         sock = self._line.sock
-        left, idle = self._pace.left_seconds(), sock.gettimeout()
-        hurried = idle is None or left < idle
-        try:
-            if hurried:
-                sock.settimeout(left)
-            count = sock.recv_into(buffer)
-        except TimeoutError:
-            if hurried:
-                self._pace.left_seconds()
-            raise
-        finally:
-            if hurried:
-                sock.settimeout(idle)
-        self._pace.received_bytes += count
-        return count
+        return self._pace.receive(sock, sock.gettimeout(), sock.recv_into, buffer) or 0
 
     def version(self) -> str | None:
         """Of TLS; None outside."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
-from holdfast_core.tiers.s3_pace import Pace
+from holdfast_core.pace import Pace
 from holdfast_core.transfer.bulk import (
     BulkFrame,
     BulkOptions,
