@@ -194,13 +194,21 @@ def delete(tier: S3ObjectTier, checkpoints: list[CheckpointId]) -> None:
     tier.sweep(NAMESPACE, JOB_UID, RestartRound(0), timedelta(0), tuple)
 
 
-def test_a_commit_that_nobody_heard_of_is_repeated_although_its_base_went(
+@pytest.fixture
+def place(
     server: StoreServer,
     store: StoreConfig,
     readers: dict[CheckpointId, DiskShardReader],
     tmp_path: Path,
+) -> Iterator[Store]:
+    found = Store(server, store, readers, tmp_path)
+    yield found
+    found.honest.close()
+
+
+def test_a_commit_that_nobody_heard_of_is_repeated_although_its_base_went(
+    place: Store,
 ) -> None:
-    place = Store(server, store, readers, tmp_path)
     place.upload(place.honest, NEXT, BASE)
     assert place.commit(place.honest, NEXT)
     delete(place.honest, [FIRST, BASE])
@@ -208,17 +216,12 @@ def test_a_commit_that_nobody_heard_of_is_repeated_although_its_base_went(
     place.assert_comes_back(NEXT)
     kept = {name.split("/")[1] for name in place.objects() if name.startswith("shards/")}
     assert kept == {"s000000000010", "s000000000020", "s000000000030"}
-    place.honest.close()
 
 
 def test_a_coordinator_that_does_not_know_that_it_was_deposed_commits_after_a_sweep(
-    server: StoreServer,
-    store: StoreConfig,
-    readers: dict[CheckpointId, DiskShardReader],
-    tmp_path: Path,
+    place: Store,
 ) -> None:
     """Its successor knows nothing of what is on its way: what was written lately stays."""
-    place = Store(server, store, readers, tmp_path)
     place.upload(place.honest, NEXT, BASE)
     swept = place.honest.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(hours=1), tuple)
     assert swept == frozenset()
@@ -228,16 +231,11 @@ def test_a_coordinator_that_does_not_know_that_it_was_deposed_commits_after_a_sw
     place.upload(place.honest, NEXT, None)
     swept = place.honest.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(0), tuple)
     assert swept == {NEXT}, "what nobody will commit goes"
-    place.honest.close()
 
 
 def test_references_that_nobody_understands_keep_the_objects_and_stop_nobody(
-    server: StoreServer,
-    store: StoreConfig,
-    readers: dict[CheckpointId, DiskShardReader],
-    tmp_path: Path,
+    place: Store, server: StoreServer, tmp_path: Path
 ) -> None:
-    place = Store(server, store, readers, tmp_path)
     (tmp_path / "odd").write_bytes(b'{"of": "a newer release"}')
     key = f"{place.config.prefix}/{job_prefix(NAMESPACE, JOB_UID)}{references_key(LAST)}"
     server.admin().fput_object(server.bucket, key, str(tmp_path / "odd"))
@@ -248,7 +246,6 @@ def test_references_that_nobody_understands_keep_the_objects_and_stop_nobody(
     with pytest.raises(FormatError):
         place.honest.sweep(NAMESPACE, JOB_UID, RestartRound(1), timedelta(0), tuple)
     place.assert_comes_back(BASE)
-    place.honest.close()
 
 
 def test_two_deleters_and_a_commit_between(

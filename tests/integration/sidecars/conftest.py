@@ -7,13 +7,15 @@ import random
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 
 from holdfast_core.contract import SidecarContract, StoreConfig, operator_dns_name, peer_dns_name
 from holdfast_core.ids import JobUid, Level, RestartRound, Worker
+from holdfast_core.testing.minio_server import MinioServer
 from holdfast_core.testing.pki import Authority
+from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import CoordinatorState, Member, RestorePoint, Round
 from holdfast_core.transfer.tls import TlsFiles, client_context
@@ -216,3 +218,19 @@ def gangs(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
     yield make
     for gang in made:
         gang.kill()
+
+
+@pytest.fixture(scope="module")
+def minio() -> Iterator[MinioServer]:
+    with MinioServer() as server:
+        yield server
+
+
+@pytest.fixture
+def store(minio: MinioServer, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What a gang needs for a store of its own."""
+    keys = tmp_path / "store"
+    keys.mkdir()
+    (keys / "accessKey").write_text(ACCESS_KEY)
+    (keys / "secretKey").write_text(SECRET_KEY)
+    return {"store": minio.config(f"p/{request.node.name}"), "store_dir": keys}

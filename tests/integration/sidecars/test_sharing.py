@@ -128,12 +128,6 @@ class Pod:
         return RestorePoint(Step(step), RestartRound(0), digest_of(manifest.to_bytes()))
 
 
-@pytest.fixture(scope="module")
-def minio() -> Iterator[MinioServer]:
-    with MinioServer() as server:
-        yield server
-
-
 @pytest.fixture
 def pod(tmp_path: Path, minio: MinioServer) -> Iterator[Pod]:
     config = minio.config(f"p/{secrets.token_hex(6)}")

@@ -10,7 +10,6 @@ import random
 import re
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, CheckpointId, Level, Rank, RestartRound, Step, TierName
 from holdfast_core.testing.hostile_s3 import Answer, HostileProxy, Seen
 from holdfast_core.testing.minio_server import MinioServer
-from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.transfer.messages import Policy, Prune, PruneReply, RestorePoint
 
@@ -28,21 +26,6 @@ pytestmark = pytest.mark.integration
 Gangs = Callable[..., Any]
 MIB = 1 << 20
 EVERY_TWO = Policy(interval_steps=1, peer_copies=0, keep_last=2, object_every_steps=2)
-
-
-@pytest.fixture(scope="module")
-def minio() -> Iterator[MinioServer]:
-    with MinioServer() as server:
-        yield server
-
-
-@pytest.fixture
-def store(minio: MinioServer, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    keys = tmp_path / "store"
-    keys.mkdir()
-    (keys / "accessKey").write_text(ACCESS_KEY)
-    (keys / "secretKey").write_text(SECRET_KEY)
-    return {"store": minio.config(f"p/{request.node.name}"), "store_dir": keys}
 
 
 @pytest.fixture

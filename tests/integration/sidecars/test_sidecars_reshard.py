@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import Level, Rank, TierName
 from holdfast_core.reshard.plan import payload_plan, plan
-from holdfast_core.testing.minio_server import MinioServer
 from holdfast_core.testing.placements import Tensor, layout_of, objects_of
-from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
 from holdfast_core.transfer.messages import Policy
 from holdfast_sidecar.testing import SidecarProcess
 
@@ -40,17 +38,6 @@ WHOLE = np.random.default_rng(3).integers(0, 256, (ROWS, 16), dtype=np.uint8)
 LARGE = {"w": Tensor("F32", (24 << 16, 4), [0])}
 """Of 24 MiB: with less the ends of each part are more than a tenth of it."""
 LARGE_BYTES = np.random.default_rng(4).bytes(24 << 20)
-
-
-@pytest.fixture
-def minio(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """A real store and its keys, as `gangs` takes them."""
-    keys = tmp_path / "keys"
-    keys.mkdir()
-    (keys / "accessKey").write_text(ACCESS_KEY)
-    (keys / "secretKey").write_text(SECRET_KEY)
-    with MinioServer() as server:
-        yield {"store": server.config("ranges"), "store_dir": keys}
 
 
 def tensors(*placement: int | None) -> dict[str, Tensor]:
@@ -161,7 +148,7 @@ def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> N
 @pytest.mark.parametrize("sizes", [(8, 6, 8), (2, 4, 2)], ids=["8-6-8", "2-4-2"])
 @pytest.mark.parametrize("tier", [TierName.PEER, TierName.OBJECT])
 def test_a_restore_reads_little_more_than_it_needs(
-    gangs: Gangs, minio: dict[str, Any], sizes: tuple[int, ...], tier: TierName
+    gangs: Gangs, store: dict[str, Any], sizes: tuple[int, ...], tier: TierName
 ) -> None:
     """At most 1.1 bytes for every byte needed on every rank, chunk tables included: from what other
     nodes hold, and from the store where every node is lost."""
@@ -169,7 +156,7 @@ def test_a_restore_reads_little_more_than_it_needs(
     policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1 if from_store else None)
 
     async def scenario() -> None:
-        async with gangs(sizes[0], **(minio if from_store else {})) as gang:
+        async with gangs(sizes[0], **(store if from_store else {})) as gang:
             gang.slot_bytes = 16 << 20
             gang.copies = across(sizes[0])
             await gang.start(policy=policy)

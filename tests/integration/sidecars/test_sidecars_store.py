@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, TierName
 from holdfast_core.testing.minio_server import MinioServer
-from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.transfer.messages import (
     Ask,
@@ -30,21 +28,6 @@ pytestmark = pytest.mark.integration
 
 Gangs = Callable[..., Any]
 EVERY_TWO = Policy(interval_steps=1, peer_copies=1, keep_last=2, object_every_steps=2)
-
-
-@pytest.fixture(scope="module")
-def minio() -> Iterator[MinioServer]:
-    with MinioServer() as server:
-        yield server
-
-
-@pytest.fixture
-def store(minio: MinioServer, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    keys = tmp_path / "store"
-    keys.mkdir()
-    (keys / "accessKey").write_text(ACCESS_KEY)
-    (keys / "secretKey").write_text(SECRET_KEY)
-    return {"store": minio.config(f"p/{request.node.name}"), "store_dir": keys}
 
 
 def persisted(step: int) -> Callable[[Any], bool]:
