@@ -128,8 +128,10 @@ def up(bed: Bed, log: Path, preload: Collection[str] = ()) -> str:
         api_answers=api_answers(bed),
     )
     if action is ClusterAction.START:
-        start_all(bed, state)
-        if not wait_for_api(bed, 60):
+        refused = start_all(bed, state)
+        if refused:
+            action, reason = ClusterAction.RECREATE, f"{reason}; {refused}"
+        elif not wait_for_api(bed, 60):
             action, reason = ClusterAction.RECREATE, f"{reason}; no API 60 s after a start"
     if action in (ClusterAction.CREATE, ClusterAction.RECREATE):
         create(bed, log, preload)
@@ -140,12 +142,16 @@ def up(bed: Bed, log: Path, preload: Collection[str] = ()) -> str:
     return f"{action}: {reason}"
 
 
-def start_all(bed: Bed, state: Mapping[str, str]) -> None:
+def start_all(bed: Bed, state: Mapping[str, str]) -> str:
+    """Which nodes Docker would not start, empty if none: the API server calls a node Ready for most
+    of a minute after it is gone."""
     paused = [name for name, value in state.items() if value == "paused"]
     if paused:
         run(["docker", "unpause", *paused], env=bed.environment())
     first = [CONTROL_PLANE, *(name for name in state if name != CONTROL_PLANE)]
     run(["docker", "start", *first], env=bed.environment(), check=False, timeout_seconds=120)
+    down = sorted(name for name, value in containers(bed).items() if value != "running")
+    return f"Docker does not start {', '.join(down)}" if down else ""
 
 
 def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
@@ -197,12 +203,14 @@ def addresses(bed: Bed) -> dict[str, str]:
 
 
 def pin_addresses(bed: Bed) -> None:
-    """Give each worker its present address for good: Docker would give a restarted node another."""
+    """Give each node its present address for good: Docker would give a restarted node another, and
+    the one that starts first perhaps another's, which then cannot start at all."""
     for node, address in addresses(bed).items():
-        if node != CONTROL_PLANE:
-            run(["docker", "network", "disconnect", "kind", node], env=bed.environment())
-            words = ["docker", "network", "connect", "--ip", address, "kind", node]
-            run(words, env=bed.environment())
+        run(["docker", "network", "disconnect", "kind", node], env=bed.environment())
+        words = ["docker", "network", "connect", "--ip", address, "kind", node]
+        run(words, env=bed.environment())
+    if not wait_for_api(bed, 60):
+        raise BedError("no API server 60 s after its node's address was fixed")
 
 
 def pod_networks(bed: Bed) -> dict[str, str]:
