@@ -1,26 +1,34 @@
 """The kind cluster of the test bed with Holdfast installed by Helm; logs and events on failure.
 
-Each test gets a namespace of its own that enforces Pod Security `restricted`. The uninterrupted
-reference run is made once a session and arithmetic, then every scenario is compared with its bits.
+Each test gets a namespace of its own that enforces Pod Security `restricted`, so that two may run
+side by side; those marked `alone` break what all share: nodes, store, operator, chart. The
+uninterrupted reference run is made once for an image and arithmetic, then every scenario is compared
+with its bits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from testbed import faults
+from testbed.config import current_bed
 from testbed.driver import install
 from testbed.driver.jobs import Job, Training, job_manifest, prepare_namespace
 from testbed.driver.kube import Kube, kubeconfig_path, wait_for
 from testbed.driver.scenario import Scenario
+from testbed.images import image_label
 
 ROOT = Path(__file__).resolve().parents[2]
-FAILURES = ROOT / "build/e2e"
+WORK = ROOT / "build/e2e"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +44,8 @@ def kube() -> Kube:
 
 @pytest.fixture(scope="session")
 def installed(kube: Kube) -> Kube:
-    install.ensure_installed(kube)
+    with _one_at_a_time("install"):
+        install.ensure_installed(kube)
     return kube
 
 
@@ -85,31 +94,42 @@ def scenario(
 @pytest.fixture(scope="session")
 def reference(installed: Kube) -> Callable[[Training], dict[int, str]]:
     """Digests of an uninterrupted run of the same arithmetic, on the same cluster and image."""
-    known: dict[tuple[int, ...], dict[int, str]] = {}
 
     def digests(training: Training) -> dict[int, str]:
-        key = training.arithmetic
-        if key not in known:
-            space = "e2e-reference"
-            prepare_namespace(installed, space)
-            job = Job(installed, space, "reference-" + "-".join(map(str, key)))
-            if installed.get("TrainingJob", space, job.name) is not None:
-                job.delete()
-            calm = Training(
-                workers=training.workers,
-                steps=training.steps,
-                sleep_per_step=0.0,
-                layers=training.layers,
-                width=training.width,
-                state_mib=training.state_mib,
-            )
-            job.start(job_manifest(job.name, space, calm, object_every=None))
-            job.wait_complete()
-            known[key] = job.final_digests()
-            job.delete()
-        return known[key]
+        name = "reference-" + "-".join(map(str, training.arithmetic))
+        image = image_label(current_bed(), "holdfast/trainer-gpt:dev")
+        assert image, "there is no trainer's image: `make cluster-up` builds it"
+        known = WORK / f"{name}-{image}.json"
+        with _one_at_a_time(name):
+            if not known.exists():
+                found = _calm_run(installed, name, training)
+                known.write_text(json.dumps(found))
+            return {int(rank): digest for rank, digest in json.loads(known.read_text()).items()}
 
     return digests
+
+
+def _calm_run(kube: Kube, name: str, training: Training) -> dict[int, str]:
+    space = "e2e-reference"
+    prepare_namespace(kube, space)
+    job = Job(kube, space, name)
+    if kube.get("TrainingJob", space, job.name) is not None:
+        job.delete()
+    calm = replace(training, sleep_per_step=0.0)
+    job.start(job_manifest(job.name, space, calm, object_every=None))
+    job.wait_complete()
+    digests = job.final_digests()
+    job.delete()
+    return digests
+
+
+@contextlib.contextmanager
+def _one_at_a_time(what: str) -> Iterator[None]:
+    """Among the processes that test side by side."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    with open(WORK / f"{what}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -120,7 +140,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         namespace = getattr(item, "funcargs", {}).get("namespace")
         kube = getattr(item, "funcargs", {}).get("installed")
         if kube is not None:
-            folder = FAILURES / re.sub(r"\W+", "-", item.name)
+            folder = WORK / re.sub(r"\W+", "-", item.name)
             _collect(kube, namespace, folder)
             report.sections.append(("collected", f"logs and events are in {folder}"))
 

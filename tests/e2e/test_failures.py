@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import pytest
 from testbed import faults
 from testbed.driver import install, metrics
 from testbed.driver.jobs import prepare_namespace
@@ -65,6 +66,7 @@ def test_killed_sidecar_does_not_stop_training(scenario):
     scenario.finish_and_judge(job)
 
 
+@pytest.mark.alone
 def test_killed_node_is_replaced_from_a_peer(scenario, nodes_back):
     job = scenario.start()
     job.wait_step(25)
@@ -76,6 +78,7 @@ def test_killed_node_is_replaced_from_a_peer(scenario, nodes_back):
     scenario.finish_and_judge(job)
 
 
+@pytest.mark.alone
 def test_paused_node_is_replaced_and_cannot_harm_when_it_returns(scenario, nodes_back):
     job = scenario.start()
     job.wait_step(25)
@@ -118,6 +121,7 @@ def test_a_step_trained_twice_never_comes_back(scenario):
     scenario.finish_and_judge(job)
 
 
+@pytest.mark.alone
 def test_store_down_during_training_and_back(scenario):
     job = scenario.start()
     job.wait_step(5)
@@ -147,6 +151,7 @@ def test_two_jobs_in_two_namespaces(scenario, installed: Kube):
         installed.delete_namespace(other)
 
 
+@pytest.mark.alone
 def test_survivor_that_answers_late(scenario, nodes_back):
     """One survivor is frozen while another pod is lost: it is Unknown, not Nothing."""
     job = scenario.start()
@@ -161,6 +166,7 @@ def test_survivor_that_answers_late(scenario, nodes_back):
     scenario.finish_and_judge(job)
 
 
+@pytest.mark.alone
 def test_operator_killed_during_recovery(scenario, installed: Kube):
     """Killed after CAS 1, after the seal, after CAS 2: each time the next operator goes on."""
     job = scenario.start()

@@ -18,6 +18,8 @@ from testbed.driver.kube import PLURALS, Kube, is_true, kubeconfig_path, show, w
 LONG = Training(workers=2, steps=4000, sleep_per_step=0.05)
 """Longer than anything here: it must still train at the end of what it is there for."""
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module", autouse=True)
 def installed_again(kube: Kube) -> Iterator[None]:

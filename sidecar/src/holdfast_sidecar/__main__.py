@@ -9,17 +9,20 @@ holdfast-sidecar probe-store  probe the object store, leave the report for the k
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 
 from holdfast_core.errors import HoldfastError
 from holdfast_sidecar import logs
-from holdfast_sidecar.app import serve
-from holdfast_sidecar.hooks import healthz, pre_stop, probe_store
+from holdfast_sidecar.hooks import healthz, pre_stop
 from holdfast_sidecar.settings import Settings, shared_dir, store_environment, termination_log
 
 
 def _serve() -> int:
+    # Half a second of imports that the pod's hooks need not spend.
+    import asyncio
+
+    from holdfast_sidecar.app import serve
+
     settings = Settings.from_env()
     contract = settings.contract
     logs.configure(
@@ -29,6 +32,12 @@ def _serve() -> int:
         pod=contract.pod_name,
     )
     return asyncio.run(serve(settings))
+
+
+def _probe_store() -> int:
+    from holdfast_sidecar.store_probe import probe_store
+
+    return probe_store(*store_environment(), termination_log())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             case "pre-stop":
                 return pre_stop(shared_dir(), timeout_seconds=options.timeout)
             case "probe-store":
-                return probe_store(*store_environment(), termination_log())
+                return _probe_store()
             case _:
                 return _serve()
     except HoldfastError as error:

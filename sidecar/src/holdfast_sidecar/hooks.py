@@ -1,4 +1,5 @@
-"""The short-lived commands of the pod: startup probe, preStop hook, probe of an object store."""
+"""What the kubelet runs in every pod: startup probe and preStop hook. They import next to nothing: a
+pod that starts waits for them, on processors that its trainer wants."""
 
 from __future__ import annotations
 
@@ -11,10 +12,7 @@ from pathlib import Path
 from threading import Event
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.contract import SOCKET_NAME, StoreConfig
-from holdfast_core.errors import ConfigError
-from holdfast_core.tiers.object_probe import ProbeReason, ProbeReport, probe
-from holdfast_core.tiers.s3_credentials import FileCredentials
+from holdfast_core.contract import SOCKET_NAME
 from holdfast_sidecar.settings import PORTS_FILE
 
 _POLL_SECONDS = 0.2
@@ -53,23 +51,4 @@ def pre_stop(shared: Path, *, timeout_seconds: float) -> int:
             sys.stderr.write(f"the sidecar does not answer: {error}\n")
             return 0
     sys.stderr.write(f"not everything was safe after {timeout_seconds:.0f} s\n")
-    return 0
-
-
-def probe_store(store: str, store_dir: str, report_path: Path) -> int:
-    """Probe and leave the report where the kubelet picks it up. 0 if a report was written; what it
-    says of the store is in the report."""
-    try:
-        config = StoreConfig.from_json(store)
-        credentials = FileCredentials(store_dir)
-        report = probe(config, credentials, ca_file=credentials.ca_file)
-    except ConfigError as error:
-        report = ProbeReport(False, ProbeReason.CONFIGURATION_INVALID, str(error))
-    text = report.to_json()
-    sys.stdout.write(text + "\n")
-    try:
-        report_path.write_text(text)
-    except OSError as error:
-        sys.stderr.write(f"writing the report to {report_path}: {error}\n")
-        return 1
     return 0
