@@ -5,10 +5,8 @@ SHELL := /bin/bash
 UV ?= uv
 RUN := $(UV) run --frozen
 PY := $(RUN) python
-# Files of tests side by side. Integration tests wait for processes more than they compute, so that a
-# third worker pays even on two cores.
-TWO_WORKERS := -n 2 --dist loadfile
-WAITING_WORKERS := -n 3 --dist loadfile
+# Files of tests side by side. Some wait more than they compute: a third worker pays on two cores, too.
+FILES_SIDE_BY_SIDE := -n 3 --dist loadfile
 
 .PHONY: help
 help: ## what each target does
@@ -49,7 +47,7 @@ check: sync ## ruff, mypy --strict, import contracts, generated files (under 2 m
 
 .PHONY: test-unit
 test-unit: sync ## unit and contract tests, no server, no root
-	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts -q $(TWO_WORKERS)
+	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts -q $(FILES_SIDE_BY_SIDE)
 
 .PHONY: tools
 tools: sync prerequisites-cluster ## build etcd, kube-apiserver, helm, MinIO... into the test bed's cache
@@ -57,7 +55,7 @@ tools: sync prerequisites-cluster ## build etcd, kube-apiserver, helm, MinIO... 
 
 .PHONY: test-integration
 test-integration: tools ## real MinIO, real API server, real sidecars and trainers as processes
-	$(RUN) pytest tests/integration tests/charts -q $(WAITING_WORKERS)
+	$(RUN) pytest tests/integration tests/charts -q $(FILES_SIDE_BY_SIDE)
 
 .PHONY: test-e2e
 test-e2e: cluster-up ## every failure of the README, bad input, install and upgrade, on the kind cluster
