@@ -59,7 +59,7 @@ test-integration: tools ## real MinIO, real API server, real sidecars and traine
 
 .PHONY: test-e2e
 test-e2e: cluster-up ## every failure of the README, bad input, install and upgrade, on the kind cluster
-	$(RUN) pytest tests/e2e -m "not alone" -q -n 2 --dist loadgroup --durations=0
+	$(RUN) pytest tests/e2e -m "not alone" -q -n 2 --dist loadfile --durations=0
 	$(RUN) pytest tests/e2e -m alone -q --durations=0
 
 .PHONY: test

@@ -122,6 +122,8 @@ def build(bed: Bed, image: Image, wheels: dict[str, Path], log: Path) -> bool:
     command: Command = ["docker", "build", "-q", "--network=none", "-f", dockerfile]
     command += ["-t", image.tag, "--build-arg", f"BASE={base}", "--label", f"{LABEL}={inputs}"]
     run([*command, context], env=env, log=log)
+    # The one that had this name: its layers are a disk full of old builds otherwise.
+    run(["docker", "image", "prune", "-f", "--filter", f"label={LABEL}"], env=env, log=log)
     return True
 
 

@@ -26,8 +26,6 @@ from testbed.driver.jobs import (
 )
 from testbed.driver.kube import GROUP, VERSION, Kube, Object, condition, is_true, show, wait_for
 
-pytestmark = pytest.mark.xdist_group("bad input")  # its cases share a namespace
-
 SPACE = "e2e-bad-input"
 ALONE = Training(workers=1, steps=20, sleep_per_step=0.0, layers=1, width=32)
 BALLAST = Training(workers=1, steps=20, sleep_per_step=0.0, layers=1, width=32, state_mib=16)

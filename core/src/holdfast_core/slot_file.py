@@ -43,6 +43,8 @@ class SlotFile:
     fd: int
     throttle: Callable[[int], object] | None = None
     """Asked before the payload is read for the node tier: it paces the write."""
+    bytes_read: int = 0
+    """How far a reader got: whether a write that takes long still moves."""
 
     @classmethod
     def open(cls, directory: Path, name: str) -> SlotFile:
@@ -106,6 +108,7 @@ class SlotFile:
                     f"{offset + len(buffer)} expected (was it truncated?)"
                 )
             done += count
+        self.bytes_read += done
 
     def payload_digest(self, payload_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Digest:
         """What identifies the payload's first bytes as a shard's. Raises what `read_into` raises."""

@@ -29,6 +29,8 @@ class Settings:
     """How long a seal waits for the launcher to end its ranks."""
     settle_seconds: float = 30.0
     """How long a seal waits for writes in flight; what is not written by then is not listed."""
+    disk_quiet_seconds: float = 60.0
+    """A write that takes no bytes for so long is reported: the disk hangs. A block is 16 MiB."""
     launcher_grace_seconds: float = 1.0
     """Between the launcher's end of file and its ranks being reported dead."""
     call_seconds: float = 15.0

@@ -30,6 +30,7 @@ from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rounds import RoundState, fence
 from holdfast_sidecar.settings import Settings
+from holdfast_sidecar.stalled import until_done
 from holdfast_sidecar.tasks import Tasks
 
 
@@ -163,7 +164,7 @@ class Stager:
         )
         started = self._clock.monotonic()
         try:
-            record = await self._pools.shard.run(self._node.write_shard, header, slot)
+            record = await self._watched(slot, header, subject)
         except (HoldfastError, OSError) as error:
             failure = self._failures.note(subject, TierName.NODE, error, step=message.step)
             failed = SaveFailed(
@@ -183,6 +184,29 @@ class Stager:
             slot.set_state(SlotState.FREE)
             slot.close()
         self._on_outcome(outcome)
+
+    async def _watched(self, slot: SlotFile, header: ShardHeader, subject: str) -> ShardRecord:
+        """Write the shard; while the disk hangs, that is a failure for all to see."""
+        seconds = self._settings.disk_quiet_seconds
+
+        def stalled(quiet: float) -> None:
+            self._failures.note_text(
+                subject,
+                TierName.NODE,
+                "NodeVolumeHangs",
+                f"step {header.step}: {slot.bytes_read} of {header.payload_bytes} bytes were handed to "
+                f"the node volume, and none for {quiet:.0f} s: its disk hangs, or is far too slow; "
+                "training goes on, saves that find no free slot are skipped; look at the node's disk",
+                step=header.step,
+            )
+
+        return await until_done(
+            self._pools.shard.run(self._node.write_shard, header, slot),
+            lambda: slot.bytes_read,
+            quiet_seconds=seconds,
+            stalled=stalled,
+            moving=lambda: self._failures.healthy(subject),
+        )
 
 
 def _fenced(state: RoundState, message: Stage) -> RoundState:

@@ -1,0 +1,90 @@
+"""Pods that are lost, one or all, and what a job leaves to the next one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from testbed import faults
+from testbed.driver import metrics
+from testbed.driver.jobs import prepare_namespace
+from testbed.driver.kube import Kube
+from testbed.driver.scenario import SHORT, Scenario
+
+
+def _served_by(job) -> dict[int, str]:
+    with ThreadPoolExecutor(4) as pool:
+        return metrics.gang(job, job.status, pool).restored
+
+
+def test_deleted_pod_is_rehydrated_from_a_peer(scenario):
+    job = scenario.start()
+    job.wait_step(25)
+    scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=1)
+    job.wait_round(1)
+    assert job.status["members"] == [0, 1, 0], "only the lost worker gets a new pod"
+    assert _served_by(job)[1] == "peer"
+    scenario.finish_and_judge(job)
+
+
+def test_all_pods_deleted_restores_the_newest_persisted_step(scenario):
+    job = scenario.start()
+    persisted = job.wait_persisted(20)
+    for pod in job.pods():
+        scenario.kube.delete_pod(scenario.namespace, pod["metadata"]["name"], grace_seconds=0)
+    job.wait_round(1, 180)
+    point = job.status["restorePoint"]
+    assert point["step"] >= persisted["step"]
+    assert set(_served_by(job).values()) == {"object"}
+    scenario.finish_and_judge(job)
+
+
+def test_a_step_trained_twice_never_comes_back(scenario):
+    """Restored to an older step, the steps after it are trained again; the first ones are gone."""
+    slow = replace(SHORT, sleep_per_step=0.2)  # failures late in the run, on a busy machine, too
+    job = scenario.start(slow, interval=10, object_every=40)
+    job.wait_persisted(40)
+    job.wait_step(52)
+    for pod in job.pods():
+        scenario.kube.delete_pod(scenario.namespace, pod["metadata"]["name"], grace_seconds=0)
+    job.wait_round(1, 180)
+    assert job.status["restorePoint"]["step"] == 40
+    again = job.round
+    job.wait_step(58)
+    faults.kill_process(scenario.namespace, job.pod_name(0), "trainer", match="holdfast-rank")
+    job.wait_round(again + 1)
+    point = job.status["restorePoint"]
+    assert point["step"] >= 50, "50 was committed again before step 58 was done"
+    assert point["round"] == again, "those of the new round count, never round 0's"
+    scenario.finish_and_judge(job)
+
+
+def test_two_jobs_in_two_namespaces(scenario, installed: Kube):
+    other = scenario.namespace + "-b"
+    prepare_namespace(installed, other)
+    try:
+        twin = Scenario(installed, other, scenario.reference)
+        jobs = [scenario.start(), twin.start()]
+        for job in jobs:
+            job.wait_step(25)
+        faults.kill_process(other, jobs[1].pod_name(0), "trainer", match="holdfast-rank")
+        jobs[1].wait_round(1)
+        assert jobs[0].round == 0, "the other job is not touched"
+        scenario.finish_and_judge(jobs[0])
+        twin.finish_and_judge(jobs[1])
+    finally:
+        installed.delete_namespace(other)
+
+
+def test_retained_checkpoint_starts_a_new_job(scenario):
+    job = scenario.start()
+    job.wait_persisted(40)
+    job.delete()
+    kept = max(
+        (c for c in scenario.kube.items("Checkpoint", scenario.namespace)),
+        key=lambda c: c["spec"]["step"],
+    )
+    again = scenario.start(name="again", restore_from=kept["metadata"]["name"])
+    again.wait_round(0)
+    assert again.status["restorePoint"]["step"] == kept["spec"]["step"]
+    scenario.finish_and_judge(again)

@@ -1,0 +1,46 @@
+"""The object store and the operator, without which training goes on: each scenario runs alone."""
+
+from __future__ import annotations
+
+import pytest
+from testbed import faults
+from testbed.driver import install
+from testbed.driver.kube import Kube, wait_for
+
+pytestmark = pytest.mark.alone
+
+
+def test_store_down_during_training_and_back(scenario):
+    job = scenario.start()
+    job.wait_step(5)
+    with faults.store_down():
+        step = job.wait_step(30)
+        condition = job.wait_condition("RemoteTierHealthy", "False", 90)
+        assert condition["message"], "says what the store or the network said"
+        assert step >= 30, "training went on"
+    job.wait_condition("RemoteTierHealthy", "True", 120)
+    scenario.finish_and_judge(job)
+
+
+def test_operator_killed_during_recovery(scenario, installed: Kube):
+    """Killed after CAS 1, after the seal, after CAS 2: each time the next operator goes on."""
+    job = scenario.start()
+    phases = {
+        "CAS 1": lambda before: job.round > before,
+        "the seal": lambda before: job.metric(0, "holdfast_restart_round").get("", 0) > before,
+        "CAS 2": lambda before: job.round > before and "restorePoint" in job.status,
+    }
+    for name, reached in phases.items():
+        job.wait_step(job.live_step() + 15)
+        before = job.round
+        scenario.kube.delete_pod(scenario.namespace, job.pod_name(1), grace_seconds=0)
+        wait_for(
+            name,
+            lambda r=reached, b=before: r(b),
+            timeout_seconds=60,
+            describe=job.describe,
+            every_seconds=0.02,
+        )
+        install.kill_operator(installed)
+        job.wait_round(before + 1, 180)
+    scenario.finish_and_judge(job)
