@@ -69,6 +69,9 @@ def build_all(bed: Bed, log: Path) -> str:
     with tempfile.TemporaryDirectory(dir=bed.work) as folder:
         wheels = own_wheels(Path(folder))
         built = each(lambda image: build(bed, image, wheels, log), IMAGES)
+    if any(built):  # those that had the names: a disk fills up with old builds otherwise
+        prune = ["docker", "image", "prune", "-f", "--filter", f"label={LABEL}"]
+        run(prune, env=bed.environment(), log=log)
     names = [image.tag.split("/")[1] for image, done in zip(IMAGES, built, strict=True) if done]
     return f"built {', '.join(names)}" if names else "nothing changed"
 
@@ -122,8 +125,6 @@ def build(bed: Bed, image: Image, wheels: dict[str, Path], log: Path) -> bool:
     command: Command = ["docker", "build", "-q", "--network=none", "-f", dockerfile]
     command += ["-t", image.tag, "--build-arg", f"BASE={base}", "--label", f"{LABEL}={inputs}"]
     run([*command, context], env=env, log=log)
-    # The one that had this name: its layers are a disk full of old builds otherwise.
-    run(["docker", "image", "prune", "-f", "--filter", f"label={LABEL}"], env=env, log=log)
     return True
 
 

@@ -38,6 +38,7 @@ from holdfast_core.transfer.messages import (
     RestorePoint,
     Round,
 )
+from holdfast_sidecar.backoff import Backoff, Patience
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rehydrate import Rehydrator, Restored
@@ -106,6 +107,7 @@ def layout_of(asked: Asked, node: MemoryTier) -> bytes:
             pools=pools,
             metrics=Metrics(),
             clock=ManualClock(),
+            patience=lambda: Patience(ManualClock(), Backoff(1.0, 1.0), 60.0),
             on_change=lambda: None,
         )
         point = RestorePoint(MANIFEST.step, MANIFEST.restart_round)

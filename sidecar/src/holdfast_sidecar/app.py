@@ -197,6 +197,7 @@ class Sidecar:
             pools=pools,
             metrics=metrics,
             clock=clock,
+            patience=patience,
             on_change=restored,
         )
         places = Places(node, store, bulk, rehydrator, pools, metrics, contract.procs_per_worker)

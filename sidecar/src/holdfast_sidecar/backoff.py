@@ -36,5 +36,8 @@ class Patience:
     def over(self) -> bool:
         return self._clock.monotonic() >= self._end
 
+    def next_seconds(self) -> float:
+        return self._backoff.next_seconds()
+
     async def pause(self) -> None:
-        await self._clock.sleep(self._backoff.next_seconds())
+        await self._clock.sleep(self.next_seconds())

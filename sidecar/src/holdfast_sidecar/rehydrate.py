@@ -1,8 +1,9 @@
 """Brings the own ranks' shards of the restore point to this node before the ranks start.
 
 Per shard: node tier, then every other member, then the object store; each copy is verified, a bad
-one is quarantined where it lies, and the next source is tried. What was tried is told in
-`cannot_restore` and tried again until the operator chooses differently: never starts from nothing.
+one is quarantined where it lies, and the next source is tried. It is tried again until the operator
+chooses differently: never starts from nothing. `cannot_restore` tells the operator what was tried: at
+once where every place said no, after a while where one that may have it is silent or busy.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from holdfast_core.clock import Clock
 from holdfast_core.errors import (
     CorruptionError,
-    FormatError,
     HoldfastError,
     NotFoundError,
+    RefusedError,
     UnavailableError,
 )
 from holdfast_core.format.digest import digest_of
@@ -27,12 +28,13 @@ from holdfast_core.transfer.messages import (
     ManifestDocument,
     Member,
     Ok,
+    Refusal,
     RestorePoint,
     Round,
     Suspect,
 )
 from holdfast_sidecar import logs
-from holdfast_sidecar.backoff import Backoff
+from holdfast_sidecar.backoff import Patience
 from holdfast_sidecar.bulk import BulkPeers
 from holdfast_sidecar.client import Peers
 from holdfast_sidecar.metrics import Metrics
@@ -40,6 +42,7 @@ from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rounds import RoundState
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.tasks import Tasks
+from holdfast_sidecar.tried import Tried
 
 _MANIFEST_SECONDS = 5.0
 """A member that hangs must not hold up the next source for long."""
@@ -75,10 +78,10 @@ class Rehydrator:
         pools: Pools,
         metrics: Metrics,
         clock: Clock,
+        patience: Callable[[], Patience],
         on_change: Callable[[], None],
     ) -> None:
         self._contract = settings.contract
-        self._settings = settings
         self._current = current
         self._node = node
         self._store = store
@@ -87,6 +90,7 @@ class Rehydrator:
         self._pools = pools
         self._metrics = metrics
         self._clock = clock
+        self._patience = patience
         self._on_change = on_change
         self._tasks = Tasks()
         self._kick = asyncio.Event()
@@ -117,14 +121,29 @@ class Rehydrator:
         self._kick.set()
 
     async def refetch(self, rank: Rank, restored: Restored) -> TierName:
-        """The node's copy turned out bad and is quarantined: fetch it again.
-        Raises NotFoundError with everything that was tried."""
-        tried: list[str] = []
-        tier = await self._shard(restored.refs[rank], restored.point, tried)
-        if tier is None:
-            raise NotFoundError(f"cannot be restored: {'; '.join(tried)}")
-        restored.sources[rank] = tier
-        return tier
+        """The node's copy turned out bad and is quarantined: fetch it again, and again while a place
+        that may have it is silent or busy.
+
+        Raises NotFoundError with everything that was tried, RefusedError (BUSY) when the round ends.
+        """
+        patience = self._patience()
+        while True:
+            tried = Tried()
+            tier = await self._shard(restored.refs[rank], restored.point, tried)
+            if tier is not None:
+                restored.sources[rank] = tier
+                self.failed(rank, "")
+                return tier
+            if not tried.may_come:
+                raise NotFoundError(f"cannot be restored: {tried}")
+            if patience.over:
+                self.failed(rank, f"rank {rank}: {tried}")
+            await patience.pause()
+            if self.restored is not restored:
+                raise RefusedError(
+                    Refusal.BUSY,
+                    f"the round of the restore ended while rank {rank} waited: {tried}",
+                )
 
     async def layout(self, restored: Restored) -> bytes:
         """The restore point's layout, of all ranks that saved it. Raises NotFoundError with
@@ -149,10 +168,11 @@ class Rehydrator:
 
     async def _until_done(self, point: RestorePoint) -> None:
         started = self._clock.monotonic()
-        backoff = Backoff(self._settings.backoff_first_seconds, self._settings.backoff_last_seconds)
+        patience = self._patience()
+        said = ""
         while True:
             self._kick.clear()
-            tried: list[str] = []
+            tried = Tried()
             restored = await self._attempt(point, tried)
             if restored is not None:
                 self.restored = restored
@@ -166,16 +186,18 @@ class Rehydrator:
                 )
                 self._on_change()
                 return
-            if (text := "; ".join(tried)) != self._tried:
-                self._tried = text
-                logs.warning("cannot restore yet", step=point.step, tried=text)
+            if (words := str(tried)) != said:
+                said = words
+                logs.warning("cannot restore yet", step=point.step, tried=words)
+            if words != self._tried and (patience.over or not tried.may_come):
+                self._tried = words
                 self._on_change()
             try:
-                await asyncio.wait_for(self._kick.wait(), backoff.next_seconds())
+                await asyncio.wait_for(self._kick.wait(), patience.next_seconds())
             except TimeoutError:
                 continue
 
-    async def _attempt(self, point: RestorePoint, tried: list[str]) -> Restored | None:
+    async def _attempt(self, point: RestorePoint, tried: Tried) -> Restored | None:
         if point.step is None or point.round is None:
             return Restored(point, None, {}, {}, {})
         manifest = await self._manifest(point, CheckpointId(point.step, point.round), tried)
@@ -186,7 +208,7 @@ class Rehydrator:
             try:
                 layout = await self._layout(point, manifest)
             except HoldfastError as error:
-                tried.append(str(error))
+                tried.failed(f"layout of step {point.step}", error)
                 return None
             return Restored(point, manifest, {}, {}, {}, layout)
         job_uid = self._job_uid(point)
@@ -215,14 +237,14 @@ class Rehydrator:
     # ------------------------------------------------------------------ manifest
 
     async def _manifest(
-        self, point: RestorePoint, checkpoint: CheckpointId, tried: list[str]
+        self, point: RestorePoint, checkpoint: CheckpointId, tried: Tried
     ) -> Manifest | None:
         job_uid = self._job_uid(point)
         try:
             document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
             return self._accept(document, point)
         except HoldfastError as error:
-            tried.append(f"manifest in the node tier: {error}")
+            tried.failed("manifest in the node tier", error)
         for member in self.others():
             try:
                 answer = await self._ask(member, job_uid, checkpoint)
@@ -232,7 +254,7 @@ class Rehydrator:
                 await self._keep(job_uid, checkpoint, document, layout, manifest)
                 return manifest
             except HoldfastError as error:
-                tried.append(f"manifest at worker {member.worker}: {error}")
+                tried.failed(f"manifest at worker {member.worker}", error)
         if self._store is None:
             return None
         namespace = self.namespace_of(point)
@@ -247,7 +269,7 @@ class Rehydrator:
             await self._keep(job_uid, checkpoint, document, layout, manifest)
             return manifest
         except HoldfastError as error:
-            tried.append(f"manifest in the object store: {error}")
+            tried.failed("manifest in the object store", error)
             return None
 
     async def _ask(
@@ -270,26 +292,19 @@ class Rehydrator:
     async def _layout(self, point: RestorePoint, manifest: Manifest) -> bytes:
         """The layout that the manifest names, in the node tier from now on. Raises as `layout`."""
         digest, job_uid = manifest.layout, self._job_uid(point)
-        tried: list[str] = []
-        may_come = False
-
-        def failed(place: str, error: HoldfastError) -> None:
-            nonlocal may_come
-            may_come = may_come or not isinstance(error, NotFoundError | FormatError)
-            tried.append(f"layout {place}: {error}")
-
+        tried = Tried()
         try:
             return await self._pools.read.run(self._node.get_layout, digest)
         except HoldfastError as error:
-            failed("in the node tier", error)
+            tried.failed("layout in the node tier", error)
         for member in self.others():
             try:
                 answer = await self._ask(member, job_uid, manifest.checkpoint)
                 if answer.layout is not None and digest_of(answer.layout.encode()) == digest:
                     return await self._keep_layout(answer.layout.encode())
-                tried.append(f"layout at worker {member.worker}: it has another or none")
+                tried.add(f"layout at worker {member.worker}: it has another or none")
             except HoldfastError as error:
-                failed(f"at worker {member.worker}", error)
+                tried.failed(f"layout at worker {member.worker}", error)
         if self._store is not None:
             try:
                 document = await self._pools.fetch.run(
@@ -299,8 +314,8 @@ class Rehydrator:
                     raise CorruptionError(f"digest {digest_of(document)}, expected {digest}")
                 return await self._keep_layout(document)
             except HoldfastError as error:
-                failed("in the object store", error)
-        raise (UnavailableError if may_come else NotFoundError)("; ".join(tried))
+                tried.failed("layout in the object store", error)
+        raise (UnavailableError if tried.may_come else NotFoundError)(str(tried))
 
     async def _keep_layout(self, document: bytes) -> bytes:
         """It is good without this node: one that is full must not hold up a restore."""
@@ -331,11 +346,11 @@ class Rehydrator:
 
     # ------------------------------------------------------------------ shards
 
-    async def _shard(self, ref: ShardRef, point: RestorePoint, tried: list[str]) -> TierName | None:
+    async def _shard(self, ref: ShardRef, point: RestorePoint, tried: Tried) -> TierName | None:
         """Where it is or came from; None when every source failed (`tried` says how)."""
         if await self._pools.read.run(self._node.find, ref) is not None:
             return TierName.NODE
-        tried.append(f"rank {ref.rank}: not in the node tier")
+        tried.add(f"rank {ref.rank}: not in the node tier")
         for member in self.others():
             try:
                 record = await self._pools.fetch.run(self._bulk.fetch, member, ref)
@@ -343,10 +358,10 @@ class Rehydrator:
                 return TierName.PEER
             except CorruptionError as error:
                 self._metrics.corruption(TierName.PEER)
-                tried.append(f"rank {ref.rank}: bad copy at worker {member.worker}: {error}")
+                tried.failed(f"rank {ref.rank}: bad copy at worker {member.worker}", error)
                 self.accuse(member, ref)
             except (HoldfastError, OSError) as error:
-                tried.append(f"rank {ref.rank}: worker {member.worker}: {error}")
+                tried.failed(f"rank {ref.rank}: worker {member.worker}", error)
         if self._store is None:
             return None
         namespace = self.namespace_of(point)
@@ -358,9 +373,9 @@ class Rehydrator:
             return TierName.OBJECT
         except CorruptionError as error:
             self._metrics.corruption(TierName.OBJECT)
-            tried.append(f"rank {ref.rank}: bad copy in the object store: {error}")
+            tried.failed(f"rank {ref.rank}: bad copy in the object store", error)
         except (HoldfastError, OSError) as error:
-            tried.append(f"rank {ref.rank}: object store: {error}")
+            tried.failed(f"rank {ref.rank}: object store", error)
         return None
 
     def accuse(self, member: Member, ref: ShardRef) -> None:
