@@ -9,8 +9,9 @@ from testbed.driver.jobs import Job, Training, job_manifest
 from testbed.driver.kube import Kube
 from testbed.driver.oracle import compare_digests, gather, judge, leaks_after_delete
 
-SHORT = Training(workers=3, steps=80, sleep_per_step=0.05)
-"""Three workers: with two, a + b commutes and would hide an order that differs."""
+SHORT = Training(workers=3, steps=80, sleep_per_step=0.1, layers=1, width=32)
+"""Three workers: with two, a + b commutes and would hide an order that differs. Steps sleep more than
+they compute: a scenario needs time to strike in, and leaves the processors to the one beside it."""
 
 
 class Scenario:

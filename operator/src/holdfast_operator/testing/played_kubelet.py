@@ -153,5 +153,6 @@ class PlayedKubelet:
 async def _drained() -> None:
     """Requests that were cut off with their sidecars end before their loop does."""
     others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-    if others:
-        await asyncio.wait(others, timeout=1)
+    for task in others:  # a long poll would outlive its loop, which complains of it at the very end
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
