@@ -137,7 +137,7 @@ class Rehydrator:
             if not tried.may_come:
                 raise NotFoundError(f"cannot be restored: {tried}")
             if patience.over:
-                self.failed(rank, f"rank {rank}: {tried}")
+                self.failed(rank, str(tried))
             await patience.pause()
             if self.restored is not restored:
                 raise RefusedError(

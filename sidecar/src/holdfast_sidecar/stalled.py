@@ -1,4 +1,4 @@
-"""Calls that neither return nor get on: a disk that hangs. Said once while it lasts, never given up.
+"""Calls that neither return nor get on: a disk that hangs. Told of while it lasts, never given up.
 
 A thread inside the kernel cannot be ended, and its bytes may still arrive.
 """

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast_core.errors import CorruptionError, FormatError, NotFoundError
-
-_FINAL = (NotFoundError, CorruptionError, FormatError)
+from holdfast_core.errors import FormatError, NotFoundError
 
 
 class Tried:
@@ -15,7 +13,7 @@ class Tried:
 
     def failed(self, what: str, error: BaseException) -> None:
         self.add(f"{what}: {error}")
-        self.may_come = self.may_come or not isinstance(error, _FINAL)
+        self.may_come = self.may_come or not isinstance(error, NotFoundError | FormatError)
 
     def add(self, words: str) -> None:
         """A place that has not got it."""
