@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.sidecar.pods import contract_with
 
-from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
@@ -23,22 +23,7 @@ from holdfast_sidecar.ledger import StepEntry
 from holdfast_sidecar.testing import rank_document
 
 PARENT = Digest("b3:" + "e" * 64)
-CONTRACT = SidecarContract(
-    job_uid=JobUid("job-1"),
-    job="gpt",
-    namespace="team-a",
-    worker=Worker(0),
-    birth_round=RestartRound(0),
-    procs_per_worker=1,
-    shared_dir="/s",
-    pod_name="gpt-0-r0",
-    pod_ip="127.0.0.1",
-    node_dir="/n",
-    node_capacity_bytes=0,
-    certs_dir="/c",
-    store_dir="/o",
-    store="",
-)
+CONTRACT = contract_with()
 MESSAGE = Round(
     round=RestartRound(3),
     version=1,

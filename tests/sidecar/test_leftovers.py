@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 import pytest
+from tests.sidecar.pods import contract_with
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.contract import SidecarContract, StoreConfig
+from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import FormatError, UnavailableError
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, ShardRef, Step, Worker
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, ShardRef, Step
 from holdfast_core.testing.builders import JOB_UID
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.s3_credentials import Keys, StaticCredentials
@@ -20,22 +21,7 @@ from holdfast_sidecar.pools import Pools
 
 STORE = StoreConfig("127.0.0.1:1", False, "bucket", "prefix", "us-east-1")
 BUSY = CheckpointId(Step(5), RestartRound(3))
-CONTRACT = SidecarContract(
-    job_uid=JOB_UID,
-    job="gpt",
-    namespace="team-a",
-    worker=Worker(0),
-    birth_round=RestartRound(0),
-    procs_per_worker=1,
-    shared_dir="",
-    pod_name="gpt-0",
-    pod_ip="",
-    node_dir="",
-    node_capacity_bytes=0,
-    certs_dir="",
-    store_dir="",
-    store="",
-)
+CONTRACT = contract_with(job_uid=JOB_UID)
 
 
 class CountingTier(S3ObjectTier):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.sidecar.one_rank import DOCUMENT, LAYOUT, MANIFEST, rehydrator_of
 
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import (
@@ -17,18 +17,7 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import Digest, RestartRound, Worker
-from holdfast_core.store import build_manifest
-from holdfast_core.testing.builders import (
-    JOB,
-    BytesSource,
-    rank_layout,
-    rank_payload,
-    shard_header,
-)
 from holdfast_core.tiers.memory import MemoryTier
 from holdfast_core.transfer.messages import (
     ManifestDocument,
@@ -38,20 +27,9 @@ from holdfast_core.transfer.messages import (
     RestorePoint,
     Round,
 )
-from holdfast_sidecar.backoff import Backoff, Patience
-from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
-from holdfast_sidecar.rehydrate import Rehydrator, Restored
+from holdfast_sidecar.rehydrate import Restored
 from holdfast_sidecar.rounds import RoundState
-
-LAYOUT = merge_layouts([rank_layout(world_size=1)]).to_bytes()
-PAYLOAD = rank_payload(world_size=1)
-RECORD = MemoryTier().write_shard(
-    shard_header(len(PAYLOAD), world_size=1, layout=digest_of(rank_layout(world_size=1))),
-    BytesSource(PAYLOAD),
-)
-DOCUMENT = build_manifest(JOB, [RECORD], parent=None, layout=LAYOUT)
-MANIFEST = parse_manifest(DOCUMENT)
 
 
 class FullNode(MemoryTier):
@@ -90,26 +68,10 @@ def layout_of(asked: Asked, node: MemoryTier) -> bytes:
         Policy(interval_steps=1),
     )
     state = RoundState(Worker(count), 1, RestartRound(1), held=held)
-    as_any: Any = asked
-    settings: Any = SimpleNamespace(
-        contract=SimpleNamespace(namespace=JOB.namespace, job_uid=JOB.uid)
-    )
 
     async def scenario() -> bytes:
         pools = Pools(disk=1, copy=1, store=1)
-        rehydrator = Rehydrator(
-            settings,
-            lambda: state,
-            node,
-            as_any,
-            peers=as_any,
-            bulk=as_any,
-            pools=pools,
-            metrics=Metrics(),
-            clock=ManualClock(),
-            patience=lambda: Patience(ManualClock(), Backoff(1.0, 1.0), 60.0),
-            on_change=lambda: None,
-        )
+        rehydrator = rehydrator_of(state, node, asked, pools, ManualClock())
         point = RestorePoint(MANIFEST.step, MANIFEST.restart_round)
         try:
             return await rehydrator.layout(Restored(point, MANIFEST, {}, {}, {}))

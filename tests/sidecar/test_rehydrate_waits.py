@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.sidecar.one_rank import (
+    DOCUMENT,
+    HEADER,
+    MANIFEST,
+    PATIENCE_SECONDS,
+    PAYLOAD,
+    rehydrator_of,
+)
 
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import (
@@ -18,32 +25,18 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import Rank, RestartRound, ShardRef, TierName, Worker
-from holdfast_core.store import build_manifest
 from holdfast_core.testing.builders import (
     JOB,
     BytesSource,
-    rank_layout,
-    rank_payload,
-    shard_header,
 )
 from holdfast_core.tiers.memory import MemoryTier
 from holdfast_core.transfer.messages import Member, Policy, RestorePoint, Round
-from holdfast_sidecar.backoff import Backoff, Patience
-from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
-from holdfast_sidecar.rehydrate import Rehydrator, Restored
+from holdfast_sidecar.rehydrate import Restored
 from holdfast_sidecar.rounds import RoundState
 
-PAYLOAD = rank_payload(world_size=1)
-HEADER = shard_header(len(PAYLOAD), world_size=1, layout=digest_of(rank_layout(world_size=1)))
-RECORD = MemoryTier().write_shard(HEADER, BytesSource(PAYLOAD))
-LAYOUT = merge_layouts([rank_layout(world_size=1)]).to_bytes()
-DOCUMENT = build_manifest(JOB, [RECORD], parent=None, layout=LAYOUT)
-MANIFEST = parse_manifest(DOCUMENT)
 POINT = RestorePoint(MANIFEST.step, MANIFEST.restart_round, digest_of(DOCUMENT))
 ROUND = Round(
     RestartRound(1),
@@ -61,7 +54,6 @@ RANK = Rank(0)
 AWAY = UnavailableError("connection refused")
 NONE = NotFoundError("no such key")
 BAD = CorruptionError("CRC32C of chunk 3 does not match")
-PATIENCE_SECONDS = 60.0
 
 
 class Store:
@@ -80,7 +72,7 @@ class Store:
 
 
 class World:
-    """One sidecar whose node has the manifest and not the shard. `answer` sets what the store says."""
+    """One sidecar whose node has the manifest and not the shard."""
 
     def __init__(self, *errors: HoldfastError) -> None:
         self.node = MemoryTier()
@@ -89,22 +81,8 @@ class World:
         self.clock = ManualClock()
         self.pools = Pools(disk=1, copy=1, store=1)
         self.changed = asyncio.Event()
-        as_any: Any = self.store
-        settings: Any = SimpleNamespace(
-            contract=SimpleNamespace(namespace=JOB.namespace, job_uid=JOB.uid)
-        )
-        self.rehydrator = Rehydrator(
-            settings,
-            lambda: STATE,
-            self.node,
-            as_any,
-            peers=as_any,
-            bulk=as_any,
-            pools=self.pools,
-            metrics=Metrics(),
-            clock=self.clock,
-            patience=lambda: Patience(self.clock, Backoff(0.001, 0.001), PATIENCE_SECONDS),
-            on_change=self.changed.set,
+        self.rehydrator = rehydrator_of(
+            STATE, self.node, self.store, self.pools, self.clock, self.changed.set
         )
         self.restored = Restored(
             POINT, MANIFEST, {RANK: MANIFEST.ref(RANK)}, {RANK: len(PAYLOAD)}, {}

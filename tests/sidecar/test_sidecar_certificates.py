@@ -9,10 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from tests.sidecar.pods import contract_with
 
 from holdfast_core.contract import SidecarContract, peer_dns_name
 from holdfast_core.errors import FormatError
-from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.testing.pki import Authority
 from holdfast_core.transfer.messages import Certificate
 from holdfast_sidecar.certificates import Certificates
@@ -24,21 +24,9 @@ NAME = peer_dns_name("gpt-0-r0", "job-1")
 
 def contract(tmp_path: Path, authority: Authority) -> SidecarContract:
     (tmp_path / "node").mkdir()
-    return SidecarContract(
-        job_uid=JobUid("job-1"),
-        job="gpt",
-        namespace="team-a",
-        worker=Worker(0),
-        birth_round=RestartRound(0),
-        procs_per_worker=1,
-        shared_dir="",
-        pod_name="gpt-0-r0",
-        pod_ip="127.0.0.1",
+    return contract_with(
         node_dir=str(tmp_path / "node"),
-        node_capacity_bytes=0,
         certs_dir=str(authority.write_leaf(tmp_path / "certs", NAME)),
-        store_dir="",
-        store="",
     )
 
 

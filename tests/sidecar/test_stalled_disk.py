@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.sidecar.pods import contract_with
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.contract import SidecarContract
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, Worker
@@ -56,22 +56,7 @@ class HangingNode(MemoryTier):
 
 
 def settings_in(folder: Path) -> Settings:
-    contract = SidecarContract(
-        job_uid=JOB,
-        job="gpt",
-        namespace="team",
-        worker=Worker(0),
-        birth_round=RestartRound(0),
-        procs_per_worker=1,
-        shared_dir=str(folder),
-        pod_name="gpt-0-r0",
-        pod_ip="10.0.0.1",
-        node_dir=str(folder / "node"),
-        node_capacity_bytes=0,
-        certs_dir="",
-        store_dir="",
-        store="",
-    )
+    contract = contract_with(job_uid=JOB, shared_dir=str(folder))
     return Settings(contract, disk_quiet_seconds=0.02)
 
 

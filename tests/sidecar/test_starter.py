@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.sidecar.pods import contract_with
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.contract import SidecarContract
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.transfer.messages import End, HelloReply
 from holdfast_sidecar.client import Peers
@@ -54,25 +54,6 @@ def shared() -> Iterator[Path]:
         yield Path(folder)
 
 
-def contract(shared: Path) -> SidecarContract:
-    return SidecarContract(
-        job_uid=JOB,
-        job="gpt",
-        namespace="team-a",
-        worker=Worker(0),
-        birth_round=RestartRound(0),
-        procs_per_worker=1,
-        shared_dir=str(shared),
-        pod_name="gpt-0-r0",
-        pod_ip="127.0.0.1",
-        node_dir="",
-        node_capacity_bytes=0,
-        certs_dir="",
-        store_dir="",
-        store="",
-    )
-
-
 class Silent(FakeLauncher):
     """Hears End and says nothing."""
 
@@ -93,7 +74,7 @@ def test_end_ranks(
     shared: Path, kind: type[FakeLauncher] | None, running: int | None, expected: bool
 ) -> None:
     async def scenario() -> None:
-        settings = Settings(contract(shared), end_seconds=0.3)
+        settings = Settings(contract_with(job_uid=JOB, shared_dir=str(shared)), end_seconds=0.3)
         handler = Handler()
         intake = Intake(settings.socket_path, JOB, handler)
         gang = LocalGang(Worker(0))
