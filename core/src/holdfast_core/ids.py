@@ -31,6 +31,9 @@ Digest = NewType("Digest", str)
 class Level(StrEnum):
     """How much a committed step survives; each level includes the ones before it."""
 
+    MEMORY = "memory"
+    """Each rank's shard is digested, in its pod's shared memory or on its node: survives processes,
+    not pods. Never said to who does not know it: an older release has no such level."""
     LOCAL = "local"
     REPLICATED = "replicated"
     PERSISTED = "persisted"

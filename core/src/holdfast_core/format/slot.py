@@ -6,8 +6,9 @@ never mmap: a truncated file must give it an error, not SIGBUS.
 
 States and who sets them (the state word is written last, alone, 4 bytes aligned):
   FREE -> FILLING (rank, before the copy) -> FULL (rank, after it) -> OWNED (sidecar, on Stage)
-  -> FREE (sidecar, when the shard is durable on the node tier). After a restore the sidecar
-  leaves a filled slot FREE with its identity set: it can serve the same restore again.
+  -> FREE (sidecar, when the shard is durable on the node tier, or given up for a newer one). After a
+  restore the sidecar leaves a filled slot FREE with its identity set: it can serve the same restore
+  again.
 """
 
 from __future__ import annotations

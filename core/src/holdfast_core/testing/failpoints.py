@@ -1,7 +1,8 @@
-"""Turns failpoints on in a process under test: `name=panic|sleep:SECONDS|err[@n]`, by commas.
+"""Turns failpoints on in a process under test: `name=panic|sleep:SECONDS|err|wait:PATH[@n]`, by commas.
 
 `panic` ends the process at once (as SIGKILL would), `sleep` blocks the thread, `err` raises an
-OSError EIO. `@n` means the n-th time only (from 1); without it, every time.
+OSError EIO, `wait` blocks the thread while there is no file of that path. `@n` means the n-th time
+only (from 1); without it, every time.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from holdfast_core.errors import ConfigError
 from holdfast_core.failpoint import set_hook
 
 VARIABLE = "HOLDFAST_FAILPOINTS"
 PANIC_EXIT_CODE = 86
+_POLL_SECONDS = 0.01
 
 
 class Action(StrEnum):
     PANIC = "panic"
     SLEEP = "sleep"
     ERR = "err"
+    WAIT = "wait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class Rule:
     name: str
     action: Action
     seconds: float = 0.0
+    path: str = ""
     at: int | None = None
     """Which hit of the failpoint, from 1; None: every one."""
 
@@ -88,17 +93,21 @@ def failpoints(text: str) -> Iterator[Failpoints]:
 def _rule(part: str) -> Rule:
     name, _, rest = part.partition("=")
     rest, _, at = rest.partition("@")
-    action, _, seconds = rest.partition(":")
+    action, _, argument = rest.partition(":")
     try:
+        known = Action(action)
+        if (known is Action.WAIT) != argument.startswith("/"):
+            raise ValueError(argument)
         return Rule(
             name.strip(),
-            Action(action),
-            float(seconds) if seconds else 0.0,
+            known,
+            0.0 if known is Action.WAIT or not argument else float(argument),
+            argument if known is Action.WAIT else "",
             int(at) if at else None,
         )
     except ValueError as error:
         raise ConfigError(
-            f"{VARIABLE}: {part!r} is no rule; expected name=panic|sleep:SECONDS|err[@n]"
+            f"{VARIABLE}: {part!r} is no rule; expected name=panic|sleep:SECONDS|err|wait:/PATH[@n]"
         ) from error
 
 
@@ -108,5 +117,8 @@ def _act(rule: Rule) -> None:
             os._exit(PANIC_EXIT_CODE)
         case Action.SLEEP:
             time.sleep(rule.seconds)
+        case Action.WAIT:
+            while not Path(rule.path).exists():
+                time.sleep(_POLL_SECONDS)
         case Action.ERR:
             raise OSError(errno.EIO, f"failpoint {rule.name}")

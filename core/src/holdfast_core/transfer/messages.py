@@ -24,6 +24,9 @@ from holdfast_core.ids import (
 
 PROTOCOL_VERSION = 1
 
+OVERTAKEN = "Overtaken"
+"""Reason of SaveFailed: the step gave way to a newer one. No failure of anything."""
+
 
 class Refusal(StrEnum):
     """Why a well-formed request is not served. The table of docs/protocol.md, one test a cell."""
@@ -78,6 +81,13 @@ class Policy:
     """"TLS" or "None" (a trusted fabric; the handshake stays mutual). Any other word means TLS."""
     object_every_steps: int | None = None
     """None: no object tier."""
+
+    @property
+    def keeps_every_step(self) -> bool:
+        """A step that comes while an earlier one is written waits in memory: one slot is being written,
+        one holds the newest complete step, one is filled. With two, a step that waited would take the
+        slot of the next one."""
+        return self.slots >= 3
 
     @property
     def plain_copies(self) -> bool:
@@ -188,6 +198,8 @@ class Hello:
     """Rank: the round it runs in. Launcher: the round whose ranks run now, None if none do."""
     last_round: RestartRound | None = None
     """Launcher: the newest round it ever forked ranks for (it never runs one twice)."""
+    memory_level: bool = False
+    """Rank: it knows level memory. One of an older release must not hear of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,6 +537,12 @@ class CoordinatorState:
     finished: bool = False
     """All ranks returned 0 and nothing is on its way any more."""
     saves_skipped: int = 0
+    last_memory: RestorePoint | None = None
+    """Newest step of this round whose shards are all digested, in shared memory or on the nodes. It
+    is no promise: it goes with a pod."""
+    steps_dropped: int = 0
+    """Steps that gave way to newer ones before nodes could write or peers could copy them, since this
+    coordinator began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -623,6 +641,8 @@ class WorkerReport:
     saves_skipped: int = 0
     instance: str = ""
     """Names this life of the sender: when it changes, the coordinator tells it everything again."""
+    holds: bool = False
+    """The sender serves HoldNotice. One of an older release is not sent any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -631,6 +651,71 @@ class Ok:
     instance: str = ""
     """Reply to WorkerReport: names this life of the coordinator. When it changes, the sender repeats
     what it has told (PREPARED, REPLICATED, UPLOADED): the new life has not heard it."""
+    holds: bool = False
+    """Reply to WorkerReport: the coordinator serves Holding. To one that does not say so nothing is
+    held back from the node tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedShard:
+    """A shard that is digested in its pod's shared memory."""
+
+    step: Step
+    shard: ShardInfo
+    layout: Digest
+    stored: bool = False
+    """By now it is on the node tier too."""
+    failed: bool = False
+    """It could not be written: nobody is to wait for it, though its bytes are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankHolding:
+    """What one rank's slots hold that was not written at once."""
+
+    rank: Rank
+    shards: tuple[DigestedShard, ...] = ()
+    digesting: tuple[Step, ...] = ()
+    """Not digested yet: neither there nor lost."""
+    writing: Step | None = None
+    """Being written to the node tier now, held before or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """POST /v1/holding, sidecar -> coordinator: all that this worker holds in memory, as of now. What
+    an earlier one named and this one does not is not there any more.
+
+    A message of its own, and no field of PREPARED: a coordinator of an older release refuses it, where
+    it would take a PREPARED with a field that it does not know for a durable shard.
+    """
+
+    round: RestartRound
+    worker: Worker
+    ranks: tuple[RankHolding, ...]
+    layouts: tuple[str, ...] = ()
+    """Rank layouts that the coordinator asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingReply:
+    need_layouts: tuple[Digest, ...] = ()
+    """Nothing of the message counts until it comes with these."""
+    drop: tuple[Step, ...] = ()
+    """Of the steps named: nobody wants them any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldNotice:
+    """POST /v1/hold, coordinator -> sidecar: which steps are at level memory, and which is written."""
+
+    round: RestartRound
+    memory: tuple[Step, ...] = ()
+    """Reached the level since the last notice."""
+    chosen: Step | None = None
+    """Who holds it in memory writes it to the node tier."""
+    prune: tuple[Step, ...] = ()
+    """As in LevelNotice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -643,6 +728,9 @@ class ManifestPut:
     """Canonical JSON text."""
     layout: str | None = None
     """The layout's canonical JSON, where the receiver lacked it before."""
+    held: bool = False
+    """Some shards may lie in shared memory only: the receiver may hold its own there, and copies wait
+    for level local. A coordinator that does not say so takes a reply for durable shards."""
 
 
 @dataclass(frozen=True, slots=True)

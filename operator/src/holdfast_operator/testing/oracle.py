@@ -107,6 +107,8 @@ def holds(promise: Promise, readable: frozenset[str], copies: int) -> bool:
     """Whether what the level promises was still owed with only these pods' disks readable."""
     lost = len(promise.pods - readable)
     match promise.level:
+        case Level.MEMORY:
+            return False  # it promises nothing to the operator
         case Level.LOCAL:
             return lost == 0
         case Level.REPLICATED:
