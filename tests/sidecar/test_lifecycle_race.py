@@ -15,7 +15,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from holdfast_core.errors import StaleRoundError
-from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import Member, Policy, RestorePoint, Round, Seal
 from holdfast_sidecar.lifecycle import Lifecycle
@@ -39,6 +39,9 @@ class SlowNode:
         self.writing.set()
         assert self.go_on.wait(30)
         self._tier.write_round(round_, version)
+
+    def list_manifests(self) -> tuple[tuple[JobUid, CheckpointId], ...]:
+        return self._tier.list_manifests()
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ def old_round(round_: int) -> Round:
 def parts_of(state: RoundState, node: SlowNode, pools: Pools) -> Any:
     """As far as SEAL and ROUND use them."""
     return SimpleNamespace(
-        settings=SimpleNamespace(settle_seconds=1.0),
+        settings=SimpleNamespace(settle_seconds=1.0, contract=Mock(job_uid="job")),
         keeper=Keeper(state),
         pools=pools,
         pacing=Mock(),
@@ -75,7 +78,7 @@ def parts_of(state: RoundState, node: SlowNode, pools: Pools) -> Any:
         flow=Mock(reset=AsyncMock(), pending=0),
         rehydrator=Mock(reset=AsyncMock()),
         starter=Mock(reset=AsyncMock(), end_ranks=AsyncMock()),
-        stager=Mock(settle=AsyncMock(return_value=True)),
+        stager=Mock(settle=AsyncMock(return_value=True), write_held=AsyncMock(return_value=True)),
         gang=Mock(),
         failures=Mock(),
         metrics=Mock(),

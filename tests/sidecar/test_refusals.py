@@ -13,6 +13,8 @@ from holdfast_core.transfer.messages import (
     Certificate,
     CopyAssignment,
     DeadRank,
+    Holding,
+    HoldNotice,
     LevelNotice,
     ManifestPut,
     Member,
@@ -20,6 +22,7 @@ from holdfast_core.transfer.messages import (
     Policy,
     Prepared,
     Prune,
+    RankHolding,
     RankProgress,
     Refusal,
     Replicated,
@@ -110,6 +113,14 @@ def level(round_: RestartRound = NOW) -> LevelNotice:
     return LevelNotice(round_, Step(7), NOW, Level.LOCAL)
 
 
+def said_to_hold(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Holding:
+    return Holding(round_, Worker(worker), (RankHolding(Rank(rank)),))
+
+
+def hold(round_: RestartRound = NOW) -> HoldNotice:
+    return HoldNotice(round_, (Step(7),))
+
+
 def persist(round_: RestartRound = NOW) -> PersistRequest:
     return PersistRequest(round_, Step(7), NOW)
 
@@ -177,6 +188,7 @@ CASES = [
     Case("round: from a member", sealed(0), MEMBER[1], round_message(), Refusal.NOT_MEMBER),
     # words to the coordinator
     *fenced("prepared", prepared, 1, MEMBER[0]),
+    *fenced("holding", said_to_hold, 1, MEMBER[0]),
     *fenced("replicated", replicated, 1, MEMBER[0]),
     *fenced("uploaded", uploaded, 1, MEMBER[0]),
     *fenced("report", report, 1, MEMBER[0]),
@@ -184,6 +196,7 @@ CASES = [
         case
         for name, make in (
             ("prepared", prepared),
+            ("holding", said_to_hold),
             ("replicated", replicated),
             ("uploaded", uploaded),
             ("report", report),
@@ -211,12 +224,14 @@ CASES = [
     # words of the coordinator
     *fenced("manifest", manifest, 0, MEMBER[1]),
     *fenced("level", level, 0, MEMBER[1]),
+    *fenced("hold", hold, 0, MEMBER[1]),
     *fenced("persist", persist, 0, MEMBER[1]),
     Case("manifest: to itself", COORDINATOR, MEMBER[1], manifest(), None),
     Case("manifest: from another member", PLAIN, MEMBER[2], manifest(), Refusal.NOT_MEMBER),
     Case("manifest: from a stranger", PLAIN, STRANGER, manifest(), Refusal.NOT_MEMBER),
     Case("manifest: from the operator", PLAIN, OPERATOR, manifest(), Refusal.NOT_MEMBER),
     Case("level: from another member", PLAIN, MEMBER[2], level(), Refusal.NOT_MEMBER),
+    Case("hold: from another member", PLAIN, MEMBER[2], hold(), Refusal.NOT_MEMBER),
     Case("persist: from another member", PLAIN, MEMBER[2], persist(), Refusal.NOT_MEMBER),
     # save-now and stop
     *fenced("ask", ask, 1, OPERATOR),

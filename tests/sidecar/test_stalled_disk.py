@@ -23,7 +23,8 @@ from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rounds import RoundState
 from holdfast_sidecar.settings import Settings
-from holdfast_sidecar.staging import Outcome, Stager
+from holdfast_sidecar.slot_writes import Outcome
+from holdfast_sidecar.staging import Stager
 from holdfast_sidecar.stalled import until_done
 from holdfast_sidecar.testing.ranks import FakeRank, rank_document
 

@@ -32,6 +32,7 @@ from holdfast_sidecar.failures import Failures
 from holdfast_sidecar.fill import Filler
 from holdfast_sidecar.flow import Flow
 from holdfast_sidecar.gang import LocalGang
+from holdfast_sidecar.holding import HoldTeller
 from holdfast_sidecar.intake import Intake
 from holdfast_sidecar.layouts import RankLayouts
 from holdfast_sidecar.lifecycle import Lifecycle
@@ -86,6 +87,7 @@ class Sidecar:
         lifecycle = Lifecycle(parts)
         control = Control(parts, lifecycle, local, certificates)
         parts.on_restored = lifecycle.on_restored
+        parts.teller.on_drop = control.drop
         local.parts = parts
 
         bulk = BulkServing(contract, node, certificates, keeper.current)
@@ -104,6 +106,8 @@ class Sidecar:
         self._stack.push_async_callback(parts.flow.reset)
         self._stack.push_async_callback(parts.rehydrator.reset)
         self._stack.push_async_callback(parts.starter.reset)
+        parts.teller.start()
+        self._stack.push_async_callback(parts.teller.close)
         parts.reporter.start()
         self._stack.push_async_callback(parts.reporter.close)
         _write_ports(settings, control_port, bulk_port, metrics_port)
@@ -158,6 +162,10 @@ class Sidecar:
             if self._parts is not None:
                 self._parts.on_restored()
 
+        def held() -> None:
+            teller.wake()
+            changed()
+
         def patience() -> Patience:
             backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
             return Patience(clock, backoff, settings.restore_patience_seconds)
@@ -171,8 +179,18 @@ class Sidecar:
         gang = LocalGang(contract.worker)
         intake = Intake(settings.socket_path, contract.job_uid, local)
         stager = Stager(
-            settings, node, layouts, pools, failures, metrics, clock, self._pacing, local.staged
+            settings,
+            node,
+            layouts,
+            pools,
+            failures,
+            metrics,
+            clock,
+            self._pacing,
+            local.staged,
+            held,
         )
+        teller = HoldTeller(settings, keeper.current, stager, layouts, peers, clock)
         flow = Flow(
             settings,
             keeper.current,
@@ -239,6 +257,7 @@ class Sidecar:
             gang,
             intake,
             stager,
+            teller,
             flow,
             rehydrator,
             filler,

@@ -1,7 +1,8 @@
 """The coordinator of a round: decides that a step is committed, and at which level.
 
 1. PREPARED by every rank -> manifest (deterministic: any coordinator writes the same bytes).
-2. Manifest durable on the own node tier, then on every member's: level local.
+2. Manifest durable on the own node tier, then on every member's: level local; level memory while
+   a shard is in shared memory only (choice.py says which of those steps is written next).
 3. REPLICATED by every rank: level replicated; older steps may be pruned.
 4. UPLOADED by every rank -> layout, then manifest, put-if-absent in the store: level persisted.
 It decides nothing about rounds. Its memory can be rebuilt: members repeat what they said when they
@@ -14,12 +15,14 @@ import secrets
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, RefusedError
+from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Digest, Level, Step, TierName, Worker
-from holdfast_core.policy.retention import Committed, RetentionState, plan_retention
 from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_core.transfer.messages import (
     Ask,
     CoordinatorState,
+    Holding,
+    HoldingReply,
     Inventory,
     ManifestDocument,
     Ok,
@@ -35,6 +38,7 @@ from holdfast_core.transfer.messages import (
     WorkerReport,
 )
 from holdfast_sidecar import logs
+from holdfast_sidecar.choice import choose
 from holdfast_sidecar.client import Peers
 from holdfast_sidecar.documents import Builder, shard_infos
 from holdfast_sidecar.failures import Failures
@@ -46,6 +50,7 @@ from holdfast_sidecar.plan import StoredAs
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.prune import protected_steps
 from holdfast_sidecar.rebuild import Learned, learn_from
+from holdfast_sidecar.retain import steps_to_prune, uploading
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.tasks import Tasks
 from holdfast_sidecar.uploads import Uploads
@@ -93,7 +98,16 @@ class Coordinator:
         self._gave_up = False
         self._versioned = Versioned()
         self.instance = secrets.token_hex(8)
-        self._outbox = Outbox(settings, peers, self._ledger, clock, self._acknowledged, self._lost)
+        self._dropped = 0
+        self._outbox = Outbox(
+            settings,
+            peers,
+            self._ledger,
+            clock,
+            self._acknowledged,
+            self._lost,
+            self._gathered.holds,
+        )
         self._uploads = Uploads(
             settings.contract,
             message,
@@ -174,8 +188,32 @@ class Coordinator:
             entry = self._ledger.prepared(message.step, message.shard, message.layout)
         if entry.complete and entry.manifest is None:
             self._commit(entry)
-        self._changed()
+        self._risen(message.step, self._ledger.rise(message.step))
         return PreparedReply(committed=entry.manifest_digest)
+
+    def holding(self, message: Holding) -> HoldingReply:
+        """What a member has in memory only. Raises FormatError, CorruptionError (a layout)."""
+        for text in message.layouts:
+            self._builder.learn(digest_of(text.encode()), text)
+        layouts = {s.layout for r in message.ranks for s in r.shards}
+        missing = tuple(sorted(d for d in layouts if not self._builder.knows(d)))
+        if missing:
+            return HoldingReply(need_layouts=missing)
+        base = self._message.restore_point.step
+        drop: set[Step] = set()
+        for said in message.ranks:
+            drop.update(self._ledger.holds(said, base))
+        for said in message.ranks:
+            for shard in said.shards:
+                entry = self._ledger.steps.get(shard.step)
+                if entry is None:
+                    continue
+                if entry.complete and entry.manifest is None and not entry.lost:
+                    self._commit(entry)
+                self._risen(shard.step, self._ledger.rise(shard.step))
+        self._weigh()
+        self._changed()
+        return HoldingReply(drop=tuple(sorted(drop)))
 
     def replicated(self, message: Replicated) -> Ok:
         if message.step not in self._ledger.forgotten:
@@ -200,7 +238,7 @@ class Coordinator:
             self._outbox.repeat(message.worker)
         urgent = self._gathered.heard(message, self._clock.monotonic())
         self._changed(urgent=urgent)
-        return Ok(message.round, self.instance)
+        return Ok(message.round, self.instance, holds=True)
 
     def ask(self, path: str, message: Ask) -> Ok:
         """Save-now and stop; told to the sidecar of rank 0. A token counts once."""
@@ -257,7 +295,7 @@ class Coordinator:
         return state
 
     def levels(self) -> dict[Level, Step | None]:
-        """Newest step of this round at each level."""
+        """Newest step of this round at each level, or at one above it."""
         newest = {level: self._ledger.newest(level) for level in Level}
         return {level: None if e is None else e.step for level, e in newest.items()}
 
@@ -280,6 +318,8 @@ class Coordinator:
             cannot_restore=gathered.cannot_restore,
             finished=self._finished_version is not None,
             saves_skipped=gathered.saves_skipped,
+            last_memory=_point(self._ledger.newest(Level.MEMORY)),
+            steps_dropped=self._dropped,
         )
 
     def _changed(self, *, urgent: bool = True) -> None:
@@ -306,58 +346,53 @@ class Coordinator:
         """A member has the manifest on its disk."""
         if step not in self._ledger.steps:
             return
-        if not self._ledger.acknowledged(step, worker):
-            self._changed()
-            return
-        logs.info("committed locally", step=step, round=self._message.round)
-        self._ledger.settle_replicated(step)
-        self._uploads.committed(step)
-        if self._ledger.steps[step].copied:
-            self._retain()
-        elif gone := self._ledger.overtaken():
-            self._outbox.prune(gone)
+        self._risen(step, self._ledger.acknowledged(step, worker))
+
+    def _risen(self, step: Step, level: Level | None) -> None:
+        """What follows from a step's new level; None: it has not risen."""
+        if level is Level.MEMORY:
+            logs.info("committed in memory", step=step, round=self._message.round)
+            self._outbox.in_memory(step)
+        elif level is Level.LOCAL:
+            logs.info("committed locally", step=step, round=self._message.round)
+            self._ledger.settle_replicated(step)
+            self._uploads.committed(step)
+            if self._ledger.steps[step].copied:
+                self._retain()
+            elif gone := self._ledger.overtaken():
+                self._dropped += len(gone)
+                self._outbox.prune(gone)
+        self._weigh()
         self._changed()
+
+    def _weigh(self) -> None:
+        """Which held step is written next, and which give way."""
+        choice = choose(self._ledger)
+        self._ledger.chosen = choice.chosen
+        if choice.dropped:
+            logs.info("dropped from memory", steps=list(choice.dropped), chosen=choice.chosen)
+            self._dropped += len(choice.dropped)
+            self._uploads.gave_way(choice.dropped)
+            self._outbox.prune(choice.dropped)
 
     def _retain(self) -> None:
         """A step has all its copies: name what may be pruned now."""
-        held, ledger, persisted = self._message, self._ledger, self._uploads.last
-        plan = plan_retention(
-            RetentionState(
-                committed=(
-                    *(Committed(c, Level.REPLICATED) for c in self._older),
-                    *(
-                        Committed(CheckpointId(e.step, e.round), e.level)
-                        for e in ledger.steps.values()
-                        if e.level is not None
-                    ),
-                ),
-                round=held.round,
-                keep_last=held.policy.keep_last,
-                protecting_level=Level.REPLICATED if ledger.expects_copies else Level.LOCAL,
-                restore_point=held.restore_point.own_checkpoint,
-                holds=frozenset(held.holds),
-                uploading=self._uploading(),
-                newest_persisted=None if persisted is None else persisted.own_checkpoint,
-            )
-        )
-        newest = ledger.newest(Level.REPLICATED)
-        abandoned = [
-            s
-            for s, e in ledger.steps.items()
-            if not e.complete and newest is not None and s < newest.step
-        ]
-        gone = tuple(sorted({*plan.prune_steps, *abandoned} - protected_steps(held)))
+        gone = steps_to_prune(self._ledger, self._message, self._older, self._uploads.last)
         self._older = {c for c in self._older if c.step not in gone}
         self._outbox.prune(gone)
 
     def _uploading(self) -> frozenset[CheckpointId]:
-        steps = self._ledger.on_way_to_store
-        return frozenset(CheckpointId(step, self._message.round) for step in steps)
+        return uploading(self._ledger)
 
     def _lost(self, step: Step) -> None:
         """A member has not the shard that a manifest of this round names: it was pruned there
         before this coordinator lived. Left to retention, never announced again."""
-        if step in self._ledger.steps:
+        entry = self._ledger.steps.get(step)
+        if entry is not None and entry.held:
+            entry.lost = True
+            self._weigh()
+            self._changed()
+        elif entry is not None:
             self._ledger.forget((step,))
             self._older.add(CheckpointId(step, self._message.round))
             self._changed()
@@ -396,7 +431,7 @@ class Coordinator:
                 continue
             if self._done_at is None:
                 self._done_at = self._clock.monotonic()
-            self._uploads.finish(self._ledger.newest(Level.LOCAL))
+            self._uploads.finish(self._newest_that_stays())
             waited = self._clock.monotonic() - self._done_at
             if waited > self._settings.finish_give_up_seconds and not self._gave_up:
                 self._gave_up = True
@@ -404,6 +439,13 @@ class Coordinator:
             if self._settled():
                 self._finished_version = self._versioned.bump(urgent=True)
                 logs.info("finished", round=self._message.round)
+
+    def _newest_that_stays(self) -> StepEntry | None:
+        """The newest local step; None while a newer one in memory can still become local, since that is
+        the one to be uploaded."""
+        newest, local = self._ledger.newest(Level.MEMORY), self._ledger.newest(Level.LOCAL)
+        waits = newest is not None and not newest.local and not newest.failed
+        return None if waits else local
 
     def _settled(self) -> bool:
         if self._gave_up:

@@ -6,11 +6,22 @@ from typing import Any
 
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError, RefusedError
 from holdfast_core.format.manifest import Manifest, parse_manifest
-from holdfast_core.ids import CheckpointId, JobUid, Level, Rank, RestartRound, ShardRef, TierName
+from holdfast_core.ids import (
+    CheckpointId,
+    JobUid,
+    Level,
+    Rank,
+    RestartRound,
+    ShardRef,
+    Step,
+    TierName,
+)
 from holdfast_core.transfer.messages import (
     Ask,
     Certificate,
     CoordinatorState,
+    Holding,
+    HoldNotice,
     Inventory,
     LevelNotice,
     ManifestDocument,
@@ -36,7 +47,7 @@ from holdfast_sidecar.documents import check_put
 from holdfast_sidecar.lifecycle import Lifecycle
 from holdfast_sidecar.local import Local
 from holdfast_sidecar.parts import Parts
-from holdfast_sidecar.prune import delete_orphans, delete_steps, protected_steps
+from holdfast_sidecar.prune import delete_manifests, delete_orphans, delete_steps, protected_steps
 from holdfast_sidecar.rounds import Caller, RoundState, refuse, refuse_rendezvous, refuse_state
 from holdfast_sidecar.tasks import Tasks
 
@@ -120,6 +131,8 @@ class Control:
         match message:
             case Prepared():
                 return self._coordinator().prepared(message)
+            case Holding():
+                return self._coordinator().holding(message)
             case Replicated():
                 return self._coordinator().replicated(message)
             case Uploaded():
@@ -134,6 +147,8 @@ class Control:
                 return await self._put_manifest(message)
             case LevelNotice():
                 return self._level(message)
+            case HoldNotice():
+                self._hold(message)
             case PersistRequest():
                 self._parts.flow.want(message)
             case Suspect():
@@ -170,11 +185,14 @@ class Control:
         SEAL that comes later waits for it."""
         parts = self._parts
         manifest = check_put(message, parts.settings.contract)
-        for rank in self.state.own_ranks:
-            if parts.node.find(manifest.ref(Rank(rank))) is None:
+        for number in self.state.own_ranks:
+            rank = Rank(number)
+            ref = manifest.ref(rank)
+            held = parts.stager.find(rank, message.step) if message.held else None
+            if parts.node.find(ref) is None and (held is None or held.ref != ref):
                 raise NotFoundError(
                     f"step {message.step}: the shard of rank {rank} that the manifest names is not "
-                    f"on the node tier of worker {self.state.worker}"
+                    f"on the node tier of worker {self.state.worker}, nor held in its memory"
                 )
         try:
             await parts.pools.meta.run(self._write_manifest, message, manifest)
@@ -187,7 +205,9 @@ class Control:
                 step=message.step,
             )
             raise RefusedError(Refusal.CONFLICT, str(error)) from error
-        parts.flow.committed(message.step, message.round)
+        parts.stager.committed(message.step, message.round)
+        if not message.held:
+            parts.flow.committed(message.step, message.round)
         return Ok(message.round)
 
     def _write_manifest(self, message: ManifestPut, manifest: Manifest) -> None:
@@ -198,11 +218,35 @@ class Control:
 
     def _level(self, message: LevelNotice) -> Ok:
         self._local.level(message)
-        if message.prune:
-            self._parts.flow.forget(message.prune)
+        if not message.released:
+            # Copies of a step of which some shards waited in memory begin now.
+            self._parts.flow.committed(message.step, message.step_round)
+        self._forget(message.prune)
         if message.prune or message.level is not Level.LOCAL:
             self._tasks.spawn(self._prune(message), "prune")
         return Ok(message.round)
+
+    def _hold(self, message: HoldNotice) -> None:
+        self._local.in_memory(message.memory)
+        self._drop(frozenset(message.prune), message.chosen)
+
+    def drop(self, steps: frozenset[Step]) -> None:
+        """The coordinator has pruned these, and this pod still held them in memory."""
+        self._drop(steps, self._parts.stager.chosen)
+
+    def _drop(self, steps: frozenset[Step], chosen: Step | None) -> None:
+        self._forget(tuple(steps))
+        self._parts.stager.choose(chosen)
+        held = self.state.held
+        if steps and held is not None:
+            self._tasks.spawn(self._delete(held, steps), "prune")
+
+    def _forget(self, steps: tuple[Step, ...]) -> None:
+        if not steps:
+            return
+        self._local.dropped(steps)
+        self._parts.flow.forget(steps)
+        self._parts.stager.forget(frozenset(steps))
 
     async def _prune(self, message: LevelNotice) -> None:
         """Never what this round protects, whoever names it; and nothing while sealed."""
@@ -210,20 +254,32 @@ class Control:
         held = parts.keeper.state.held
         if held is None or held.round != message.round:
             return
-        protected = protected_steps(held)
-        uid = parts.settings.contract.job_uid
-        await parts.pools.shard.run(
-            delete_steps, parts.node, uid, frozenset(message.prune) - protected
-        )
+        await self._delete(held, frozenset(message.prune))
         if message.level is not Level.LOCAL:
             await parts.pools.shard.run(
                 delete_orphans,
                 parts.node,
-                uid,
+                parts.settings.contract.job_uid,
                 before=held.round,
                 below=message.step,
-                protected=protected,
+                protected=protected_steps(held),
             )
+
+    async def _delete(self, held: Round, steps: frozenset[Step]) -> None:
+        """Manifests first, then shards; slots in memory as soon as the manifests are gone. Their
+        manifests do not wait behind the writes that made them wait."""
+        parts = self._parts
+        if parts.keeper.state.held is None or parts.keeper.state.round != held.round:
+            return
+        uid, going = parts.settings.contract.job_uid, steps - protected_steps(held)
+        in_memory = parts.stager.dropped & going
+        try:
+            if in_memory:
+                await parts.pools.meta.run(delete_manifests, parts.node, uid, in_memory)
+        finally:
+            parts.stager.release(steps)
+        if going:
+            await parts.pools.shard.run(delete_steps, parts.node, uid, going)
 
     async def _suspect(self, message: Suspect) -> None:
         """Somebody got bad bytes of this shard from here: read the own copy back."""

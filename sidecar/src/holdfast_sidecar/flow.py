@@ -27,13 +27,13 @@ from holdfast_core.transfer.messages import (
     PreparedReply,
     Refusal,
     Replicated,
-    ShardInfo,
     Uploaded,
 )
 from holdfast_sidecar.backoff import Backoff
 from holdfast_sidecar.bulk import BulkPeers
 from holdfast_sidecar.client import Peers
 from holdfast_sidecar.failures import Failures
+from holdfast_sidecar.held import info_of
 from holdfast_sidecar.layouts import RankLayouts
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.plan import (
@@ -63,13 +63,6 @@ _PASSING = frozenset(
     }
 )
 """Refusals of a round that has not arrived everywhere yet: no trouble, only tried again."""
-
-
-def info_of(record: ShardRecord) -> ShardInfo:
-    """How a durable shard is spoken of on the wire."""
-    return ShardInfo(
-        record.header.rank, record.header.payload_bytes, record.blake3, record.chunk_table
-    )
 
 
 def own_shard(record: ShardRecord, *, committed: bool = False) -> OwnShard:

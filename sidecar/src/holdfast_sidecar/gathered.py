@@ -42,6 +42,11 @@ class Gathered:
             return True
         return _urgent(before) != _urgent(report)
 
+    def holds(self, worker: Worker) -> bool:
+        """It serves HoldNotice."""
+        report = self.reports.get(worker)
+        return report is not None and report.holds
+
     def _all(self, said: Callable[[WorkerReport], bool]) -> bool:
         return self.reports.keys() >= self.workers and all(
             said(self.reports[w]) for w in self.workers

@@ -1,9 +1,9 @@
 """The coordinator's memory of one round, without I/O: which rank got how far with which step, what
 may be committed, uploaded and pruned.
 
-Steps of a round advance: prepared by all ranks -> manifest -> acknowledged by every member (local)
--> replicated by all ranks -> uploaded by all ranks (persisted). Each method is idempotent: senders
-repeat themselves after every reconnect.
+Steps of a round advance: prepared by all ranks -> manifest -> acknowledged by every member (memory;
+local once every rank's shard is on its node tier) -> replicated by all ranks -> uploaded by all
+ranks (persisted). Each method is idempotent: senders repeat themselves after every reconnect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
-from holdfast_core.transfer.messages import RestorePoint, ShardInfo, StepState
+from holdfast_core.transfer.messages import RankHolding, RestorePoint, ShardInfo, StepState
 from holdfast_sidecar.plan import StoredAs
 
 MAX_WAITING_UPLOADS = 2
@@ -28,6 +28,14 @@ class StepEntry:
     world_size: int
     shards: dict[Rank, ShardInfo] = field(default_factory=dict)
     layouts: dict[Rank, Digest] = field(default_factory=dict)
+    durable: set[Rank] = field(default_factory=set)
+    """Said that its shard is on its node tier. Never inferred: an acknowledged manifest proves none."""
+    held: set[Rank] = field(default_factory=set)
+    """Said that its shard is in shared memory only."""
+    failed: bool = False
+    """A held shard could not be written: the step may serve a seal, but nobody waits for it."""
+    lost: bool = False
+    """A held shard is gone, and with it the step."""
     manifest: bytes | None = None
     manifest_digest: Digest | None = None
     layout: bytes | None = None
@@ -36,13 +44,15 @@ class StepEntry:
     uploaded: dict[Rank, StoredAs] = field(default_factory=dict)
     whole: bool = False
     """What the shards referred to is gone from the store: they are uploaded without references."""
+    memory: bool = False
     local: bool = False
     copied: bool = False
     persisted: bool = False
 
     @property
     def level(self) -> Level | None:
-        """The highest level reached; persisted is one whether or not the copies are there."""
+        """The highest level reached from local on; persisted is one whether or not the copies are
+        there. Level memory is told apart from these (`memory`): it is no promise."""
         if self.persisted:
             return Level.PERSISTED
         if self.local and self.copied:
@@ -97,6 +107,10 @@ class Ledger:
         self.uploading: Step | None = None
         self.waiting_uploads: list[Step] = []
         self.forgotten: dict[Step, Digest | None] = {}
+        self.writing: dict[Rank, Step] = {}
+        """What the ranks that hold something write now."""
+        self.chosen: Step | None = None
+        """The held step that is to be written next, or is."""
 
     # ------------------------------------------------------------------ what members say
 
@@ -106,7 +120,14 @@ class Ledger:
         return self.steps[step]
 
     def prepared(self, step: Step, shard: ShardInfo, layout: Digest) -> StepEntry:
-        """Raises Conflict when this rank said something else about this step before."""
+        """Durable on the rank's node tier. Raises Conflict when this rank said something else about
+        this step before."""
+        entry = self._take(step, shard, layout)
+        entry.durable.add(shard.rank)
+        entry.held.discard(shard.rank)
+        return entry
+
+    def _take(self, step: Step, shard: ShardInfo, layout: Digest) -> StepEntry:
         entry = self.entry(step)
         known = entry.shards.get(shard.rank)
         if known is not None and known.blake3 != shard.blake3:
@@ -117,6 +138,38 @@ class Ledger:
         entry.shards[shard.rank] = shard
         entry.layouts[shard.rank] = layout
         return entry
+
+    def holds(self, said: RankHolding, base: Step | None = None) -> tuple[Step, ...]:
+        """All that a rank holds in memory now: what it held before and does not name is lost, unless
+        it is durable. Returns what it is to drop: steps that were pruned or are not above `base`, and
+        those that contradict what is known of them (they are lost)."""
+        drop: list[Step] = []
+        for shard in said.shards:
+            if shard.step in self.forgotten or (base is not None and shard.step <= base):
+                drop.append(shard.step)
+                continue
+            try:
+                entry = self._take(shard.step, shard.shard, shard.layout)
+            except Conflict:
+                drop.append(shard.step)
+                self.steps[shard.step].lost = True
+                continue
+            entry.failed = entry.failed or shard.failed
+            if shard.stored:
+                entry.durable.add(said.rank)
+                entry.held.discard(said.rank)
+            elif said.rank not in entry.durable:
+                entry.held.add(said.rank)
+        there = {s.step for s in said.shards}.union(said.digesting)
+        for entry in self.steps.values():
+            if said.rank in entry.held and entry.step not in there:
+                entry.held.discard(said.rank)
+                entry.lost = True
+        if said.writing is None:
+            self.writing.pop(said.rank, None)
+        else:
+            self.writing[said.rank] = said.writing
+        return tuple(drop)
 
     def committed(
         self, step: Step, manifest: bytes, digest: Digest, shards: tuple[ShardInfo, ...]
@@ -132,16 +185,25 @@ class Ledger:
         entry.shards = {s.rank: s for s in shards}
         return entry
 
-    def acknowledged(self, step: Step, worker: Worker) -> bool:
-        """A member has the manifest. True if the step has become local by it."""
-        entry = self.entry(step)
-        entry.acknowledged.add(worker)
-        if entry.local or not self.workers <= entry.acknowledged:
-            return False
-        entry.local = True
-        if not self.expects_copies:
-            entry.copied = True
-        return True
+    def acknowledged(self, step: Step, worker: Worker) -> Level | None:
+        """A member has the manifest. See `rise`."""
+        self.entry(step).acknowledged.add(worker)
+        return self.rise(step)
+
+    def rise(self, step: Step) -> Level | None:
+        """MEMORY or LOCAL if the step has reached that level now, by what was said of it."""
+        entry = self.steps[step]
+        if entry.local or entry.lost or not self.workers <= entry.acknowledged:
+            return None
+        if len(entry.durable) == entry.world_size:
+            entry.memory = entry.local = True
+            if not self.expects_copies:
+                entry.copied = True
+            return Level.LOCAL
+        if entry.memory or len(entry.durable | entry.held) < entry.world_size:
+            return None
+        entry.memory = True
+        return Level.MEMORY
 
     def replicated(self, step: Step, rank: Rank, blake3: Digest) -> bool:
         """True if all ranks are there now (and the step is local): level replicated."""
@@ -226,6 +288,8 @@ class Ledger:
     def newest(self, level: Level) -> StepEntry | None:
         def reached(entry: StepEntry) -> bool:
             match level:
+                case Level.MEMORY:
+                    return entry.memory and not entry.lost
                 case Level.LOCAL:
                     return entry.local
                 case Level.REPLICATED:
@@ -239,7 +303,11 @@ class Ledger:
     @property
     def pending(self) -> tuple[Step, ...]:
         """Steps that can still get further without anybody saving again."""
-        return tuple(s for s, e in self.steps.items() if e.complete and not (e.local and e.copied))
+        return tuple(
+            s
+            for s, e in self.steps.items()
+            if e.complete and not (e.local and e.copied) and not (e.failed or e.lost)
+        )
 
     def overtaken(self) -> tuple[Step, ...]:
         """Committed steps whose copies fall behind: given up between the one being copied and the

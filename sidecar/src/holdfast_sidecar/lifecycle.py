@@ -2,7 +2,8 @@
 
 SEAL: 1. the new round is in force in memory, so that nothing of the old one is accepted any more;
 2. it is durable; 3. everything that worked for the old round is stopped; 4. the ranks are ended;
-5. slots that were handed over are written; 6. the inventory is the reply.
+5. slots that were handed over are written, those that wait in memory if their step is committed;
+6. the inventory is the reply.
 ROUND: 1. durable; 2. in force; 3. a new round begins: off-lineage steps are deleted, rehydration,
 rendezvous, coordinator; a higher version only changes members, copies and the coordinator.
 """
@@ -13,7 +14,7 @@ import asyncio
 from dataclasses import replace
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import RestartRound, TierName
+from holdfast_core.ids import CheckpointId, RestartRound, TierName
 from holdfast_core.transfer.messages import Inventory, Round, Seal
 from holdfast_sidecar import logs
 from holdfast_sidecar.client import raise_refused
@@ -49,6 +50,7 @@ class Lifecycle:
             logs.info("sealed", round=message.round)
             parts.pacing.hurry()
             parts.keeper.state = parts.keeper.state.sealed_for(message.round)
+            parts.stager.seal()
             # Here, and not when the seal is settled: the slots are the next round's from now on.
             parts.filler.stop(f"round {message.round} is sealed")
         async with self._lock:
@@ -68,9 +70,14 @@ class Lifecycle:
         await asyncio.gather(parts.flow.reset(), parts.rehydrator.reset(), parts.starter.reset())
         await parts.starter.end_ranks(round_)
         settle = parts.settings.settle_seconds
-        if not await parts.stager.settle(settle):
+        settled = await parts.stager.settle(settle)
+        if not settled:
             logs.warning("writes of the old round are not done", seconds=settle)
         await parts.pools.drain_writes(settle)
+        # Now no manifest of the old round can come any more, and what has one is all there is. A disk
+        # that was too slow for the write under way is too slow for another before the round goes on.
+        if not settled or not await parts.stager.write_held(await self._manifests(), settle):
+            logs.warning("steps in memory are not written", seconds=settle)
         parts.gang.reset()
         parts.failures.clear()
 
@@ -112,7 +119,7 @@ class Lifecycle:
         uid = parts.settings.contract.job_uid
         await parts.pools.shard.run(delete_off_lineage, parts.node, uid, message)
         await self._resume_own_shards(message.round)
-        parts.stager.recover(parts.keeper.state)
+        parts.stager.recover(parts.keeper.state, await self._manifests())
         parts.pacing.begin()
         self._coordinate(message)
         parts.rehydrator.begin(message)
@@ -127,6 +134,7 @@ class Lifecycle:
                 await coordinator.close()
             self._coordinate(message)
             parts.flow.retell()
+            parts.stager.coordinator(holds=None)
         elif parts.coordinator is not None:
             parts.coordinator.update(message)
         parts.rehydrator.kick()
@@ -150,17 +158,23 @@ class Lifecycle:
         )
         parts.coordinator.start()
 
+    async def _manifests(self) -> frozenset[CheckpointId]:
+        """Of this job, on this node."""
+        uid = self._parts.settings.contract.job_uid
+        found = await self._parts.pools.read.run(self._parts.node.list_manifests)
+        return frozenset(checkpoint for job_uid, checkpoint in found if job_uid == uid)
+
     async def _resume_own_shards(self, round_: RestartRound) -> None:
         """After a restart of this process in the middle of a round: own shards of it that are on
         the node tier go on from there."""
         parts = self._parts
         own = parts.keeper.state.own_ranks
         uid = parts.settings.contract.job_uid
-        manifests = frozenset(await parts.pools.read.run(parts.node.list_manifests))
+        manifests = await self._manifests()
         for record in await parts.pools.read.run(parts.node.list_shards):
             header = record.header
             if (header.job_uid, header.round) == (uid, round_) and header.rank in own:
-                committed = (uid, record.checkpoint) in manifests
+                committed = record.checkpoint in manifests
                 parts.flow.add(own_shard(record, committed=committed))
 
     async def restored(self) -> None:

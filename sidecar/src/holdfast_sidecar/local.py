@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from holdfast_core.errors import FormatError, RefusedError
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.pacing import bytes_each_step
 from holdfast_core.transfer.messages import (
+    OVERTAKEN,
     Ask,
     Ended,
     Exited,
@@ -22,6 +24,7 @@ from holdfast_core.transfer.messages import (
     Progress,
     Refusal,
     Restore,
+    SaveFailed,
     SaveRequested,
     Stage,
     StopRequested,
@@ -31,8 +34,10 @@ from holdfast_sidecar.flow import own_shard
 from holdfast_sidecar.intake import Connection
 from holdfast_sidecar.parts import Parts
 from holdfast_sidecar.rounds import RoundState, fence
-from holdfast_sidecar.staging import Outcome
+from holdfast_sidecar.slot_writes import Outcome
 from holdfast_sidecar.verbs import STOP
+
+T = TypeVar("T")
 
 _LEVELS_KEPT = 16
 
@@ -47,6 +52,8 @@ class Local:
         self._asked: list[SaveRequested | StopRequested] = []
         self._levels: dict[Step, LevelReached] = {}
         """Of this round: told again to a rank that reconnects."""
+        self._overtaken: dict[Step, SaveFailed] = {}
+        """Likewise."""
 
     @property
     def state(self) -> RoundState:
@@ -158,19 +165,48 @@ class Local:
             )
             self.parts.pacing.expect(each_step)
 
+    def in_memory(self, steps: tuple[Step, ...]) -> None:
+        """These have reached level memory."""
+        for step in steps:
+            self._reached(LevelReached(step, self.state.round, Level.MEMORY))
+
+    def dropped(self, steps: tuple[Step, ...]) -> None:
+        """Pruned. Whoever waits for a level of a step that has not reached local waits in vain."""
+        for step in steps:
+            reached = self._levels.get(step)
+            if reached is not None and reached.level is not Level.MEMORY:
+                continue
+            failed = SaveFailed(
+                step,
+                self.state.round,
+                Level.MEMORY if reached is None else Level.LOCAL,
+                OVERTAKEN,
+                "a newer step took its place before it was on the node tiers",
+            )
+            _remember(self._overtaken, step, failed)
+            for connection in self._ranks():
+                _tell(connection, failed)
+
     def level(self, message: LevelNotice) -> None:
         """Tell the ranks; release Finish when the coordinator says so."""
         if message.released:
             self._released.set()
             return
-        reached = LevelReached(message.step, message.step_round, message.level)
-        self._levels[message.step] = reached
-        while len(self._levels) > _LEVELS_KEPT:
-            del self._levels[min(self._levels)]
-        for rank in self.state.own_ranks:
-            self.parts.intake.push_rank(Rank(rank), reached)
+        self._reached(LevelReached(message.step, message.step_round, message.level))
         if message.level is Level.LOCAL:
             self._asked = [a for a in self._asked if isinstance(a, StopRequested)]
+
+    def _reached(self, reached: LevelReached) -> None:
+        before = self._levels.get(reached.step)
+        if before is not None and reached.level is Level.MEMORY:
+            return  # of two messages the older one came late
+        _remember(self._levels, reached.step, reached)
+        for connection in self._ranks():
+            _tell(connection, reached)
+
+    def _ranks(self) -> list[Connection]:
+        ranks = self.parts.intake.ranks
+        return [ranks[Rank(r)] for r in self.state.own_ranks if Rank(r) in ranks]
 
     def ask(self, path: str, message: Ask) -> None:
         """For rank 0; kept, so that a rank 0 that connects later hears it too."""
@@ -183,7 +219,9 @@ class Local:
 
     def _tell_again(self, connection: Connection) -> None:
         for reached in self._levels.values():
-            connection.push(reached)
+            _tell(connection, reached)
+        for failed in self._overtaken.values():
+            _tell(connection, failed)
         if connection.rank == 0:
             for request in self._asked:
                 connection.push(request)
@@ -194,3 +232,23 @@ class Local:
         released.set()
         self._asked = []
         self._levels = {}
+        self._overtaken = {}
+
+
+def _remember(said: dict[Step, T], step: Step, message: T) -> None:
+    said[step] = message
+    while len(said) > _LEVELS_KEPT:
+        del said[min(said)]
+
+
+def _tell(connection: Connection, message: LevelReached | SaveFailed) -> None:
+    """Of level memory only to a rank that knows it: for another one such a step fails to be local."""
+    hello = connection.hello
+    knows = hello is not None and hello.memory_level
+    match message:
+        case LevelReached(level=Level.MEMORY) if not knows:
+            return
+        case SaveFailed(level=Level.MEMORY) if not knows:
+            connection.push(replace(message, level=Level.LOCAL))
+        case _:
+            connection.push(message)

@@ -73,6 +73,12 @@ class Metrics:
             "Saves that ranks skipped because no slot was free",
             registry=self._registry,
         )
+        self._dropped = Counter(
+            "holdfast_steps_dropped",
+            "Steps that this pod held in shared memory and gave up for newer ones before they were "
+            "written to the node tier",
+            registry=self._registry,
+        )
         self._queue = Gauge(
             "holdfast_shards_pending",
             "Shards of this pod that still have to be told, copied or uploaded",
@@ -170,6 +176,9 @@ class Metrics:
             self._stall.inc(seconds)
         if saves_skipped > 0:
             self._skipped.inc(saves_skipped)
+
+    def dropped(self, steps: int) -> None:
+        self._dropped.inc(steps)
 
     def limited(self, bytes_per_second: float | None) -> None:
         self._limit.set(bytes_per_second or 0.0)

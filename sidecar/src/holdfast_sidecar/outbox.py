@@ -16,6 +16,7 @@ from holdfast_core.errors import HoldfastError, NotFoundError, StaleRoundError
 from holdfast_core.ids import Level, Step, Worker
 from holdfast_core.transfer.messages import (
     Ask,
+    HoldNotice,
     LevelNotice,
     ManifestPut,
     Ok,
@@ -30,6 +31,7 @@ from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.tasks import Tasks
 
 _ORDER = {None: 0, Level.LOCAL: 1, Level.REPLICATED: 2, Level.PERSISTED: 3}
+"""What a LevelNotice may name: level memory is told by HoldNotice, to those who know it."""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,8 @@ class _Told:
     levels: dict[Step, Level] = field(default_factory=dict)
     persists: dict[Step, PersistRequest] = field(default_factory=dict)
     pruned: int = 0
+    memory: int = 0
+    chosen: Step | None = None
     asks: int = 0
     released: bool = False
     layouts: set[bytes] = field(default_factory=set)
@@ -60,6 +64,7 @@ class Outbox:
         clock: Clock,
         on_manifest: Callable[[Step, Worker], None],
         on_lost: Callable[[Step], None],
+        holds: Callable[[Worker], bool],
     ) -> None:
         self._settings = settings
         self._own = settings.contract.worker
@@ -68,11 +73,13 @@ class Outbox:
         self._clock = clock
         self._on_manifest = on_manifest
         self._on_lost = on_lost
+        self._holds = holds
         self._tasks = Tasks()
         self._wakes: dict[Worker, asyncio.Event] = {}
         self._told: dict[Worker, _Told] = {}
         self._asks: list[tuple[str, Ask]] = []
         self._prunes: list[Step] = []
+        self._memory: list[Step] = []
         self._persist: dict[Step, PersistRequest] = {}
         self._released = False
         self._released_at: float | None = None
@@ -118,6 +125,11 @@ class Outbox:
             self._prunes.extend(steps)
             self.wake()
 
+    def in_memory(self, step: Step) -> None:
+        """It has reached level memory."""
+        self._memory.append(step)
+        self.wake()
+
     def persist(self, request: PersistRequest) -> None:
         """Another request for the same step takes the place of the one before."""
         if self._persist.get(request.step) != request:
@@ -133,7 +145,7 @@ class Outbox:
     def repeat(self, worker: Worker) -> None:
         """A new life of this member: it has forgotten everything but what is on its disk."""
         told = _Told()
-        told.pruned = self._told[worker].pruned
+        told.pruned, told.memory = self._told[worker].pruned, self._told[worker].memory
         self._told[worker] = told
         self.wake()
 
@@ -182,6 +194,8 @@ class Outbox:
         if worker == 0 and told.asks < len(self._asks):
             path, ask = self._asks[told.asks]
             return ask, path, told.asked
+        if self._holds(worker) and (notice := self._hold_notice(worker)) is not None:
+            return notice
         for step in sorted(self._ledger.steps):
             entry = self._ledger.steps[step]
             put = self._manifest_for(worker, entry)
@@ -211,6 +225,7 @@ class Outbox:
             entry.step,
             entry.manifest.decode(),
             None if known or layout is None else layout.decode(),
+            held=len(entry.durable) < entry.world_size,
         )
 
     def _manifest_told(self, worker: Worker, entry: StepEntry) -> Callable[[], None]:
@@ -235,6 +250,25 @@ class Outbox:
             told.pruned = count
 
         notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, prune)
+        return notice, None, acknowledged
+
+    def _hold_notice(self, worker: Worker) -> tuple[HoldNotice, None, Callable[[], None]] | None:
+        """Also what is pruned while no step is local yet, which a LevelNotice would have to name."""
+        told, chosen = self._told[worker], self._ledger.chosen
+        pruned, reached = len(self._prunes), len(self._memory)
+        urgent = told.pruned < pruned and self._newest() is None
+        if (told.chosen, told.memory) == (chosen, reached) and not urgent:
+            return None
+
+        def acknowledged() -> None:
+            told.chosen, told.pruned, told.memory = chosen, pruned, reached
+
+        notice = HoldNotice(
+            self._ledger.round,
+            tuple(self._memory[told.memory : reached]),
+            chosen,
+            tuple(self._prunes[told.pruned : pruned]),
+        )
         return notice, None, acknowledged
 
     def _newest(self) -> StepEntry | None:

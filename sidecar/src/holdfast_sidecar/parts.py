@@ -15,6 +15,7 @@ from holdfast_sidecar.failures import Failures
 from holdfast_sidecar.fill import Filler
 from holdfast_sidecar.flow import Flow
 from holdfast_sidecar.gang import LocalGang
+from holdfast_sidecar.holding import HoldTeller
 from holdfast_sidecar.intake import Intake
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
@@ -51,6 +52,7 @@ class Parts:
     gang: LocalGang
     intake: Intake
     stager: Stager
+    teller: HoldTeller
     flow: Flow
     rehydrator: Rehydrator
     filler: Filler
@@ -64,7 +66,7 @@ class Parts:
     def idle(self) -> bool:
         """Nothing handed over still has to become durable, be copied or uploaded by this pod."""
         waiting = not self.flow.idle or self.flow.expects_commit
-        return self.stager.idle and not waiting
+        return self.stager.idle and not self.stager.waiting and not waiting
 
     @property
     def flushed(self) -> bool:

@@ -47,7 +47,8 @@ class Pool:
 class Pools:
     """One pool for each kind of slowness, so that a hung store never holds up a local commit.
 
-    `shard` writes and deletes shards; `meta` writes the round file, manifests and layouts (small: a
+    `shard` writes and deletes shards; `digest` reads what waits in memory, while `shard` is held up by
+    the disk; `meta` writes the round file, manifests and layouts (small: a
     seal must not wait behind gigabytes for them); `read` only looks at the disk, `fill` reads
     shards from it; `copy` sends to peers; `fetch` brings back what ranks wait for, from peers and
     store; `store` uploads.
@@ -55,6 +56,7 @@ class Pools:
 
     def __init__(self, *, disk: int, copy: int, store: int) -> None:
         self.shard = Pool("shard", disk)
+        self.digest = Pool("digest", disk)
         self.meta = Pool("meta", 1)
         self.read = Pool("read", disk)
         self.fill = Pool("fill", disk)
@@ -72,6 +74,7 @@ class Pools:
     def close(self) -> None:
         for pool in (
             self.shard,
+            self.digest,
             self.meta,
             self.read,
             self.fill,

@@ -35,6 +35,14 @@ def delete_steps(node: NodeTier, job_uid: JobUid, steps: frozenset[Step]) -> int
     return len(found)
 
 
+def delete_manifests(node: NodeTier, job_uid: JobUid, steps: frozenset[Step]) -> None:
+    """Blocking. Of these steps of this job: what is not on this node but in its memory is no checkpoint
+    any more."""
+    for uid, checkpoint in node.list_manifests():
+        if uid == job_uid and checkpoint.step in steps:
+            node.delete_checkpoint(uid, checkpoint)
+
+
 def delete_off_lineage(node: NodeTier, job_uid: JobUid, message: Round) -> int:
     """Blocking. Steps of older rounds above the restore point will be trained again: delete what
     the old rounds left of them, so that nothing can ever restore it.

@@ -56,6 +56,7 @@ def compose(state: RoundState, sources: Sources, instance: str) -> WorkerReport:
         idle=sources.stager.idle and sources.flow.idle,
         saves_skipped=gang.saves_skipped,
         instance=instance,
+        holds=True,
     )
 
 
@@ -69,7 +70,10 @@ def _tiers(rank: Rank, state: RoundState, sources: Sources) -> RankTiers:
     return RankTiers(
         rank,
         memory=_newest(
-            [r.header.step for r in tuple(sources.stager.memory.values()) if r.header.rank == rank]
+            [
+                *(r.header.step for r in sources.stager.memory.values() if r.header.rank == rank),
+                *sources.stager.held_steps(rank),
+            ]
         ),
         node=_newest(held),
         peer=_newest([s.ref.step for s in own if targets and targets <= s.copied]),
@@ -150,17 +154,25 @@ class Reporter:
             backoff.reset()
             said.healthy("report")
             last = report
-            self._met(state.held.coordinator, reply.instance)
+            self._met(state.held.coordinator, reply)
             if not report.dead:
                 await _wait(self._urgent, settings.report_interval_seconds)
 
-    def _met(self, coordinator: Worker, instance: str) -> None:
+    def _met(self, coordinator: Worker, reply: Ok) -> None:
         """Another coordinator, or another life of it, has to hear everything again."""
-        met = (self._current().round, coordinator, instance)
+        state = self._current()
+        if state.held is None or (state.round, state.held.coordinator) != (
+            reply.round,
+            coordinator,
+        ):
+            return  # the next one is met by the next report
+        met = (state.round, coordinator, reply.instance)
         if self._heard is not None and self._heard[0] == met[0] and self._heard != met:
             logs.info("the coordinator has changed: telling it everything again")
             self._sources.flow.retell()
+            self._sources.stager.coordinator(holds=None)
         self._heard = met
+        self._sources.stager.coordinator(holds=reply.holds)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

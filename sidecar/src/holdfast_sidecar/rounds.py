@@ -17,6 +17,8 @@ from holdfast_core.ids import RestartRound, Worker, ranks_of
 from holdfast_core.transfer.messages import (
     Ask,
     Certificate,
+    Holding,
+    HoldNotice,
     LevelNotice,
     ManifestPut,
     Member,
@@ -127,11 +129,13 @@ RULES: dict[type[Any], Rule] = {
     Ask: Rule(From.OPERATOR_OR_COORDINATOR, To.ASKED, fenced=True),
     Prune: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
     Prepared: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
+    Holding: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     Replicated: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     Uploaded: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     WorkerReport: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     ManifestPut: Rule(From.COORDINATOR, To.ANY, fenced=True),
     LevelNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
+    HoldNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
     PersistRequest: Rule(From.COORDINATOR, To.ANY, fenced=True),
     Suspect: Rule(From.ANY, To.ANY, fenced=False),
 }
@@ -295,7 +299,7 @@ def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None
 
 def _speaks_for_itself(state: RoundState, caller: Caller, message: Any) -> Refused | None:
     """A worker reports its own ranks only: a spoofed rank is refused like a stranger."""
-    if not isinstance(message, Prepared | Replicated | Uploaded | WorkerReport):
+    if not isinstance(message, Prepared | Holding | Replicated | Uploaded | WorkerReport):
         return None
     member = state.member_of_pod(caller.pod)
     if member is None or member.worker != message.worker:
@@ -305,6 +309,10 @@ def _speaks_for_itself(state: RoundState, caller: Caller, message: Any) -> Refus
     match message:
         case Prepared():
             ranks = [message.shard.rank]
+        case Holding():
+            ranks = [
+                rank for r in message.ranks for rank in (r.rank, *(s.shard.rank for s in r.shards))
+            ]
         case Replicated() | Uploaded():
             ranks = [message.rank]
         case WorkerReport():

@@ -60,6 +60,8 @@ class Uploads:
         self._every = message.policy.object_every_steps
         self._round = message.round
         self._after: Step | None = None
+        self._owed: Step | None = None
+        """The oldest step that the interval named and that gave way."""
         self._gave_up = False
         self._asked: PersistRequest | None = None
         """What members were asked for the step that is being uploaded."""
@@ -75,6 +77,12 @@ class Uploads:
     def ask_after(self, step: Step) -> None:
         """A save was asked for: persist the first step committed above this one."""
         self._after = step
+
+    def gave_way(self, steps: tuple[Step, ...]) -> None:
+        """Dropped before they were local: what becomes local next is stored in place of those that were
+        due. Else the store would get nothing while the choices miss its interval."""
+        due = [s for s in steps if self._every is not None and s % self._every == 0]
+        self._owed = min([*due, *([] if self._owed is None else [self._owed])], default=None)
 
     def committed(self, step: Step) -> None:
         """A step has become local: queue it if it is due."""
@@ -113,6 +121,9 @@ class Uploads:
             return False
         if self._after is not None and step > self._after:
             self._after = None
+            return True
+        if self._owed is not None and step > self._owed:
+            self._owed = None
             return True
         return self._every is not None and step % self._every == 0
 

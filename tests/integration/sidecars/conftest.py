@@ -13,6 +13,7 @@ import pytest
 
 from holdfast_core.contract import SidecarContract, StoreConfig, operator_dns_name, peer_dns_name
 from holdfast_core.ids import JobUid, Level, RestartRound, Worker
+from holdfast_core.testing.failpoints import VARIABLE
 from holdfast_core.testing.minio_server import MinioServer
 from holdfast_core.testing.pki import Authority
 from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
@@ -38,6 +39,8 @@ class Gang:
         self.store_dir = store_dir
         self.node_capacity_bytes = 1 << 30
         self.slot_bytes = 1 << 20
+        self.slots = 2
+        self.failpoints: dict[int, str] = {}
         self.authority = Authority()
         self.sidecars: dict[int, SidecarProcess] = {}
         self.launchers: dict[int, FakeLauncher] = {}
@@ -76,7 +79,8 @@ class Gang:
             self.contract(worker, birth_round), self.root / f"w{worker}-r{birth_round}.log"
         )
         self.sidecars[worker] = sidecar
-        sidecar.start()
+        failing = self.failpoints.get(worker)
+        sidecar.start(None if failing is None else {VARIABLE: failing})
         await self.learn(worker)
 
     async def relaunch(self, worker: int) -> None:
@@ -126,6 +130,7 @@ class Gang:
             worker,
             round_,
             capacity_bytes=self.slot_bytes,
+            slots=self.slots,
         )
         await rank.connect()
         self.ranks[worker] = rank
@@ -169,11 +174,14 @@ class Gang:
 
     def counted(self, worker: int, name: str) -> dict[str, int]:
         """A counter of the sidecar's metrics, by tier. Blocks."""
-        ports = json.loads((self.sidecars[worker].shared / PORTS_FILE).read_text())
-        with urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics") as reply:
+        with urllib.request.urlopen(self.metrics_url(worker)) as reply:
             lines = reply.read().decode().splitlines()
         found = [line for line in lines if line.startswith(f'{name}{{tier="')]
         return {line.split('"')[1]: int(float(line.split()[-1])) for line in found}
+
+    def metrics_url(self, worker: int) -> str:
+        ports = json.loads((self.sidecars[worker].shared / PORTS_FILE).read_text())
+        return f"http://127.0.0.1:{ports['metrics']}/metrics"
 
     def lose(self, worker: int) -> None:
         """The pod is gone: process killed, volumes lost with it."""

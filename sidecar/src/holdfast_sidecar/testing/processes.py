@@ -12,6 +12,7 @@ from holdfast_core.contract import SidecarContract
 from holdfast_core.format.slot import (
     HEADER_BYTES,
 )
+from holdfast_core.testing.failpoints import VARIABLE
 from holdfast_sidecar.settings import PORTS_FILE, inherited
 from holdfast_sidecar.testing.waiting import until
 
@@ -38,9 +39,11 @@ class SidecarProcess:
             directory.mkdir(parents=True, exist_ok=True)
         (self.shared / PORTS_FILE).unlink(missing_ok=True)
         self.launches += 1
+        failing = VARIABLE in (extra or {})
+        module = "holdfast_sidecar.testing.failing" if failing else "holdfast_sidecar"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast_sidecar"],
+                [sys.executable, "-m", module],
                 env={**inherited(), **self.contract.to_env(), **(extra or {})},
                 stdout=log,
                 stderr=log,

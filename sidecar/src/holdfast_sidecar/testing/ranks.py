@@ -69,6 +69,7 @@ class FakeRank(LocalClient):
         *,
         capacity_bytes: int = 1 << 20,
         slots: int = 2,
+        memory_level: bool = True,
     ) -> None:
         super().__init__(
             shared / "holdfast.sock",
@@ -78,6 +79,7 @@ class FakeRank(LocalClient):
                 LocalRole.RANK,
                 rank=Rank(rank),
                 round=RestartRound(round_),
+                memory_level=memory_level,
             ),
         )
         self._shared = shared
@@ -167,7 +169,7 @@ class FakeRank(LocalClient):
 
     async def reached(self, step: int, level: Level) -> None:
         """Wait until the sidecar has pushed this level (or a higher one) for the step."""
-        order = (Level.LOCAL, Level.REPLICATED, Level.PERSISTED)
+        order = (Level.MEMORY, Level.LOCAL, Level.REPLICATED, Level.PERSISTED)
 
         def seen() -> bool:
             return any(

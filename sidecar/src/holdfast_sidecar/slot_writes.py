@@ -1,0 +1,126 @@
+"""One pass over an owned slot: to the node tier, or for its digest alone. Decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import CorruptionError, HoldfastError
+from holdfast_core.ids import Level, TierName
+from holdfast_core.tiers.base import NodeTier, ShardHeader, ShardRecord
+from holdfast_core.transfer.messages import SaveFailed, Stage
+from holdfast_sidecar.failures import Failures
+from holdfast_sidecar.held import OwnedSlot, digest_slot
+from holdfast_sidecar.metrics import Metrics
+from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.settings import Settings
+from holdfast_sidecar.stalled import until_done
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a staged slot: a durable shard, or why not."""
+
+    stage: Stage
+    record: ShardRecord | None
+    failed: SaveFailed | None = None
+    is_corrupt: bool = False
+    """What lies in the slot is not what was digested there: it is good for nothing."""
+
+
+class SlotWrites:
+    """What fails is reported, and is the outcome."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        node: NodeTier,
+        pools: Pools,
+        failures: Failures,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._node = node
+        self._pools = pools
+        self._failures = failures
+        self._metrics = metrics
+        self._clock = clock
+
+    async def digest(self, owned: OwnedSlot) -> Outcome:
+        """What the bytes in memory are; nothing is written."""
+        try:
+            record = await self._pools.digest.run(digest_slot, self._header(owned), owned.slot)
+        except (HoldfastError, OSError) as error:
+            return self._failed(owned, error)
+        return Outcome(owned.stage, record)
+
+    async def write(self, owned: OwnedSlot) -> Outcome:
+        """Durable on the node tier. Bytes that were digested as others before are quarantined there."""
+        started = self._clock.monotonic()
+        try:
+            record = await self._watched(owned)
+            if owned.record not in (None, record):
+                error = CorruptionError(
+                    f"slot {owned.stage.slot}: written as {record.blake3}, and digested as another "
+                    "payload before: its memory has changed"
+                )
+                await self._pools.meta.run(self._node.quarantine, record.ref, str(error))
+                raise error
+        except (HoldfastError, OSError) as error:
+            return self._failed(owned, error)
+        self._failures.healthy(_subject(owned))
+        self._metrics.stored(
+            TierName.NODE, record.header.payload_bytes, self._clock.monotonic() - started
+        )
+        return Outcome(owned.stage, record)
+
+    async def delete(self, record: ShardRecord) -> None:
+        """Pruned while it was written: what was deleted then did not include it."""
+        await self._pools.shard.run(self._node.delete_shard, record.ref)
+
+    async def _watched(self, owned: OwnedSlot) -> ShardRecord:
+        """Write the shard; while the disk hangs, that is a failure for all to see."""
+        slot, header, subject = owned.slot, self._header(owned), _subject(owned)
+        slot.bytes_read = 0  # a digest may have read all of it
+
+        def stalled(quiet: float) -> None:
+            self._failures.note_text(
+                subject,
+                TierName.NODE,
+                "NodeVolumeHangs",
+                f"step {header.step}: {slot.bytes_read} of {header.payload_bytes} bytes were handed to "
+                f"the node volume, and none for {quiet:.0f} s: its disk hangs, or is far too slow; "
+                "training goes on, saves that find no free slot are skipped; look at the node's disk",
+                step=header.step,
+            )
+
+        return await until_done(
+            self._pools.shard.run(self._node.write_shard, header, slot),
+            lambda: slot.bytes_read,
+            quiet_seconds=self._settings.disk_quiet_seconds,
+            stalled=stalled,
+            moving=lambda: self._failures.healthy(subject),
+        )
+
+    def _header(self, owned: OwnedSlot) -> ShardHeader:
+        message = owned.stage
+        return ShardHeader(
+            self._settings.contract.job_uid,
+            message.round,
+            message.step,
+            message.rank,
+            owned.world_size,
+            message.layout,
+            message.payload_bytes,
+        )
+
+    def _failed(self, owned: OwnedSlot, error: HoldfastError | OSError) -> Outcome:
+        stage = owned.stage
+        failure = self._failures.note(_subject(owned), TierName.NODE, error, step=stage.step)
+        failed = SaveFailed(stage.step, stage.round, Level.LOCAL, failure.reason, failure.message)
+        return Outcome(stage, None, failed, isinstance(error, CorruptionError))
+
+
+def _subject(owned: OwnedSlot) -> str:
+    return f"save of rank {owned.stage.rank}"

@@ -1,0 +1,326 @@
+"""Every step is saved and one worker's disk does not keep up: what shared memory has of it."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from holdfast_core.errors import UnavailableError
+from holdfast_core.format.slot import SlotState
+from holdfast_core.ids import Level, Step, TierName
+from holdfast_core.testing.failpoints import PANIC_EXIT_CODE
+from holdfast_core.transfer.messages import (
+    OVERTAKEN,
+    CoordinatorState,
+    Inventory,
+    LevelReached,
+    Policy,
+    RestorePoint,
+    SaveFailed,
+)
+from holdfast_sidecar.testing import FakeRank, until
+
+pytestmark = pytest.mark.integration
+
+Gangs = Callable[..., Any]
+POLICY = Policy(interval_steps=1, slots=3, peer_copies=1)
+
+
+class Slow:
+    """Two workers with three slots a rank; worker 1 writes to its disk only while the gate is open."""
+
+    def __init__(self, gangs: Gangs, gate: Path) -> None:
+        self.gang = gangs(2)
+        self.gang.slots = 3
+        self.gang.failpoints[1] = f"node.mid_write=wait:{gate}"
+        self.gate = gate
+
+    async def start(self) -> None:
+        await self.gang.start(policy=POLICY)
+
+    async def save(self, step: int, level: Level) -> dict[int, bytes]:
+        saved: dict[int, bytes] = await self.gang.commit(step, level)
+        return saved
+
+    async def relaunch(self) -> None:
+        """Worker 1's sidecar again, in the same round; its disk keeps up."""
+        gang = self.gang
+        gang.launchers[1].close()
+        gang.ranks[1].close()
+        await gang.relaunch(1)
+        await gang.launcher(1, last_round=0, running=0)
+        message = gang.operator.message(0, version=2, copies=gang.copies, policy=POLICY)
+        await gang.operator.round_all(message)
+        await gang.connect_rank(1, 0)
+
+    async def seal(self, round_: int) -> dict[int, Inventory]:
+        """The gate opens once both are sealed, so that nothing is chosen any more."""
+        workers = sorted(self.gang.sidecars)
+        seals = [asyncio.ensure_future(self.gang.operator.seal(w, round_)) for w in workers]
+        for worker in workers:
+            while (await self.gang.operator.inventory(worker)).round != round_:
+                continue
+        self.gate.touch()
+        return dict(zip(workers, await asyncio.gather(*seals), strict=True))
+
+
+def complete(inventories: dict[int, Inventory]) -> list[int]:
+    """Steps with a manifest of which every shard is somewhere: what a round may start from."""
+    there = {(s.step, s.round, s.rank, s.blake3) for i in inventories.values() for s in i.shards}
+    steps = {
+        m.step
+        for i in inventories.values()
+        for m in i.manifests
+        if all((m.step, m.round, s.rank, s.blake3) in there for s in m.shards)
+    }
+    return sorted(steps)
+
+
+def point_of(inventories: dict[int, Inventory], step: int) -> RestorePoint:
+    found = {
+        (m.round, m.manifest) for i in inventories.values() for m in i.manifests if m.step == step
+    }
+    ((round_, manifest),) = found
+    return RestorePoint(Step(step), round_, manifest)
+
+
+async def state_with(gang: Any, memory: int) -> CoordinatorState:
+    def there(state: CoordinatorState) -> bool:
+        return state.last_memory is not None and state.last_memory.step == memory
+
+    state: CoordinatorState = await gang.operator.state_until(0, there, f"{memory} in memory")
+    return state
+
+
+def test_the_newest_step_in_memory_is_restored_when_ranks_die(gangs: Gangs, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        slow = Slow(gangs, tmp_path / "gate")
+        gang = slow.gang
+        async with gang:
+            await slow.start()
+            await gang.save(1)
+            for step in range(2, 8):
+                saved = await slow.save(step, Level.MEMORY)
+            state = await state_with(gang, 7)
+            assert state.last_local is None
+            assert state.steps_dropped == 5
+            assert state.saves_skipped == 0
+            rank: FakeRank = gang.ranks[1]
+            words = [m for m in rank.pushed if isinstance(m, SaveFailed)]
+            assert {(m.step, m.level, m.reason) for m in words} == {
+                (s, Level.LOCAL, OVERTAKEN) for s in range(2, 7)
+            }
+            assert "holdfast_steps_dropped_total 5.0" in metrics(gang, 1)
+            assert 'holdfast_committed_step{level="memory"} 7.0' in metrics(gang, 0)
+
+            inventories = await slow.seal(1)
+            assert complete(inventories) == [7]
+            await gang.begin(1, restore=point_of(inventories, 7), policy=POLICY)
+            assert await gang.restored() == saved
+
+    asyncio.run(scenario())
+
+
+def test_with_a_pod_lost_the_newest_step_on_the_nodes_is_restored(
+    gangs: Gangs, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        slow = Slow(gangs, tmp_path / "gate")
+        gang = slow.gang
+        slow.gate.touch()
+        async with gang:
+            await slow.start()
+            saved = await slow.save(1, Level.REPLICATED)
+            slow.gate.unlink()
+            await gang.save(2)
+            await slow.save(3, Level.MEMORY)
+            await slow.save(4, Level.MEMORY)
+            gang.lose(1)
+            inventories = {0: await gang.operator.seal(0, 1)}
+            assert 4 in [m.step for m in inventories[0].manifests]
+            assert complete(inventories) == [1]
+            slow.gate.touch()
+            await gang.launch(1, birth_round=1)
+            await gang.begin(1, restore=point_of(inventories, 1), policy=POLICY)
+            assert await gang.restored() == saved
+            assert [m.step for m in (await gang.operator.inventory(0)).manifests] == [1]
+
+    asyncio.run(scenario())
+
+
+def test_a_step_without_a_manifest_is_not_written_by_a_seal(gangs: Gangs, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        slow = Slow(gangs, tmp_path / "gate")
+        gang = slow.gang
+        async with gang:
+            await slow.start()
+            await gang.save(1)
+            await slow.save(2, Level.MEMORY)
+            await gang.ranks[1].save(3, b"one rank alone" * 1000)
+            await until(lambda: newest_in_memory(gang, 1) == 3, "step 3 is digested")
+            inventories = await slow.seal(1)
+            assert complete(inventories) == [2]
+            found = {s.step for i in inventories.values() for s in i.shards}
+            assert 3 not in found
+            await gang.begin(1, restore=point_of(inventories, 2), policy=POLICY)
+            states = {gang.ranks[1].header(n).state for n in gang.ranks[1].names}
+            assert states == {SlotState.FREE}
+
+    asyncio.run(scenario())
+
+
+def test_when_the_disk_goes_on_the_newest_step_becomes_local_and_the_rest_is_gone(
+    gangs: Gangs, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        slow = Slow(gangs, tmp_path / "gate")
+        gang = slow.gang
+        async with gang:
+            await slow.start()
+            await gang.save(1)
+            for step in range(2, 6):
+                await slow.save(step, Level.MEMORY)
+            slow.gate.touch()
+            for rank in gang.ranks.values():
+                await rank.reached(5, Level.REPLICATED)
+            await slow.save(6, Level.REPLICATED)
+            inventories = await slow.seal(1)
+            assert complete(inventories) == [1, 5, 6]
+            for inventory in inventories.values():
+                assert {s.step for s in inventory.shards if s.tier is TierName.NODE} == {1, 5, 6}
+
+    asyncio.run(scenario())
+
+
+def test_a_sidecar_that_restarts_finds_what_it_held(gangs: Gangs, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        slow = Slow(gangs, tmp_path / "gate")
+        gang = slow.gang
+        async with gang:
+            await slow.start()
+            await gang.save(1)
+            await slow.save(2, Level.MEMORY)
+            saved = await slow.save(3, Level.MEMORY)
+            gang.sidecars[1].kill()
+            await slow.relaunch()
+            for rank in gang.ranks.values():
+                await rank.reached(3, Level.REPLICATED)
+            await slow.save(4, Level.REPLICATED)
+            inventories = await slow.seal(1)
+            await gang.begin(1, restore=point_of(inventories, 3), policy=POLICY)
+            assert await gang.restored() == saved
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "dies",
+    ["memory.after_digest=panic@2", "node.before_tombstone=panic@1", "memory.before_free=panic@1"],
+    ids=["a step is digested", "its manifest is about to go", "its slot is about to be free"],
+)
+def test_a_sidecar_dies_while_step_3_takes_the_place_of_step_2(
+    gangs: Gangs, tmp_path: Path, dies: str
+) -> None:
+    """Step 3 is committed all the same, step 2 is not left half, and no slot is lost."""
+
+    async def scenario() -> None:
+        slow = Slow(gangs, tmp_path / "gate")
+        gang = slow.gang
+        gang.failpoints[1] += f",{dies}"
+        async with gang:
+            await slow.start()
+            await gang.save(1)
+            await slow.save(2, Level.MEMORY)
+            await gang.ranks[0].save(3, b"rank 0" * 1000)
+            with suppress(UnavailableError):  # the answer may not come any more
+                await gang.ranks[1].save(3, b"rank 1" * 1000)
+            process = gang.sidecars[1].process
+            await until(lambda: process.poll() == PANIC_EXIT_CODE, "the sidecar is dead")
+            await slow.relaunch()
+            for rank in gang.ranks.values():
+                await rank.reached(3, Level.REPLICATED)
+            names = gang.ranks[1].names
+            await until(
+                lambda: {gang.ranks[1].header(n).state for n in names} == {SlotState.FREE},
+                "every slot is free",
+            )
+            inventories = await slow.seal(1)
+            found = complete(inventories)
+            assert found in ([3], [2, 3]), "step 2 is whole, where the next life wrote it, or gone"
+            manifests = {m.step for i in inventories.values() for m in i.manifests}
+            assert manifests == set(found)
+
+    asyncio.run(scenario())
+
+
+def test_a_sidecar_that_dies_in_a_seal_writes_it_when_it_is_sealed_again(
+    gangs: Gangs, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        slow = Slow(gangs, tmp_path / "gate")
+        gang = slow.gang
+        gang.failpoints[1] += "@1,node.mid_write=panic@2"
+        async with gang:
+            await slow.start()
+            await gang.save(1)
+            saved = await slow.save(2, Level.MEMORY)
+            with pytest.raises(aiohttp.ClientError):
+                await slow.seal(1)
+            gang.launchers.pop(1).close()
+            await gang.relaunch(1)
+            inventories = await slow.seal(1)
+            assert complete(inventories) == [2]
+            await gang.begin(1, restore=point_of(inventories, 2), policy=POLICY)
+            assert await gang.restored() == saved
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_of_an_older_release_hears_nothing_of_the_level(
+    gangs: Gangs, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        slow = Slow(gangs, tmp_path / "gate")
+        gang = slow.gang
+        async with gang:
+            await slow.start()
+            old = FakeRank(
+                gang.sidecars[1].shared,
+                gang.sidecars[1].contract.job_uid,
+                1,
+                0,
+                slots=3,
+                memory_level=False,
+            )
+            await old.connect()
+            gang.ranks[1].close()
+            gang.ranks[1] = old
+            await gang.save(1)
+            for step in (2, 3):
+                await gang.save(step)
+                await gang.ranks[0].reached(step, Level.MEMORY)
+            slow.gate.touch()
+            await old.reached(3, Level.LOCAL)
+            levels = {m.level for m in old.pushed if isinstance(m, LevelReached | SaveFailed)}
+            assert Level.MEMORY not in levels
+
+    asyncio.run(scenario())
+
+
+def newest_in_memory(gang: Any, rank: int) -> int | None:
+    wanted = f'holdfast_newest_step{{rank="{rank}",tier="memory"}} '
+    found = [line for line in metrics(gang, rank).splitlines() if line.startswith(wanted)]
+    return int(float(found[0].split()[-1])) if found else None
+
+
+def metrics(gang: Any, worker: int) -> str:
+    with urllib.request.urlopen(gang.metrics_url(worker)) as reply:
+        text: str = reply.read().decode()
+        return text
