@@ -121,6 +121,40 @@ def test_a_rank_without_a_slot_makes_the_gang_leave_the_save_out(sidecar: FakeSi
         ckpt.close(wait=False)  # nobody will ever take what was saved
 
 
+@pytest.mark.parametrize(
+    ("gives_way", "saved", "skipped"),
+    [(True, [1, 2, 3, 4, 5, 6], 0), (False, [1, 2, 3, 4], 3)],
+    ids=["an older step gives way", "none does"],
+)
+def test_with_three_slots_one_is_expected_to_get_free_within_the_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gives_way: bool,
+    saved: list[int],
+    skipped: int,
+) -> None:
+    """All are taken when a step begins; if none is free when it ends, that is not expected again."""
+    made = FakeSidecar(tmp_path / "shared", tmp_path / "node", interval_steps=1, slots=3)
+    with made as sidecar:
+        sidecar.faults.delay_seconds["Stage"] = 3600
+        for name, value in sidecar.environment(HOLDFAST_ROUND="0").items():
+            monkeypatch.setenv(name, value)
+        with holdfast.Checkpointer() as ckpt:
+            ckpt._agreement = StepAgreement(ckpt._session, DictStore(), Rank(0))
+            state = {"t": torch.zeros(1)}
+            found = []
+            for step in range(1, 7):
+                slots = ckpt._ring.slots
+                if gives_way and slots and not ckpt._ring.has_free():
+                    min(slots, key=lambda slot: slot.header().step or 0).abandon()
+                if ckpt.should_save(step):
+                    found.append(step)
+                    ckpt.save(step, state)
+            assert found == saved
+            assert ckpt.saves_skipped == skipped
+            ckpt.close(wait=False)  # nobody will ever take what was saved
+
+
 def test_what_another_rank_has_no_slot_for_is_left_out_here(sidecar: FakeSidecar) -> None:
     store = DictStore()
     with holdfast.Checkpointer() as ckpt:

@@ -43,3 +43,23 @@ def test_a_failed_level_fails_those_above(handle: SaveHandle) -> None:
 def test_no_such_level(handle: SaveHandle) -> None:
     with pytest.raises(ValueError, match="everywhere"):
         handle.wait("everywhere")
+
+
+def test_memory_is_below_local_and_settles_nothing(handle: SaveHandle) -> None:
+    handle.reach(Level.MEMORY)
+    handle.wait("memory", timeout=0)
+    assert not handle.settled
+    assert not handle.durable
+    with pytest.raises(TimeoutError):
+        handle.wait("local", timeout=0)
+    handle.reach(Level.LOCAL)
+    assert handle.settled
+    assert handle.durable
+
+
+def test_who_waits_for_an_overtaken_step_hears_of_it(handle: SaveHandle) -> None:
+    handle.fail(Level.MEMORY, "Overtaken: by a newer step")
+    assert handle.settled
+    for level in ("memory", "local", "persisted"):
+        with pytest.raises(SaveFailedError, match="Overtaken"):
+            handle.wait(level, timeout=0)

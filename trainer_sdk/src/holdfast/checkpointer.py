@@ -116,6 +116,7 @@ class Checkpointer:
         self._blocked_seconds = 0.0
         self._unreported_seconds = 0.0
         self._saves_skipped = 0
+        self._found_no_slot = False
         self._saves_failed = 0
         self._warned_failure = False
         self._stopping = False
@@ -350,8 +351,15 @@ class Checkpointer:
         """Before `step` starts: tell the gang if its save would find no slot here."""
         if self._agreement is None or self._when_busy == "wait" or not self._is_due(step):
             return
-        if self._ring.slots and not self._ring.has_free():
+        if self._ring.slots and not self._ring.has_free() and not self._may_get_free():
             self._agreement.leave_out(step)
+
+    def _may_get_free(self) -> bool:
+        """Where the sidecar keeps every step in memory, an older one gives way as soon as the one that
+        was handed over just now is complete: before this step ends, unless that was wrong last time."""
+        policy = self._session.policy
+        keeps = policy is not None and policy.keeps_every_step
+        return keeps and isinstance(self._place, PodPlace) and not self._found_no_slot
 
     def _is_left_out(self, step: int) -> bool:
         if self._agreement is None or self._when_busy == "wait":
@@ -403,7 +411,9 @@ class Checkpointer:
     def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], *, wait: bool) -> None:
         if self._saver.save(handle, state, _BUSY_WAIT_SECONDS if wait else 0.0):
             self._handles.append(handle)
+            self._found_no_slot = False
             return
+        self._found_no_slot = True
         self._saves_skipped += 1
         handle.fail(Level.LOCAL, "skipped: every slot is still being written")
         logger.info("save of step %d skipped: every slot is still being written", handle.step)
@@ -414,7 +424,7 @@ class Checkpointer:
         for handle in self._handles:
             if not handle.settled:
                 waiting.append(handle)
-            elif handle.level is None:
+            elif not handle.overtaken and not handle.durable:
                 self._handles = [h for h in self._handles if h is not handle]
                 self._failed(SaveFailedError(f"save of step {handle.step}: {handle.failure}"))
         self._handles = waiting

@@ -7,7 +7,7 @@ import threading
 from holdfast_core.errors import SaveFailedError
 from holdfast_core.ids import Level, RestartRound, Step
 
-_ORDER = (Level.LOCAL, Level.REPLICATED, Level.PERSISTED)
+_ORDER = (Level.MEMORY, Level.LOCAL, Level.REPLICATED, Level.PERSISTED)
 
 
 class SaveTimeoutError(SaveFailedError, TimeoutError):
@@ -26,6 +26,8 @@ class SaveHandle:
         self._condition = threading.Condition()
         self._level: Level | None = None
         self._failures: dict[Level, str] = {}
+        self.overtaken = False
+        """It gave way to a newer step: no level above the reached one comes, and nothing failed."""
 
     @property
     def level(self) -> Level | None:
@@ -42,7 +44,12 @@ class SaveHandle:
     def settled(self) -> bool:
         """Nothing more will happen to the local level: it was reached, or failed."""
         with self._condition:
-            return self._level is not None or Level.LOCAL in self._failures
+            return self._reached(Level.LOCAL) or bool(self._why(Level.LOCAL))
+
+    @property
+    def durable(self) -> bool:
+        """It has reached level local."""
+        return self._reached(Level.LOCAL)
 
     def wait(self, level: Level | str = Level.LOCAL, timeout: float | None = None) -> None:
         """Block until the checkpoint (all ranks' shards of this step) has reached `level`.

@@ -20,6 +20,7 @@ from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import JobUid, Level, Rank, RestartRound
 from holdfast_core.transfer.messages import (
+    OVERTAKEN,
     PROTOCOL_VERSION,
     Hello,
     HelloReply,
@@ -69,7 +70,14 @@ class Session:
     # ------------------------------------------------------------------ LinkEvents
 
     def hello(self) -> Hello:
-        return Hello(PROTOCOL_VERSION, self._job_uid, LocalRole.RANK, self._rank, self.round)
+        return Hello(
+            PROTOCOL_VERSION,
+            self._job_uid,
+            LocalRole.RANK,
+            self._rank,
+            self.round,
+            memory_level=True,
+        )
 
     def connected(self, reply: HelloReply) -> None:
         with self._lock:
@@ -82,7 +90,8 @@ class Session:
                 self._said_lost = False
         for save in again:
             # A slot that is FREE by now was written by an earlier life; its level is still to come.
-            if save.slot.header().state in (SlotState.FULL, SlotState.OWNED):
+            # One that holds a newer save by now is that save's.
+            if _is_in_slot(save) and save.slot.header().state is not SlotState.FREE:
                 self._submit(save)
 
     def disconnected(self, reason: str) -> None:
@@ -108,6 +117,7 @@ class Session:
             case SaveFailed():
                 save = self._find(message.step, message.round)
                 if save is not None:
+                    save.handle.overtaken |= message.reason == OVERTAKEN
                     save.handle.fail(message.level, f"{message.reason}: {message.message}")
                     self._settled()
             case SaveRequested():
@@ -169,7 +179,8 @@ class Session:
         except UnavailableError:
             return  # repeated when the connection is back
         except HoldfastError as error:
-            save.slot.abandon()  # it was refused: nobody else will free it
+            if _is_in_slot(save):
+                save.slot.abandon()  # it was refused: nobody else will free it
             save.handle.fail(Level.LOCAL, str(error))
         else:
             save.acknowledged = isinstance(reply, Staged)
@@ -192,3 +203,8 @@ class Session:
                 self._stop_wanted = True
             else:
                 self._save_wanted = True
+
+
+def _is_in_slot(save: _Staged) -> bool:
+    header = save.slot.header()
+    return (header.step, header.round) == (save.stage.step, save.stage.round)
