@@ -17,6 +17,8 @@ JOB = {
         "restartRound": 1,
         "step": 57,
         "lastCommittedStep": 50,
+        "lastMemoryStep": 56,
+        "stepsDropped": 4,
         "lastPersisted": {"step": 40, "round": 1},
         "workers": {"ready": 2, "total": 2},
         "goodput": {"ratio": 0.75},
@@ -41,7 +43,18 @@ def shown(renderable) -> str:
 
 def test_status_shows_levels_tiers_and_what_is_wrong():
     text = shown(status_view(JOB, {0: {"memory": 50, "node": 50}, 1: {"node": 40}}))
-    for expected in ("gpt", "Running", "57", "50", "40", "2/2", "75.0%", "AccessDenied", "memory"):
+    for expected in (
+        "gpt",
+        "Running",
+        "57",
+        "56 (4 dropped)",
+        "50",
+        "40",
+        "2/2",
+        "75.0%",
+        "AccessDenied",
+        "memory",
+    ):
         assert expected in text
 
 

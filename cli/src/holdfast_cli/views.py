@@ -22,6 +22,7 @@ def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> Render
         ("phase", status.get("phase", "Pending")),
         ("round", status.get("restartRound", "-")),
         ("step", status.get("step", "-")),
+        ("memory", memory_line(status)),
         ("committed", status.get("lastCommittedStep", "-")),
         ("replicated", status.get("lastReplicatedStep", "-")),
         ("persisted", persisted.get("step", "-")),
@@ -66,6 +67,12 @@ def tier_map(tiers: dict[int, dict[str, int]]) -> Table:
             cells.append(Text("·" if step is None else str(step), style=style))
         table.add_row(*cells)
     return table
+
+
+def memory_line(status: dict[str, Any]) -> str:
+    """The newest step in shared memory, and how many gave way to it."""
+    step, dropped = status.get("lastMemoryStep", "-"), status.get("stepsDropped", 0)
+    return f"{step} ({dropped} dropped)" if dropped else str(step)
 
 
 def goodput_bar(ratio: float | None) -> str:

@@ -182,6 +182,8 @@ class JobStatusView:
     step: Step | None = None
     last_committed_step: Step | None = None
     last_replicated_step: Step | None = None
+    last_memory_step: Step | None = None
+    steps_dropped: int | None = None
     restarts: int = 0
     restarts_count_towards_max: int = 0
     recent_restarts: tuple[RestartRecord, ...] = ()

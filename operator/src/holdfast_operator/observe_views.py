@@ -151,6 +151,8 @@ def status_view(status: TrainingJobStatus) -> JobStatusView:
         step=status.step,
         last_committed_step=status.last_committed_step,
         last_replicated_step=status.last_replicated_step,
+        last_memory_step=status.last_memory_step,
+        steps_dropped=status.steps_dropped,
         restarts=status.restarts,
         restarts_count_towards_max=status.restarts_count_towards_max,
         recent_restarts=tuple(
@@ -218,6 +220,8 @@ def status_to_dict(status: JobStatusView) -> dict[str, Any]:
         "step": status.step,
         "lastCommittedStep": status.last_committed_step,
         "lastReplicatedStep": status.last_replicated_step,
+        "lastMemoryStep": status.last_memory_step,
+        "stepsDropped": status.steps_dropped,
         "lastPersisted": None
         if last is None
         else {"step": last.step, "round": last.round, "manifest": last.manifest},

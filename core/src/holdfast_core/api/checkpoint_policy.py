@@ -48,8 +48,11 @@ class MemorySpec(ApiModel):
             ge=1,
             le=8,
             description="Slots a rank; each holds one snapshot of the rank's state and counts "
-            "towards the trainer's memory limit.",
-            json_schema_extra=remedy("2 let one save overlap the next"),
+            "towards the trainer's memory limit. From 3 on the newest complete step stays in memory "
+            "while the node writes an older one.",
+            json_schema_extra=remedy(
+                "2 let one save overlap the next; 3 keep every step in memory"
+            ),
         ),
     ] = 2
     size_limit: Annotated[

@@ -215,6 +215,21 @@ class TrainingJobStatus(ApiModel):
     last_replicated_step: Annotated[
         StepField | None, Field(description="Newest step committed at level replicated.")
     ] = None
+    last_memory_step: Annotated[
+        StepField | None,
+        Field(
+            description="Newest step whose shards are all in the pods' shared memory or on their "
+            "nodes. It outlives processes, not pods."
+        ),
+    ] = None
+    steps_dropped: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="Steps of this round that gave way to newer ones before nodes could write or "
+            "peers could copy them.",
+        ),
+    ] = None
     last_persisted: Annotated[
         PersistedStep | None, Field(description="Newest checkpoint in the object store.")
     ] = None

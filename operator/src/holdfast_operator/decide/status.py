@@ -107,6 +107,11 @@ def with_levels(status: JobStatusView, world: World) -> JobStatusView:
         step=_higher(status.step, step),
         last_committed_step=_higher(status.last_committed_step, _step(state.last_local)),
         last_replicated_step=_higher(status.last_replicated_step, _step(state.last_replicated)),
+        # No promises: as the coordinator tells them, also when they go down.
+        last_memory_step=status.last_memory_step
+        if state.last_memory is None
+        else state.last_memory.step,
+        steps_dropped=state.steps_dropped,
     )
 
 
@@ -261,6 +266,8 @@ def _durable(status: JobStatusView) -> JobStatusView:
         # The first commit is a truth of its own: from then on the job never starts from nothing.
         last_committed_step=None if status.last_committed_step is None else Step(0),
         last_replicated_step=None,
+        last_memory_step=None,
+        steps_dropped=None,
         goodput=None,
         conditions=tuple(replace(c, message="", observed_generation=0) for c in status.conditions),
     )
