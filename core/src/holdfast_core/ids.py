@@ -38,6 +38,11 @@ class Level(StrEnum):
     REPLICATED = "replicated"
     PERSISTED = "persisted"
 
+    def includes(self, other: Level) -> bool:
+        """This is `other`, or above it. `<` and `>` compare names, as with every string."""
+        order = tuple(Level)
+        return order.index(self) >= order.index(other)
+
 
 class TierName(StrEnum):
     """Where a shard can be read, in the order in which a restore tries them."""

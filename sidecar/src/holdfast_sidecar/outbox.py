@@ -30,9 +30,6 @@ from holdfast_sidecar.ledger import Ledger, StepEntry
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.tasks import Tasks
 
-_ORDER = {None: 0, Level.LOCAL: 1, Level.REPLICATED: 2, Level.PERSISTED: 3}
-"""What a LevelNotice may name: level memory is told by HoldNotice, to those who know it."""
-
 
 @dataclass(slots=True)
 class _Told:
@@ -204,7 +201,8 @@ class Outbox:
             request = self._persist.get(step)
             if request is not None and entry.local and told.persists.get(step) != request:
                 return request, None, functools.partial(told.persists.__setitem__, step, request)
-            if (level := entry.level) is not None and _ORDER[told.levels.get(step)] < _ORDER[level]:
+            said, level = told.levels.get(step), entry.level
+            if level is not None and (said is None or not said.includes(level)):
                 return self._notice(worker, step, level)
         if told.pruned < len(self._prunes) and (newest := self._newest()) is not None:
             return self._notice(worker, newest.step, newest.level or Level.LOCAL)

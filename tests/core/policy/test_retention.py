@@ -141,7 +141,7 @@ def test_in_every_state(given_state: RetentionState, order: random.Random) -> No
     assert not pruned & given_state.uploading
     assert not {c.step for c in pruned} & given_state.holds
     if pruned:
-        levels = {Level.LOCAL: 0, Level.REPLICATED: 1, Level.PERSISTED: 2}
+        levels = {Level.MEMORY: 0, Level.LOCAL: 1, Level.REPLICATED: 2, Level.PERSISTED: 3}
         protected = [
             c.checkpoint
             for c in given_state.committed

@@ -7,8 +7,6 @@ import threading
 from holdfast_core.errors import SaveFailedError
 from holdfast_core.ids import Level, RestartRound, Step
 
-_ORDER = (Level.MEMORY, Level.LOCAL, Level.REPLICATED, Level.PERSISTED)
-
 
 class SaveTimeoutError(SaveFailedError, TimeoutError):
     """The level was not reached within the time that was waited; it may still be."""
@@ -38,7 +36,7 @@ class SaveHandle:
     def failure(self) -> str | None:
         """Why a level was not reached, in words; None while nothing failed."""
         with self._condition:
-            return next((self._failures[lv] for lv in _ORDER if lv in self._failures), None)
+            return next((self._failures[lv] for lv in Level if lv in self._failures), None)
 
     @property
     def settled(self) -> bool:
@@ -74,7 +72,7 @@ class SaveHandle:
     def reach(self, level: Level) -> None:
         """For the connection: the checkpoint has reached `level`."""
         with self._condition:
-            if self._level is None or _ORDER.index(level) > _ORDER.index(self._level):
+            if self._level is None or level.includes(self._level):
                 self._level = level
             self._condition.notify_all()
 
@@ -85,11 +83,11 @@ class SaveHandle:
             self._condition.notify_all()
 
     def _reached(self, level: Level) -> bool:
-        return self._level is not None and _ORDER.index(self._level) >= _ORDER.index(level)
+        return self._level is not None and self._level.includes(level)
 
     def _decided(self, level: Level) -> bool:
         return self._reached(level) or bool(self._why(level))
 
     def _why(self, level: Level) -> str:
-        below = _ORDER[: _ORDER.index(level) + 1]
-        return next((self._failures[lv] for lv in below if lv in self._failures), "")
+        needed = [lv for lv in Level if level.includes(lv)]
+        return next((self._failures[lv] for lv in needed if lv in self._failures), "")

@@ -15,8 +15,6 @@ from holdfast_core.ids import CheckpointId, Level, RestartRound, Step
 MIN_KEPT = 2
 """One is not enough: the newest may prove unreadable when it is needed."""
 
-_ORDER = {Level.LOCAL: 0, Level.REPLICATED: 1, Level.PERSISTED: 2}
-
 
 class Reason(StrEnum):
     """Why a checkpoint stays or goes."""
@@ -82,7 +80,7 @@ class RetentionPlan:
 def plan_retention(state: RetentionState) -> RetentionPlan:
     """Judge every committed checkpoint. Deterministic; the order of the input does not matter."""
     newest_first = sorted(state.committed, key=lambda c: c.checkpoint, reverse=True)
-    protected = [c.checkpoint for c in newest_first if _protects(c, state.protecting_level)]
+    protected = [c.checkpoint for c in newest_first if c.level.includes(state.protecting_level)]
     in_this_round = [p for p in protected if p.round == state.round]
     last = frozenset(protected[: max(MIN_KEPT, state.keep_last)])
     prune: list[Verdict] = []
@@ -117,7 +115,3 @@ def _reason(
     if checkpoint == state.newest_persisted:
         return Reason.NEWEST_PERSISTED
     return Reason.SUPERSEDED
-
-
-def _protects(item: Committed, level: Level) -> bool:
-    return _ORDER[item.level] >= _ORDER[level]
