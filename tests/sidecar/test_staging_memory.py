@@ -223,7 +223,7 @@ def test_a_slot_is_free_when_its_step_is_dropped_and_the_manifests_are_gone(
         await world.digested(2, 3)
         world.stager.forget(frozenset({Step(2)}))
         assert world.slots() == [OWNED, OWNED, OWNED]
-        assert world.stager.find(RANK, Step(2)) is None
+        assert world.stager.find(RANK, CheckpointId(Step(2), ROUND)) is None
         world.stager.release(frozenset({Step(3)}))
         assert world.slots() == [OWNED, OWNED, OWNED], "that one is wanted"
         world.stager.release(frozenset({Step(2)}))
@@ -287,7 +287,7 @@ def test_a_seal_writes_what_is_committed_and_nothing_else(tmp_path: Path, dies: 
         assert world.node.begun == [1], "nothing is begun any more"
         manifests = frozenset(CheckpointId(Step(s), ROUND) for s in (2, 3))
         for checkpoint in manifests:
-            record = world.stager.find(RANK, checkpoint.step)
+            record = world.stager.find(RANK, checkpoint)
             assert record is not None
             other = replace(record, header=replace(record.header, rank=Rank(1)))
             document = manifest([record, other]).to_bytes()
@@ -367,5 +367,30 @@ def test_nothing_is_said_of_what_is_written_at_once(tmp_path: Path) -> None:
         await world.until(lambda: world.slots() == [FREE] * 3)
         assert world.stager.untold is None
         assert world.stager.idle
+
+    run(tmp_path, 3, scenario)
+
+
+def test_a_late_write_of_an_older_round_is_no_step_of_the_new_one(tmp_path: Path) -> None:
+    """The new round trains that step again, to other bytes: the coordinator would refuse those."""
+
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.digested(2)
+        world.stager.choose(Step(2))
+        world.node.let(1)
+        await world.until(lambda: world.holding().writing == 2)
+        world.stager.told(world.stager.holding())
+        world.stager.seal()
+        world.state = replace(world.state, round=RestartRound(1))
+        world.stager.recover(world.state)
+        world.stager.coordinator(holds=True)
+        assert world.holding().shards == (), "being written"
+        assert world.stager.find(RANK, CheckpointId(Step(2), RestartRound(1))) is None
+        world.node.let(2)
+        await world.until(lambda: world.stored() == [1, 2] and world.slots() == [FREE] * 3)
+        assert world.holding().shards == (), "written"
+        assert world.stager.untold is None
 
     run(tmp_path, 3, scenario)

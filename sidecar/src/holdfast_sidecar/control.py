@@ -188,7 +188,7 @@ class Control:
         for number in self.state.own_ranks:
             rank = Rank(number)
             ref = manifest.ref(rank)
-            held = parts.stager.find(rank, message.step) if message.held else None
+            held = parts.stager.find(rank, manifest.checkpoint) if message.held else None
             if parts.node.find(ref) is None and (held is None or held.ref != ref):
                 raise NotFoundError(
                     f"step {message.step}: the shard of rank {rank} that the manifest names is not "

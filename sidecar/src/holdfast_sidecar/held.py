@@ -15,7 +15,7 @@ from enum import Enum, auto
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.format.stream import PayloadDigester
-from holdfast_core.ids import CheckpointId, Rank, Step
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.slot_file import SlotFile
 from holdfast_core.transfer.messages import DigestedShard, RankHolding, ShardInfo, Stage
 
@@ -50,6 +50,10 @@ class OwnedSlot:
     """Nobody wants it any more; it is released as soon as nobody reads it."""
 
     @property
+    def checkpoint(self) -> CheckpointId:
+        return CheckpointId(self.stage.step, self.stage.round)
+
+    @property
     def waits(self) -> bool:
         """It is to be written, and is not."""
         return self.where is not Where.WRITING and not (self.failed or self.dropped)
@@ -68,13 +72,18 @@ def digested(record: ShardRecord, *, stored: bool = False, failed: bool = False)
 
 
 def holding_of(
-    rank: Rank, owned: Iterable[OwnedSlot], stored: Iterable[ShardRecord]
+    rank: Rank, round_: RestartRound, owned: Iterable[OwnedSlot], stored: Iterable[ShardRecord]
 ) -> RankHolding:
-    """What the coordinator is told of one rank."""
+    """What the coordinator of this round is told of one rank. A late write of an older round makes it
+    busy; its step is none of this round, which may train it again to other bytes."""
     mine = sorted((o for o in owned if o.stage.rank == rank), key=lambda o: o.stage.step)
-    waited = [o for o in mine if o.waited and not o.dropped]
+    waited = [o for o in mine if o.waited and not o.dropped and o.stage.round == round_]
     shards = [digested(o.record, failed=o.failed) for o in waited if o.record is not None]
-    shards.extend(digested(r, stored=True) for r in stored if r.header.rank == rank)
+    shards.extend(
+        digested(r, stored=True)
+        for r in stored
+        if (r.header.rank, r.header.round) == (rank, round_)
+    )
     return RankHolding(
         rank,
         tuple(sorted(shards, key=lambda s: s.step)),
@@ -112,7 +121,7 @@ def to_seal(
         for o in owned
         if o.where is Where.HELD
         and not o.dropped
-        and CheckpointId(o.stage.step, o.stage.round) in manifests
+        and o.checkpoint in manifests
     ]
     return tuple(sorted(found, key=lambda o: (o.stage.step, o.stage.rank)))
 

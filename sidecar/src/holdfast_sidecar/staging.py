@@ -112,11 +112,10 @@ class Stager:
             if o.stage.rank == rank and o.record is not None and not o.dropped
         )
 
-    def find(self, rank: Rank, step: Step) -> ShardRecord | None:
+    def find(self, rank: Rank, checkpoint: CheckpointId) -> ShardRecord | None:
         """The shard that waits in memory, if it is digested and wanted."""
         for owned in self._owned.values():
-            stage = owned.stage
-            if (stage.rank, stage.step) == (rank, step) and not owned.dropped:
+            if (owned.stage.rank, owned.checkpoint) == (rank, checkpoint) and not owned.dropped:
                 return owned.record
         return None
 
@@ -154,9 +153,11 @@ class Stager:
     def holding(self) -> tuple[RankHolding, ...]:
         """What the coordinator is to know, of every rank of this pod."""
         state = self._held_round
-        ranks = () if state is None else state.own_ranks
+        if state is None:
+            return ()
         return tuple(
-            holding_of(Rank(rank), self._owned.values(), self._stored.values()) for rank in ranks
+            holding_of(Rank(rank), state.round, self._owned.values(), self._stored.values())
+            for rank in state.own_ranks
         )
 
     @property
@@ -205,7 +206,7 @@ class Stager:
     def committed(self, step: Step, round_: RestartRound) -> None:
         """The step's manifest is on this node."""
         for owned in self._owned.values():
-            if (owned.stage.step, owned.stage.round) == (step, round_):
+            if owned.checkpoint == CheckpointId(step, round_):
                 owned.committed = True
 
     def forget(self, steps: frozenset[Step]) -> None:
@@ -301,7 +302,7 @@ class Stager:
                 # All of them wait, whatever was being written: the coordinator knows which is next.
                 self._take(slot, message, state, waits=self._may_hold(state))
         for owned in self._owned.values():
-            owned.committed = CheckpointId(owned.stage.step, owned.stage.round) in manifests
+            owned.committed = owned.checkpoint in manifests
 
     # ------------------------------------------------------------------ inside
 
