@@ -21,7 +21,7 @@ from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState, slot_
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.pacing import Pacing
 from holdfast_core.slot_file import SlotFile
-from holdfast_core.testing.builders import manifest
+from holdfast_core.testing.builders import BytesSource, manifest
 from holdfast_core.tiers.base import PayloadSource
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import RankHolding, Stage
@@ -392,5 +392,22 @@ def test_a_late_write_of_an_older_round_is_no_step_of_the_new_one(tmp_path: Path
         await world.until(lambda: world.stored() == [1, 2] and world.slots() == [FREE] * 3)
         assert world.holding().shards == (), "written"
         assert world.stager.untold is None
+
+    run(tmp_path, 3, scenario)
+
+
+def test_what_an_earlier_life_had_written_waits_for_nothing(tmp_path: Path) -> None:
+    """It died before the slot was free. Nobody chooses a step that is on the nodes already."""
+
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        header = ShardHeader(CONTRACT.job_uid, ROUND, Step(1), RANK, 2, LAYOUT, 1000)
+        record = DiskNodeTier.write_shard(world.node, header, BytesSource(bytes([1]) * 1000))
+        world.life()
+        await world.until(lambda: world.slots() == [FREE] * 3)
+        assert [(s.step, s.stored) for s in world.holding().shards] == [(1, True)]
+        assert [o.record for o in world.outcomes] == [record]
+        world.stager.told(world.stager.holding())
+        assert world.stager.idle
 
     run(tmp_path, 3, scenario)

@@ -360,11 +360,16 @@ class Stager:
 
     async def _digest(self, owned: OwnedSlot) -> None:
         outcome = await self._writes.digest(owned)
-        owned.record, owned.where = outcome.record, Where.HELD
-        if outcome.failed is not None:
-            self._on_outcome(outcome)
-        if outcome.failed is not None or owned.dropped:
+        record = outcome.record
+        owned.record, owned.where = record, Where.HELD
+        is_done = outcome.failed is not None
+        if record is not None and not owned.dropped and self._node.find(record.ref) is not None:
+            is_done = True  # written by an earlier life, which died before the slot was free
+            self._is_stored(owned, record)
+        if is_done or owned.dropped:
             self._free(owned)
+        if is_done:
+            self._on_outcome(outcome)
         self._advance()
 
     async def _write(self, owned: OwnedSlot) -> None:
