@@ -411,3 +411,20 @@ def test_what_an_earlier_life_had_written_waits_for_nothing(tmp_path: Path) -> N
         assert world.stager.idle
 
     run(tmp_path, 3, scenario)
+
+
+def test_a_coordinator_that_knows_no_memory_is_not_waited_for(tmp_path: Path) -> None:
+    """What waited before it said so is told by PREPARED, and by nothing else."""
+
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.digested(2)
+        world.stager.coordinator(holds=None)
+        world.stager.coordinator(holds=False)
+        world.node.let(1, 2)
+        await world.until(lambda: world.slots() == [FREE] * 3)
+        assert await world.stager.settle(30)
+        assert world.stager.idle
+
+    run(tmp_path, 3, scenario)

@@ -94,7 +94,9 @@ class Stager:
         busy = any(
             o.where is not Where.HELD or (o.committed and o.waits) for o in self._owned.values()
         )
-        return not busy and (is_quiet(self.holding()) or self.holding() == self._told)
+        said = self.holding()
+        is_told = self.coordinator_holds is False or is_quiet(said) or said == self._told
+        return not busy and is_told
 
     @property
     def waiting(self) -> bool:
