@@ -4,6 +4,7 @@ takes the answer for durable ones."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,10 +15,10 @@ from tests.sidecar.test_leftovers import CONTRACT
 
 from holdfast_core.errors import NotFoundError
 from holdfast_core.format.record import ShardRecord
-from holdfast_core.ids import Level, Rank, RestartRound
+from holdfast_core.ids import Level, Rank, RestartRound, Step
 from holdfast_core.testing.builders import BytesSource, manifest, shard_file, shard_header
 from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.transfer.messages import LevelNotice, ManifestPut, Ok
+from holdfast_core.transfer.messages import HoldNotice, LevelNotice, ManifestPut, Ok
 from holdfast_sidecar.control import Control
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rounds import Caller
@@ -86,3 +87,37 @@ def test_copies_of_a_step_that_waited_begin_when_it_is_local(tmp_path: Path) -> 
     notice = LevelNotice(RestartRound(0), step, RestartRound(0), Level.LOCAL)
     asyncio.run(control.dispatch(Caller("gpt-0-r0"), "/v1/level", notice))
     parts.flow.committed.assert_called_once_with(step, RestartRound(0))
+
+
+def test_nothing_is_deleted_any_more_when_a_seal_came_meanwhile(tmp_path: Path) -> None:
+    """The inventory that answers the seal lists it, and the next round may start from it."""
+    header = shard_header(len(DATA), job_uid=CONTRACT.job_uid)
+    node = DiskNodeTier(tmp_path, capacity_bytes=1 << 30)
+    node.open()
+    node.write_shard(header, BytesSource(DATA))
+    pools = Pools(disk=1, copy=1, store=1)
+    parts = Mock(node=node, pools=pools)
+    parts.settings.contract = CONTRACT
+    parts.keeper.state = held_state()
+    in_memory = Step(header.step + 1)
+    parts.stager.dropped = frozenset({in_memory})
+    control = Control(parts, Mock(), Mock(), Mock())
+    sealed = threading.Event()
+
+    async def scenario() -> None:
+        busy = asyncio.ensure_future(pools.meta.run(sealed.wait, 30))
+        await asyncio.sleep(0)
+        notice = HoldNotice(RestartRound(0), prune=(header.step, in_memory))
+        await control.dispatch(Caller("gpt-0-r0"), "/v1/hold", notice)
+        await asyncio.sleep(0)
+        parts.keeper.state = held_state().sealed_for(RestartRound(1))
+        sealed.set()
+        await busy
+        await pools.meta.run(len, ())
+        await asyncio.sleep(0)
+        await pools.shard.run(len, ())
+        assert len(node.list_shards()) == 1
+        await control.close()
+        pools.close()
+
+    asyncio.run(scenario())

@@ -269,7 +269,7 @@ class Control:
         """Manifests first, then shards; slots in memory as soon as the manifests are gone. Their
         manifests do not wait behind the writes that made them wait."""
         parts = self._parts
-        if parts.keeper.state.held is None or parts.keeper.state.round != held.round:
+        if self._is_over(held):
             return
         uid, going = parts.settings.contract.job_uid, steps - protected_steps(held)
         in_memory = parts.stager.dropped & going
@@ -278,8 +278,13 @@ class Control:
                 await parts.pools.meta.run(delete_manifests, parts.node, uid, in_memory)
         finally:
             parts.stager.release(steps)
-        if going:
+        if going and not self._is_over(held):
             await parts.pools.shard.run(delete_steps, parts.node, uid, going)
+
+    def _is_over(self, held: Round) -> bool:
+        """Sealed since: what lies here may be listed by the inventory, and the next round's."""
+        state = self.state
+        return state.held is None or state.round != held.round
 
     async def _suspect(self, message: Suspect) -> None:
         """Somebody got bad bytes of this shard from here: read the own copy back."""
