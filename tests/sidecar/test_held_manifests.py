@@ -13,12 +13,12 @@ import pytest
 from tests.sidecar.test_flow_accused import held_state
 from tests.sidecar.test_leftovers import CONTRACT
 
-from holdfast_core.errors import NotFoundError
+from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import Level, Rank, RestartRound, Step
 from holdfast_core.testing.builders import BytesSource, manifest, shard_file, shard_header
 from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.transfer.messages import HoldNotice, LevelNotice, ManifestPut, Ok
+from holdfast_core.transfer.messages import HoldNotice, LevelNotice, ManifestPut, Ok, Refusal
 from holdfast_sidecar.control import Control
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rounds import Caller
@@ -26,7 +26,9 @@ from holdfast_sidecar.rounds import Caller
 DATA = b"x" * 1000
 
 
-def put(root: Path, *, held: bool, in_memory: bool, stored: bool = False) -> Mock:
+def put(
+    root: Path, *, held: bool, in_memory: bool, stored: bool = False, digesting: bool = False
+) -> Mock:
     """What worker 0 makes of the manifest of its shard; its parts, to look at."""
     header = shard_header(len(DATA), job_uid=CONTRACT.job_uid, world_size=2)
     _, record = shard_file(header, DATA)
@@ -39,6 +41,7 @@ def put(root: Path, *, held: bool, in_memory: bool, stored: bool = False) -> Moc
     parts.settings.contract = CONTRACT
     parts.keeper.state = held_state()
     parts.stager.find.return_value = record if in_memory else None
+    parts.stager.may_find.return_value = digesting
     control = Control(parts, Mock(), Mock(), Mock())
 
     async def scenario() -> None:
@@ -73,6 +76,12 @@ def test_a_held_shard_counts_for_who_speaks_of_memory(tmp_path: Path) -> None:
 def test_else_the_manifest_is_not_taken(tmp_path: Path, held: bool, in_memory: bool) -> None:
     with pytest.raises(NotFoundError, match="rank 0"):
         put(tmp_path, held=held, in_memory=in_memory)
+
+
+def test_what_is_digested_again_is_not_taken_for_lost(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError) as refused:
+        put(tmp_path, held=True, in_memory=False, digesting=True)
+    assert refused.value.code is Refusal.BUSY
 
 
 def test_copies_begin_at_once_where_every_shard_is_durable(tmp_path: Path) -> None:

@@ -330,8 +330,11 @@ def test_another_life_takes_up_what_was_held_and_what_was_being_written(tmp_path
         old = world.stager
         world.life()
         assert world.holding().digesting == (1, 2), "neither there nor lost"
+        assert world.stager.may_find(RANK, CheckpointId(Step(2), ROUND))
+        assert not world.stager.may_find(RANK, CheckpointId(Step(3), ROUND))
         await world.digested(1, 2)
         assert world.holding().shards[1:] == before
+        assert not world.stager.may_find(RANK, CheckpointId(Step(2), ROUND))
         assert world.holding().writing is None
         world.stager.choose(Step(2))
         world.node.let(1, 2)

@@ -190,6 +190,10 @@ class Control:
             ref = manifest.ref(rank)
             held = parts.stager.find(rank, manifest.checkpoint) if message.held else None
             if parts.node.find(ref) is None and (held is None or held.ref != ref):
+                if message.held and parts.stager.may_find(rank, manifest.checkpoint):
+                    raise RefusedError(
+                        Refusal.BUSY, f"step {message.step} of rank {rank} is digested again"
+                    )
                 raise NotFoundError(
                     f"step {message.step}: the shard of rank {rank} that the manifest names is not "
                     f"on the node tier of worker {self.state.worker}, nor held in its memory"

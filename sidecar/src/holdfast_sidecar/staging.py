@@ -121,6 +121,15 @@ class Stager:
                 return owned.record
         return None
 
+    def may_find(self, rank: Rank, checkpoint: CheckpointId) -> bool:
+        """`find` cannot say yet: it is being digested, or this process has not looked at its slots."""
+        return self._held_round is None or any(
+            (o.stage.rank, o.checkpoint) == (rank, checkpoint)
+            and o.record is None
+            and not o.dropped
+            for o in self._owned.values()
+        )
+
     async def stage(self, current: Callable[[], RoundState], message: Stage) -> Staged:
         """Raises RefusedError (Refusal codes) and FormatError; the slot is untouched then."""
         state = _fenced(current(), message)

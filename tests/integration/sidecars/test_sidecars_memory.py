@@ -15,7 +15,7 @@ import pytest
 from holdfast_core.errors import UnavailableError
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import Level, Step, TierName
-from holdfast_core.testing.failpoints import PANIC_EXIT_CODE
+from holdfast_core.testing.failpoints import PANIC_EXIT_CODE, VARIABLE
 from holdfast_core.transfer.messages import (
     OVERTAKEN,
     CoordinatorState,
@@ -49,16 +49,17 @@ class Slow:
         saved: dict[int, bytes] = await self.gang.commit(step, level)
         return saved
 
-    async def relaunch(self) -> None:
-        """Worker 1's sidecar again, in the same round; its disk keeps up."""
+    async def relaunch(self, worker: int = 1, failpoints: str | None = None) -> None:
+        """The worker's sidecar again, in the same round; its disk keeps up."""
         gang = self.gang
-        gang.launchers[1].close()
-        gang.ranks[1].close()
-        await gang.relaunch(1)
-        await gang.launcher(1, last_round=0, running=0)
+        gang.launchers[worker].close()
+        gang.ranks[worker].close()
+        gang.sidecars[worker].start(None if failpoints is None else {VARIABLE: failpoints})
+        await gang.learn(worker)
+        await gang.launcher(worker, last_round=0, running=0)
         message = gang.operator.message(0, version=2, copies=gang.copies, policy=POLICY)
         await gang.operator.round_all(message)
-        await gang.connect_rank(1, 0)
+        await gang.connect_rank(worker, 0)
 
     async def seal(self, round_: int) -> dict[int, Inventory]:
         """The gate opens once both are sealed, so that nothing is chosen any more."""
@@ -213,6 +214,40 @@ def test_a_sidecar_that_restarts_finds_what_it_held(gangs: Gangs, tmp_path: Path
             for rank in gang.ranks.values():
                 await rank.reached(3, Level.REPLICATED)
             await slow.save(4, Level.REPLICATED)
+            inventories = await slow.seal(1)
+            await gang.begin(1, restore=point_of(inventories, 3), policy=POLICY)
+            assert await gang.restored() == saved
+
+    asyncio.run(scenario())
+
+
+def test_a_coordinator_that_restarts_takes_up_what_it_holds_itself(
+    gangs: Gangs, tmp_path: Path
+) -> None:
+    """It learns of the manifests before its own shards are digested again."""
+
+    async def scenario() -> None:
+        slow = Slow(gangs, tmp_path / "gate")
+        gang = slow.gang
+        gang.failpoints[0] = gang.failpoints[1]
+        async with gang:
+            await slow.start()
+            await gang.save(1)
+            await slow.save(2, Level.MEMORY)
+            saved = await slow.save(3, Level.MEMORY)
+            gang.sidecars[0].kill()
+            digest = tmp_path / "digest"
+            await slow.relaunch(0, f"memory.after_digest=wait:{digest}")
+
+            def adopted(state: CoordinatorState) -> bool:
+                return Step(3) in [s.step for s in state.steps]
+
+            await gang.operator.state_until(0, adopted, "the manifest is known")
+            digest.touch()
+            await state_with(gang, 3)
+            slow.gate.touch()
+            for rank in gang.ranks.values():
+                await rank.reached(3, Level.REPLICATED)
             inventories = await slow.seal(1)
             await gang.begin(1, restore=point_of(inventories, 3), policy=POLICY)
             assert await gang.restored() == saved
