@@ -14,6 +14,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from holdfast_core.clock import ManualClock
 from holdfast_core.errors import StaleRoundError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
 from holdfast_core.tiers.node import DiskNodeTier
@@ -68,7 +69,10 @@ def old_round(round_: int) -> Round:
 def parts_of(state: RoundState, node: SlowNode, pools: Pools) -> Any:
     """As far as SEAL and ROUND use them."""
     return SimpleNamespace(
-        settings=SimpleNamespace(settle_seconds=1.0, contract=Mock(job_uid="job")),
+        settings=SimpleNamespace(
+            settle_seconds=30.0, seal_seconds=45.0, contract=Mock(job_uid="job", birth_round=0)
+        ),
+        clock=ManualClock(),
         keeper=Keeper(state),
         pools=pools,
         pacing=Mock(),
@@ -107,6 +111,35 @@ def test_round_of_the_old_round_does_not_unseal_the_new_one(
         assert (parts.keeper.state.round, parts.keeper.state.held) == (5, None), "sealed for 5"
         assert slow.read_round() == (5, 0), "and durably so"
         parts.rehydrator.begin.assert_not_called()
+        pools.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_seal_that_is_repeated_takes_no_longer_than_one(
+    slow: SlowNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator asks again every few seconds, and goes on without a holder after a minute."""
+
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=1, store=1)
+        parts = parts_of(RoundState(Worker(0), 1, RestartRound(4)), slow, pools)
+        lifecycle = Lifecycle(parts)
+        monkeypatch.setattr(lifecycle, "inventory", AsyncMock())
+        slow.go_on.set()
+
+        async def takes(*_: object) -> bool:
+            parts.clock.advance(20.0)
+            return True
+
+        parts.stager.settle.side_effect = takes
+        parts.stager.write_held.side_effect = takes
+        for _ in range(3):
+            await lifecycle.seal(OPERATOR, Seal(RestartRound(5)))
+        assert [c.args[0] for c in parts.stager.settle.await_args_list] == [30.0, 0.0, 0.0]
+        assert [c.args[1] for c in parts.stager.write_held.await_args_list] == [25.0, 0.0, 0.0]
+        await lifecycle.seal(OPERATOR, Seal(RestartRound(6)))
+        assert parts.stager.settle.await_args.args == (30.0,), "another round"
         pools.close()
 
     asyncio.run(scenario())

@@ -89,6 +89,7 @@ class Sidecar:
         parts.on_restored = lifecycle.on_restored
         parts.teller.on_drop = control.drop
         local.parts = parts
+        await lifecycle.resume()
 
         bulk = BulkServing(contract, node, certificates, keeper.current)
         bulk_port = await pools.read.run(bulk.start, _LISTEN, contract.bulk_port)

@@ -23,7 +23,7 @@ from holdfast_sidecar.flow import own_shard
 from holdfast_sidecar.inventory import held_manifests, held_shards
 from holdfast_sidecar.parts import Parts
 from holdfast_sidecar.prune import delete_off_lineage
-from holdfast_sidecar.rounds import Caller, refuse
+from holdfast_sidecar.rounds import Caller, RoundState, refuse
 from holdfast_sidecar.tasks import Tasks
 
 
@@ -34,6 +34,21 @@ class Lifecycle:
         self._parts = parts
         self._lock = asyncio.Lock()
         self._tasks = Tasks()
+        self._unsettled: RoundState | None = None
+        """The state before a SEAL that is not settled yet. An inventory names its round: the operator
+        would take one that names the new round for the answer to the SEAL, and choose the restore point
+        without what is still being written."""
+        self._settle_from: tuple[RestartRound, float] | None = None
+        """Since when (monotonic) the seal of a round waits for writes."""
+
+    async def resume(self) -> None:
+        """Before anybody is served: an earlier life of this process may have died in a seal."""
+        state = self._parts.keeper.state
+        if state.version_floor or state.round == self._parts.settings.contract.birth_round:
+            return
+        if await self._parts.stager.take_left(await self._manifests()):
+            self._unsettled = replace(state, round=RestartRound(state.round - 1))
+            self._tasks.spawn(self._resume_seal(state.round), "seal of an earlier life")
 
     async def close(self) -> None:
         await self._tasks.cancel()
@@ -49,6 +64,7 @@ class Lifecycle:
         if message.round > parts.keeper.state.round:
             logs.info("sealed", round=message.round)
             parts.pacing.hurry()
+            self._unsettled = self._unsettled or parts.keeper.state
             parts.keeper.state = parts.keeper.state.sealed_for(message.round)
             parts.stager.seal()
             # Here, and not when the seal is settled: the slots are the next round's from now on.
@@ -69,17 +85,42 @@ class Lifecycle:
             await coordinator.close()
         await asyncio.gather(parts.flow.reset(), parts.rehydrator.reset(), parts.starter.reset())
         await parts.starter.end_ranks(round_)
-        settle = parts.settings.settle_seconds
-        settled = await parts.stager.settle(settle)
-        if not settled:
-            logs.warning("writes of the old round are not done", seconds=settle)
-        await parts.pools.drain_writes(settle)
-        # Now no manifest of the old round can come any more, and what has one is all there is. A disk
-        # that was too slow for the write under way is too slow for another before the round goes on.
-        if not settled or not await parts.stager.write_held(await self._manifests(), settle):
-            logs.warning("steps in memory are not written", seconds=settle)
+        await self._settle_writes(round_)
         parts.gang.reset()
         parts.failures.clear()
+        self._is_settled(round_)
+
+    async def _resume_seal(self, round_: RestartRound) -> None:
+        async with self._lock:
+            state = self._parts.keeper.state
+            if state.held is None and state.round == round_:
+                await self._settle_writes(round_)
+            self._is_settled(round_)
+
+    def _is_settled(self, round_: RestartRound) -> None:
+        """Unless a newer SEAL has come meanwhile."""
+        if self._parts.keeper.state.round == round_:
+            self._unsettled = None
+
+    async def _settle_writes(self, round_: RestartRound) -> None:
+        """Writes under way, then what waits in memory."""
+        parts, settings = self._parts, self._parts.settings
+        if self._settle_from is None or self._settle_from[0] != round_:
+            self._settle_from = (round_, parts.clock.monotonic())
+        started = self._settle_from[1]
+
+        def left(seconds: float) -> float:
+            return max(0.0, started + seconds - parts.clock.monotonic())
+
+        settled = await parts.stager.settle(left(settings.settle_seconds))
+        if not settled:
+            logs.warning("writes of the old round are not done", seconds=settings.settle_seconds)
+        await parts.pools.drain_writes(left(settings.settle_seconds))
+        # Now no manifest of the old round can come any more, and what has one is all there is. A disk
+        # that was too slow for the write under way is too slow for another before the round goes on.
+        seconds = left(settings.seal_seconds)
+        if not settled or not await parts.stager.write_held(await self._manifests(), seconds):
+            logs.warning("steps in memory are not written", seconds=settings.seal_seconds)
 
     async def _record(self, round_: RestartRound, version: int) -> None:
         parts = self._parts
@@ -101,6 +142,7 @@ class Lifecycle:
             # ROUND of the old round must not unseal the new one.
             self._check(caller, message)
             parts.keeper.state = parts.keeper.state.holding(message)
+            self._unsettled = None
             parts.metrics.level(pending=parts.flow.pending, round_=message.round)
             if before is None:
                 logs.info("round begins", round=message.round, step=message.restore_point.step)
@@ -210,7 +252,7 @@ class Lifecycle:
         except HoldfastError as error:
             parts.failures.note("node volume", TierName.NODE, error)
             free = 0
-        state = parts.keeper.state
+        state = self._unsettled or parts.keeper.state
         return Inventory(
             worker=state.worker,
             pod=parts.settings.contract.pod_name,

@@ -29,6 +29,9 @@ class Settings:
     """How long a seal waits for the launcher to end its ranks."""
     settle_seconds: float = 30.0
     """How long a seal waits for writes in flight; what is not written by then is not listed."""
+    seal_seconds: float = 45.0
+    """Likewise, with what waits in memory, from the first SEAL of a round on, however often it is
+    repeated. With `end_seconds` less than the operator waits for a holder (HOLDERS_SECONDS)."""
     disk_quiet_seconds: float = 60.0
     """A write that takes no bytes for so long is reported: the disk hangs. A block is 16 MiB."""
     launcher_grace_seconds: float = 1.0

@@ -255,7 +255,7 @@ class Stager:
         """Sealed: what waits and is committed goes to the node tier, so that the inventory lists it.
         False if the time ran out. What has no manifest is left: it is no restore point."""
         deadline = self._clock.monotonic() + timeout_seconds
-        await self._take_what_is_left(manifests)
+        await self.take_left(manifests)
         waiting = to_seal(self._owned.values(), manifests)
         for step in sorted({o.stage.step for o in waiting}):
             for owned in waiting:
@@ -265,8 +265,9 @@ class Stager:
                 return False
         return True
 
-    async def _take_what_is_left(self, manifests: frozenset[CheckpointId]) -> None:
-        """This process may have died since the ROUND."""
+    async def take_left(self, manifests: frozenset[CheckpointId]) -> bool:
+        """Of what an earlier life owned, for a seal: this process may have died since the ROUND. True if
+        anything waits for `write_held`."""
         left = await self._pools.read.run(
             left_in_memory,
             self._settings.slots_dir,
@@ -281,6 +282,7 @@ class Stager:
                 slot = SlotFile.open(self._settings.slots_dir, found.stage.slot)
                 owned = OwnedSlot(found.stage, slot, found.world_size, Where.HELD, waited=True)
                 self._owned[slot.name] = owned
+        return bool(to_seal(self._owned.values(), manifests))
 
     def recover(self, state: RoundState, manifests: frozenset[CheckpointId] = frozenset()) -> None:
         """After a ROUND: take up what an earlier life of this process owned in this round, and free

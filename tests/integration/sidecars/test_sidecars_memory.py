@@ -62,14 +62,19 @@ class Slow:
         await gang.connect_rank(worker, 0)
 
     async def seal(self, round_: int) -> dict[int, Inventory]:
-        """The gate opens once both are sealed, so that nothing is chosen any more."""
+        """The gate opens once both are sealed, so that nothing is chosen any more. Until then nobody may
+        take an inventory for the answer to the SEAL."""
         workers = sorted(self.gang.sidecars)
         seals = [asyncio.ensure_future(self.gang.operator.seal(w, round_)) for w in workers]
         for worker in workers:
-            while (await self.gang.operator.inventory(worker)).round != round_:
-                continue
+            while f"holdfast_restart_round {float(round_)}" not in metrics(self.gang, worker):
+                await asyncio.sleep(0)
+        early = await asyncio.gather(*(self.gang.operator.inventory(w) for w in workers))
         self.gate.touch()
-        return dict(zip(workers, await asyncio.gather(*seals), strict=True))
+        answers = dict(zip(workers, await asyncio.gather(*seals), strict=True))
+        for worker, inventory in zip(workers, early, strict=True):
+            assert inventory.round < round_ or inventory.shards == answers[worker].shards
+        return answers
 
 
 def complete(inventories: dict[int, Inventory]) -> list[int]:
@@ -310,8 +315,11 @@ def test_a_sidecar_that_dies_in_a_seal_writes_it_when_it_is_sealed_again(
                 await slow.seal(1)
             gang.launchers.pop(1).close()
             await gang.relaunch(1)
+            there = await gang.operator.inventory(1)
+            assert there.round == 0 or 2 in [s.step for s in there.shards], "no answer, or a whole one"
             inventories = await slow.seal(1)
             assert complete(inventories) == [2]
+            assert {i.round for i in inventories.values()} == {1}
             await gang.begin(1, restore=point_of(inventories, 2), policy=POLICY)
             assert await gang.restored() == saved
 
