@@ -13,6 +13,7 @@ from holdfast_sidecar.ledger import Ledger
 A, B = Digest("b3:" + "a" * 64), Digest("b3:" + "b" * 64)
 MANIFEST = Digest("b3:" + "c" * 64)
 FAST, SLOW = 0, 1
+SLOTS = 3
 
 
 def info(rank: int, digest: Digest = A) -> ShardInfo:
@@ -58,7 +59,7 @@ def in_memory(book: Ledger, *steps: int, writing: int | None = None) -> None:
 
 
 def weigh(book: Ledger) -> Choice:
-    choice = choose(book)
+    choice = choose(book, SLOTS)
     book.chosen = choice.chosen
     book.forget(choice.dropped)
     return choice
@@ -183,6 +184,40 @@ def test_a_step_that_only_some_ranks_have_is_never_chosen() -> None:
     book = ledger()
     says(book, 4, 5)
     assert weigh(book) == Choice(None, ())
+
+
+def test_ranks_that_skipped_each_other_s_steps_save_again() -> None:
+    """Nothing of what fills the slots ever becomes complete."""
+    book = ledger()
+    says(book, 4, 5, 6, rank=FAST)
+    assert weigh(book) == Choice(None, ()), "the other rank may have them, too"
+    says(book, 7, 8, 9, rank=SLOW)
+    assert weigh(book) == Choice(None, (Step(4),)), "7 may still come: nobody has saved a newer one"
+    says(book, 5, 6, 10, rank=FAST)
+    assert weigh(book) == Choice(None, (Step(5), Step(7)))
+
+
+def test_also_where_the_one_complete_step_cannot_be_written() -> None:
+    book = ledger()
+    in_memory(book, 4)
+    book.holds(RankHolding(Rank(SLOW), tuple(held(s, failed=s == 4) for s in (4, 5, 6))))
+    says(book, 7, rank=FAST)
+    assert weigh(book) == Choice(None, (Step(5),))
+
+
+def test_a_step_that_may_still_become_complete_is_no_skipped_one() -> None:
+    book = ledger()
+    book.prepared(Step(7), info(SLOW), A)
+    for said in (
+        RankHolding(Rank(SLOW), (held(8),), digesting=(Step(4), Step(5), Step(6))),
+        RankHolding(Rank(SLOW), (held(8),), digesting=(Step(5), Step(6)), writing=Step(4)),
+    ):
+        book.holds(said)
+        says(book, 4, 5, 6, rank=FAST)
+        assert weigh(book) == Choice(None, ())
+    says(book, 8)
+    says(book, 4, 5, 6, rank=FAST, writing=3)
+    assert weigh(book) == Choice(None, ()), "a slot comes free"
 
 
 @given(st.lists(st.sampled_from(["save", "write", "fail"]), max_size=40))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core.ids import Level, Step
+from holdfast_core.ids import Level, Rank, Step
 from holdfast_sidecar.ledger import Ledger, StepEntry
 
 
@@ -19,9 +19,11 @@ class Choice:
     """In order, oldest first; never the chosen one."""
 
 
-def choose(ledger: Ledger) -> Choice:
-    """What follows from what the members said so far; asked again after every word."""
+def choose(ledger: Ledger, slots: int) -> Choice:
+    """What follows from what the members said so far; asked again after every word. `slots`: of a
+    rank."""
     chosen = _chosen(ledger)
+    stuck = _stuck(ledger, slots)
     newest = ledger.newest(Level.MEMORY)
     dropped = [
         entry.step
@@ -29,6 +31,7 @@ def choose(ledger: Ledger) -> Choice:
         if not entry.local
         and (
             entry.lost
+            or entry.step in stuck
             or (
                 newest is not None
                 and entry.step < newest.step
@@ -69,3 +72,30 @@ def _is_open(entry: StepEntry) -> bool:
 def _is_written(entry: StepEntry, ledger: Ledger) -> bool:
     """By a rank that held it. One that was written at once was chosen by nobody."""
     return any(ledger.writing.get(rank) == entry.step for rank in entry.held)
+
+
+def _stuck(ledger: Ledger, slots: int) -> frozenset[Step]:
+    """Ranks that found no slot skipped steps that others hold, each rank other ones. Nothing of that
+    ever becomes complete, so nothing is written: a rank that has all its slots full of it would never
+    save again. The oldest such step of each such rank."""
+    found = set[Step]()
+    for rank, named in ledger.named.items():
+        entries = [ledger.steps[s] for s in named if s in ledger.steps]
+        goes_on = rank in ledger.writing or any(e.complete and not e.failed for e in entries)
+        if len(entries) >= slots and not goes_on:
+            skipped = [e.step for e in entries if _is_skipped(e, ledger)]
+            found.update(sorted(skipped)[:1])
+    return frozenset(found)
+
+
+def _is_skipped(entry: StepEntry, ledger: Ledger) -> bool:
+    """A rank has saved a newer one, and this one not: ranks save in order."""
+    newer = [e for e in ledger.steps.values() if e.step > entry.step]
+    for number in range(entry.world_size):
+        rank = Rank(number)
+        under_way = ledger.named.get(rank, frozenset()) | {ledger.writing.get(rank)}
+        if rank in entry.shards or entry.step in under_way:
+            continue
+        if any(rank in e.shards for e in newer):
+            return True
+    return False

@@ -367,7 +367,7 @@ class Coordinator:
 
     def _weigh(self) -> None:
         """Which held step is written next, and which give way."""
-        choice = choose(self._ledger)
+        choice = choose(self._ledger, self._message.policy.slots)
         self._ledger.chosen = choice.chosen
         if choice.dropped:
             logs.info("dropped from memory", steps=list(choice.dropped), chosen=choice.chosen)

@@ -109,6 +109,8 @@ class Ledger:
         self.forgotten: dict[Step, Digest | None] = {}
         self.writing: dict[Rank, Step] = {}
         """What the ranks that hold something write now."""
+        self.named: dict[Rank, frozenset[Step]] = {}
+        """What waits in each rank's slots, digested or not."""
         self.chosen: Step | None = None
         """The held step that is to be written next, or is."""
 
@@ -161,6 +163,7 @@ class Ledger:
             elif said.rank not in entry.durable:
                 entry.held.add(said.rank)
         there = {s.step for s in said.shards}.union(said.digesting)
+        self.named[said.rank] = frozenset(there - {s.step for s in said.shards if s.stored})
         for entry in self.steps.values():
             if said.rank in entry.held and entry.step not in there:
                 entry.held.discard(said.rank)
