@@ -40,6 +40,7 @@ class Gang:
         self.node_capacity_bytes = 1 << 30
         self.slot_bytes = 1 << 20
         self.slots = 2
+        self.procs_per_worker = 1
         self.failpoints: dict[int, str] = {}
         self.authority = Authority()
         self.sidecars: dict[int, SidecarProcess] = {}
@@ -59,7 +60,7 @@ class Gang:
             namespace=NAMESPACE,
             worker=Worker(worker),
             birth_round=RestartRound(birth_round),
-            procs_per_worker=1,
+            procs_per_worker=self.procs_per_worker,
             shared_dir=str(home / "shared"),
             pod_name=pod,
             pod_ip="127.0.0.1",

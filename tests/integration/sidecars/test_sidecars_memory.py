@@ -97,11 +97,12 @@ def point_of(inventories: dict[int, Inventory], step: int) -> RestorePoint:
     return RestorePoint(Step(step), round_, manifest)
 
 
-async def state_with(gang: Any, memory: int) -> CoordinatorState:
+async def state_with(gang: Any, memory: int, *, coordinator: int = 0) -> CoordinatorState:
     def there(state: CoordinatorState) -> bool:
         return state.last_memory is not None and state.last_memory.step == memory
 
-    state: CoordinatorState = await gang.operator.state_until(0, there, f"{memory} in memory")
+    what = f"{memory} in memory"
+    state: CoordinatorState = await gang.operator.state_until(coordinator, there, what)
     return state
 
 
@@ -256,6 +257,73 @@ def test_a_coordinator_that_restarts_takes_up_what_it_holds_itself(
             inventories = await slow.seal(1)
             await gang.begin(1, restore=point_of(inventories, 3), policy=POLICY)
             assert await gang.restored() == saved
+
+    asyncio.run(scenario())
+
+
+def test_another_coordinator_goes_on_with_what_is_held(gangs: Gangs, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        slow = Slow(gangs, tmp_path / "gate")
+        gang = slow.gang
+        async with gang:
+            await slow.start()
+            await gang.save(1)
+            await slow.save(2, Level.MEMORY)
+            await slow.save(3, Level.MEMORY)
+            message = gang.operator.message(
+                0, version=2, copies=gang.copies, policy=POLICY, coordinator=1
+            )
+            await gang.operator.round_all(message)
+            await state_with(gang, 3, coordinator=1)
+            saved = await slow.save(4, Level.MEMORY)
+            slow.gate.touch()
+            for rank in gang.ranks.values():
+                await rank.reached(4, Level.REPLICATED)
+            await slow.save(5, Level.REPLICATED)
+            inventories = await slow.seal(1)
+            assert complete(inventories)[-2:] == [4, 5]
+            await gang.begin(1, restore=point_of(inventories, 4), policy=POLICY)
+            assert await gang.restored() == saved
+
+    asyncio.run(scenario())
+
+
+def test_one_of_two_ranks_of_a_pod_falls_behind(gangs: Gangs, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gate = tmp_path / "gate"
+        gang = gangs(1)
+        gang.slots, gang.procs_per_worker = 3, 2
+        gang.failpoints[0] = f"node.mid_write=wait:{gate}@1"
+        async with gang:
+            await gang.start(policy=Policy(interval_steps=1, slots=3))
+            sidecar = gang.sidecars[0]
+            other = FakeRank(sidecar.shared, sidecar.contract.job_uid, 1, 0, slots=3)
+            await other.connect()
+            ranks = (gang.ranks[0], other)
+
+            async def save(step: int, level: Level | None) -> None:
+                for rank in ranks:
+                    await rank.save(step, bytes([step, rank.rank]) * 5000)
+                for rank in ranks if level is not None else ():
+                    await rank.reached(step, level)
+
+            await save(1, None)
+            for step in range(2, 6):
+                await save(step, Level.MEMORY)
+            gate.touch()
+            for rank in ranks:
+                await rank.reached(5, Level.LOCAL)
+            await save(6, Level.LOCAL)
+            for rank in ranks:
+                await until(
+                    lambda rank=rank: {rank.header(n).state for n in rank.names}
+                    == {SlotState.FREE},
+                    "every slot is free",
+                )
+            found = complete({0: await gang.operator.seal(0, 1)})
+            assert found[-2:] == [5, 6]
+            assert not {2, 3, 4} & set(found)
+            other.close()
 
     asyncio.run(scenario())
 
