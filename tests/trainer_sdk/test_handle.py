@@ -63,3 +63,14 @@ def test_who_waits_for_an_overtaken_step_hears_of_it(handle: SaveHandle) -> None
     for level in ("memory", "local", "persisted"):
         with pytest.raises(SaveFailedError, match="Overtaken"):
             handle.wait(level, timeout=0)
+
+
+def test_a_level_that_was_reached_does_not_fail_afterwards() -> None:
+    """A sidecar that has forgotten what a step of long ago had reached calls it overtaken when it is
+    pruned."""
+    handle = SaveHandle(Step(3), RestartRound(0))
+    handle.reach(Level.LOCAL)
+    handle.fail(Level.MEMORY, "Overtaken")
+    assert handle.failure is None
+    handle.fail(Level.REPLICATED, "no peer")
+    assert handle.failure == "no peer"

@@ -117,11 +117,7 @@ def to_seal(
     """What a seal writes, oldest first: everything whose manifest is on this node. Of two such steps
     every member has the older one's manifest, and only the older one may be complete everywhere."""
     found = [
-        o
-        for o in owned
-        if o.where is Where.HELD
-        and not o.dropped
-        and o.checkpoint in manifests
+        o for o in owned if o.where is Where.HELD and not o.dropped and o.checkpoint in manifests
     ]
     return tuple(sorted(found, key=lambda o: (o.stage.step, o.stage.rank)))
 

@@ -66,9 +66,11 @@ class Slow:
         take an inventory for the answer to the SEAL."""
         workers = sorted(self.gang.sidecars)
         seals = [asyncio.ensure_future(self.gang.operator.seal(w, round_)) for w in workers]
-        for worker in workers:
-            while f"holdfast_restart_round {float(round_)}" not in metrics(self.gang, worker):
-                await asyncio.sleep(0)
+        named = f"holdfast_restart_round {float(round_)}"
+        await until(
+            lambda: all(named in metrics(self.gang, worker) for worker in workers),
+            "both are sealed",
+        )
         early = await asyncio.gather(*(self.gang.operator.inventory(w) for w in workers))
         self.gate.touch()
         answers = dict(zip(workers, await asyncio.gather(*seals), strict=True))
@@ -316,8 +318,9 @@ def test_one_of_two_ranks_of_a_pod_falls_behind(gangs: Gangs, tmp_path: Path) ->
             await save(6, Level.LOCAL)
             for rank in ranks:
                 await until(
-                    lambda rank=rank: {rank.header(n).state for n in rank.names}
-                    == {SlotState.FREE},
+                    lambda rank=rank: (
+                        {rank.header(n).state for n in rank.names} == {SlotState.FREE}
+                    ),
                     "every slot is free",
                 )
             found = complete({0: await gang.operator.seal(0, 1)})
@@ -384,7 +387,9 @@ def test_a_sidecar_that_dies_in_a_seal_writes_it_when_it_is_sealed_again(
             gang.launchers.pop(1).close()
             await gang.relaunch(1)
             there = await gang.operator.inventory(1)
-            assert there.round == 0 or 2 in [s.step for s in there.shards], "no answer, or a whole one"
+            assert there.round == 0 or 2 in [s.step for s in there.shards], (
+                "no answer, or a whole one"
+            )
             inventories = await slow.seal(1)
             assert complete(inventories) == [2]
             assert {i.round for i in inventories.values()} == {1}

@@ -77,8 +77,11 @@ class SaveHandle:
             self._condition.notify_all()
 
     def fail(self, level: Level, why: str) -> None:
-        """For the connection: `level`, and what is above it, will not be reached."""
+        """For the connection: `level`, and what is above it, will not be reached. One that was reached
+        has not failed."""
         with self._condition:
+            if self._reached(level):
+                return
             self._failures.setdefault(level, why)
             self._condition.notify_all()
 
