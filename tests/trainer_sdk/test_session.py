@@ -11,14 +11,16 @@ import pytest
 from holdfast.handle import SaveHandle
 from holdfast.session import Session
 from holdfast.staging import Slot, SlotRing
-from holdfast_core.errors import FormatError
+from holdfast_core.errors import FormatError, RefusedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import JobUid, Level, Rank, RestartRound, Step
+from holdfast_core.slot_file import SlotFile
 from holdfast_core.transfer.messages import (
     OVERTAKEN,
     HelloReply,
     LevelReached,
+    Refusal,
     SaveFailed,
     Stage,
     Staged,
@@ -98,3 +100,24 @@ def test_an_overtaken_save_is_no_failed_one(slot: Slot) -> None:
     session.push(SaveFailed(Step(1), ROUND, Level.LOCAL, OVERTAKEN, "by step 2"))
     assert handle.level is Level.MEMORY
     assert handle.overtaken
+
+
+def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
+    slot: Slot, tmp_path: Path
+) -> None:
+    """It refuses whatever is handed over again, and takes the slot up when its ROUND comes."""
+    words = Words()
+    session = session_with(words)
+    handle = save(session, slot, 1)
+    words.sent[0][1].set_result(Staged(Step(1)))
+    sidecars = SlotFile.open(tmp_path, slot.name)
+    sidecars.set_state(SlotState.OWNED)
+    session.connected(HelloReply(ROUND))
+    assert words.steps == [1, 1]
+    words.sent[1][1].set_exception(RefusedError(Refusal.SEALED, "waits for its ROUND"))
+    header = slot.header()
+    assert (header.state, header.step) == (SlotState.OWNED, 1)
+    assert not handle.settled
+    session.push(LevelReached(Step(1), ROUND, Level.LOCAL))
+    assert handle.durable
+    sidecars.close()

@@ -179,9 +179,13 @@ class Session:
         except UnavailableError:
             return  # repeated when the connection is back
         except HoldfastError as error:
-            if _is_in_slot(save):
-                save.slot.abandon()  # it was refused: nobody else will free it
-            save.handle.fail(Level.LOCAL, str(error))
+            if _is_in_slot(save) and save.slot.header().state is SlotState.OWNED:
+                # An earlier life of the sidecar took it; this one takes it up, or frees it.
+                save.acknowledged = True
+            else:
+                if _is_in_slot(save):
+                    save.slot.abandon()  # it was refused: nobody else will free it
+                save.handle.fail(Level.LOCAL, str(error))
         else:
             save.acknowledged = isinstance(reply, Staged)
         self._settled()
