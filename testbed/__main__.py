@@ -147,6 +147,12 @@ def free_disk(arguments: argparse.Namespace) -> None:
     faults.free_disk(a.namespace, a.pod, a.container, a.path)
 
 
+def slow_disk(arguments: argparse.Namespace) -> None:
+    a = arguments
+    with faults.slow_disk(a.namespace, a.pod, a.container, a.path, a.bytes_per_second):
+        time.sleep(a.seconds)
+
+
 def store_down(arguments: argparse.Namespace) -> None:
     with faults.store_down(hang=arguments.hang):
         time.sleep(arguments.seconds)
@@ -190,6 +196,10 @@ def parser() -> argparse.ArgumentParser:
     fill.add_argument("path")
     fill.add_argument("bytes", type=int)
     in_pod("free-disk", free_disk, "give back what fill-disk took").add_argument("path")
+    slow = in_pod("slow-disk", slow_disk, "let a container's disk write slowly for some seconds")
+    slow.add_argument("path")
+    slow.add_argument("bytes_per_second", type=int)
+    slow.add_argument("seconds", type=float)
     store = verb("store-down", store_down, "make MinIO unreachable for some seconds")
     store.add_argument("seconds", type=float)
     store.add_argument("--hang", action="store_true", help="drop packets instead of resetting")

@@ -22,6 +22,15 @@ _PARTITION = (
     "iptables -t mangle -{op} PREROUTING -i eth0 -j DROP",
     "iptables -t mangle -{op} POSTROUTING -o eth0 -j DROP",
 )
+_THROTTLE = """\
+device=$(stat -c %Hd:%Ld /proc/{pid}/root{path})
+v1=$(sed -n 's/^[0-9]*:blkio://p' /proc/{pid}/cgroup)
+if [ -n "$v1" ]; then
+  echo /sys/fs/cgroup/blkio$v1/blkio.throttle.write_bps_device $device v1
+else
+  echo /sys/fs/cgroup$(sed -n 's/^0:://p' /proc/{pid}/cgroup)/io.max $device v2
+fi
+"""
 _FILL = "holdfast-fill"
 _OOM_BYTES = 64 << 20
 
@@ -167,6 +176,29 @@ def free_disk(namespace: str, pod: str, container: str, path: str) -> None:
     """Remove what `fill_disk` wrote."""
     node, _, first = _locate(namespace, pod, container)
     cluster.in_node(current_bed(), node, f"rm -f /proc/{first}/root{path}/{_FILL}")
+
+
+@contextmanager
+def slow_disk(
+    namespace: str, pod: str, container: str, path: str, bytes_per_second: int
+) -> Iterator[None]:
+    """Writes of the container to the disk below `path` take their time: the kernel's own throttle.
+
+    With 1 byte a second they hang. A file system without a disk (tmpfs) is a BedError.
+    """
+    node, _, first = _locate(namespace, pod, container)
+    found = cluster.in_node(current_bed(), node, _THROTTLE.format(pid=first, path=path)).split()
+    if len(found) != 3:
+        raise BedError(f"{namespace}/{pod}/{container}: no throttle for {path}: {found}")
+    file, device, version = found
+    limit = {"v1": "{}", "v2": "wbps={}"}[version].format(bytes_per_second)
+    free = {"v1": "0", "v2": "wbps=max"}[version]
+    cluster.in_node(current_bed(), node, f"echo '{device} {limit}' > {file}")
+    try:
+        yield
+    finally:  # the file goes with the container
+        script = f"[ ! -e {file} ] || echo '{device} {free}' > {file}"
+        cluster.in_node(current_bed(), node, script)
 
 
 # ------------------------------------------------------------------ the store

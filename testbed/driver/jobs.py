@@ -61,6 +61,7 @@ def job_manifest(
     object_every: int | None = 20,
     copies: int = 1,
     keep_last: int = 3,
+    slots: int | None = None,
     restore_from: str | None = None,
     memory_limit: str = "1Gi",
     suspect_after_seconds: int = 20,
@@ -71,6 +72,8 @@ def job_manifest(
         "retention": {"keepLast": keep_last},
         "node": {"volume": {"emptyDir": {"sizeLimit": "2Gi"}}},
     }
+    if slots is not None:
+        checkpoint["memory"] = {"slots": slots}
     if object_every is not None:
         checkpoint["object"] = {"storeRef": {"name": STORE_NAME}, "every": {"steps": object_every}}
     spec: Object = {
