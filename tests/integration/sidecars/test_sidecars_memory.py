@@ -122,11 +122,15 @@ def test_the_newest_step_in_memory_is_restored_when_ranks_die(gangs: Gangs, tmp_
             assert state.steps_dropped == 5
             assert state.saves_skipped == 0
             rank: FakeRank = gang.ranks[1]
-            words = [m for m in rank.pushed if isinstance(m, SaveFailed)]
-            assert {(m.step, m.level, m.reason) for m in words} == {
-                (s, Level.LOCAL, OVERTAKEN) for s in range(2, 7)
-            }
-            assert "holdfast_steps_dropped_total 5.0" in metrics(gang, 1)
+            overtaken = {(s, Level.LOCAL, OVERTAKEN) for s in range(2, 7)}
+
+            def heard() -> bool:
+                words = [m for m in rank.pushed if isinstance(m, SaveFailed)]
+                return {(m.step, m.level, m.reason) for m in words} == overtaken
+
+            await until(heard, "the rank hears which steps gave way")
+            dropped = "holdfast_steps_dropped_total 5.0"
+            await until(lambda: dropped in metrics(gang, 1), "five steps are counted")
             assert 'holdfast_committed_step{level="memory"} 7.0' in metrics(gang, 0)
 
             inventories = await slow.seal(1)
