@@ -89,7 +89,7 @@ def down(_: argparse.Namespace) -> None:
 def status(_: argparse.Namespace) -> None:
     bed = current_bed()
     print(f"folder   {bed.root} ({'own engine' if bed.local else 'machine engine'})")
-    missing = [n for s in tools.TOOL_SETS for n in s.packages if not (bed.bin / n).exists()]
+    missing = [n for s in tools.needed(bed) for n in s.packages if not (bed.bin / n).exists()]
     print(f"tools    {'missing: ' + ', '.join(missing) if missing else 'all built'}")
     running = engine.is_up(bed)
     print(f"engine   {'up' if running else 'down'}")

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from testbed import nodeimage, template
-from testbed.config import CLUSTER, CONTROL_PLANE, KINDEST_NODE, NODES, PACKAGE, Bed, digest
+from testbed.config import CLUSTER, CONTROL_PLANE, NODES, PACKAGE, Bed, digest, kindest_node
 from testbed.shell import BedError, Command, answers, each, run
 
 _CNI = {
@@ -110,7 +110,7 @@ def wait_for_api(bed: Bed, seconds: float) -> bool:
 
 
 def inputs(bed: Bed) -> str:
-    image = nodeimage.node_tag() if bed.local else KINDEST_NODE
+    image = nodeimage.node_tag() if bed.local else kindest_node()
     return digest(kind_config(bed), image, PACKAGE / "cluster.py")
 
 
@@ -162,7 +162,7 @@ def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
         each(lambda name: template.link(bed, name), NODES)
     config = bed.root / "kind.json"
     config.write_text(kind_config(bed))
-    image = nodeimage.node_tag() if bed.local else KINDEST_NODE
+    image = nodeimage.node_tag() if bed.local else kindest_node()
     words: Command = ["kind", "create", "cluster", "--name", CLUSTER, "--config", config]
     words += ["--image", image, "--kubeconfig", bed.kubeconfig]
     run(words, env=bed.environment(), log=log)

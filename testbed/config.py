@@ -18,9 +18,14 @@ NODES = (
 )
 
 KUBERNETES = "v1.36.3"
-KINDEST_NODE = "kindest/node:v1.37.0"
-"""Node image where a registry is reached: the default of the pinned kind."""
+KINDEST_NODE = (
+    "kindest/node:v1.37.0@sha256:a1ed56cfb0e7b93589bdf97c8cd566405a265939e3620fc4f5de89adff580ae5"
+)
+"""Node image where a registry is reached: the default of the pinned kind, whose authors push a tag
+again for a later kind. HOLDFAST_TESTBED_NODE_IMAGE takes another."""
 REGISTRY_BASE = "python:3.13-slim"
+REGISTRY_TORCH_BASE = "debian:trixie-slim"
+"""torch is Debian's in both modes: stable keeps one version, and the bits of a run are compared."""
 PYTHON = "3.13"
 BASE_IMAGE = "holdfast/base:trixie"
 TORCH_BASE_IMAGE = "holdfast/torch-base:trixie"
@@ -128,6 +133,10 @@ def current_bed() -> Bed:
     if not mode and (root / "mode").is_file():
         mode = (root / "mode").read_text().strip()
     return Bed(root, local=mode != "registry")
+
+
+def kindest_node() -> str:
+    return os.environ.get("HOLDFAST_TESTBED_NODE_IMAGE", KINDEST_NODE)
 
 
 def digest(*parts: str | bytes | Path) -> str:

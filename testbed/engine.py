@@ -12,12 +12,15 @@ import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 
 from testbed import host
-from testbed.config import DOCKER_SUITE, KINDEST_NODE, Bed, bed_root
-from testbed.shell import BedError, answers, run
+from testbed.config import DOCKER_SUITE, Bed, bed_root, kindest_node
+from testbed.shell import BedError, Command, answers, run
+from testbed.steps import warn
 
 DEBS = ("docker.io", "docker-cli", "docker-buildx", "tini-static")
 BRIDGE = "br-holdfast"
@@ -55,10 +58,13 @@ def detect(root: Path) -> Bed:
         mode = kept.read_text().strip()
     if not mode:
         env = dict(os.environ)
-        works = answers(["docker", "info"], env=env) and answers(
-            ["docker", "pull", "-q", KINDEST_NODE], env=env, seconds=600
-        )
-        mode = "registry" if works else "local"
+        mode = "local"
+        if answers(["docker", "info"], env=env):
+            try:
+                run(["docker", "pull", "-q", kindest_node()], env=env, timeout_seconds=600)
+                mode = "registry"
+            except BedError as error:  # said, or nobody knows why Kubernetes is being compiled
+                warn(f"this machine's Docker engine cannot pull, so all is built here: {error}")
     if mode not in ("registry", "local"):
         raise BedError(f"HOLDFAST_TESTBED_MODE={mode}", "say registry or local, or unset it")
     root.mkdir(parents=True, exist_ok=True)
@@ -84,8 +90,8 @@ def containerd_config(*, root: Path, state: Path, socket: Path) -> str:
     )
 
 
-def _daemon_config(bed: Bed) -> dict[str, object]:
-    return {
+def daemon_config(bed: Bed, settings: Mapping[str, object]) -> dict[str, object]:
+    ours = {
         "data-root": str(bed.data / "docker"),
         "exec-root": str(bed.run / "docker"),
         "pidfile": str(bed.run / "docker.pid"),
@@ -102,10 +108,11 @@ def _daemon_config(bed: Bed) -> dict[str, object]:
         "ipv6": False,
         "shutdown-timeout": 5,
     }
+    return {key: value for key, value in {**ours, **settings}.items() if value is not None}
 
 
 def our_process(bed: Bed, name: str) -> int | None:
-    """Pid of our `dockerd` or `containerd`: its pid file may be stale, its number taken by another."""
+    """Pid of one of our daemons: its pid file may be stale, its number taken by another program."""
     file = bed.run / ("docker.pid" if name == "dockerd" else f"{name}.pid")
     try:
         pid = int(file.read_text())
@@ -121,7 +128,23 @@ def is_up(bed: Bed) -> bool:
 
 
 def start(bed: Bed, log: Path) -> str:
-    """Have a working engine: use it, or clear what a crash left and start it."""
+    """Have a working engine, its bridges cut off; return its version."""
+    have(bed)
+    _cut_off_bridges(bed, log)
+    host.raise_inotify_limits()
+    return version(bed)
+
+
+def version(bed: Bed) -> str:
+    form = "Docker {{.Server.Version}}"
+    return run(["docker", "version", "-f", form], env=bed.environment()).strip()
+
+
+def have(bed: Bed, settings: Mapping[str, object] = MappingProxyType({})) -> None:
+    """Use the engine that runs, or clear what a crash left and start it.
+
+    `settings` go into the daemon's configuration over ours; None takes one of ours out.
+    """
     action = decide_engine(
         answers=is_up(bed),
         dockerd_alive=our_process(bed, "dockerd") is not None,
@@ -132,31 +155,28 @@ def start(bed: Bed, log: Path) -> str:
             stop_processes(bed)
         for stale in ("docker.pid", "containerd.pid", "docker.sock", "containerd.sock"):
             (bed.run / stale).unlink(missing_ok=True)
-        _launch(bed, log)
-    _cut_off_bridges(bed, log)
-    host.raise_inotify_limits()
-    return run(
-        ["docker", "version", "-f", "Docker {{.Server.Version}}"], env=bed.environment()
-    ).strip()
+        _launch(bed, settings)
 
 
-def _launch(bed: Bed, log: Path) -> None:
+def _launch(bed: Bed, settings: Mapping[str, object]) -> None:
     socket = bed.run / "containerd.sock"
     config = bed.root / "containerd.toml"
     state = bed.run / "containerd"
     config.write_text(containerd_config(root=bed.data / "containerd", state=state, socket=socket))
     daemon = bed.root / "daemon.json"
-    daemon.write_text(json.dumps(_daemon_config(bed), indent=1))
-    pid = _daemon(bed, [bed.bin / "containerd", "-c", config], "containerd")
-    (bed.run / "containerd.pid").write_text(str(pid))
-    _wait(socket.exists, 20, bed.logs / "containerd.log", "containerd")
-    _daemon(bed, [bed.engine / "usr/sbin/dockerd", "--config-file", daemon], "dockerd")
-    _wait(lambda: is_up(bed), 60, bed.logs / "dockerd.log", "dockerd")
+    daemon.write_text(json.dumps(daemon_config(bed, settings), indent=1))
+    launch(bed, [bed.bin / "containerd", "-c", config], "containerd", socket.exists, 20)
+    dockerd: Command = [bed.engine / "usr/sbin/dockerd", "--config-file", daemon]
+    launch(bed, dockerd, "dockerd", lambda: is_up(bed), 60)
 
 
-def _daemon(bed: Bed, command: list[str | Path], name: str) -> int:
-    with (bed.logs / f"{name}.log").open("ab") as out:
-        return subprocess.Popen(
+def launch(
+    bed: Bed, command: Command, name: str, ready: Callable[[], bool], within_seconds: float
+) -> None:
+    """Start a daemon of the test bed; return when it is ready. `our_process` finds it again."""
+    log = bed.logs / f"{name}.log"
+    with log.open("ab") as out:
+        daemon = subprocess.Popen(
             [str(word) for word in command],
             env=bed.environment(),
             stdin=subprocess.DEVNULL,
@@ -164,17 +184,15 @@ def _daemon(bed: Bed, command: list[str | Path], name: str) -> int:
             stderr=out,
             start_new_session=True,
             cwd="/",
-        ).pid
-
-
-def _wait(ready: object, seconds: float, log: Path, name: str) -> None:
-    assert callable(ready)
-    deadline = time.monotonic() + seconds
+        )
+    if name != "dockerd":  # it writes its own, and refuses to start where it finds one
+        (bed.run / f"{name}.pid").write_text(str(daemon.pid))
+    deadline = time.monotonic() + within_seconds
     while not ready():
         if time.monotonic() > deadline:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
             raise BedError(
-                f"{name} is not up after {seconds:.0f} s; {log} ends with:\n{tail}",
+                f"{name} is not up after {within_seconds:.0f} s; {log} ends with:\n{tail}",
                 "python3 -m testbed down, then up again",
             )
         time.sleep(0.1)
@@ -196,8 +214,8 @@ def _cut_off_bridges(bed: Bed, log: Path) -> None:
             run(["iptables", "-I", *rule], log=log)
 
 
-def stop_processes(bed: Bed) -> None:
-    for name in ("dockerd", "containerd"):
+def stop_processes(bed: Bed, names: Sequence[str] = ("dockerd", "containerd")) -> None:
+    for name in names:
         pid = our_process(bed, name)
         if pid is None:
             continue

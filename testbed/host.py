@@ -117,7 +117,9 @@ def debootstrap(bed: Bed, name: str, suite: str, include: Sequence[str], log: Pa
     target = bed.rootfs / name
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    words = ["debootstrap", "--variant=minbase", f"--include={','.join(include)}"]
+    words = ["debootstrap", "--variant=minbase"]
+    if include:
+        words.append(f"--include={','.join(include)}")
     run([*words, suite, target, debian_mirror()], log=log)
     for pattern in ("var/cache/apt/archives/*.deb", "var/cache/apt/*.bin", "var/log/*.log"):
         for file in target.glob(pattern):

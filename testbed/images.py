@@ -20,10 +20,6 @@ from testbed.shell import BedError, Command, each, run
 
 LABEL = "dev.holdfast.inputs"
 PLATFORM = "x86_64-manylinux_2_28"
-REGISTRY_TORCH = (
-    "FROM python:3.13-slim\nRUN pip install --no-cache-dir numpy torch "
-    "--index-url https://download.pytorch.org/whl/cpu\n"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +169,29 @@ def image_label(bed: Bed, tag: str) -> str | None:
 
 
 def registry_bases(bed: Bed, log: Path) -> None:
-    """Where a registry is reached, a base with torch, and MinIO's image from our binaries."""
+    """Where a registry is reached, a base with torch, and MinIO's image from our binaries.
+
+    What is there is not pulled again (registries count pulls); Docker's build cache knows the rest.
+    """
     env = bed.environment()
-    run(["docker", "pull", "-q", config.REGISTRY_BASE], env=env, log=log)
-    if not nodeimage.image_exists(bed, config.TORCH_BASE_IMAGE):
-        command = ["docker", "build", "-q", "-t", config.TORCH_BASE_IMAGE, "-"]
-        run(command, env=env, log=log, stdin=REGISTRY_TORCH.encode())
-    if not nodeimage.image_exists(bed, config.MINIO_IMAGE):
-        nodeimage.minio_image(bed, config.REGISTRY_BASE, log)
+    for base in (config.REGISTRY_BASE, config.REGISTRY_TORCH_BASE):
+        if not nodeimage.image_exists(bed, base):
+            run(["docker", "pull", "-q", base], env=env, log=log)
+    # The host's network: bridges reach no Debian mirror behind some proxies, VPNs and resolvers.
+    command = ["docker", "build", "-q", "--network=host", "-t", config.TORCH_BASE_IMAGE, "-"]
+    run(command, env=env, log=log, stdin=torch_dockerfile().encode())
+    nodeimage.minio_image(bed, config.REGISTRY_BASE, log)
+
+
+def torch_dockerfile() -> str:
+    """Debian with the packages of local mode's torch base, stripped of the same files."""
+    packages = " ".join(nodeimage.TORCH_PACKAGES)
+    install = f"apt-get install -y --no-install-recommends {packages}"
+    keep = "usr/lib/python3/dist-packages/torch/bin/torch_shm_manager"
+    doomed = " ".join(nodeimage.STRIPPED)
+    return (
+        f"FROM {config.REGISTRY_TORCH_BASE}\n"
+        f"RUN apt-get update && {install} && rm -rf /var/lib/apt/lists/*"
+        f" && cd / && bash -O globstar -O nullglob -c 'for f in {doomed};"
+        f' do [ "$f" = {keep} ] || rm -rf "$f"; done\'\n'
+    )

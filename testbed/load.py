@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from testbed import archive, cluster, config
-from testbed.config import CLUSTER, NODES, Bed
+from testbed.config import NODES, Bed
 from testbed.images import IMAGES
 from testbed.shell import BedError, each, run
 
@@ -25,9 +25,6 @@ def load(bed: Bed, log: Path, tags: Collection[str] = ()) -> str:
     changed = [tag for tag in wanted if any(ids[tag] not in have[node] for node in running)]
     if not changed:
         return "nodes have all images"
-    if not bed.local:
-        run(["kind", "load", "docker-image", "--name", CLUSTER, *changed], env=bed.environment())
-        return f"loaded {', '.join(changed)}"
     known = each(lambda node: node_blobs(bed, node), running)
     try:
         return send(bed, running, changed, set.intersection(*known))
@@ -37,7 +34,7 @@ def load(bed: Bed, log: Path, tags: Collection[str] = ()) -> str:
 
 
 def image_ids(bed: Bed, tags: Collection[str]) -> dict[str, str]:
-    """Docker's ids, which are the ids that the nodes' CRI gives too."""
+    """Docker's ids: of the image's configuration or, with its containerd image store, of its index."""
     form = "{{index .RepoTags 0}} {{.Id}}"
     found: dict[str, str] = {}
     for tag in tags:
@@ -50,9 +47,23 @@ def image_ids(bed: Bed, tags: Collection[str]) -> dict[str, str]:
 
 
 def node_images(bed: Bed, node: str) -> set[str]:
-    """`id` of each tagged image of a node. A tag that moved leaves its old id without a tag."""
+    """Both ids of each tagged image of a node. A tag that moved leaves its old ids without a tag."""
     listed = json.loads(cluster.in_node(bed, node, "crictl images -o json"))
-    return {str(image["id"]) for image in listed["images"] if image.get("repoTags")}
+    configurations = {str(image["id"]) for image in listed["images"] if image.get("repoTags")}
+    return configurations | tagged_digests(cluster.in_node(bed, node, f"{_CTR} images ls"))
+
+
+def tagged_digests(listing: str) -> set[str]:
+    """Digests of the names with a tag in what `ctr images ls` prints: REF TYPE DIGEST ...
+
+    A name by digest, or CRI's own `sha256:...`, stays when the tag has moved on.
+    """
+    rows = [line.split() for line in listing.splitlines()[1:]]
+    return {
+        row[2]
+        for row in rows
+        if len(row) > 2 and "@" not in row[0] and not row[0].startswith("sha256:")
+    }
 
 
 def node_blobs(bed: Bed, node: str) -> set[str]:

@@ -146,6 +146,10 @@ def fill_template(bed: Bed, log: Path) -> str:
 
 
 def build_node_image(bed: Bed, log: Path) -> None:
+    import_node(bed, node_files(bed, log), node_tag(), log)
+
+
+def node_files(bed: Bed, log: Path) -> Path:
     """Debian, kind's own node files (its Go module has them), our binaries and the routes unit."""
     rootfs, source = bed.work / "node", kind_source()
     shutil.rmtree(rootfs, ignore_errors=True)
@@ -165,8 +169,13 @@ def build_node_image(bed: Bed, log: Path) -> None:
     manifests = rootfs / "kind/manifests"
     manifests.mkdir(parents=True, exist_ok=True)
     (manifests / "default-storage.yaml").write_text(storage_constants()[1])
+    return rootfs
+
+
+def import_node(bed: Bed, rootfs: Path, tag: str, log: Path) -> None:
+    """Make the node image of its files, and remove them."""
     # fmt: off
-    import_rootfs(bed, rootfs, node_tag(), log, "ENV container=docker", "STOPSIGNAL SIGRTMIN+3",
+    import_rootfs(bed, rootfs, tag, log, "ENV container=docker", "STOPSIGNAL SIGRTMIN+3",
                   'ENTRYPOINT ["/usr/local/bin/entrypoint","/sbin/init"]')
     # fmt: on
     shutil.rmtree(rootfs)

@@ -152,19 +152,24 @@ def build_pause(bed: Bed, log: Path) -> None:
     run(["gcc", *flags, "-o", bed.bin / "pause", source], log=log)
 
 
+def build_step(bed: Bed, tools: ToolSet) -> Step:
+    """Skipped while go.mod, go.sum and flags stay."""
+    return Step(
+        f"build {tools.name}",
+        lambda log: build(bed, tools, log),
+        inputs=(tools.folder, repr(tools)),
+        outputs=[bed.bin / name for name in tools.packages],
+        advice="needs Go >= 1.26 with a module proxy (runc also gcc); is the disk full?",
+    )
+
+
+def needed(bed: Bed) -> list[ToolSet]:
+    """What the mode needs, longest first."""
+    return [tools for tools in TOOL_SETS if bed.local or tools.registry]
+
+
 def tool_steps(bed: Bed) -> list[Step]:
-    """What the mode needs, longest first; each is skipped while its go.mod, go.sum and flags stay."""
-
-    def step(tools: ToolSet) -> Step:
-        return Step(
-            f"build {tools.name}",
-            lambda log: build(bed, tools, log),
-            inputs=(tools.folder, repr(tools)),
-            outputs=[bed.bin / name for name in tools.packages],
-            advice="needs Go >= 1.26 with a module proxy (runc also gcc); is the disk full?",
-        )
-
-    steps = [step(tools) for tools in TOOL_SETS if bed.local or tools.registry]
+    steps = [build_step(bed, tools) for tools in needed(bed)]
     if bed.local:
         pinned = (PACKAGE / "tools/kubernetes", PAUSE_VERSION)
         steps.append(

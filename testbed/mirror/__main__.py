@@ -1,0 +1,153 @@
+"""`python3 -m testbed.mirror up | run COMMAND... | down`: see testbed/README.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from testbed import engine, host, tools
+from testbed.config import Bed, bed_root
+from testbed.mirror import network, standins
+from testbed.shell import BedError, Command, answers
+from testbed.steps import Step, is_done, run_steps
+
+REGISTRY = tools.ToolSet(
+    "registry", {"registry": "github.com/distribution/distribution/v3/cmd/registry"}
+)
+DOCKER_29 = {
+    "registry-mirrors": [f"http://{standins.ADDRESS}"],
+    "features": {"containerd-snapshotter": True},
+    "storage-driver": None,
+    "ip-forward-no-drop": None,
+    "dns": None,
+}
+"""Settings as a new installation has them: images in containerd's store, Docker's own firewall."""
+
+
+def here() -> Bed:
+    """The ordinary test bed, whose tools the stand-ins are made of."""
+    return Bed(bed_root(), local=True)
+
+
+def machine(root: Path) -> Bed:
+    """The other machine: its engine, registry and what they keep."""
+    return Bed(root / "mirror", local=True)
+
+
+def environment(bed: Bed) -> dict[str, str]:
+    """What a command of that machine gets: a Docker engine, a folder, and the stand-in's tag."""
+    kept = {key: value for key, value in os.environ.items() if key != "HOLDFAST_TESTBED_MODE"}
+    own = {key: value for key, value in bed.exports().items() if key.startswith("DOCKER_")}
+    return {
+        **kept,
+        **own,
+        "PATH": f"{bed.engine}/usr/bin:{os.environ['PATH']}",
+        "HOLDFAST_TESTBED_DIR": str(bed.root / "bed"),
+        "HOLDFAST_TESTBED_NODE_IMAGE": standins.NODE,
+    }
+
+
+def start_registry(bed: Bed, _: Path) -> None:
+    if engine.our_process(bed, "registry") is not None:
+        return
+    file = bed.root / "registry.json"  # JSON is YAML
+    settings = {
+        "version": 0.1,
+        "log": {"level": "warn", "accesslog": {"disabled": True}},
+        "storage": {"filesystem": {"rootdirectory": str(bed.data / "registry")}},
+        "http": {"addr": standins.ADDRESS},
+    }
+    file.write_text(json.dumps(settings))
+    asks = ["curl", "-sf", f"http://{standins.ADDRESS}/v2/"]
+    serve: Command = [bed.bin / "registry", "serve", file]
+    engine.launch(bed, serve, "registry", lambda: answers(asks, env=os.environ), 20)
+
+
+def start_engine(bed: Bed, _: Path) -> str:
+    engine.have(bed, DOCKER_29)
+    network.cut_off_bridges()
+    host.raise_inotify_limits()
+    return engine.version(bed)
+
+
+def share_tools(own: Bed, bed: Bed) -> None:
+    """The binaries that registry mode builds, with their stamps: the same sources, built once."""
+    bed.prepare()
+    for tool_set in tools.needed(bed):
+        step, same = tools.build_step(bed, tool_set), tools.build_step(own, tool_set)
+        if is_done(step, bed.stamps) or not is_done(same, own.stamps):
+            continue
+        for name in tool_set.packages:
+            (bed.bin / name).unlink(missing_ok=True)
+            (bed.bin / name).hardlink_to(own.bin / name)
+        shutil.copyfile(own.stamps / step.name, bed.stamps / step.name)
+
+
+def up() -> None:
+    """Have the other machine with its stand-ins published. Needs root, like local mode."""
+    own = here()
+    host.check_prerequisites(own)
+    run_steps([*tools.tool_steps(own), tools.build_step(own, REGISTRY)], own)
+    network.up()
+    subprocess.run(network.enter([sys.executable, "-m", "testbed.mirror", "inside"]), check=True)
+
+
+def up_inside() -> None:
+    own = here()
+    bed = machine(own.root)
+    bed.root.mkdir(parents=True, exist_ok=True)
+    for name in ("bin", "debs"):
+        if not (bed.root / name).is_symlink():
+            (bed.root / name).symlink_to(own.root / name)
+    docker = Step(
+        "docker packages",
+        lambda log: engine.install(bed, log),
+        inputs=(repr(engine.DEBS),),
+        outputs=[bed.engine / "usr/sbin/dockerd"],
+    )
+    registry = Step("registry", lambda log: start_registry(bed, log), always=True)
+    start = Step("docker engine", lambda log: start_engine(bed, log), always=True)
+    run_steps([docker, registry, start, *standins.steps(bed)], bed)
+    share_tools(own, Bed(bed.root / "bed", local=False))
+
+
+def down() -> None:
+    """Stop the engine and the registry, remove the network. What they keep stays."""
+    bed = machine(bed_root())
+    engine.stop_processes(bed, ("dockerd", "containerd", "registry"))
+    network.down()
+    print(f"the mirror is down; its images stay in {bed.root}")
+
+
+def main(words: Sequence[str]) -> int:
+    try:
+        match list(words):
+            case ["up"]:
+                up()
+            case ["inside"] if network.inside():
+                up_inside()
+            case ["down"]:
+                down()
+            case ["run", *command] if command:
+                env = environment(machine(bed_root()))
+                return subprocess.run(network.enter(command), env=env).returncode
+            case _:
+                print(__doc__, file=sys.stderr)
+                return 2
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    except BedError as error:
+        print(f"mirror: {error}", file=sys.stderr)
+        if error.advice:
+            print(f"try: {error.advice}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
