@@ -163,7 +163,17 @@ def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
     config = bed.root / "kind.json"
     config.write_text(kind_config(bed))
     image = nodeimage.node_tag() if bed.local else kindest_node()
-    words: Command = ["kind", "create", "cluster", "--name", CLUSTER, "--config", config]
+    # Retained when it fails: kind would delete the nodes, and with them why. `delete` takes them.
+    words: Command = [
+        "kind",
+        "create",
+        "cluster",
+        "--retain",
+        "--name",
+        CLUSTER,
+        "--config",
+        config,
+    ]
     words += ["--image", image, "--kubeconfig", bed.kubeconfig]
     run(words, env=bed.environment(), log=log)
     if bed.local:

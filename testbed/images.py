@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from testbed import config, nodeimage
+from testbed import config, nodeimage, tools
 from testbed.config import PYTHON, REPOSITORY, Bed, digest
 from testbed.shell import BedError, Command, each, run
 
@@ -105,8 +105,7 @@ def build(bed: Bed, image: Image, wheels: dict[str, Path], log: Path) -> bool:
     own = [wheels[member] for member in image.members]
     files = [REPOSITORY / image.files] if image.files else []
     env = bed.environment()
-    base_id = run(["docker", "image", "inspect", "-f", "{{.Id}}", base], env=env, check=False)
-    inputs = digest(base_id, dockerfile, pins, PYTHON, *own, *files, Path(__file__))
+    inputs = digest(image_id(bed, base), dockerfile, pins, PYTHON, *own, *files, Path(__file__))
     if image_label(bed, image.tag) == inputs:
         return False
     context = bed.work / "images" / image.package
@@ -160,6 +159,11 @@ def relocate(script: str) -> str:
     return f"#!/opt/holdfast/bin/python3\n{rest}" if first.startswith("#!") else script
 
 
+def image_id(bed: Bed, tag: str) -> str:
+    form = ["docker", "image", "inspect", "-f", "{{.Id}}", tag]
+    return run(form, env=bed.environment(), check=False)
+
+
 def image_label(bed: Bed, tag: str) -> str | None:
     form = "{{json .Config.Labels}}"
     out = run(["docker", "image", "inspect", "-f", form, tag], env=bed.environment(), check=False)
@@ -171,16 +175,25 @@ def image_label(bed: Bed, tag: str) -> str | None:
 def registry_bases(bed: Bed, log: Path) -> None:
     """Where a registry is reached, a base with torch, and MinIO's image from our binaries.
 
-    What is there is not pulled again (registries count pulls); Docker's build cache knows the rest.
+    What is there is not pulled again: registries count pulls. And what has the same inputs is not
+    built again: a build that does nothing gives an image another id, which would be loaded again.
     """
     env = bed.environment()
     for base in (config.REGISTRY_BASE, config.REGISTRY_TORCH_BASE):
         if not nodeimage.image_exists(bed, base):
             run(["docker", "pull", "-q", base], env=env, log=log)
-    # The host's network: bridges reach no Debian mirror behind some proxies, VPNs and resolvers.
-    command = ["docker", "build", "-q", "--network=host", "-t", config.TORCH_BASE_IMAGE, "-"]
-    run(command, env=env, log=log, stdin=torch_dockerfile().encode())
-    nodeimage.minio_image(bed, config.REGISTRY_BASE, log)
+    text = torch_dockerfile()
+    inputs = digest(text, image_id(bed, config.REGISTRY_TORCH_BASE))
+    if image_label(bed, config.TORCH_BASE_IMAGE) != inputs:
+        # The host's network: behind a proxy, a VPN or a local resolver bridges reach no mirror.
+        command = ["docker", "build", "-q", "--network=host", "-t", config.TORCH_BASE_IMAGE]
+        command += ["--label", f"{LABEL}={inputs}", "-"]
+        run(command, env=env, log=log, stdin=text.encode())
+    sets = [tool_set for tool_set in tools.TOOL_SETS if tool_set.name in ("minio", "mc")]
+    pinned = [tool_set.folder for tool_set in sets]
+    inputs = digest(image_id(bed, config.REGISTRY_BASE), *pinned, *map(repr, sets))
+    if image_label(bed, config.MINIO_IMAGE) != inputs:
+        nodeimage.minio_image(bed, config.REGISTRY_BASE, log, f"LABEL {LABEL}={inputs}")
 
 
 def torch_dockerfile() -> str:

@@ -129,9 +129,9 @@ def component_images(bed: Bed, log: Path) -> list[str]:
     return [*built, name_of("kube-proxy"), provisioner, names["storageHelperImage"]]
 
 
-def minio_image(bed: Bed, base: str, log: Path) -> None:
+def minio_image(bed: Bed, base: str, log: Path, *more: str) -> None:
     binaries = {name: f"/usr/local/bin/{name}" for name in ("minio", "mc")}
-    lines = ["USER 65532:65532", 'ENTRYPOINT ["minio"]']
+    lines = ["USER 65532:65532", 'ENTRYPOINT ["minio"]', *more]
     build_image(bed, config.MINIO_IMAGE, base, binaries, log, *lines)
 
 

@@ -25,6 +25,9 @@ _KUBELET = {
 """For a host with cgroup v1 or without CAP_SYS_RESOURCE, which the published node image refuses."""
 
 
+_DROP_INS = "etc/kubernetes/kubelet.conf.d"
+
+
 def repository(tag: str) -> tuple[str, str]:
     """Where a registry that answers for Docker Hub keeps an image: ("library/python", "3.13-slim")."""
     name, version = tag.split(":")
@@ -66,9 +69,6 @@ def python(bed: Bed, log: Path) -> None:
 
 def node(bed: Bed, log: Path) -> None:
     """Local mode's node image, with what a published one has in itself: images and a pod network."""
-    folder = host.debootstrap(bed, "node", config.NODE_SUITE, nodeimage.NODE_PACKAGES, log)
-    nodeimage.strip(folder)
-    nodeimage.import_rootfs(bed, folder, nodeimage.ROOTFS_IMAGE, log)
     images = nodeimage.component_images(bed, log)
     run(["rm", "-rf", bed.template])
     template.add(bed, images, log)
@@ -80,11 +80,10 @@ def node(bed: Bed, log: Path) -> None:
     helper = nodeimage.storage_constants()[0]["storageHelperImage"]
     network = (_HERE / "cni.yaml").read_text().replace("HELPER_IMAGE", helper)
     (files / "kind/manifests/default-cni.yaml").write_text(network)
-    drop_in = files / "etc/kubernetes/kubelet.conf.d/10-host.conf"
-    drop_in.parent.mkdir(parents=True, exist_ok=True)
-    drop_in.write_text(json.dumps(_KUBELET))
+    (files / _DROP_INS).mkdir(parents=True, exist_ok=True)
+    (files / _DROP_INS / "10-host.conf").write_text(json.dumps(_KUBELET))
     flags = files / "etc/default/kubelet"
-    flags.write_text(f"{flags.read_text().rstrip()} --config-dir={drop_in.parent}\n")
+    flags.write_text(f"{flags.read_text().rstrip()} --config-dir=/{_DROP_INS}\n")
     nodeimage.import_node(bed, files, NODE, log)
     publish(bed, NODE, log)
 
@@ -101,9 +100,11 @@ def steps(bed: Bed) -> list[Step]:
             advice="needs Debian's mirror",
         )
 
-    own = (_HERE / "cni.yaml", json.dumps(_KUBELET))
+    own = (_HERE / "cni.yaml", Path(__file__))
+    rootfs = (config.NODE_SUITE, nodeimage.NODE_PACKAGES, nodeimage.ROOTFS_IMAGE)
     return [
         step(config.REGISTRY_TORCH_BASE, debian, config.OFFLINE_SUITE),
         step(config.REGISTRY_BASE, python, _HERE / "python.Dockerfile"),
+        nodeimage.rootfs_step(bed, "node", *rootfs),
         step(NODE, node, nodeimage.node_tag(), *own),
     ]
