@@ -7,6 +7,8 @@ RUN := $(UV) run --frozen
 PY := $(RUN) python
 # Files of tests side by side. Some wait more than they compute: a third worker pays on two cores, too.
 FILES_SIDE_BY_SIDE := -n 3 --dist loadfile
+# One of each kind: the chart, a lost pod, a lost rank, a lost node, the store.
+REGISTRY_MODE_TESTS := restricted or notes or deleted_pod or killed_rank or killed_node or store_down
 
 .PHONY: help
 help: ## what each target does
@@ -76,6 +78,16 @@ cluster-down: sync ## delete the cluster, keep the caches
 .PHONY: cluster-status
 cluster-status: sync ## what runs, what is cached, where the logs are
 	$(PY) -m testbed status
+
+MIRROR := $(PY) -m testbed.mirror
+.PHONY: registry-mode
+registry-mode: sync prerequisites-cluster ## the test bed with a registry and a Docker engine beside it: up, some e2e, down
+	$(MIRROR) up
+	$(MIRROR) run $(PY) -m testbed up
+	$(MIRROR) run $(RUN) pytest tests/e2e -q --durations=0 -k "$(REGISTRY_MODE_TESTS)"
+	$(MIRROR) run $(PY) -m testbed down
+	$(MIRROR) run docker version -f 'the engine is left alone: Docker {{.Server.Version}}'
+	$(MIRROR) down
 
 .PHONY: images
 images: cluster-up ## build the images and load those that changed
