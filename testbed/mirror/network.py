@@ -21,7 +21,8 @@ _CUT_OFF = ("DOCKER-USER", "-o", "eth0", "-j", "REJECT")
 
 def up() -> None:
     """Have the namespace, with a way out through this machine for builds (Debian's mirror)."""
-    if not _FILE.exists():
+    if not (_FILE.exists() and answers(["ip", "link", "show", LINK], env=os.environ)):
+        down()  # what a crash left half made
         run(["ip", "netns", "add", NAME])
         run(["ip", "link", "add", LINK, "type", "veth", "peer", "name", "eth0", "netns", NAME])
         run(["ip", "addr", "add", f"{_HERE}/30", "dev", LINK])

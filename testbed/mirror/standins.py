@@ -23,8 +23,6 @@ _KUBELET = {
     "featureGates": {"KubeletInUserNamespace": True},
 }
 """For a host with cgroup v1 or without CAP_SYS_RESOURCE, which the published node image refuses."""
-
-
 _DROP_INS = "etc/kubernetes/kubelet.conf.d"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,27 @@ def docker_that(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> P
     monkeypatch.delenv("HOLDFAST_TESTBED_MODE", raising=False)
     monkeypatch.setenv("HOLDFAST_TESTBED_DIR", str(folder / "bed"))
     return asked
+
+
+ENGINE = """
+import json, pathlib, re, sys
+words, store = sys.argv[1:], pathlib.Path(__file__).parent / "store"
+images = json.loads(store.read_text()) if store.exists() else {}
+if words[0] == "build":
+    last = pathlib.Path(words[-1]) / "Dockerfile"
+    text = " ".join(words) + (sys.stdin.read() if words[-1] == "-" else last.read_text())
+    label = re.search(r"dev[.]holdfast[.]inputs=([0-9a-f]+)", text)
+    images[words[words.index("-t") + 1]] = label.group(1) if label else ""
+elif words[0] == "pull":
+    images[words[-1]] = ""
+elif words[0] == "images" and words[-1] in images:
+    print("some-id")
+elif words[0] == "image" and words[-1] in images:
+    label = images[words[-1]]
+    print("some-id" if "Id" in words[3] else json.dumps({"dev.holdfast.inputs": label}))
+store.write_text(json.dumps(images))
+"""
+"""An engine that remembers images with their label, and nothing of how they were built."""
 
 
 @pytest.mark.parametrize(
@@ -86,6 +108,31 @@ def test_torch_is_of_the_same_packages_in_both_modes() -> None:
     assert text.startswith(f"FROM {config.REGISTRY_TORCH_BASE}\n")
     assert all(package in text for package in nodeimage.TORCH_PACKAGES)
     assert all(pattern in text for pattern in nodeimage.STRIPPED)
+
+
+def test_bases_that_are_there_are_neither_pulled_nor_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine.py").write_text(ENGINE)
+    run = f'exec {sys.executable} {tmp_path}/engine.py "$@"'
+    asked = docker_that(tmp_path, run, monkeypatch)
+    bed = Bed(tmp_path / "bed", local=False)
+    bed.prepare()
+    for name in ("minio", "mc"):
+        (bed.bin / name).write_text(name)
+
+    def work() -> list[str]:
+        asked.write_text("")
+        images.registry_bases(bed, bed.logs / "images.log")
+        return [line.split()[0] for line in asked.read_text().splitlines()]
+
+    first = work()
+    assert (first.count("pull"), first.count("build")) == (2, 2)
+    again = work()
+    assert (again.count("pull"), again.count("build")) == (0, 0)
+    monkeypatch.setattr(config, "REGISTRY_TORCH_BASE", "debian:other")
+    changed = work()
+    assert (changed.count("pull"), changed.count("build")) == (1, 1)
 
 
 def test_an_image_is_known_by_its_index_while_a_tag_names_it() -> None:
