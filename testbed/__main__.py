@@ -11,21 +11,14 @@ from collections.abc import Sequence
 from testbed import cluster, engine, faults, host, images, load, minio, nodeimage, tools
 from testbed.config import CLUSTER, Bed, bed_root, current_bed
 from testbed.shell import BedError
-from testbed.steps import Step, run_steps
+from testbed.steps import Step, run_steps, told
 
 
 def engine_steps(bed: Bed) -> list[Step]:
     if not bed.local:
         return []
-    docker = Step(
-        "docker packages",
-        lambda log: engine.install(bed, log),
-        inputs=(repr(engine.DEBS),),
-        outputs=[bed.engine / "usr/sbin/dockerd"],
-        advice="needs Debian's mirror (suite sid)",
-    )
     start = Step("docker engine", lambda log: engine.start(bed, log), always=True)
-    return [docker, start]
+    return [engine.install_step(bed), start]
 
 
 def project_steps(bed: Bed) -> list[Step]:
@@ -211,10 +204,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         arguments.action(arguments)
     except BedError as error:
-        print(f"testbed: {error}", file=sys.stderr)
-        if error.advice:
-            print(f"try: {error.advice}", file=sys.stderr)
-        return 1
+        return told("testbed", error)
     return 0
 
 

@@ -109,9 +109,12 @@ def wait_for_api(bed: Bed, seconds: float) -> bool:
     return True
 
 
+def node_image(bed: Bed) -> str:
+    return nodeimage.node_tag() if bed.local else kindest_node()
+
+
 def inputs(bed: Bed) -> str:
-    image = nodeimage.node_tag() if bed.local else kindest_node()
-    return digest(kind_config(bed), image, PACKAGE / "cluster.py")
+    return digest(kind_config(bed), node_image(bed), PACKAGE / "cluster.py")
 
 
 def up(bed: Bed, log: Path, preload: Collection[str] = ()) -> str:
@@ -162,7 +165,6 @@ def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
         each(lambda name: template.link(bed, name), NODES)
     config = bed.root / "kind.json"
     config.write_text(kind_config(bed))
-    image = nodeimage.node_tag() if bed.local else kindest_node()
     # Retained when it fails: kind would delete the nodes, and with them why. `delete` takes them.
     words: Command = [
         "kind",
@@ -174,7 +176,7 @@ def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
         "--config",
         config,
     ]
-    words += ["--image", image, "--kubeconfig", bed.kubeconfig]
+    words += ["--image", node_image(bed), "--kubeconfig", bed.kubeconfig]
     run(words, env=bed.environment(), log=log)
     if bed.local:
         pin_addresses(bed)

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from testbed import host
 from testbed.config import DOCKER_SUITE, Bed, bed_root, kindest_node
 from testbed.shell import BedError, Command, answers, run
-from testbed.steps import warn
+from testbed.steps import Step, warn
 
 DEBS = ("docker.io", "docker-cli", "docker-buildx", "tini-static")
 BRIDGE = "br-holdfast"
@@ -70,6 +70,16 @@ def detect(root: Path) -> Bed:
     root.mkdir(parents=True, exist_ok=True)
     kept.write_text(mode)
     return Bed(bed_root(), local=mode == "local")
+
+
+def install_step(bed: Bed) -> Step:
+    return Step(
+        "docker packages",
+        lambda log: install(bed, log),
+        inputs=(repr(DEBS),),
+        outputs=[bed.engine / "usr/sbin/dockerd"],
+        advice="needs Debian's mirror (suite sid)",
+    )
 
 
 def install(bed: Bed, log: Path) -> None:

@@ -77,5 +77,13 @@ def failure(step: Step, log: Path, error: Exception) -> BedError:
     )
 
 
+def told(program: str, error: BedError) -> int:
+    """What failed and what to try, for a person; the exit status."""
+    print(f"{program}: {error}", file=sys.stderr)
+    if error.advice:
+        print(f"try: {error.advice}", file=sys.stderr)
+    return 1
+
+
 def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from testbed import engine, host, tools
 from testbed.config import Bed, bed_root
 from testbed.mirror import network, standins
 from testbed.shell import BedError, Command, answers
-from testbed.steps import Step, is_done, run_steps
+from testbed.steps import Step, is_done, run_steps, told
 
 REGISTRY = tools.ToolSet(
     "registry", {"registry": "github.com/distribution/distribution/v3/cmd/registry"}
@@ -104,15 +104,9 @@ def up_inside() -> None:
     for name in ("bin", "debs"):
         if not (bed.root / name).is_symlink():
             (bed.root / name).symlink_to(own.root / name)
-    docker = Step(
-        "docker packages",
-        lambda log: engine.install(bed, log),
-        inputs=(repr(engine.DEBS),),
-        outputs=[bed.engine / "usr/sbin/dockerd"],
-    )
     registry = Step("registry", lambda log: start_registry(bed, log), always=True)
     start = Step("docker engine", lambda log: start_engine(bed, log), always=True)
-    run_steps([docker, registry, start, *standins.steps(bed)], bed)
+    run_steps([engine.install_step(bed), registry, start, *standins.steps(bed)], bed)
     share_tools(own, Bed(bed.root / "bed", local=False))
 
 
@@ -142,10 +136,7 @@ def main(words: Sequence[str]) -> int:
     except subprocess.CalledProcessError as error:
         return error.returncode
     except BedError as error:
-        print(f"mirror: {error}", file=sys.stderr)
-        if error.advice:
-            print(f"try: {error.advice}", file=sys.stderr)
-        return 1
+        return told("mirror", error)
     return 0
 
 
