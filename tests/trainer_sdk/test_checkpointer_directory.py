@@ -15,7 +15,7 @@ import torch
 
 import holdfast
 from holdfast import places
-from holdfast.testing import until
+from holdfast.testing import committed_step, until
 from holdfast.testing.launched import children_of, is_alive
 from holdfast_core.errors import (
     ConfigError,
@@ -169,7 +169,7 @@ def test_the_persister_may_die(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         state = {"t": torch.full((4,), 2.0)}
         until(lambda: ckpt.save(2, state).failure is None, "a save after the restart")
-        until(lambda: any((tmp_path / "ckpt").rglob("manifests/s000000000002/*")), "step 2")
+        until(lambda: committed_step(tmp_path / "ckpt") == 2, "step 2")
 
 
 def test_sigterm_saves_and_stops(tmp_path: Path) -> None:
@@ -206,16 +206,6 @@ def test_module_level_functions(tmp_path: Path) -> None:
     assert outputs == [["None", "0.0"], ["5", "1.0"]]
 
 
-def committed(directory: Path) -> int:
-    """The newest step that has a manifest; 0 for none. Pruning may take folders away meanwhile."""
-    steps = [0]
-    for folder, _, files in os.walk(directory):
-        path = Path(folder)
-        if path.parent.name == "manifests" and any(name.endswith(".json") for name in files):
-            steps.append(int(path.name[1:]))
-    return max(steps)
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("whom", ["trainer", "persister", "both"])
 def test_kill_at_any_moment(tmp_path: Path, whom: str) -> None:
@@ -235,7 +225,7 @@ def test_kill_at_any_moment(tmp_path: Path, whom: str) -> None:
             assert int(output.readline()) > promised
             for _ in range(chance.randrange(3, 40)):
                 output.readline()
-            while committed(folder) <= promised:
+            while committed_step(folder) <= promised:
                 output.readline()
             persisters = children_of(victim.pid)
             if whom != "trainer":
@@ -245,12 +235,12 @@ def test_kill_at_any_moment(tmp_path: Path, whom: str) -> None:
                 for _ in range(20):
                     output.readline()
                 persisters += children_of(victim.pid)
-            promised = committed(folder)
+            promised = committed_step(folder)
             victim.kill()
         victim.wait()
         until(lambda pids=persisters: not any(map(is_alive, pids)), "no orphans", 60)  # type: ignore[misc]
     last = subprocess.run(
-        [sys.executable, str(program), str(folder), str(committed(folder) + 5)],
+        [sys.executable, str(program), str(folder), str(committed_step(folder) + 5)],
         capture_output=True,
         text=True,
         check=True,

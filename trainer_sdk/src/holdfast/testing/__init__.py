@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from holdfast.testing.dict_store import DictStore
 from holdfast.testing.fake_sidecar import FakeSidecar
-from holdfast.testing.launched import Launched, until
+from holdfast.testing.launched import Launched, committed_step, until
 
-__all__ = ["DictStore", "FakeSidecar", "Launched", "until"]
+__all__ = ["DictStore", "FakeSidecar", "Launched", "committed_step", "until"]

@@ -29,6 +29,19 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> N
         time.sleep(0.01)
 
 
+def committed_step(directory: Path) -> int:
+    """The newest step of a directory that has a manifest; 0 for none.
+
+    For looking while ranks save: a folder that they take away meanwhile is passed over.
+    """
+    steps = [0]
+    for folder, _, files in os.walk(directory):
+        path = Path(folder)
+        if path.parent.name == "manifests" and any(name.endswith(".json") for name in files):
+            steps.append(int(path.name[1:]))
+    return max(steps)
+
+
 def children_of(pid: int) -> list[int]:
     """Living descendants of a process."""
     found: list[int] = []
