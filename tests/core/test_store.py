@@ -11,7 +11,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step
-from holdfast_core.store import build_manifest, candidates, commit_local
+from holdfast_core.store import build_manifest, commit_local
 from holdfast_core.testing.builders import (
     JOB,
     JOB_UID,
@@ -21,6 +21,7 @@ from holdfast_core.testing.builders import (
     rank_payload,
     shard_header,
 )
+from holdfast_core.testing.candidates import candidates
 from holdfast_core.tiers.base import NodeTier
 from holdfast_core.tiers.memory import MemoryTier
 from holdfast_core.tiers.node import DiskNodeTier

@@ -11,10 +11,11 @@ import torch
 
 import holdfast
 from holdfast.agreement import StepAgreement
+from holdfast.link import Link
 from holdfast.testing import DictStore, FakeSidecar, until
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.ids import Rank
-from holdfast_core.transfer.messages import Hello, Progress, Refusal, Stage
+from holdfast_core.transfer.messages import Fill, Hello, Progress, Refusal, Stage
 
 
 @pytest.fixture
@@ -53,6 +54,32 @@ def test_a_round_and_the_next(sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPa
     with holdfast.Checkpointer() as ckpt:
         assert train(ckpt, state, 8) == [5, 6, 7]
     assert state["t"].tolist() == [8.0] * 3
+
+
+def test_a_sidecar_only_fills_memory_that_the_rank_has_touched(
+    sidecar: FakeSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be charged for the pages, out of a limit that is no state's size."""
+    state = {"t": torch.zeros(1 << 20)}
+    with holdfast.Checkpointer() as ckpt:
+        train(ckpt, state, 2)
+    enter_round(sidecar, monkeypatch)
+    slots = tmp_path / "shared" / "slots"
+    for path in slots.glob("*.slot"):
+        path.unlink()
+    seen = []
+    request = Link.request
+
+    def observed(link: Link, message: object, timeout_seconds: float) -> object:
+        if isinstance(message, Fill):
+            seen.extend(path.stat() for path in slots.glob("*.slot"))
+        return request(link, message, timeout_seconds)
+
+    monkeypatch.setattr(Link, "request", observed)
+    with holdfast.Checkpointer() as ckpt:
+        assert ckpt.restore(state) == 2
+    assert len(seen) == 2
+    assert all(found.st_blocks * 512 >= found.st_size > 1 << 20 for found in seen)
 
 
 def test_progress_says_the_step_and_the_numbers(sidecar: FakeSidecar) -> None:

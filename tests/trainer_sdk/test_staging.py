@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from holdfast.staging import Copier, SlotRing
+from holdfast.staging import Copier, Slot, SlotRing
 from holdfast_core.errors import CapacityError
 from holdfast_core.format.slot import (
     HEADER_BYTES,
@@ -132,6 +133,70 @@ def test_too_large_is_an_error_before_anything_is_taken(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"needs \d+ more bytes for 2 slots"):
         slots.ensure(1 << 50, ROUND)
     assert list(tmp_path.glob("*.slot")) == []
+
+
+def test_a_slot_can_be_filled_before_all_are_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    real = Slot.touch
+
+    def touch(slot: Slot) -> None:
+        assert gate.wait(60)
+        real(slot)
+
+    monkeypatch.setattr(Slot, "touch", touch)
+    slots = ring(tmp_path)
+    slots.ensure(MIB, ROUND, to_fill=True)
+    path = slots.slots[0].path
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), b"filled", HEADER_BYTES)
+    assert [slot.header().capacity_bytes for slot in slots.slots] == [MIB, MIB]
+    assert not any(slot.is_touched for slot in slots.slots)
+    slots.touch_meanwhile()
+    slots.ensure(MIB, ROUND)  # as before the first step, which does not wait
+    assert not any(slot.is_touched for slot in slots.slots)
+    gate.set()
+    slot = slots.acquire()
+    assert slot is not None
+    assert all(slot.is_touched for slot in slots.slots)
+    assert path.stat().st_blocks * 512 >= HEADER_BYTES + MIB
+    assert bytes(slots.slots[0].payload[:6]) == b"filled"
+
+
+def test_what_a_killed_life_did_not_touch_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Slot, "touch", lambda slot: None)
+        ring(tmp_path).ensure(MIB, ROUND, to_fill=True)
+    path = tmp_path / "rank000005.1.slot"
+    assert path.stat().st_blocks * 512 < MIB
+    ring(tmp_path).ensure(MIB, ROUND)
+    assert path.stat().st_blocks * 512 >= HEADER_BYTES + MIB
+
+
+def test_a_volume_that_fills_up_is_told_to_the_next_who_asks_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Slot.touch
+
+    def touch(slot: Slot) -> None:
+        if slot.index == 1:
+            raise CapacityError("the volume filled up meanwhile")
+        real(slot)
+
+    slots = ring(tmp_path, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(Slot, "touch", touch)
+        slots.ensure(MIB, ROUND, to_fill=True)
+        with pytest.raises(CapacityError, match="meanwhile"):
+            slots.acquire()
+    assert [slot.index for slot in slots.slots] == [0]
+    assert [path.name for path in tmp_path.glob("*.slot")] == ["rank000005.0.slot"]
+    slots.ensure(MIB, ROUND)
+    assert [slot.index for slot in slots.slots] == [0, 1, 2]
+    assert all(slot.is_touched for slot in slots.slots)
 
 
 def test_copies_by_two_threads_do_all_of_it() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,14 +110,20 @@ class SlotFile:
             done += count
         self.bytes_read += done
 
+    def pieces(self, start: int, stop: int, piece_bytes: int = _READ_BYTES) -> Iterator[memoryview]:
+        """The payload from byte `start` to `stop`, in order. A piece is valid until the next one is asked
+        for. Raises what `read_into` raises."""
+        buffer = memoryview(bytearray(min(piece_bytes, max(stop - start, 1))))
+        for position in range(start, stop, len(buffer)):
+            piece = buffer[: min(len(buffer), stop - position)]
+            self.read_into(position, piece)
+            yield piece
+
     def payload_digest(self, payload_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Digest:
         """What identifies the payload's first bytes as a shard's. Raises what `read_into` raises."""
         digest = TableDigester(chunk_bytes)
-        buffer = memoryview(bytearray(min(_READ_BYTES, max(payload_bytes, 1))))
-        for start in range(0, payload_bytes, len(buffer)):
-            part = buffer[: min(len(buffer), payload_bytes - start)]
-            self.read_into(start, part)
-            digest.update(part)
+        for piece in self.pieces(0, payload_bytes):
+            digest.update(piece)
         return digest.finish()[0]
 
     def close(self) -> None:

@@ -1,44 +1,25 @@
 """The local commit, written once above any node tier: used by coordinator and standalone SDK.
 
-A checkpoint exists when its manifest is durable, and is a candidate when its manifest parses and
-the shards that the caller needs verify. No pointer to a "latest" one is kept or trusted.
+A checkpoint exists when its manifest is durable. No pointer to a "latest" one is kept or trusted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from holdfast_core.errors import (
-    CorruptionError,
-    FormatError,
-    TierError,
-)
+from holdfast_core.errors import FormatError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import Layout, merge_layouts, parse_layout
+from holdfast_core.format.layout import merge_layouts, parse_layout
 from holdfast_core.format.manifest import JobIdentity, Manifest, ManifestShard, parse_manifest
 from holdfast_core.format.record import ShardRecord
-from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank
+from holdfast_core.ids import Digest
 from holdfast_core.tiers.base import NodeTier
 
 __all__ = [
-    "Candidate",
     "build_manifest",
-    "candidates",
     "commit_local",
     "merge_layouts",
 ]
-
-Skipped = Callable[[CheckpointId, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A checkpoint that can be restored from this tier, for the ranks that were asked for."""
-
-    manifest: Manifest
-    digest: Digest
-    layout: Layout
 
 
 def build_manifest(
@@ -101,55 +82,3 @@ def commit_local(tier: NodeTier, layout: bytes, manifest: bytes) -> Digest:
     parse_layout(layout)
     tier.put_layout(layout)
     return tier.put_manifest(parsed.job.uid, parsed.checkpoint, manifest)
-
-
-def candidates(
-    tier: NodeTier,
-    job_uid: JobUid,
-    ranks: Sequence[Rank] | None = None,
-    *,
-    skipped: Skipped | None = None,
-) -> Iterator[Candidate]:
-    """Restorable checkpoints of a job, newest step first, then newest round.
-
-    A checkpoint is yielded when manifest and layout parse and every shard of `ranks` (None: of the
-    whole world) is here and verifies, all of its bytes. Bad shards are quarantined. `skipped` hears
-    which checkpoint was passed over and why. Lazy: what is older is not read.
-    """
-    held = sorted((c for uid, c in tier.list_manifests() if uid == job_uid), reverse=True)
-    for checkpoint in held:
-        try:
-            yield _verified(tier, job_uid, checkpoint, ranks)
-        except (FormatError, TierError) as error:
-            if skipped is not None:
-                skipped(checkpoint, str(error))
-
-
-def _verified(
-    tier: NodeTier, job_uid: JobUid, checkpoint: CheckpointId, ranks: Sequence[Rank] | None
-) -> Candidate:
-    document = tier.get_manifest(job_uid, checkpoint)
-    manifest = parse_manifest(document)
-    if manifest.job.uid != job_uid or manifest.checkpoint != checkpoint:
-        raise CorruptionError(
-            f"manifest {checkpoint} of {job_uid} says it is {manifest.checkpoint} of "
-            f"{manifest.job.uid}"
-        )
-    layout = parse_layout(tier.get_layout(manifest.layout))
-    wanted = range(manifest.world_size) if ranks is None else ranks
-    for rank in wanted:
-        ref = manifest.ref(Rank(rank))
-        shard = manifest.shards[rank]
-        try:
-            with tier.open_shard(ref) as reader:
-                found = reader.record
-                reader.verify()
-        except CorruptionError as error:
-            tier.quarantine(ref, str(error))
-            raise
-        if (found.header.payload_bytes, found.chunk_table) != (
-            shard.payload_bytes,
-            shard.chunk_table,
-        ):
-            raise CorruptionError(f"shard of {ref}: size or chunk table is not the manifest's")
-    return Candidate(manifest, digest_of(document), layout)

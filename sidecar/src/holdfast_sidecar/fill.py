@@ -19,14 +19,15 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.format.digest import crc32c, digest_of
+from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import Digest, Rank, ShardRef, TierName
+from holdfast_core.slot_check import slot_holds
 from holdfast_core.slot_file import SlotFile, rank_of_slot
-from holdfast_core.tiers.base import NodeTier, ShardReader
+from holdfast_core.tiers.base import NodeTier
 from holdfast_core.transfer.messages import (
     Fill,
     Filled,
@@ -288,7 +289,7 @@ class Filler:
                 if (
                     header.state is not SlotState.FILLING
                     and identity == (ref.round, ref.step, payload_bytes)
-                    and self._holds(slot, ref, payload_bytes)
+                    and slot_holds(slot, self._node, ref, payload_bytes)
                 ):
                     with target.writing():
                         if not self._stager.owns(name):
@@ -299,24 +300,6 @@ class Filler:
             finally:
                 slot.close()
         return None
-
-    def _holds(self, slot: SlotFile, ref: ShardRef, payload_bytes: int) -> bool:
-        """Compare with the chunk table where the node tier has it (fast), else by BLAKE3."""
-        try:
-            with self._node.open_shard(ref) as reader:
-                return self._chunks_agree(slot, reader, payload_bytes)
-        except (NotFoundError, CorruptionError):
-            return slot.payload_digest(payload_bytes) == ref.blake3
-
-    def _chunks_agree(self, slot: SlotFile, reader: ShardReader, payload_bytes: int) -> bool:
-        chunk = reader.record.header.chunk_bytes
-        buffer = memoryview(bytearray(min(chunk, max(payload_bytes, 1))))
-        for index, crc in enumerate(reader.table.crcs):
-            part = buffer[: min(chunk, payload_bytes - index * chunk)]
-            slot.read_into(index * chunk, part)
-            if crc32c(part) != crc:
-                return False
-        return True
 
     def _copy(
         self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget

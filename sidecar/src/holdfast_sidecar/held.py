@@ -19,8 +19,6 @@ from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.slot_file import SlotFile
 from holdfast_core.transfer.messages import DigestedShard, RankHolding, ShardInfo, Stage
 
-_READ_BYTES = 4 << 20
-
 
 class Where(Enum):
     """How far an owned slot is."""
@@ -125,11 +123,8 @@ def to_seal(
 def digest_slot(header: ShardHeader, slot: SlotFile) -> ShardRecord:
     """Blocking: one pass over the payload in memory. Raises what `SlotFile.read_into` raises."""
     digester = PayloadDigester(header)
-    buffer = memoryview(bytearray(min(_READ_BYTES, max(header.payload_bytes, 1))))
-    for start in range(0, header.payload_bytes, len(buffer)):
-        part = buffer[: min(len(buffer), header.payload_bytes - start)]
-        slot.read_into(start, part)
-        digester.update(part)
+    for piece in slot.pieces(0, header.payload_bytes):
+        digester.update(piece)
     failpoint("memory.after_digest")
     record, _ = digester.finish()
     return record

@@ -20,7 +20,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.payload import PayloadPlan
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
-from holdfast_core.store import build_manifest, candidates, commit_local
+from holdfast_core.store import build_manifest, commit_local
 from holdfast_core.testing.builders import (
     JOB,
     JOB_UID,
@@ -30,6 +30,7 @@ from holdfast_core.testing.builders import (
     shard_file,
     shard_header,
 )
+from holdfast_core.testing.candidates import candidates
 from holdfast_core.testing.crash import (
     Report,
     cut_power,

@@ -16,7 +16,10 @@ from holdfast_core.errors import (
     StaleRoundError,
     TierError,
 )
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.record import ShardRecord
+from holdfast_core.format.shard import pack_trailer, trailer_offset
+from holdfast_core.format.stream import TableDigester
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.testing.builders import JOB_UID, BytesSource, payload, shard_file, shard_header
 from holdfast_core.testing.failpoints import failpoints
@@ -184,7 +187,24 @@ def test_a_flipped_payload_bit_shows_when_it_is_read(
             reader.verify()
         with pytest.raises(CorruptionError, match="chunk"):
             reader.read_payload_into(0, memoryview(bytearray(SIZE)))
-        with pytest.raises(CorruptionError, match="chunk 0"):
+        with pytest.raises(CorruptionError, match=r"CRC32C of chunks? \[?0\b"):
+            list(reader.read_payload())
+
+
+def test_a_payload_that_only_its_crcs_agree_with_is_refused(root: Path, tier: DiskNodeTier) -> None:
+    record = write(tier)
+    path = only_shard(root)
+    with tier.open_shard(record.ref) as reader:
+        digests = reader.table.digests
+    flip(path, 100_000)
+    forged = TableDigester(record.header.chunk_bytes)
+    forged.update(memoryview(path.read_bytes())[4096 : 4096 + SIZE])
+    table = ChunkTable(forged.finish()[1].crcs, digests)
+    with path.open("r+b") as file:
+        file.seek(trailer_offset(record.header))
+        file.write(pack_trailer(record.header, record.blake3, table))
+    with tier.open_shard(record.ref) as reader:
+        with pytest.raises(CorruptionError, match="the payload digests to"):
             list(reader.read_payload())
 
 

@@ -280,6 +280,7 @@ class Checkpointer:
             return None
         saved = read_payload(filled.payload)
         self.skipped = load_state(state, saved, strict=self._strict, before_rng=before_rng)
+        self._ring.touch_meanwhile()
         for line in self.skipped:
             logger.warning("not restored: %s", line)
         logger.info("restored step %d from %s", filled.step, filled.tier)

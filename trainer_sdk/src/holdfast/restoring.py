@@ -130,7 +130,11 @@ class Restorer:
             document = wanted.to_bytes()
             digest, payload_bytes = digest_of(document), wanted.payload_bytes
             self._layouts.ensure(document, digest)
-        self._ring.ensure(max(wish.needed_bytes(), payload_bytes), round_)
+        # In a pod whoever touches a page first is charged for it: a sidecar that filled untouched slots
+        # would be killed for a whole state of memory. A persister lives in this process's container.
+        in_directory = isinstance(self._place, DirectoryPlace)
+        needed_bytes = max(wish.needed_bytes(), payload_bytes)
+        self._ring.ensure(needed_bytes, round_, to_fill=in_directory)
         offers = tuple(slot.offer() for slot in self._ring.slots)
         filled = self._request(Fill(round_, rank, offers, digest), Filled)
         slot = self._ring.find(filled.slot)

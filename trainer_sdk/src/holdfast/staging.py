@@ -6,14 +6,13 @@ sidecar still reads is never written: both busy means that the save is skipped, 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from holdfast.capacity import allocation_lock, require_room
+from holdfast.touched import touch
 from holdfast_core.errors import CapacityError, DeviceError, FormatError
 from holdfast_core.format.slot import (
     HEADER_BYTES,
@@ -33,7 +33,6 @@ from holdfast_core.format.slot import (
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.transfer.messages import SlotOffer
 
-_MADV_POPULATE_WRITE = 23
 _PAGE_BYTES = 4096
 _TWO_THREADS_FROM_BYTES = 16 << 20
 _POLL_SECONDS = 0.002
@@ -64,6 +63,7 @@ class Slot:
         self._bytes: np.ndarray[Any, Any] = np.frombuffer(memory, dtype=np.uint8)
         self._unpin: Callable[[], None] | None = None
         self.capacity_bytes = len(memory) - HEADER_BYTES
+        self.is_touched = False
 
     @property
     def name(self) -> str:
@@ -90,6 +90,12 @@ class Slot:
     def abandon(self) -> None:
         """What was begun is void: FREE, without an identity."""
         self._write(SlotState.FREE, None, None, 0)
+
+    def touch(self) -> None:
+        """All of its pages are there, and known to this process. What lies in it stays. Raises
+        CapacityError, OSError."""
+        _touch(self._memory, self.path, len(self._memory))
+        self.is_touched = True
 
     @property
     def is_pinned(self) -> bool:
@@ -132,7 +138,8 @@ class Slot:
 
 
 class SlotRing:
-    """The slots of one rank in this process. Not thread-safe: the training thread's alone."""
+    """The slots of one rank in this process. Not thread-safe: the training thread's alone. A thread of
+    the ring's own touches pages that nobody waits for yet."""
 
     def __init__(self, directory: Path, rank: Rank, count: int) -> None:
         self._directory = directory
@@ -141,9 +148,12 @@ class SlotRing:
         self._slots: list[Slot] = []
         self._last = -1
         self._pinner: Pinner | None = None
+        self._toucher: ThreadPoolExecutor | None = None
+        self._touched: Future[None] | None = None
 
     @property
     def slots(self) -> tuple[Slot, ...]:
+        """Others may fill them. This process writes only into what `acquire` gives."""
         return tuple(self._slots)
 
     @property
@@ -153,19 +163,27 @@ class SlotRing:
     def pin_with(self, pinner: Pinner) -> None:
         """Page-lock the slots that are there and those to come. Where that fails it is said once, and
         not tried again: what is copied into them blocks the training thread then."""
+        self._join()
         self._pinner = pinner
         self._pin()
 
-    def ensure(self, capacity_bytes: int, round_: RestartRound) -> None:
-        """Every slot holds at least `capacity_bytes`, is touched and mapped.
+    def ensure(self, capacity_bytes: int, round_: RestartRound, *, to_fill: bool = False) -> None:
+        """Every slot holds at least `capacity_bytes`, is mapped and touched, or is being touched (see
+        `touch_meanwhile`). With `to_fill` they are neither: a restore need not wait for memory that
+        only saves need, nor share its processors with whoever zeroes it. Not where who fills them is
+        charged to another container.
 
         Slots of an earlier life of this rank are taken over with what lies in them: memory that was
         touched once is not paid for again, and a restore may find its bytes there.
-        Raises CapacityError before anything is taken.
+        Raises CapacityError before anything is taken; if the volume fills up meanwhile, the next call
+        or `acquire` does.
         """
         capacity_bytes = _whole_pages(capacity_bytes)
-        if self._slots and self.capacity_bytes >= capacity_bytes:
+        if len(self._slots) == self._count and self.capacity_bytes >= capacity_bytes:
+            if not to_fill and self._toucher is None:
+                self._join()
             return
+        self._await_toucher()
         kept = {slot.index: slot for slot in self._slots if slot.capacity_bytes >= capacity_bytes}
         for slot in self._slots:
             if slot.index not in kept:
@@ -187,17 +205,28 @@ class SlotRing:
                     require_room(self._directory, size, self._count)
                 descriptors = {index: self._create(index, capacity_bytes) for index in missing}
             for index, descriptor in descriptors.items():
-                kept[index] = self._allocate(index, descriptor)
+                kept[index] = self._open(index, descriptor)
         finally:
             self._slots = [kept[index] for index in sorted(kept)]
-        self._pin()
+        if not to_fill:
+            self._join()
+
+    def touch_meanwhile(self) -> None:
+        """Touch what is not touched yet, in a thread: the first step after a restore does not wait for
+        it, the first save does."""
+        untouched = [slot for slot in self._slots if not slot.is_touched]
+        if untouched and self._toucher is None:
+            self._toucher = ThreadPoolExecutor(1, thread_name_prefix="holdfast-touch")
+            self._touched = self._toucher.submit(_touch_all, untouched)
 
     def has_free(self) -> bool:
         """Whether `acquire` would find a slot now; only this rank's own saves take one."""
         return any(slot.header().state is SlotState.FREE for slot in self._slots)
 
     def acquire(self, wait_seconds: float = 0.0) -> Slot | None:
-        """A slot that may be written, the one not used last first; None when all are busy."""
+        """A slot that may be written, the one not used last first; None when all are busy. Raises
+        CapacityError: see `ensure`."""
+        self._join()
         deadline = time.monotonic() + wait_seconds
         while True:
             for slot in sorted(self._slots, key=lambda slot: slot.index == self._last):
@@ -216,11 +245,37 @@ class SlotRing:
         raise FormatError(f"slot {name!r} is none of {[slot.name for slot in self._slots]}")
 
     def close(self, *, remove: bool = False) -> None:
+        try:
+            self._await_toucher()
+        except CapacityError as error:  # nobody needs them any more
+            logger.warning("%s", error)
         for slot in self._slots:
             slot.close()
             if remove:
                 slot.path.unlink(missing_ok=True)
         self._slots = []
+
+    def _join(self) -> None:
+        """All slots are touched. Raises CapacityError, once: those that are not are no slots."""
+        self.touch_meanwhile()
+        self._await_toucher()
+
+    def _await_toucher(self) -> None:
+        """Raises as `_join`."""
+        touched, toucher = self._touched, self._toucher
+        if touched is None or toucher is None:
+            return
+        self._touched = self._toucher = None
+        toucher.shutdown()
+        try:
+            touched.result()
+        finally:
+            for slot in self._slots:
+                if not slot.is_touched:
+                    slot.path.unlink(missing_ok=True)
+                    slot.close()
+            self._slots = [slot for slot in self._slots if slot.is_touched]
+        self._pin()
 
     def _pin(self) -> None:
         for slot in self._slots:
@@ -266,24 +321,18 @@ class SlotRing:
         os.ftruncate(descriptor, HEADER_BYTES + capacity_bytes)
         return descriptor
 
-    def _allocate(self, index: int, descriptor: int) -> Slot:
-        size = os.fstat(descriptor).st_size
+    def _open(self, index: int, descriptor: int) -> Slot:
+        """With a header, which others may read; the rest of its pages is not there yet."""
+        path, size = self._path(index), os.fstat(descriptor).st_size
         try:
-            # Takes the pages: a full volume is ENOSPC here and would be SIGBUS at a first touch.
-            os.posix_fallocate(descriptor, 0, size)
             memory = _map(descriptor, size)
-        except OSError as error:
-            self._path(index).unlink(missing_ok=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-                raise CapacityError(
-                    f"slot {self._path(index)} of {size} bytes: the volume filled up meanwhile: "
-                    f"{error.strerror}; raise the size of the shared memory volume"
-                ) from error
+            _touch(memory, path, HEADER_BYTES)
+        except (CapacityError, OSError):
+            path.unlink(missing_ok=True)
             raise
         finally:
             os.close(descriptor)
-        _touch(memory)
-        slot = Slot(self._path(index), index, memory, self._rank)
+        slot = Slot(path, index, memory, self._rank)
         slot.abandon()
         return slot
 
@@ -331,13 +380,19 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _touch(memory: mmap.mmap) -> None:
-    """Fill the page tables now: the first save shall cost what every save costs."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    anchor = ctypes.c_char.from_buffer(memory)
-    failed = libc.madvise(ctypes.addressof(anchor), len(memory), _MADV_POPULATE_WRITE)
-    del anchor
-    if failed:  # a kernel before 5.14
-        pages: np.ndarray[Any, Any] = np.frombuffer(memory, dtype=np.uint8)
-        pages[::_PAGE_BYTES] = 0
+def _touch(memory: mmap.mmap, path: Path, size_bytes: int) -> None:
+    """Raises CapacityError where there is no room, and OSError."""
+    try:
+        touch(memory, path, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            raise
+        raise CapacityError(
+            f"slot {path} of {len(memory)} bytes: the volume filled up meanwhile: {error.strerror}; "
+            "raise the size of the shared memory volume"
+        ) from error
+
+
+def _touch_all(slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        slot.touch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from holdfast_core.errors import CorruptionError
@@ -98,6 +98,11 @@ class TableDigester:
             if self._filled == self._chunk_bytes:
                 self._close_chunk()
 
+    @property
+    def complete_crcs(self) -> Sequence[int]:
+        """Of the chunks that have passed wholly."""
+        return self._crcs.complete
+
     def finish(self) -> tuple[Digest, ChunkTable]:
         """Called once, after the last piece."""
         if self._filled:
@@ -125,6 +130,11 @@ class PayloadDigester:
 
     def update(self, data: memoryview) -> None:
         self._table.update(data)
+
+    @property
+    def complete_crcs(self) -> Sequence[int]:
+        """Of the chunks that have passed wholly."""
+        return self._table.complete_crcs
 
     def finish(self) -> tuple[ShardRecord, ChunkTable]:
         digest, table = self._table.finish()

@@ -59,7 +59,8 @@ class ShardReader(Protocol):
 
     def read_payload(self) -> Generator[memoryview]:
         """The payload in order, in pieces of some MiB. A piece is valid until the next one is asked
-        for, which may be read meanwhile. Each chunk is compared with the table when it has passed.
+        for; meanwhile it is digested and the next one is read. Each chunk's CRC is compared with the
+        table when it has passed, and the payload's BLAKE3 after the last one.
         Raises CorruptionError: nothing that came before is to be used. Close it, if not read to
         its end."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -11,35 +12,42 @@ from holdfast_core.format.shard import BLOCK_BYTES, align
 from holdfast_core.ids import ByteRange
 from holdfast_core.tiers.disk import BufferPool, read_at, set_direct
 
+_PARTS = 3
+"""Of a buffer: the caller uses one, two are read. A disk that is asked for one thing at a time waits
+between the answers."""
+
 
 def read_ahead(fd: int, ranges: Iterable[ByteRange], buffers: BufferPool) -> Iterator[memoryview]:
-    """The bytes of each range, in order: the next one is read while the caller uses this one.
+    """The bytes of each range, in order: the next two are read while the caller uses this one.
 
     A view is shorter where the file ends, and valid until the next one is asked for. A range,
-    grown to whole blocks, is at most half a buffer long (see `pieces`). Past the page cache where
-    the file system can: shards are written past it and read once. Raises OSError.
+    grown to whole blocks, is at most a third of a buffer long (see `pieces`). Past the page cache
+    where the file system can: shards are written past it and read once. Raises OSError.
     """
     with ExitStack() as stack:
         buffer = stack.enter_context(buffers.take())
-        half = len(buffer) // 2
-        halves = (buffer[:half], buffer[half:])
+        step = _part_bytes(buffers)
+        parts = tuple(buffer[n * step : (n + 1) * step] for n in range(_PARTS))
         direct = stack.enter_context(_direct(fd))
-        reader = stack.enter_context(ThreadPoolExecutor(1, "holdfast-node-read"))
-        pending: Future[memoryview] | None = None
+        readers = stack.enter_context(ThreadPoolExecutor(_PARTS - 1, "holdfast-node-read"))
+        pending: deque[Future[memoryview]] = deque()
         for number, wanted in enumerate(ranges):
-            following = reader.submit(_read, direct, halves[number % 2], wanted)
-            if pending is not None:
-                yield pending.result()
-            pending = following
-        if pending is not None:
-            yield pending.result()
+            pending.append(readers.submit(_read, direct, parts[number % _PARTS], wanted))
+            if len(pending) == _PARTS:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def pieces(span: ByteRange, buffers: BufferPool) -> Iterator[ByteRange]:
     """`span`, which begins at a block, cut for `read_ahead`."""
-    step = buffers.size_bytes // 2
+    step = _part_bytes(buffers)
     for start in range(span.start, span.stop, step):
         yield ByteRange(start, min(start + step, span.stop))
+
+
+def _part_bytes(buffers: BufferPool) -> int:
+    return buffers.size_bytes // _PARTS // BLOCK_BYTES * BLOCK_BYTES
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Blocks on their way to a file: while the caller fills one, another is digested and written."""
+"""Blocks on their way to a file: while the caller fills one, the others are digested and written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from holdfast_core.tiers.disk import write_at
 
 
 class BlockPipe:
-    """Blocks in turn, one thread that digests and one that writes. Not thread-safe.
+    """Blocks in turn, one thread that digests and two that write: a disk that is given one thing at a
+    time waits in between. Not thread-safe.
 
     1. `begin` gives a block. 2. The caller fills it; `digest` may start on a part that is filled.
     3. `write` sends it off. 4. `finish` waits for all. 5. `close`, always, before the file is
@@ -25,7 +26,7 @@ class BlockPipe:
         self._busy: list[list[Future[None]]] = [[] for _ in blocks]
         self._turn = 0
         self._digests = ThreadPoolExecutor(1, "holdfast-node-digest")
-        self._writes = ThreadPoolExecutor(1, "holdfast-node-write")
+        self._writes = ThreadPoolExecutor(2, "holdfast-node-write")
 
     def begin(self) -> memoryview:
         """The next block, as soon as nobody uses it. Raises what went wrong with it before:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,7 @@ from holdfast_core.format.shard import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.format.stream import ChunkCrcs, PayloadDigester, check_ref, check_same
+from holdfast_core.format.stream import PayloadDigester, check_ref, check_same
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.tiers.base import PayloadSource
 from holdfast_core.tiers.disk import (
@@ -45,17 +46,19 @@ from holdfast_core.tiers.disk_blocks import BlockPipe, PipedDigester
 
 WRITE_BYTES = 16 << 20
 """Of one O_DIRECT write: measured as the size from which larger ones are no faster."""
+_BLOCKS = 3
+"""Two are written, as many as a disk needs to be busy, and one is filled."""
 
 
 def write_payload(
     fd: int, header: ShardHeader, source: PayloadSource, buffers: BufferPool
 ) -> tuple[ShardRecord, ChunkTable]:
-    """Write head, payload and trailer. While one block is read, another is digested and on its way
-    to the disk. Raises OSError of the disk and whatever `source` raises."""
+    """Write head, payload and trailer. While one block is read, two others are digested and on their
+    way to the disk. Raises OSError of the disk and whatever `source` raises."""
     start = head_bytes(header)
     _write_small(fd, pack_head(header), 0, buffers)
     with ExitStack() as stack:
-        pipe = BlockPipe(fd, [stack.enter_context(buffers.take()) for _ in range(2)])
+        pipe = BlockPipe(fd, [stack.enter_context(buffers.take()) for _ in range(_BLOCKS)])
         stack.callback(pipe.close)
         digester = PipedDigester(pipe, header)
         for position in range(0, header.payload_bytes, buffers.size_bytes):
@@ -223,15 +226,18 @@ class DiskShardReader:
 
     def read_payload(self) -> Generator[memoryview]:
         header = self.record.header
-        crcs = ChunkCrcs(header.chunk_bytes)
-        checked = position = 0
-        for view in self._payload(header.payload_bytes):
-            crcs.update(view)
-            position += len(view)
-            found = crcs.finish() if position == header.payload_bytes else tuple(crcs.complete)
-            self._expect_chunks(found, checked)
-            checked = len(found)
-            yield view
+        digester = PayloadDigester(header)
+        checked = 0
+        with ThreadPoolExecutor(1, "holdfast-node-verify") as thread:
+            for view in self._payload(header.payload_bytes):
+                digested = thread.submit(digester.update, view)
+                try:
+                    yield view
+                finally:
+                    digested.result()
+                checked = self._expect_chunks(digester.complete_crcs, checked)
+        record, table = digester.finish()
+        check_same(record, table, self._trailer)
 
     def verify(self) -> None:
         header = self.record.header
@@ -261,10 +267,12 @@ class DiskShardReader:
                 )
             yield view
 
-    def _expect_chunks(self, found: tuple[int, ...], first: int) -> None:
+    def _expect_chunks(self, found: Sequence[int], first: int) -> int:
+        """A bad chunk ends a read where it lies, and not hundreds of gigabytes later."""
         for chunk in range(first, len(found)):
             if found[chunk] != self.table.crcs[chunk]:
                 raise CorruptionError(f"shard {self._path}: CRC32C of chunk {chunk} does not match")
+        return len(found)
 
     def close(self) -> None:
         if not self._closed:

@@ -278,6 +278,7 @@ class MemoryShardReader:
             view = memoryview(bytearray(length))
             self.read_payload_into(start, view)
             yield view
+        self.verify()
 
     def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
         for wanted in ranges:

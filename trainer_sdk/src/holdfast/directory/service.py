@@ -32,9 +32,9 @@ from holdfast_core.errors import (
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.slot import SlotHeader, SlotState
-from holdfast_core.format.stream import PayloadDigester
 from holdfast_core.ids import CheckpointId, Digest, Level, RestartRound, ShardRef, TierName
 from holdfast_core.pacing import Pacing, bytes_each_step
+from holdfast_core.slot_check import slot_holds
 from holdfast_core.slot_file import SlotFile
 from holdfast_core.tiers.base import ShardHeader
 from holdfast_core.tiers.node import DiskNodeTier
@@ -221,25 +221,21 @@ class DirectoryService:
                 f"one of {self._options.world_size}: say the layout that is wanted",
             )
         shard = manifest.shards[message.rank]
+        ref = manifest.ref(message.rank)
         for offer in message.slots:
-            if self._holds(offer, manifest.checkpoint, shard.payload_bytes, shard.blake3):
+            if self._holds(offer, ref, shard.payload_bytes):
                 return Filled(offer.name, shard.payload_bytes, TierName.MEMORY)
         offer = _fitting(message.slots, shard.payload_bytes)
-        ref = manifest.ref(message.rank)
         slot = self._slot(offer.name)
         try:
             with self._tier.open_shard(ref) as reader:
                 # Without an identity until all is there: these bytes are no shard of any step.
                 slot.write_header(SlotHeader(SlotState.FILLING, message.rank, offer.capacity_bytes))
-                digest, offset = PayloadDigester(reader.record.header), 0
+                offset = 0
                 with closing(reader.read_payload()) as pieces:
                     for piece in pieces:
-                        digest.update(piece)
                         slot.write_payload(offset, piece)
                         offset += len(piece)
-            found, _ = digest.finish()
-            if found.blake3 != shard.blake3:
-                raise CorruptionError(f"shard {ref}: payload digests to {found.blake3}")
             slot.write_header(
                 SlotHeader(
                     SlotState.FREE,
@@ -281,21 +277,14 @@ class DirectoryService:
         except NotFoundError as error:
             raise UnavailableError(str(error)) from error
 
-    def _holds(
-        self, offer: SlotOffer, checkpoint: CheckpointId, payload_bytes: int, blake3: Digest
-    ) -> bool:
+    def _holds(self, offer: SlotOffer, ref: ShardRef, payload_bytes: int) -> bool:
         slot = self._slot(offer.name)
         try:
             header = slot.header()
-            same = (header.state, header.step, header.round, header.payload_bytes) == (
-                SlotState.FREE,
-                checkpoint.step,
-                checkpoint.round,
-                payload_bytes,
-            )
-            if not same:
+            found = (header.state, header.step, header.round, header.payload_bytes)
+            if found != (SlotState.FREE, ref.step, ref.round, payload_bytes):
                 return False
-            return slot.payload_digest(payload_bytes) == blake3
+            return slot_holds(slot, self._tier, ref, payload_bytes)
         except FormatError:
             return False
         finally:

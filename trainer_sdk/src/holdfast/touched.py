@@ -1,0 +1,58 @@
+"""Shared memory whose pages are all there: the first copy into it costs what every copy costs, and a
+volume that is full is an error here, where a later first touch would be SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_MADV_POPULATE_WRITE = 23
+_PAGE_BYTES = 4096
+_TWO_THREADS_FROM_BYTES = 16 << 20
+
+
+def touch(memory: mmap.mmap, path: Path, size_bytes: int) -> None:
+    """The first `size_bytes` of the mapped file are there, whatever they are: what others write there
+    meanwhile stays. Raises OSError: ENOSPC, ENOMEM.
+
+    Zeroing pages is most of it, and one thread zeroes a GiB in most of a second: two do it.
+    """
+    try:
+        _populate(memory, size_bytes)
+    except OSError as error:
+        if error.errno == errno.EFAULT:  # what would have been SIGBUS
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        if error.errno != errno.EINVAL:
+            raise
+        # A kernel before 5.14 cannot populate, so the page tables are filled by the first save.
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+
+
+def _populate(memory: mmap.mmap, size: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    anchor = ctypes.c_char.from_buffer(memory)
+    address = ctypes.addressof(anchor)
+
+    def populate(start: int, stop: int) -> None:
+        if libc.madvise(address + start, stop - start, _MADV_POPULATE_WRITE):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    try:
+        if size < _TWO_THREADS_FROM_BYTES:
+            populate(0, size)
+            return
+        half = size // 2 // _PAGE_BYTES * _PAGE_BYTES
+        with ThreadPoolExecutor(1, "holdfast-touch") as helper:
+            other = helper.submit(populate, half, size)
+            populate(0, half)
+            other.result()
+    finally:
+        del anchor
