@@ -23,7 +23,7 @@ from benchmarks.datapath import figures as of
 from benchmarks.datapath import page
 from benchmarks.datapath.chart import draw
 from benchmarks.datapath.noise import Noise
-from benchmarks.datapath.ours import NoStoreError, Store
+from benchmarks.datapath.ours import STORES, NoStoreError
 from benchmarks.datapath.parts import FULL, QUICK, Part, chosen
 from benchmarks.datapath.visits import ROOT, Record, Run, visit_part
 from benchmarks.report import Figure
@@ -102,7 +102,8 @@ def _measure(run: Run, part: Part) -> list[Figure]:
     at = SystemClock().utc_now().strftime("%Y-%m-%d %H:%M UTC")
     try:
         with contextlib.ExitStack() as stack:
-            store = stack.enter_context(Store()) if part.name == "upload" else None
+            make = STORES.get(part.name)
+            store = None if make is None else stack.enter_context(make())
             records = visit_part(run, part, store)
     except NoStoreError as error:
         records = [Record(part.name, 0, p.name, None, str(error)) for p in part.participants]

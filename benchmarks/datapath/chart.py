@@ -58,6 +58,9 @@ def panels(figures: Sequence[Figure]) -> list[Panel]:
         ),
         Panel("Upload to MinIO", "GiB/s", _bars(figures, "upload ", largest_first=True)),
         Panel(
+            "Upload, bytes dropped", "GiB/s", _bars(figures, "drained upload ", largest_first=True)
+        ),
+        Panel(
             "Copy to another process",
             "GiB/s",
             _bars(figures, "copy ", largest_first=True),

@@ -7,8 +7,13 @@ import logging
 import mmap
 import os
 import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,12 +23,14 @@ import numpy as np
 
 import holdfast
 from benchmarks.datapath import files
+from benchmarks.datapath.processes import child_named
 from benchmarks.datapath.saver import MakeSaver, Started
 from holdfast_core.contract import StoreConfig
 from holdfast_core.format import stream
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.digest import Buffer, digest_of
-from holdfast_core.format.record import ShardRecord
-from holdfast_core.format.stream import ShardStream
+from holdfast_core.format.record import ShardHeader, ShardRecord
+from holdfast_core.format.stream import PayloadDigester, ShardStream
 from holdfast_core.ids import Digest, RestartRound, ShardRef
 from holdfast_core.testing.builders import shard_header
 from holdfast_core.tiers import disk_shard
@@ -97,6 +104,11 @@ class Restoring:
         finally:
             logger.removeHandler(heard)
         return heard.tier
+
+    def settle(self) -> None:
+        """The slots that only saves need are touched after a restore, beside the first steps."""
+        # Internal: nobody waits for it but the first save.
+        self._checkpointer._ring._join()
 
 
 class _Heard(logging.Handler):
@@ -277,24 +289,59 @@ class Store:
             "region": REGION,
             "access_key": ACCESS_KEY,
             "secret_key": SECRET_KEY,
+            "server_pid": str(child_named("minio", os.getpid())),
         }
 
     def __exit__(self, *_: object) -> None:
         self._server.stop()
 
 
+class DrainingStore:
+    """What takes uploads and drops them, in a process of its own; for what a client can do."""
+
+    def __enter__(self) -> dict[str, str]:
+        """Raises NoStoreError."""
+        self._process = subprocess.Popen(
+            [_PYTHON, "-m", "benchmarks.datapath.drain"], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        port = self._process.stdout.readline().strip()
+        if not port:
+            raise NoStoreError("the draining server ended before it listened")
+        return {
+            "endpoint": f"127.0.0.1:{port}",
+            "bucket": "drain",
+            "region": "us-east-1",
+            "access_key": "drain",
+            "secret_key": "nobody-checks-it",
+            "server_pid": str(self._process.pid),
+        }
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+STORES: dict[str, Callable[[], AbstractContextManager[dict[str, str]]]] = {
+    "upload": Store,
+    "drained upload": DrainingStore,
+}
+"""By the part that needs one."""
+
+
 # ------------------------------------------------------------------ copies between peers
 
 
 class HoldfastCopier:
-    """Two node tiers in two processes and the bulk wire between them."""
+    """A node tier and the bulk wire to two peers, each in a process of its own: one whose tier is on
+    the disk takes durable copies, one whose tier is in memory gives them back, so that the wire and
+    not the disk is measured."""
 
     def __init__(self, directory: Path, mib: int, *, plain: bool) -> None:
         from holdfast_core.testing.pki import Authority
         from holdfast_core.transfer.bulk import BulkOptions
         from holdfast_core.transfer.tls import TlsFiles, client_context
 
-        self._directory = directory
         # One attempt: a copy that has to go on inside TLS is no measurement of the other way.
         self._options = BulkOptions(attempts=1, plain=plain)
         authority = Authority()
@@ -302,41 +349,24 @@ class HoldfastCopier:
         client = authority.write_leaf(directory / "client", _CLIENT)
         self._context = client_context(TlsFiles.in_directory(client))
         self._shards = _Shards(directory / "own", mib)
-        context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve_copies, args=(theirs, directory / "peer", server), daemon=True
-        )
-        self._process.start()
-        self._port = int(self._pipe.recv())
+        self._memory = tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm")
+        self._on_disk = _Peer(directory / "peer", server)
+        self._in_memory = _Peer(Path(self._memory.name), server)
         self._target = _Memory(2 * (mib << 20))
         self._reader: ShardReader | None = None
 
     def prepare(self, step: int) -> None:
-        """A new shard, forgotten by the page cache as after the node tier's O_DIRECT write."""
+        """A new shard, forgotten by the page cache as after the node tier's O_DIRECT write; the peer
+        in memory has it."""
         if self._reader is not None:
             self._reader.close()
         self._reader = self._shards.write(step)
+        self._push(self._in_memory)
         files.forget(self._shards.path)
 
     def push(self) -> None:
         """To the peer; durable there."""
-        from holdfast_core.transfer.bulk_client import send_copy
-
-        assert self._reader is not None
-        send_copy(
-            "127.0.0.1",
-            self._port,
-            _SERVER,
-            self._context,
-            _ROUND,
-            self._reader,
-            options=self._options,
-        )
-
-    def warm(self) -> None:
-        for path in (self._directory / "peer").rglob("rank*.shard"):
-            files.warm(path)
+        self._push(self._on_disk)
 
     def pull(self) -> None:
         """From the peer into touched memory, verified."""
@@ -345,7 +375,7 @@ class HoldfastCopier:
         assert self._reader is not None
         fetch_shard(
             "127.0.0.1",
-            self._port,
+            self._in_memory.port,
             _SERVER,
             self._context,
             _ROUND,
@@ -353,6 +383,38 @@ class HoldfastCopier:
             self._target.open,
             options=self._options,
         )
+
+    def close(self) -> None:
+        self._on_disk.close()
+        self._in_memory.close()
+        self._memory.cleanup()
+
+    def _push(self, peer: _Peer) -> None:
+        from holdfast_core.transfer.bulk_client import send_copy
+
+        assert self._reader is not None
+        send_copy(
+            "127.0.0.1",
+            peer.port,
+            _SERVER,
+            self._context,
+            _ROUND,
+            self._reader,
+            options=self._options,
+        )
+
+
+class _Peer:
+    """Another node's tier and bulk server, in a process of its own."""
+
+    def __init__(self, root: Path, certificates: Path) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve_copies, args=(theirs, root, certificates), daemon=True
+        )
+        self._process.start()
+        self.port = int(self._pipe.recv())
 
     def close(self) -> None:
         self._pipe.send("end")
@@ -377,11 +439,13 @@ class _Memory:
 
 
 class _MemoryWriter:
-    """CopyWriter that verifies as the tiers do and keeps the bytes."""
+    """CopyWriter that verifies as the node tier does, in a thread beside what arrives, and keeps the
+    bytes."""
 
     def __init__(self, view: memoryview, ref: ShardRef, file_bytes: int) -> None:
         self._view = view
-        self._stream = ShardStream(ref, file_bytes)
+        self._digests = ThreadPoolExecutor(1, "digest")
+        self._stream = ShardStream(ref, file_bytes, partial(_ThreadedDigester, self._digests))
 
     @property
     def offset(self) -> int:
@@ -401,7 +465,24 @@ class _MemoryWriter:
         return self._stream.finish().record
 
     def abort(self) -> None:
-        pass
+        self._digests.shutdown()
+
+
+class _ThreadedDigester:
+    """Digester of bytes that stay where they are until `finish`."""
+
+    def __init__(self, thread: ThreadPoolExecutor, header: ShardHeader) -> None:
+        self._thread = thread
+        self._digester = PayloadDigester(header)
+        self._under_way: list[Future[None]] = []
+
+    def update(self, data: memoryview) -> None:
+        self._under_way.append(self._thread.submit(self._digester.update, data))
+
+    def finish(self) -> tuple[ShardRecord, ChunkTable]:
+        for update in self._under_way:
+            update.result()
+        return self._digester.finish()
 
 
 class _Allowing:

@@ -39,6 +39,11 @@ def _limit(name: str) -> Participant:
     return Participant(name, "limit", LIMITS)
 
 
+_UPLOADERS = (
+    Participant("holdfast", "upload", OURS),
+    *_peers("upload", STORES, "boto3", "minio-py", "s3torchconnector"),
+)
+
 FULL = (
     Part(
         "save",
@@ -80,15 +85,8 @@ FULL = (
         ),
         2,
     ),
-    Part(
-        "upload",
-        ("A5",),
-        (
-            Participant("holdfast", "upload", OURS),
-            *_peers("upload", STORES, "boto3", "minio-py", "s3torchconnector"),
-        ),
-        2,
-    ),
+    Part("upload", ("A5-MINIO",), _UPLOADERS, 2),
+    Part("drained upload", ("A5",), _UPLOADERS, 2),
     Part(
         "copy",
         ("A6",),

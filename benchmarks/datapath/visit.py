@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.datapath import files, loop
 from benchmarks.datapath import state as states
-from benchmarks.datapath.processes import child_named, cpu_seconds
+from benchmarks.datapath.processes import cpu_seconds
 from benchmarks.datapath.saver import Saver, Started
 
 GIB = 1 << 30
@@ -179,6 +179,7 @@ def _restore_twice(path: Path, target: dict[str, Any]) -> tuple[float, float]:
             found.append(time.perf_counter() - began)
             if tier != expected:
                 raise ValueError(f"restored from {tier}, expected from {expected}")
+            restoring.settle()
     return found[0], found[1]
 
 
@@ -249,9 +250,11 @@ def reshard(options: Options) -> dict[str, Any]:
 
 def upload(options: Options) -> dict[str, Any]:
     """A file in the page cache to the store, under a new key each time; the first is for warmth."""
+    if options.store is None:
+        raise ValueError("an upload needs a store")
     make = importlib.import_module(options.module).UPLOADERS[options.name]
     uploader = make(options.store, Path(options.directory), options.mib)
-    server = child_of_parent("minio")
+    server = int(options.store["server_pid"])
     rows: list[dict[str, float]] = []
     for number in range(options.repetitions + 1):
         step = os.getpid() * 100 + number
@@ -268,14 +271,6 @@ def upload(options: Options) -> dict[str, Any]:
         )
         uploader.remove(step)
     return {"uploads": rows[1:]}
-
-
-def child_of_parent(name: str) -> int:
-    """The server is our parent's child."""
-    found = child_named(name, os.getppid())
-    if found is None:
-        raise ProcessLookupError(f"no process {name!r} below {os.getppid()}")
-    return found
 
 
 def copy(options: Options) -> dict[str, Any]:
@@ -310,7 +305,6 @@ def _copy_ours(options: Options) -> dict[str, Any]:
         began = time.perf_counter()
         copier.push()
         push = time.perf_counter() - began
-        copier.warm()
         cpu = cpu_seconds()
         began = time.perf_counter()
         copier.pull()
