@@ -59,6 +59,7 @@ def job_manifest(
     *,
     interval: int = 10,
     object_every: int | None = 20,
+    compression: str = "None",
     copies: int = 1,
     keep_last: int = 3,
     slots: int | None = None,
@@ -75,7 +76,11 @@ def job_manifest(
     if slots is not None:
         checkpoint["memory"] = {"slots": slots}
     if object_every is not None:
-        checkpoint["object"] = {"storeRef": {"name": STORE_NAME}, "every": {"steps": object_every}}
+        checkpoint["object"] = {
+            "storeRef": {"name": STORE_NAME},
+            "every": {"steps": object_every},
+            "compression": compression,
+        }
     spec: Object = {
         "workers": training.workers,
         "template": {

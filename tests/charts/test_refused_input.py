@@ -80,6 +80,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ckpt(peer={"encryption": "Off"}),
         ["spec.checkpoint.peer.encryption: Unsupported value", '"TLS", "None"'],
     ),
+    "compression misspelt": (
+        ckpt(object={"storeRef": {"name": "main"}, "every": {"steps": 100}, "compression": "zstd"}),
+        ["spec.checkpoint.object.compression: Unsupported value", '"None", "Zstd"'],
+    ),
     "upload between saves": (
         ckpt(object={"storeRef": {"name": "main"}, "every": {"steps": 120}}),
         [
@@ -232,7 +236,11 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             "memory": {"slots": 3, "sizeLimit": "12Gi"},
             "node": {"volume": {"emptyDir": {"sizeLimit": "1.5Ti"}}},
             "peer": {"copies": 2, "topologyKey": "example.com/rack", "encryption": "TLS"},
-            "object": {"storeRef": {"name": "main"}, "every": {"steps": 500}},
+            "object": {
+                "storeRef": {"name": "main"},
+                "every": {"steps": 500},
+                "compression": "Zstd",
+            },
             "retention": {"keepLast": 2, "whenDeleted": "Retain"},
         },
         restoreFrom={"checkpointRef": {"name": "other-job-s1200-r2"}},

@@ -11,6 +11,15 @@ from testbed.driver.jobs import prepare_namespace
 from testbed.driver.kube import Kube
 from testbed.driver.scenario import SHORT, Scenario
 
+ENDS = ("input", "output")
+
+
+def _counted(job, name: str) -> float:
+    """The sum of a metric over all sidecars."""
+    texts = (job.kube.proxy_text(job.namespace, job.pod_name(w), 7072, "metrics") for w in range(3))
+    samples = (sample for text in texts for sample in metrics.parse(text or ""))
+    return sum(value for found, _, value in samples if found == name)
+
 
 def _served_by(job) -> dict[int, str]:
     with ThreadPoolExecutor(4) as pool:
@@ -40,10 +49,13 @@ def test_all_pods_deleted_restores_the_newest_persisted_step(scenario):
 
 
 def test_a_step_trained_twice_never_comes_back(scenario):
-    """Restored to an older step, the steps after it are trained again; the first ones are gone."""
+    """Restored to an older step, the steps after it are trained again; the first ones are gone. What
+    it is restored from was compressed on its way to the store."""
     slow = replace(SHORT, sleep_per_step=0.2)  # failures late in the run, on a busy machine, too
-    job = scenario.start(slow, interval=10, object_every=40)
+    job = scenario.start(slow, interval=10, object_every=40, compression="Zstd")
     job.wait_persisted(40)
+    before, stored = (_counted(job, f"holdfast_compression_{end}_bytes_total") for end in ENDS)
+    assert 0 < stored < before
     job.wait_step(52)
     for pod in job.pods():
         scenario.kube.delete_pod(scenario.namespace, pod["metadata"]["name"], grace_seconds=0)

@@ -1,12 +1,18 @@
 """Writes the golden files of packs and references. Run once, when a version is made; never again for the
-same one: a change of these bytes needs a new version and a folder of its own."""
+same one: a change of these bytes needs a new version and a folder of its own.
+
+Of version 2 the compressed chunks are what one release of zstd made of them: they are read for ever,
+and another release may write others.
+"""
 
 from __future__ import annotations
 
+import random
 from array import array
 from pathlib import Path
 
-from holdfast_core.format.pack import FORMAT_VERSION, PackIndex, pack_index
+from holdfast_core.format.coding import PLAIN, ChunkEncoder, Coding
+from holdfast_core.format.pack import CODED_VERSION, FORMAT_VERSION, PackIndex, pack_index
 from holdfast_core.format.references import References
 from holdfast_core.format.shard import head_bytes
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
@@ -15,6 +21,7 @@ from holdfast_core.testing.packs import trailer_of
 
 CHUNK_BYTES = 4096
 FOLDER = Path(__file__).parent / f"pack_v{FORMAT_VERSION}"
+CODED_FOLDER = Path(__file__).parent / f"pack_v{CODED_VERSION}"
 BASE = CheckpointId(Step(10), RestartRound(0))
 NEXT = CheckpointId(Step(20), RestartRound(3))
 SAVED = {
@@ -60,10 +67,65 @@ def golden_files() -> dict[str, bytes]:
     return files
 
 
+CODED_WIDTHS = (1, 2, 4, 8, PLAIN, 4, PLAIN)
+"""Of the chunks of the compressed pack; the sixth is stored elsewhere, the last one is shorter."""
+
+
+def coded_payload() -> bytes:
+    """Numbers of 1, 2, 4 and 8 bytes, noise, what is the same as in step 10, and 1,001 bytes of noise."""
+    numbers = [
+        b"".join((7 * n * n % 251).to_bytes(width, "little") for n in range(CHUNK_BYTES // width))
+        for width in (1, 2, 4, 8)
+    ]
+    noise = random.Random(20).randbytes(CHUNK_BYTES + 1001)
+    return b"".join((*numbers, noise[:CHUNK_BYTES], b"f" * CHUNK_BYTES, noise[CHUNK_BYTES:]))
+
+
+def coded_index(payload: bytes, base: ShardRef, lengths: list[int]) -> PackIndex:
+    trailer = trailer_of(payload, step=20, round=3, rank=1, chunk_bytes=CHUNK_BYTES)
+    widths = bytes(0 if length == 0 else w for length, w in zip(lengths, CODED_WIDTHS, strict=True))
+    return PackIndex(
+        trailer.record.header,
+        trailer.record.blake3,
+        trailer.table,
+        BASE,
+        (base,),
+        array("H", [0, 0, 0, 0, 0, 1, 0]),
+        Coding.of(lengths, widths),
+    )
+
+
+def coded_files(chunks: list[bytes]) -> dict[str, bytes]:
+    """Name -> bytes. `chunks`: as they are stored; b"" for the one of step 10."""
+    files: dict[str, bytes] = {}
+    refs = []
+    for step, round_, data in ((10, 0, b"abcdefg"), (20, 3, None)):
+        payload = coded_payload() if data is None else payload_of(data)
+        header = shard_header(
+            len(payload), step=step, round=round_, rank=1, chunk_bytes=CHUNK_BYTES
+        )
+        files[f"step{step}-rank1.shard"], record = shard_file(header, payload)
+        refs.append(record.ref)
+    index = coded_index(coded_payload(), refs[0], list(map(len, chunks)))
+    files["step20-rank1.pack"] = b"".join(chunks) + pack_index(index)
+    return files
+
+
+def encoded_chunks() -> list[bytes]:
+    payload, found = coded_payload(), []
+    for number, width in enumerate(CODED_WIDTHS):
+        chunk = payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+        coded = chunk if width == PLAIN else ChunkEncoder().encode(chunk, width)
+        assert coded is not None
+        found.append(b"" if number == 5 else coded)
+    return found
+
+
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for name, data in golden_files().items():
-        (FOLDER / name).write_bytes(data)
+    for folder, files in ((FOLDER, golden_files()), (CODED_FOLDER, coded_files(encoded_chunks()))):
+        folder.mkdir(exist_ok=True)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
 
 
 if __name__ == "__main__":

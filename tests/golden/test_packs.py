@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-from tests.golden.make_packs import BASE, CHUNK_BYTES, FOLDER, NEXT, golden_files
+from pathlib import Path
 
-from holdfast_core.format.pack import index_bytes_of, unpack_index
+from tests.golden.make_packs import (
+    BASE,
+    CHUNK_BYTES,
+    CODED_FOLDER,
+    CODED_WIDTHS,
+    FOLDER,
+    NEXT,
+    coded_files,
+    coded_payload,
+    golden_files,
+)
+
+from holdfast_core.format.coding import ChunkDecoder
+from holdfast_core.format.pack import PackIndex, index_bytes_of, unpack_index
 from holdfast_core.format.references import parse_references
-from holdfast_core.format.shard import FOOTER, head_bytes, pack_head, pack_trailer, trailer_offset
+from holdfast_core.format.shard import (
+    FOOTER,
+    head_bytes,
+    pack_head,
+    pack_trailer,
+    trailer_offset,
+    unpack_head,
+)
 
 
-def read(name: str) -> bytes:
-    return (FOLDER / name).read_bytes()
+def read(name: str, folder: Path = FOLDER) -> bytes:
+    return (folder / name).read_bytes()
+
+
+def index_of(pack: bytes) -> PackIndex:
+    length = index_bytes_of(pack[-FOOTER.size :])
+    return unpack_index(pack[-length:], len(pack))
 
 
 def test_the_newest_files_are_still_written_bit_for_bit() -> None:
@@ -19,8 +44,7 @@ def test_the_newest_files_are_still_written_bit_for_bit() -> None:
 
 def test_a_pack_reads_and_makes_the_shard_file() -> None:
     pack = read("step20-rank1.pack")
-    length = index_bytes_of(pack[-FOOTER.size :])
-    index = unpack_index(pack[-length:], len(pack))
+    index = index_of(pack)
     assert index.places.tolist() == [1, 1, 0, 2]
     assert [(s.step, s.round, s.rank) for s in index.sources] == [(10, 0, 1), (20, 3, 0)]
     assert index.base == BASE
@@ -39,3 +63,36 @@ def test_a_pack_reads_and_makes_the_shard_file() -> None:
 def test_references_read() -> None:
     said = parse_references(read("references.json"))
     assert (said.checkpoint, said.bytes_in) == (NEXT, {BASE: 2 * CHUNK_BYTES})
+
+
+def test_a_compressed_pack_reads_and_makes_the_payload() -> None:
+    pack = read("step20-rank1.pack", CODED_FOLDER)
+    index = index_of(pack)
+    coding, payload = index.coding, coded_payload()
+    assert coding is not None
+    assert index.places.tolist() == [0, 0, 0, 0, 0, 1, 0]
+    assert tuple(coding.widths) == (*CODED_WIDTHS[:5], 0, 0)
+    for number, width in enumerate(coding.widths):
+        chunk = payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+        if index.places[number]:
+            base = read("step10-rank1.shard", CODED_FOLDER)
+            start = head_bytes(unpack_head(base)) + number * CHUNK_BYTES
+            assert base[start : start + CHUNK_BYTES] == chunk
+            continue
+        place = bytearray(len(chunk))
+        stored = memoryview(pack)[coding.starts[number] : coding.starts[number + 1]]
+        ChunkDecoder().decode(stored, width, memoryview(place))
+        assert place == chunk
+        assert (len(stored) < len(chunk)) is (width > 0)
+    end = pack_trailer(index.header, index.blake3, index.table)
+    body = payload.ljust(trailer_offset(index.header) - head_bytes(index.header), b"\0")
+    assert pack_head(index.header) + body + end == read("step20-rank1.shard", CODED_FOLDER)
+
+
+def test_around_compressed_chunks_it_is_still_written_bit_for_bit() -> None:
+    """The chunks are zstd's affair, and are taken from the file."""
+    pack = read("step20-rank1.pack", CODED_FOLDER)
+    coding = index_of(pack).coding
+    assert coding is not None
+    chunks = [pack[coding.starts[n] : coding.starts[n + 1]] for n in range(len(coding.widths))]
+    assert coded_files(chunks) == {p.name: p.read_bytes() for p in CODED_FOLDER.iterdir()}

@@ -86,6 +86,7 @@ def test_spec_with_its_defaults() -> None:
     assert spec.node_size_limit_bytes == 20 << 30
     assert spec.restart_window == timedelta(hours=24)
     assert (spec.topology_key, spec.peer_encryption) == ("kubernetes.io/hostname", "TLS")
+    assert spec.object_compression == "None"
 
 
 def test_spec_in_full() -> None:
@@ -96,7 +97,11 @@ def test_spec_in_full() -> None:
             "memory": {"slots": 3, "sizeLimit": "8Gi"},
             "node": {"volume": {"emptyDir": {"sizeLimit": "1Gi"}}},
             "peer": {"copies": 2, "topologyKey": "zone", "encryption": "None"},
-            "object": {"storeRef": {"name": "main"}, "every": {"steps": 500}},
+            "object": {
+                "storeRef": {"name": "main"},
+                "every": {"steps": 500},
+                "compression": "Zstd",
+            },
             "retention": {"keepLast": 5},
         },
     )
@@ -115,7 +120,7 @@ def test_spec_in_full() -> None:
     spec = job_view(raw).spec
     assert (spec.interval_steps, spec.slots, spec.peer_copies) == (50, 3, 2)
     assert (spec.topology_key, spec.store, spec.object_every_steps) == ("zone", "main", 500)
-    assert spec.peer_encryption == "None"
+    assert (spec.peer_encryption, spec.object_compression) == ("None", "Zstd")
     assert (spec.shared_memory_bytes, spec.node_size_limit_bytes) == (8 << 30, 1 << 30)
     assert (spec.keep_last, spec.restore_from, spec.suspend) == (5, "other-s1-r0", True)
     assert (spec.max_restarts, spec.restart_window) == (3, timedelta(minutes=90))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast_core.ids import Rank, RestartRound, Step, Worker
+from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.transfer.messages import RankProgress, WorkerReport
 from holdfast_sidecar.metrics import Metrics
 
@@ -31,3 +31,11 @@ def test_a_seal_is_no_step_of_the_new_round() -> None:
 
 def test_the_process_itself_is_watched() -> None:
     assert sample(Metrics(), "process_resident_memory_bytes") > 0
+
+
+def test_bytes_before_and_after_compression() -> None:
+    metrics = Metrics()
+    metrics.compressed(TierName.OBJECT, 1000, 700)
+    metrics.compressed(TierName.OBJECT, 500, 500)
+    assert sample(metrics, 'holdfast_compression_input_bytes_total{tier="object"}') == 1500
+    assert sample(metrics, 'holdfast_compression_output_bytes_total{tier="object"}') == 1200

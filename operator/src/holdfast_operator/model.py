@@ -56,6 +56,7 @@ class JobSpecView:
     store: str | None = None
     """Name of the CheckpointStore; None: no object tier."""
     object_every_steps: int | None = None
+    object_compression: str = "None"
     keep_last: int = 3
     restore_from: str | None = None
     """Name of a Checkpoint in the same namespace."""

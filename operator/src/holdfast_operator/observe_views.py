@@ -103,6 +103,7 @@ def _spec_view(spec: TrainingJobSpec) -> JobSpecView:
         peer_copies=spec.peer_copies,
         store=None if object_ is None else object_.store_ref.name,
         object_every_steps=None if object_ is None else object_.every.steps,
+        object_compression="None" if object_ is None else object_.compression.value,
         keep_last=checkpoint.retention.keep_last,
         restore_from=None if spec.restore_from is None else spec.restore_from.checkpoint_ref.name,
         max_restarts=policy.max_restarts,

@@ -137,6 +137,7 @@ class Sidecar:
             ca_file=credentials.ca_file,
             throttle=self._pacing.throttle.take,
             sent=functools.partial(metrics.sent, TierName.OBJECT),
+            compressed=functools.partial(metrics.compressed, TierName.OBJECT),
         )
         self._stack.callback(tier.close)
         return tier

@@ -120,6 +120,7 @@ class Coordinator:
             failures=failures,
             clock=clock,
             on_change=self._changed,
+            all_read_compressed=lambda: self._gathered.reads_compressed,
         )
         self._leftovers = Leftovers(
             settings.contract,

@@ -47,10 +47,17 @@ class Gathered:
         report = self.reports.get(worker)
         return report is not None and report.holds
 
+    @property
+    def reads_compressed(self) -> bool | None:
+        """Every worker reads packs whose chunks are compressed; None while one has said nothing."""
+        return self._all(lambda r: r.reads_compressed) if self._complete else None
+
+    @property
+    def _complete(self) -> bool:
+        return self.reports.keys() >= self.workers
+
     def _all(self, said: Callable[[WorkerReport], bool]) -> bool:
-        return self.reports.keys() >= self.workers and all(
-            said(self.reports[w]) for w in self.workers
-        )
+        return self._complete and all(said(self.reports[w]) for w in self.workers)
 
     @property
     def progress(self) -> tuple[RankProgress, ...]:

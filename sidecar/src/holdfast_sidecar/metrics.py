@@ -48,6 +48,18 @@ class Metrics:
             ["tier"],
             registry=self._registry,
         )
+        self._compression_input = Counter(
+            "holdfast_compression_input_bytes",
+            "Payload bytes of objects that were compressed for the tier, before",
+            ["tier"],
+            registry=self._registry,
+        )
+        self._compression_output = Counter(
+            "holdfast_compression_output_bytes",
+            "What is stored in the tier of the bytes that holdfast_compression_input_bytes counts",
+            ["tier"],
+            registry=self._registry,
+        )
         self._fetched = Counter(
             "holdfast_fetched_bytes",
             "Bytes of shards that restores of this pod took from the tier: payload that was verified and "
@@ -161,6 +173,10 @@ class Metrics:
 
     def sent(self, tier: TierName, sent_bytes: int) -> None:
         self._sent.labels(tier.value).inc(sent_bytes)
+
+    def compressed(self, tier: TierName, before_bytes: int, after_bytes: int) -> None:
+        self._compression_input.labels(tier.value).inc(before_bytes)
+        self._compression_output.labels(tier.value).inc(after_bytes)
 
     def fetched(self, tier: TierName, length_bytes: int) -> None:
         """Payloads and chunk tables of ranges; whole files of shards that are brought whole."""

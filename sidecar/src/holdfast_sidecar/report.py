@@ -57,6 +57,7 @@ def compose(state: RoundState, sources: Sources, instance: str) -> WorkerReport:
         saves_skipped=gang.saves_skipped,
         instance=instance,
         holds=True,
+        reads_compressed=True,
     )
 
 

@@ -1,4 +1,5 @@
-"""Uploads one own shard: as little of it as the store still needs. Blocking; runs in the store's pool.
+"""Uploads one own shard: as little of it as the store still needs, compressed where that is asked for.
+Blocking; runs in the store's pool.
 
 Gathers what the plan (format.pack_plan) decides on: how the store holds this rank's shard of the
 newest persisted checkpoint, and the chunk tables of the ranks that hold the same tensors. Whatever of
@@ -7,7 +8,7 @@ it cannot be had now is taken for nothing shared: bytes are sent twice rather th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
@@ -18,10 +19,11 @@ from holdfast_core.errors import (
     HoldfastError,
     NotFoundError,
 )
+from holdfast_core.format.coding import chunk_widths
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import Manifest, parse_manifest
-from holdfast_core.format.pack import PackIndex
+from holdfast_core.format.pack import PackIndex, unshared_index
 from holdfast_core.format.pack_plan import Earlier, Shared, plan_pack, replica_groups, shared_with
 from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import CheckpointId, Digest, Rank, ShardRef, Worker, worker_of
@@ -58,6 +60,8 @@ class ShardUploader:
         self._bulk = bulk
         self._clock = clock
         self._groups: tuple[Digest, tuple[tuple[Rank, ...], ...]] | None = None
+        self._widths: dict[Digest, bytes] = {}
+        """By the layout of an own rank; of the newest checkpoint alone."""
 
     def upload(self, ref: ShardRef, request: PersistRequest | None) -> StoredAs:
         """The store holds the shard when this returns: how. Raises NotFoundError, CorruptionError (the
@@ -74,25 +78,41 @@ class ShardUploader:
         store, ref, namespace = self._packing, reader.record.ref, self._contract.namespace
         if store is None or not request.share or request.whole or store.has_whole(namespace, ref):
             return None
-        if (found := self._found(store, ref)) is not None:
+        if (found := self._found(store, ref, request)) is not None:
             return found
         index = self._plan(store, reader, request)
+        widths = self._chunk_widths(reader) if request.compress else None
+        if index is None and widths is not None:
+            index = unshared_index(Trailer(reader.record, reader.table))
         if index is None:
             return None
         try:
-            store.upload_pack(namespace, reader, index)
+            if widths is None:
+                store.upload_pack(namespace, reader, index)
+            else:
+                store.upload_encoded(namespace, reader, index, widths)
         except AlreadyExistsError:
             # Of another attempt that had other tables: as good as ours, and never overwritten.
-            return self._found(store, ref)
+            return self._found(store, ref, request)
         return _stored_as(index)
 
-    def _found(self, store: S3ObjectTier, ref: ShardRef) -> StoredAs | None:
-        """The pack that an earlier attempt left; a bad one does not count."""
+    def _found(
+        self, store: S3ObjectTier, ref: ShardRef, request: PersistRequest
+    ) -> StoredAs | None:
+        """The pack that an earlier attempt left; one that is bad, or that a member could not read, does
+        not count."""
         try:
             index = store.stored(self._contract.namespace, ref, looks=1).index
         except (NotFoundError, CorruptionError):
             return None
-        return None if index is None else _stored_as(index)
+        if index is None:
+            return None
+        if not request.reads_compressed:
+            # What other ranks left of this checkpoint they look at themselves, for the same request.
+            earlier = [source for source in index.sources if source.checkpoint != ref.checkpoint]
+            if index.coding is not None or self._compressed(store, earlier):
+                return None
+        return _stored_as(index)
 
     # ------------------------------------------------------------------ what is known
 
@@ -114,8 +134,26 @@ class ShardUploader:
         allowed = {CheckpointId(r.step, r.round) for r in request.older}
         if base is not None:
             allowed.add(base)
+        if earlier is not None and earlier.index is not None and not request.reads_compressed:
+            own = earlier.trailer.record.ref
+            allowed -= self._compressed(store, [own, *earlier.index.sources])
         shared = self._shared(trailer, manifest, group)
         return plan_pack(trailer, shared, earlier, allowed, base)
+
+    def _chunk_widths(self, reader: ShardReader) -> bytes | None:
+        """The shuffle of each chunk; None where the layout cannot be had: stored as it is then."""
+        ref, header = reader.record.ref, reader.record.header
+        if header.layout not in self._widths:
+            try:
+                manifest = parse_manifest(self._node.get_manifest(ref.job_uid, ref.checkpoint))
+                layout = parse_layout(self._node.get_layout(manifest.layout))
+            except (NotFoundError, CorruptionError, FormatError) as error:
+                logs.warning("not compressed", rank=ref.rank, step=ref.step, error=str(error))
+                return None
+            if len(self._widths) >= self._contract.procs_per_worker:
+                self._widths.clear()
+            self._widths[header.layout] = chunk_widths(layout, ref.rank, header)
+        return self._widths[header.layout]
 
     def _group(self, manifest: Manifest, rank: Rank) -> tuple[Rank, ...]:
         if self._groups is None or self._groups[0] != manifest.layout:
@@ -141,6 +179,22 @@ class ShardUploader:
             logs.warning("nothing is taken from the checkpoint before", base=base, error=str(error))
             return None
         return Earlier(stored.trailer, stored.index)
+
+    def _compressed(self, store: S3ObjectTier, refs: Iterable[ShardRef]) -> set[CheckpointId]:
+        """The checkpoints of those shards that are stored compressed, or of which nobody can say it."""
+        found: set[CheckpointId] = set()
+        for ref in refs:
+            if ref.checkpoint in found:
+                continue
+            try:
+                stored = store.stored(self._contract.namespace, ref).index
+            except (NotFoundError, CorruptionError) as error:
+                logs.warning("not referred to", source=ref, error=str(error))
+                found.add(ref.checkpoint)
+                continue
+            if stored is not None and stored.coding is not None:
+                found.add(ref.checkpoint)
+        return found
 
     def _shared(
         self, trailer: Trailer, manifest: Manifest, group: tuple[Rank, ...]

@@ -45,7 +45,10 @@ class Uploads:
         failures: Failures,
         clock: Clock,
         on_change: Callable[[], None],
+        all_read_compressed: Callable[[], bool | None],
     ) -> None:
+        """`all_read_compressed`: every member of the round reads packs whose chunks are compressed; None
+        while not all have said."""
         self._contract = contract
         self._node = node
         self._store = store
@@ -57,7 +60,9 @@ class Uploads:
         self._failures = failures
         self._clock = clock
         self._on_change = on_change
+        self._all_read_compressed = all_read_compressed
         self._every = message.policy.object_every_steps
+        self._compress = message.policy.compresses_uploads
         self._round = message.round
         self._after: Step | None = None
         self._owed: Step | None = None
@@ -73,6 +78,7 @@ class Uploads:
 
     def policy(self, message: Round) -> None:
         self._every = message.policy.object_every_steps
+        self._compress = message.policy.compresses_uploads
 
     def ask_after(self, step: Step) -> None:
         """A save was asked for: persist the first step committed above this one."""
@@ -152,7 +158,10 @@ class Uploads:
             if entry is None or entry.manifest is None:
                 continue
             try:
-                self._outbox.persist(await self._request_for(entry))
+                request = await self._request_for(entry)
+                if request is None:
+                    continue
+                self._outbox.persist(request)
                 if len(entry.uploaded) < entry.world_size:
                     continue
                 if not await self._put(self._store, entry, entry.manifest):
@@ -174,11 +183,15 @@ class Uploads:
     def _note(self, entry: StepEntry, error: HoldfastError) -> None:
         self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
 
-    async def _request_for(self, entry: StepEntry) -> PersistRequest:
-        """The same for every member, and until the step is persisted."""
+    async def _request_for(self, entry: StepEntry) -> PersistRequest | None:
+        """The same for every member, and until the step is persisted. None: it is not known yet what
+        all of them read. Each says it in its first report."""
         asked = self._asked
         if asked is None or (asked.step, asked.whole) != (entry.step, entry.whole):
             store = None if entry.whole else self._packing
+            all_read = False if store is None else self._all_read_compressed()
+            if all_read is None:
+                return None
             base = None if store is None or self.last is None else self.last.own_checkpoint
             if base == CheckpointId(entry.step, entry.round):
                 base = None  # an earlier life of this coordinator got as far as the manifest
@@ -193,6 +206,8 @@ class Uploads:
                 older,
                 share=store is not None,
                 whole=entry.whole,
+                reads_compressed=all_read,
+                compress=all_read and self._compress,
             )
             self._asked = asked
         return asked

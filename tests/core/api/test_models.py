@@ -44,6 +44,14 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": ({"checkpoint": {"intervall": {}}}, "spec.checkpoint.intervall: Extra inputs"),
     "nine slots": ({"checkpoint": {"memory": {"slots": 9}}}, "checkpoint.memory.slots: "),
     "four copies": ({"checkpoint": {"peer": {"copies": 4}}}, "checkpoint.peer.copies: "),
+    "another compression": (
+        {
+            "checkpoint": {
+                "object": {"storeRef": {"name": "s"}, "every": {"steps": 1}, "compression": "LZ4"}
+            }
+        },
+        "object.compression: ",
+    ),
     "half encryption": ({"checkpoint": {"peer": {"encryption": "Some"}}}, "peer.encryption: "),
     "keep one": ({"checkpoint": {"retention": {"keepLast": 1}}}, "retention.keepLast: "),
     "unknown action": (

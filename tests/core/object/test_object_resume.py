@@ -8,7 +8,7 @@ import pytest
 
 from holdfast_core.ids import ByteRange
 from holdfast_core.tiers.object_parts import Part, PartPlan
-from holdfast_core.tiers.object_resume import OpenUpload, best_upload, kept_etags
+from holdfast_core.tiers.object_resume import OpenUpload, best_upload, fullest_upload, kept_etags
 from holdfast_core.tiers.s3_client import UploadedPart
 
 PLAN = PartPlan(
@@ -69,3 +69,19 @@ def test_kept(listed: list[UploadedPart], kept: dict[int, str]) -> None:
 )
 def test_best(uploads: dict[str, list[UploadedPart]], expected: OpenUpload | None) -> None:
     assert best_upload(PLAN, uploads) == expected
+
+
+@pytest.mark.parametrize(
+    ("uploads", "expected"),
+    [
+        ({}, None),
+        ({"empty": ()}, None),
+        ({"one": (FIRST,), "two": (FIRST, SECOND), "none": ()}, "two"),
+        ({"listed without a size": (replace(FIRST, size_bytes=-1),)}, None),
+    ],
+    ids=["no-upload", "nothing-there", "most-bytes", "no-size"],
+)
+def test_without_a_plan_the_upload_of_which_most_is_there_is_taken_up(
+    uploads: dict[str, tuple[UploadedPart, ...]], expected: str | None
+) -> None:
+    assert fullest_upload(uploads) == expected

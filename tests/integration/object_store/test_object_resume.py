@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from tests.integration.object_store.killed import kill_in_upload
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import CorruptionError, UnavailableError
 from holdfast_core.format.digest import crc32c
+from holdfast_core.ids import ShardRef
 from holdfast_core.testing.builders import JOB_UID, shard_header
 from holdfast_core.testing.hostile_s3 import (
     Action,
@@ -27,7 +28,7 @@ from holdfast_core.testing.hostile_s3 import (
     Matches,
     on,
 )
-from holdfast_core.testing.shard_files import CopyWriters, flip_bit, write_shard
+from holdfast_core.testing.shard_files import CopyWriters, FileCopyWriter, flip_bit, write_shard
 from holdfast_core.testing.store_server import StoreServer
 from holdfast_core.tiers.disk_shard import DiskShardReader
 from holdfast_core.tiers.object import S3ObjectTier
@@ -45,7 +46,6 @@ PART = 5 * MIB
 NAMESPACE = "team-a"
 PAYLOAD = 21 * MIB
 PARTS = 5
-UPLOADER = Path(__file__).with_name("uploader.py")
 
 CREATE = on("POST", query="uploads=")
 PUT_PART = on("PUT", query="partNumber=")
@@ -123,19 +123,6 @@ def bench(
         client.close()
 
 
-def kill_at(bench: Bench, proxy: HostileProxy, config: StoreConfig) -> None:
-    """Run an uploading process until the proxy holds one of its requests, then SIGKILL."""
-    ref = bench.reader.record.ref
-    identity = json.dumps([ref.job_uid, ref.step, ref.round, ref.rank, ref.blake3])
-    command = [sys.executable, str(UPLOADER), config.to_json(), str(bench.path), identity]
-    with subprocess.Popen(command) as child:
-        try:
-            assert proxy.holding.wait(60)
-        finally:
-            child.send_signal(signal.SIGKILL)
-        assert child.wait(30) == -signal.SIGKILL
-
-
 KILLS: list[tuple[str, Matches, Action, int]] = [
     # name, what is held when the process dies, how many parts have arrived by then
     ("begin", CREATE, Hang(), 0),
@@ -161,7 +148,7 @@ def test_a_killed_upload_sends_only_what_is_missing(
 ) -> None:
     config = server.config(bench.store.prefix, endpoint=proxy.endpoint)
     proxy.add(held, action)
-    kill_at(bench, proxy, replace(config, max_concurrency=1))
+    kill_in_upload(proxy, replace(config, max_concurrency=1), bench.reader)
     with HostileProxy(server.endpoint) as second:
         again = server.config(bench.store.prefix, endpoint=second.endpoint)
         tier = S3ObjectTier(again, server.credentials)
@@ -176,7 +163,7 @@ def test_four_parts_in_flight_when_the_process_dies(
 ) -> None:
     config = server.config(bench.store.prefix, endpoint=proxy.endpoint)
     proxy.add(part(4), FreezeRequest(MIB))
-    kill_at(bench, proxy, config)
+    kill_in_upload(proxy, config, bench.reader)
     there = bench.arrived()
     with HostileProxy(server.endpoint) as second:
         tier = S3ObjectTier(
@@ -188,6 +175,76 @@ def test_four_parts_in_flight_when_the_process_dies(
     bench.assert_stored(tmp_path / "copy")
 
 
+def test_an_upload_stays_to_be_gone_on_with_when_the_tier_is_closed(
+    tmp_path: Path, bench: Bench, server: StoreServer
+) -> None:
+    """While the first part is on its way and the others wait for the only worker."""
+
+    def throttle(_length: int) -> None:
+        # By the worker itself: what waits is cancelled, then it cannot wait for its own end.
+        with contextlib.suppress(RuntimeError):
+            tier.close()
+
+    config = replace(bench.store, max_concurrency=1)
+    tier = S3ObjectTier(config, server.credentials, throttle=throttle)
+    error = ended_with(lambda: tier.upload_shard(NAMESPACE, bench.reader))
+    assert error is not None
+    assert "being closed" in str(error)
+    assert bench.arrived() == PART
+    bench.tier.upload_shard(NAMESPACE, bench.reader)
+    bench.assert_stored(tmp_path / "copy")
+
+
+class Closing(FileCopyWriter):
+    """Closes the tier when the first piece has come."""
+
+    def __init__(self, tier: S3ObjectTier, path: Path, ref: ShardRef, file_bytes: int) -> None:
+        super().__init__(path, ref, file_bytes)
+        self._tier = tier
+
+    def write(self, data: memoryview | bytes) -> None:
+        self._tier.close()
+        super().write(data)
+
+
+def test_downloads_end_when_the_tier_is_closed(
+    tmp_path: Path, bench: Bench, server: StoreServer
+) -> None:
+    """While other ranges wait for the only worker."""
+    bench.tier.upload_shard(NAMESPACE, bench.reader)
+    ref = bench.reader.record.ref
+    config = replace(bench.store, max_concurrency=1)
+    ranged, whole = (S3ObjectTier(config, server.credentials) for _ in range(2))
+
+    def ranges() -> None:
+        for _ in ranged.open_shard(NAMESPACE, ref).read([range(n, n + 8) for n in (0, 8, 16, 24)]):
+            ranged.close()
+
+    def download() -> None:
+        whole.download_shard(NAMESPACE, ref, functools.partial(Closing, whole, tmp_path / "copy"))
+
+    for call in (ranges, download):
+        error = ended_with(call)
+        assert error is not None
+        assert "being closed" in str(error)
+
+
+def ended_with(call: Callable[[], object]) -> UnavailableError | None:
+    """What it raised, if it ended within a minute."""
+    raised: list[UnavailableError] = []
+
+    def run() -> None:
+        try:
+            call()
+        except UnavailableError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    return raised[0] if raised else None
+
+
 def test_killed_again_and_again_it_still_arrives_and_no_part_twice(
     tmp_path: Path, bench: Bench, server: StoreServer
 ) -> None:
@@ -196,7 +253,7 @@ def test_killed_again_and_again_it_still_arrives_and_no_part_twice(
         with HostileProxy(server.endpoint) as proxy:
             config = server.config(bench.store.prefix, endpoint=proxy.endpoint)
             proxy.add(part(number + 1) if number < PARTS else COMPLETE, FreezeRequest(0))
-            kill_at(bench, proxy, replace(config, max_concurrency=1))
+            kill_in_upload(proxy, replace(config, max_concurrency=1), bench.reader)
             sent += proxy.body_bytes(part(number))
     assert sent == bench.file_bytes
     bench.tier.upload_shard(NAMESPACE, bench.reader)

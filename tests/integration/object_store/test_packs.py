@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.integration.object_store.killed import kill_in_upload
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
 from holdfast_core.format import keys
 from holdfast_core.format.chunks import file_span
-from holdfast_core.format.pack import pack_index
+from holdfast_core.format.pack import PackIndex, pack_index
 from holdfast_core.format.pack_plan import Earlier, plan_pack, shared_with
 from holdfast_core.format.record import CHUNK_BYTES
 from holdfast_core.format.shard import Trailer
@@ -35,7 +32,6 @@ from holdfast_core.tiers.s3_client import S3Client
 pytestmark = pytest.mark.integration
 MIB = 1 << 20
 NAMESPACE = "team-a"
-UPLOADER = Path(__file__).with_name("uploader.py")
 
 
 class Replicas:
@@ -63,8 +59,8 @@ class Replicas:
     def ref(self, step: int, rank: int) -> ShardRef:
         return self.readers[step, rank].record.ref
 
-    def upload(self, step: int, rank: int, base: int | None = None) -> int:
-        """Bytes of the pack; -1 where the shard went up whole."""
+    def planned(self, step: int, rank: int, base: int | None = None) -> PackIndex | None:
+        """As its sidecar plans it."""
         group = [Rank(r) for s, r in self.readers if s == step]
         earlier, allowed = None, set()
         if base is not None:
@@ -74,7 +70,11 @@ class Replicas:
         own = self.trailer(step, rank)
         shared = [shared_with(own, group, self.trailer(step, r)) for r in group]
         checkpoint = None if base is None else self.ref(base, 0).checkpoint
-        index = plan_pack(own, shared, earlier, allowed, checkpoint)
+        return plan_pack(own, shared, earlier, allowed, checkpoint)
+
+    def upload(self, step: int, rank: int, base: int | None = None) -> int:
+        """Bytes of the pack; -1 where the shard went up whole."""
+        index = self.planned(step, rank, base)
         if index is None:
             self.tier.upload_shard(NAMESPACE, self.readers[step, rank])
             return -1
@@ -289,19 +289,11 @@ def test_an_upload_that_was_killed_goes_on(
     tail = tmp_path / "index"
     tail.write_bytes(pack_index(index))
     reader = replicas.readers[1, 0]
-    ref = reader.record.ref
     config = replace(
         server.config(store.prefix, endpoint=proxy.endpoint), part_size_mib=5, max_concurrency=1
     )
     proxy.add(on("PUT", query="partNumber=3&"), FreezeRequest(MIB))
-    identity = json.dumps([ref.job_uid, ref.step, ref.round, ref.rank, ref.blake3])
-    path = os.readlink(f"/proc/self/fd/{reader.fd}")
-    command = [sys.executable, str(UPLOADER), config.to_json(), path, identity, str(tail)]
-    with subprocess.Popen(command) as child:
-        try:
-            assert proxy.holding.wait(60)
-        finally:
-            child.send_signal(signal.SIGKILL)
+    kill_in_upload(proxy, config, reader, str(tail))
     sent: list[int] = []
     again = S3ObjectTier(replace(store, part_size_mib=5), server.credentials, sent=sent.append)
     again.upload_pack(NAMESPACE, reader, index)
@@ -309,7 +301,7 @@ def test_an_upload_that_was_killed_goes_on(
     body = index.stored_bytes + tail.stat().st_size - 10 * MIB
     assert body <= sum(sent) < body + 10_000  # and the words that complete the upload
     client = S3Client(store, server.credentials)
-    assert client.list_uploads(key_of(store, ref))[0] == ()
+    assert client.list_uploads(key_of(store, reader.record.ref))[0] == ()
     replicas.upload(1, 1)
     replicas.assert_comes_back(1, 0)
 

@@ -1,6 +1,7 @@
 """Child of the kill tests: uploads one shard file, or a pack of it, and says so.
 
-usage: uploader.py STORE_CONFIG_JSON SHARD_FILE REF_JSON [INDEX_FILE]
+usage: uploader.py STORE_CONFIG_JSON SHARD_FILE REF_JSON [INDEX_FILE [WIDTH]]
+A width: all chunks, compressed.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import sys
 from pathlib import Path
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.format.pack import unpack_index
-from holdfast_core.format.shard import FOOTER
+from holdfast_core.format.pack import unpack_index, unshared_index
+from holdfast_core.format.shard import FOOTER, Trailer
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step
 from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
 from holdfast_core.tiers.disk import BufferPool
@@ -20,7 +21,7 @@ from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.s3_credentials import Keys, StaticCredentials
 
 
-def main(config: str, path: str, ref: str, index: str | None = None) -> None:
+def main(config: str, path: str, ref: str, index: str = "", width: str = "") -> None:
     job_uid, step, restart_round, rank, digest = json.loads(ref)
     wanted = ShardRef(
         JobUid(job_uid), Step(step), RestartRound(restart_round), Rank(rank), Digest(digest)
@@ -28,7 +29,11 @@ def main(config: str, path: str, ref: str, index: str | None = None) -> None:
     keys = StaticCredentials(Keys(ACCESS_KEY, SECRET_KEY))
     tier = S3ObjectTier(StoreConfig.from_json(config), keys)
     with DiskShardReader.open(Path(path), wanted, BufferPool(1 << 20, keep=2)) as reader:
-        if index is None:
+        if width:
+            whole = unshared_index(Trailer(reader.record, reader.table))
+            assert whole is not None
+            tier.upload_encoded("team-a", reader, whole, bytes([int(width)] * len(whole.places)))
+        elif not index:
             tier.upload_shard("team-a", reader)
         else:
             data = Path(index).read_bytes()

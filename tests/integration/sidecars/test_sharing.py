@@ -17,11 +17,20 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import job_prefix, shard_key
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import Manifest, ManifestShard
+from holdfast_core.format.pack import PackIndex
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.format.record import CHUNK_BYTES
 from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, Rank, RestartRound, ShardRef, Step
 from holdfast_core.ids import Worker as W
-from holdfast_core.testing.builders import JOB, JOB_UID, BytesSource, payload, shard_header
+from holdfast_core.testing.builders import (
+    JOB,
+    JOB_UID,
+    BytesSource,
+    payload,
+    shard_header,
+    weights,
+)
 from holdfast_core.testing.minio_server import MinioServer
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.tiers.object import S3ObjectTier
@@ -44,11 +53,17 @@ RANKS = 4
 
 
 def layout_of(rank: int) -> bytes:
-    whole = TensorSlice("U8", (SIZE,), (0,), (SIZE,), ByteRange(0, SIZE))
+    whole = TensorSlice("F32", (SIZE // 4,), (0,), (SIZE // 4,), ByteRange(0, SIZE))
     return RankLayout(Rank(rank), {"w": whole}, {}, SIZE).to_bytes()
 
 
 LAYOUTS = [layout_of(rank) for rank in range(RANKS)]
+
+
+def own_bytes(rank: int, data: bytes) -> bytes:
+    found = bytearray(data)
+    found[::CHUNK_BYTES] = bytes([rank]) * len(found[::CHUNK_BYTES])
+    return bytes(found)
 
 
 class Peers:
@@ -69,6 +84,7 @@ class Pod:
     """Worker 0's node tier with the shards of its ranks, and what the whole gang has saved."""
 
     def __init__(self, root: Path, tier: S3ObjectTier, prefix: str) -> None:
+        self.root = root
         self.tier = tier
         self.prefix = prefix
         self.peers = Peers()
@@ -88,14 +104,16 @@ class Pod:
             contract, lambda: self.state, self.node, tier, bulk=peers, clock=SystemClock()
         )
 
-    def save(self, step: int, data: bytes) -> Manifest:
-        """The same on every rank; the manifest is committed."""
+    def save(self, step: int, data: bytes, *, alike: bool = True) -> Manifest:
+        """The same on every rank, or other bytes at the beginning of each chunk; the manifest is
+        committed."""
         layout = merge_layouts(LAYOUTS).to_bytes()
         shards = []
         for rank in range(RANKS):
             node = self.node if rank < 2 else self.elsewhere
             header = shard_header(SIZE, step=step, rank=rank, layout=digest_of(LAYOUTS[rank]))
-            record = node.write_shard(header, BytesSource(data))
+            own = data if alike else own_bytes(rank, data)
+            record = node.write_shard(header, BytesSource(own))
             shards.append(ManifestShard(Rank(rank), SIZE, record.blake3, record.chunk_table))
         manifest = Manifest(
             JOB, Step(step), RestartRound(0), RANKS, None, digest_of(layout), tuple(shards)
@@ -117,9 +135,12 @@ class Pod:
         request = PersistRequest(RestartRound(0), Step(step), RestartRound(0), **fields)
         return self.uploader.upload(self.manifests[step].ref(Rank(rank)), request)
 
+    def index(self, step: int, rank: int = 0) -> PackIndex | None:
+        return self.tier.stored("team-a", self.manifests[step].ref(Rank(rank))).index
+
     def places(self, step: int, rank: int = 0) -> set[tuple[int, int]] | None:
         """(step, rank) of every object that its pack refers to; None where it is stored whole."""
-        index = self.tier.stored("team-a", self.manifests[step].ref(Rank(rank))).index
+        index = self.index(step, rank)
         return None if index is None else {(s.step, s.rank) for s in index.sources}
 
     def persisted(self, step: int) -> RestorePoint:
@@ -153,7 +174,8 @@ def test_who_does_not_answer_is_asked_once_and_nothing_is_left_to_it(pod: Pod) -
 
 def test_what_the_base_stores_is_not_sent_and_the_base_vouches_for_it(pod: Pod) -> None:
     pod.save(2, payload(SIZE))
-    pod.upload(2)
+    for rank in (0, 1):
+        pod.upload(2, rank)
     pod.save(4, payload(SIZE))
     told = pod.upload(4, base=pod.persisted(2))
     at = Reference(Step(2), RestartRound(0))
@@ -226,3 +248,117 @@ def test_a_base_whose_pack_is_gone_is_not_used(pod: Pod) -> None:
     checkpoint = CheckpointId(Step(2), RestartRound(0))
     assert checkpoint in pod.tier.list_manifests("team-a", JOB_UID)
     assert pod.places(4) == {(4, 1)}
+
+
+# ------------------------------------------------------------------ compressed
+
+
+def widths(pod: Pod, step: int) -> set[int] | None:
+    """Of the chunks that are stored in the pack; None where nothing is compressed."""
+    index = pod.index(step)
+    if index is None or index.coding is None:
+        return None
+    here = zip(index.places, index.coding.widths, strict=True)
+    return {width for place, width in here if place == 0}
+
+
+def test_what_is_left_is_compressed_as_its_numbers_are(pod: Pod) -> None:
+    pod.save(2, weights(SIZE))
+    pod.answer(2)
+    assert pod.upload(2, reads_compressed=True, compress=True) == StoredAs()
+    assert pod.places(2) == {(2, 1), (2, 2)}
+    assert widths(pod, 2) == {4}
+
+
+def test_compressed_where_nothing_is_shared(pod: Pod) -> None:
+    """Then it is a pack all the same, which needs nobody."""
+    pod.save(2, weights(SIZE), alike=False)
+    pod.answer(2)
+    assert pod.upload(2, reads_compressed=True, compress=True) == StoredAs()
+    assert pod.places(2) == set()
+    assert widths(pod, 2) == {4}
+    pod.save(4, weights(SIZE), alike=False)
+    at = Reference(Step(2), RestartRound(0))
+    told = pod.upload(4, base=pod.persisted(2), reads_compressed=True, compress=True)
+    assert told == StoredAs(at, (replace(at, payload_bytes=SIZE),))
+
+
+@pytest.mark.parametrize("steps", [(2,), (2, 4)], ids=["the base", "what the base needs"])
+def test_nothing_refers_to_what_a_member_cannot_read(pod: Pod, steps: tuple[int, ...]) -> None:
+    """Step 2 is compressed; a member of an older release joins. The steps after it, which all read,
+    may refer to it, and did: step 4, which is not compressed itself."""
+    pod.save(2, weights(SIZE), alike=False)
+    pod.upload(2, compress=True, reads_compressed=True)
+    base, older = pod.persisted(2), ()
+    if 4 in steps:
+        pod.save(4, weights(SIZE), alike=False)
+        pod.upload(4, base=base, reads_compressed=True)
+        assert pod.places(4) == {(2, 0)}
+        base, older = pod.persisted(4), (Reference(Step(2), RestartRound(0)),)
+    pod.save(6, weights(SIZE), alike=False)
+    assert pod.upload(6, base=base, older=older) == StoredAs()
+    assert pod.places(6) is None
+
+
+def test_nothing_refers_to_a_checkpoint_where_another_rank_compressed_what_is_shared(
+    pod: Pod,
+) -> None:
+    """Compression was asked for when rank 0 had uploaded its share: of the rest, which rank 1 stores,
+    its pack only says where it is."""
+    model = weights(SIZE)
+    pod.save(2, model)
+    pod.upload(2, rank=0, reads_compressed=True)
+    pod.upload(2, rank=1, reads_compressed=True, compress=True)
+    assert pod.places(2) == {(2, 1)}
+    assert widths(pod, 2) is None
+    pod.save(4, model)
+    assert pod.upload(4, base=pod.persisted(2)) == StoredAs()
+    assert pod.places(4) == {(4, 1)}
+
+
+def test_what_is_not_compressed_is_referred_to_whoever_reads_it(pod: Pod) -> None:
+    pod.save(2, weights(SIZE), alike=False)
+    pod.upload(2)
+    pod.save(4, weights(SIZE), alike=False)
+    base = pod.persisted(2)
+    pod.upload(4, base=base)
+    assert pod.places(4) == {(2, 0)}
+    pod.save(6, weights(SIZE), alike=False)
+    older = (Reference(Step(2), RestartRound(0)),)
+    pod.upload(6, base=pod.persisted(4), older=older)
+    assert pod.places(6) == {(2, 0)}
+
+
+@pytest.mark.parametrize("fields", [{"share": False}, {"whole": True}], ids=["no packs", "whole"])
+def test_a_whole_shard_is_stored_as_it_is(pod: Pod, fields: dict[str, bool]) -> None:
+    pod.save(2, weights(SIZE))
+    assert pod.upload(2, reads_compressed=True, compress=True, **fields) == StoredAs()
+    assert pod.places(2) is None
+
+
+def test_a_layout_that_is_gone_costs_the_compression_alone(pod: Pod) -> None:
+    manifest = pod.save(2, weights(SIZE))
+    (pod.root / "here" / "layouts" / f"{manifest.layout.removeprefix('b3:')}.json").unlink()
+    assert pod.upload(2, reads_compressed=True, compress=True) == StoredAs()
+    assert pod.places(2) is None
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["compressed first", "plain first"])
+def test_what_an_earlier_attempt_left_is_as_good_compressed_or_not(pod: Pod, first: bool) -> None:
+    pod.save(2, weights(SIZE))
+    pod.upload(2, reads_compressed=True, compress=first)
+    found = pod.index(2)
+    assert pod.upload(2, reads_compressed=True, compress=not first) == StoredAs()
+    assert pod.index(2) == found
+    assert (widths(pod, 2) is not None) is first
+
+
+def test_what_an_earlier_attempt_left_compressed_is_stored_whole_for_who_cannot_read_it(
+    pod: Pod,
+) -> None:
+    """Its name is taken, and readers look at the whole shard first."""
+    pod.save(2, weights(SIZE))
+    pod.upload(2, reads_compressed=True, compress=True)
+    assert widths(pod, 2) == {4}
+    assert pod.upload(2) == StoredAs()
+    assert pod.places(2) is None

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from holdfast_core.format.dtypes import element_bytes
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, CheckpointId, Level, Rank, RestartRound, Step, TierName
 from holdfast_core.testing.hostile_s3 import Answer, HostileProxy, Seen
@@ -35,9 +36,10 @@ def tier(minio: MinioServer, store: dict[str, Any]) -> Iterator[S3ObjectTier]:
     tier.close()
 
 
-def replica(rank: int, size: int) -> bytes:
+def replica(rank: int, size: int, dtype: str = "U8") -> bytes:
     """Every rank's layout: the whole of one tensor."""
-    whole = TensorSlice("U8", (size,), (0,), (size,), ByteRange(0, size))
+    count = size // element_bytes(dtype, "w")
+    whole = TensorSlice(dtype, (count,), (0,), (count,), ByteRange(0, size))
     return RankLayout(Rank(rank), {"w": whole}, {}, size).to_bytes()
 
 
@@ -50,10 +52,12 @@ def sent_bytes(gang: Any, worker: int) -> int:
     return int(float(found[1])) if found else 0
 
 
-async def persist(gang: Any, step: int, states: dict[int, bytes]) -> RestorePoint:
+async def persist(
+    gang: Any, step: int, states: dict[int, bytes], dtype: str = "U8"
+) -> RestorePoint:
     """Every rank saves; returns the persisted checkpoint."""
     for worker, data in states.items():
-        await gang.ranks[worker].save(step, data, replica(worker, len(data)))
+        await gang.ranks[worker].save(step, data, replica(worker, len(data), dtype))
         gang.ranks[worker].progress(step)
     for rank in gang.ranks.values():
         await rank.reached(step, Level.PERSISTED)
@@ -64,6 +68,14 @@ async def persist(gang: Any, step: int, states: dict[int, bytes]) -> RestorePoin
     state = await gang.operator.state_until(0, there, f"step {step} persisted")
     point: RestorePoint = state.last_persisted
     return point
+
+
+async def prune_all_but_6(gang: Any, points: dict[int, RestorePoint], tier: S3ObjectTier) -> None:
+    """The checkpoints of steps 2 and 4."""
+    message = Prune(RestartRound(0), (points[2], points[4]))
+    reply = await gang.operator.call(0, "/v1/prune", message, PruneReply)
+    assert reply.deleted == (points[2], points[4])
+    assert tier.list_manifests("team-a", gang.operator.job_uid) == (checkpoint(6),)
 
 
 async def lose_all_and_restore(gang: Any, point: RestorePoint, states: dict[int, bytes]) -> None:
@@ -133,10 +145,7 @@ def test_a_frozen_base_is_sent_once_and_kept_while_it_is_needed(
                     total = await asyncio.to_thread(sent_bytes, gang, worker)
                     assert 0 < total - before[worker] <= share * size
                     before[worker] = total
-            message = Prune(RestartRound(0), (points[2], points[4]))
-            reply = await gang.operator.call(0, "/v1/prune", message, PruneReply)
-            assert reply.deleted == (points[2], points[4])
-            assert tier.list_manifests("team-a", gang.operator.job_uid) == (checkpoint(6),)
+            await prune_all_but_6(gang, points, tier)
             assert len(names(minio, store, "shards/s000000000002/")) == 2
             assert names(minio, store, "shards/s000000000004/") == []
             await lose_all_and_restore(gang, points[6], states(6))

@@ -25,6 +25,7 @@ from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import Level, Rank, TierName
 from holdfast_core.reshard.plan import payload_plan, plan
+from holdfast_core.testing.builders import weights
 from holdfast_core.testing.placements import Tensor, layout_of, objects_of
 from holdfast_core.transfer.messages import Policy
 from holdfast_sidecar.testing import SidecarProcess
@@ -37,7 +38,7 @@ WHOLE = np.random.default_rng(3).integers(0, 256, (ROWS, 16), dtype=np.uint8)
 
 LARGE = {"w": Tensor("F32", (24 << 16, 4), [0])}
 """Of 24 MiB: with less the ends of each part are more than a tenth of it."""
-LARGE_BYTES = np.random.default_rng(4).bytes(24 << 20)
+LARGE_BYTES = weights(24 << 20, seed=4)
 
 
 def tensors(*placement: int | None) -> dict[str, Tensor]:
@@ -145,15 +146,28 @@ def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("sizes", [(8, 6, 8), (2, 4, 2)], ids=["8-6-8", "2-4-2"])
-@pytest.mark.parametrize("tier", [TierName.PEER, TierName.OBJECT])
+@pytest.mark.parametrize(
+    ("sizes", "tier", "compression"),
+    [
+        pytest.param((8, 6, 8), TierName.PEER, "None", id="8-6-8-peer"),
+        pytest.param((2, 4, 2), TierName.PEER, "None", id="2-4-2-peer"),
+        pytest.param((8, 6, 8), TierName.OBJECT, "None", id="8-6-8-object"),
+        pytest.param((2, 4, 2), TierName.OBJECT, "None", id="2-4-2-object"),
+        pytest.param((2, 4, 2), TierName.OBJECT, "Zstd", id="2-4-2-object-compressed"),
+    ],
+)
 def test_a_restore_reads_little_more_than_it_needs(
-    gangs: Gangs, store: dict[str, Any], sizes: tuple[int, ...], tier: TierName
+    gangs: Gangs, store: dict[str, Any], sizes: tuple[int, ...], tier: TierName, compression: str
 ) -> None:
     """At most 1.1 bytes for every byte needed on every rank, chunk tables included: from what other
     nodes hold, and from the store where every node is lost."""
     from_store = tier is TierName.OBJECT
-    policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1 if from_store else None)
+    policy = Policy(
+        interval_steps=1,
+        peer_copies=1,
+        object_every_steps=1 if from_store else None,
+        object_compression=compression,
+    )
 
     async def scenario() -> None:
         async with gangs(sizes[0], **(store if from_store else {})) as gang:

@@ -182,13 +182,21 @@ def test_round_goes_to_every_member() -> None:
     assert message.policy.interval_steps == 10
 
 
-@pytest.mark.parametrize("encryption", ["TLS", "None"])
-def test_a_round_says_how_copies_travel(encryption: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "word"),
+    [
+        ("peer_encryption", "TLS"),
+        ("peer_encryption", "None"),
+        ("object_compression", "None"),
+        ("object_compression", "Zstd"),
+    ],
+)
+def test_a_round_says_how_copies_travel_and_uploads_are_stored(field: str, word: str) -> None:
     observed = gang()
-    spec = replace(observed.job.spec, peer_encryption=encryption)
+    spec = replace(observed.job.spec, **{field: word})
     observed = replace(observed, job=replace(observed.job, spec=spec))
     sent = of_kind(decide(observed, now()).actions, SendRound)
-    assert [a.message.policy.peer_encryption for a in sent] == [encryption, encryption]
+    assert [getattr(a.message.policy, field) for a in sent] == [word, word]
 
 
 def test_nothing_is_repeated_to_those_who_hold_it() -> None:

@@ -15,7 +15,12 @@ from holdfast_core.api.checkpoint import (
     DeletionPolicy,
     ShardCounts,
 )
-from holdfast_core.api.checkpoint_policy import CheckpointPolicySpec, PeerEncryption, WhenDeleted
+from holdfast_core.api.checkpoint_policy import (
+    CheckpointPolicySpec,
+    Compression,
+    PeerEncryption,
+    WhenDeleted,
+)
 from holdfast_core.api.checkpoint_store import (
     CheckpointStore,
     CheckpointStoreSpec,
@@ -66,6 +71,7 @@ __all__ = [
     "CheckpointStore",
     "CheckpointStoreSpec",
     "CheckpointStoreStatus",
+    "Compression",
     "Condition",
     "ConditionStatus",
     "DeletionPolicy",

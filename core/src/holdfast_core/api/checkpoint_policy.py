@@ -21,6 +21,11 @@ class PeerEncryption(StrEnum):
     NONE = "None"
 
 
+class Compression(StrEnum):
+    NONE = "None"
+    ZSTD = "Zstd"
+
+
 class WhenDeleted(StrEnum):
     RETAIN = "Retain"
 
@@ -138,6 +143,15 @@ class ObjectTierSpec(ApiModel):
         StepInterval,
         Field(description="How often a checkpoint is uploaded: a multiple of interval.steps."),
     ]
+    compression: Annotated[
+        Compression,
+        Field(
+            description="How uploads are stored: None, as they are, or Zstd, which takes the bytes of "
+            "numbers apart and compresses them. It costs a core while an upload is made, and "
+            "decoding when it is read. What is read is verified all the same. A change holds for "
+            "later uploads."
+        ),
+    ] = Compression.NONE
 
 
 class RetentionSpec(ApiModel):

@@ -3,7 +3,8 @@
     chunks   stored here, in the order of the payload, without gaps
     index    magic HFPACKI1, u32 length, u32 count, canonical JSON {base, blake3, chunkTable,
              formatVersion, header, sources}, the chunk table of the whole payload, u16 a chunk: 0 is
-             here, n is the n-th source; footer of 32 bytes at the very end
+             here, n is the n-th source; in version 2, whose chunks are compressed, u32 a chunk: stored
+             bytes, and u8 a chunk: width; footer of 32 bytes at the very end
 
 An index says everything that the shard file has besides its payload, so that the file is rebuilt bit
 for bit and each chunk is verified wherever it comes from. A source is a shard of the same job: of
@@ -16,7 +17,7 @@ import struct
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +32,7 @@ from holdfast_core.format.checks import (
     expect_object,
 )
 from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable, table_bytes
+from holdfast_core.format.coding import Coding, check_stored
 from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.keys import MAX_RANK
 from holdfast_core.format.record import ShardHeader
@@ -48,6 +50,8 @@ from holdfast_core.format.shard import (
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
 FORMAT_VERSION = 1
+CODED_VERSION = 2
+"""Of packs whose chunks are compressed; others are written as version 1."""
 MAX_EARLIER = 4
 """Earlier checkpoints that one pack may need: what retention keeps alive for it is bounded."""
 MAX_SOURCES = 1024
@@ -57,7 +61,10 @@ _INDEX_MAGIC = b"HFPACKI1"
 _FOOTER_MAGIC = b"HFPKEND1"
 _PREFIX = struct.Struct("<8sII")
 _PLACE_BYTES = 2
-_MAX_INDEX_BYTES = table_bytes(MAX_CHUNKS, 2) + _PLACE_BYTES * MAX_CHUNKS + 2 * MAX_HEADER_BYTES
+_LENGTH_BYTES = 4
+_WIDTH_BYTES = 1
+_CHUNK_BYTES = _PLACE_BYTES + _LENGTH_BYTES + _WIDTH_BYTES
+_MAX_INDEX_BYTES = table_bytes(MAX_CHUNKS, 2) + _CHUNK_BYTES * MAX_CHUNKS + 2 * MAX_HEADER_BYTES
 _FIELDS = frozenset({"base", "blake3", "chunkTable", "formatVersion", "header", "sources"})
 _SOURCE_FIELDS = frozenset({"blake3", "rank", "restartRound", "step"})
 _BASE_FIELDS = frozenset({"restartRound", "step"})
@@ -83,6 +90,8 @@ class PackIndex:
     sources: tuple[ShardRef, ...]
     places: array[int]
     """Unsigned 16 bit, one a chunk: HERE, or the number of a source, from 1."""
+    coding: Coding | None = None
+    """Of all chunks; None: those here are stored as they are."""
 
     @property
     def ref(self) -> ShardRef:
@@ -96,6 +105,11 @@ class PackIndex:
 
     @property
     def stored_bytes(self) -> int:
+        return sum(self.stored(run.chunks) for run in self.runs() if run.place == HERE)
+
+    @property
+    def payload_bytes_here(self) -> int:
+        """What the stored chunks are before they are compressed."""
         return sum(self._bytes(run.chunks) for run in self.runs() if run.place == HERE)
 
     def source(self, place: int) -> ShardRef | None:
@@ -118,8 +132,14 @@ class PackIndex:
                 run = Run(range(start, chunk), self.places[start], offset)
                 yield run
                 if run.place == HERE:
-                    offset += self._bytes(run.chunks)
+                    offset += self.stored(run.chunks)
                 start = chunk
+
+    def stored(self, chunks: range) -> int:
+        """Bytes that chunks in a row take here."""
+        if self.coding is None:
+            return self._bytes(chunks)
+        return self.coding.stored_bytes(chunks.start, chunks.stop)
 
     def _bytes(self, chunks: range) -> int:
         size = self.header.chunk_bytes
@@ -144,23 +164,27 @@ def overlapping(stretches: Sequence[S], chunks: range) -> Iterator[tuple[S, rang
         at += 1
 
 
-def runs_within(runs: Sequence[Run], chunks: range, chunk_bytes: int) -> Iterator[Run]:
-    """Those of `runs` (all of an index) that cover `chunks`, cut to them."""
+def runs_within(
+    runs: Sequence[Run], chunks: range, stored: Callable[[range], int]
+) -> Iterator[Run]:
+    """Those of `runs` (all of an index) that cover `chunks`, cut to them. `stored`: bytes that chunks
+    take where they are stored here."""
     for run, cut in overlapping(runs, chunks):
-        skipped = (cut.start - run.chunks.start) * chunk_bytes if run.place == HERE else 0
+        skipped = stored(range(run.chunks.start, cut.start)) if run.place == HERE else 0
         yield Run(cut, run.place, run.offset + skipped)
 
 
 def pack_index(index: PackIndex) -> bytes:
     """What follows the stored chunks. Raises FormatError for what `unpack_index` would refuse."""
     _check(index)
+    version = FORMAT_VERSION if index.coding is None else CODED_VERSION
     packed = index.table.pack()
     text = dumps_canonical(
         {
             "base": None if index.base is None else _checkpoint_json(index.base),
             "blake3": index.blake3,
             "chunkTable": digest_of(packed),
-            "formatVersion": FORMAT_VERSION,
+            "formatVersion": version,
             "header": identity_json(index.header),
             "sources": [
                 {
@@ -172,8 +196,11 @@ def pack_index(index: PackIndex) -> bytes:
             ],
         }
     )
-    places = _little_endian(index.places).tobytes()
-    body = _PREFIX.pack(_INDEX_MAGIC, len(text), len(index.table)) + text + packed + places
+    body = _PREFIX.pack(_INDEX_MAGIC, len(text), len(index.table)) + text + packed
+    body += _little_endian(index.places).tobytes()
+    if index.coding is not None:
+        lengths = _little_endian(array("I", index.coding.lengths))
+        body += lengths.tobytes() + index.coding.widths
     size = len(body) + FOOTER.size
     footer = struct.pack("<QQI", size, index.stored_bytes, crc32c(body))
     return body + footer + struct.pack("<I8s", crc32c(footer), _FOOTER_MAGIC)
@@ -217,13 +244,20 @@ def unpack_index(data: bytes, pack_bytes: int) -> PackIndex:
 
 def _parse(body: bytes, start: int, count: int) -> PackIndex:
     text = loads_canonical(body[_PREFIX.size : start], "pack index")
-    root = expect_document(text, "index", _FIELDS, version=FORMAT_VERSION)
+    version = FORMAT_VERSION if _says(text, FORMAT_VERSION) else CODED_VERSION
+    root = expect_document(text, "index", _FIELDS, version=version)
     header = parse_identity(root["header"], "index.header")
     if count != chunk_count(header):
         raise FormatError(f"{count} chunks, its header means {chunk_count(header)}")
     middle = start + table_bytes(count, header.format_version)
-    if len(body) != middle + _PLACE_BYTES * count:
-        raise FormatError(f"{len(body)} bytes before the footer, expected {middle + 2 * count}")
+    per_chunk = _PLACE_BYTES if version == FORMAT_VERSION else _CHUNK_BYTES
+    if len(body) != middle + per_chunk * count:
+        raise FormatError(
+            f"{len(body)} bytes before the footer, expected {middle + per_chunk * count}"
+        )
+    lengths, widths = (
+        middle + each * count for each in (_PLACE_BYTES, _CHUNK_BYTES - _WIDTH_BYTES)
+    )
     packed = body[start:middle]
     if digest_of(packed) != expect_digest(root["chunkTable"], "index.chunkTable"):
         raise FormatError("the chunk table is not the one its digest names")
@@ -240,7 +274,10 @@ def _parse(body: bytes, start: int, count: int) -> PackIndex:
             _parse_source(value, f"index.sources[{number}]", header.job_uid)
             for number, value in enumerate(sources)
         ),
-        _little_endian(array("H", body[middle:])),
+        _little_endian(array("H", body[middle:lengths])),
+        None
+        if version == FORMAT_VERSION
+        else Coding.of(_little_endian(array("I", body[lengths:widths])), body[widths:]),
     )
 
 
@@ -270,6 +307,39 @@ def _check(index: PackIndex) -> None:
         raise FormatError(f"{len(earlier)} earlier checkpoints, at most {MAX_EARLIER}")
     if (earlier and index.base is None) or index.base == own.checkpoint:
         raise FormatError(f"base {index.base} of a pack with {len(earlier)} earlier checkpoints")
+    if index.coding is not None:
+        _check_coding(index, index.coding)
+
+
+def _check_coding(index: PackIndex, coding: Coding) -> None:
+    """No chunk is stored longer than it is, and none that is elsewhere takes a byte: so a range of the
+    object is never longer than what it is decoded into."""
+    header, count = index.header, len(index.places)
+    lengths = coding.lengths
+    if len(lengths) != count or len(coding.widths) != count:
+        raise FormatError(
+            f"{len(lengths)} lengths and {len(coding.widths)} widths of {count} chunks"
+        )
+    for run in index.runs():
+        start, stop = run.chunks.start, run.chunks.stop
+        if run.place != HERE:
+            if coding.stored_bytes(start, stop) or any(coding.widths[start:stop]):
+                raise FormatError(
+                    f"chunks {start} to {stop} are of source {run.place}, yet also here"
+                )
+            continue
+        for chunk in run.chunks:
+            left = header.payload_bytes - chunk * header.chunk_bytes
+            check_stored(lengths[chunk], coding.widths[chunk], min(header.chunk_bytes, left))
+
+
+def unshared_index(trailer: Trailer) -> PackIndex | None:
+    """All chunks here. None for a shard of version 1, which is no pack's."""
+    record, table = trailer.record, trailer.table
+    if record.header.format_version == PLAIN_VERSION or not len(table):
+        return None
+    places = array("H", bytes(_PLACE_BYTES * len(table)))
+    return PackIndex(record.header, record.blake3, table, None, (), places)
 
 
 def source_order(ref: ShardRef) -> tuple[Step, RestartRound, Rank]:
@@ -296,9 +366,13 @@ def _parse_source(value: Any, path: str, job_uid: JobUid) -> ShardRef:
     return ShardRef(job_uid, checkpoint.step, checkpoint.round, rank, blake3)
 
 
-def _little_endian(places: array[int]) -> array[int]:
+def _says(document: Any, version: int) -> bool:
+    return isinstance(document, dict) and document.get("formatVersion") == version
+
+
+def _little_endian(numbers: array[int]) -> array[int]:
     if sys.byteorder == "little":
-        return places
-    swapped = array("H", places)
+        return numbers
+    swapped = array(numbers.typecode, numbers)
     swapped.byteswap()
     return swapped

@@ -27,12 +27,15 @@ from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardR
 from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord, ShardSource
 from holdfast_core.tiers.object_documents import DocumentStore
 from holdfast_core.tiers.object_download import download_shard
+from holdfast_core.tiers.object_encode import part_sizes
 from holdfast_core.tiers.object_packs import plan_pack_parts
 from holdfast_core.tiers.object_parts import MIN_PART_BYTES, plan_parts
 from holdfast_core.tiers.object_prune import dead, needed
 from holdfast_core.tiers.object_ranged_shard import open_ranged_shard
+from holdfast_core.tiers.object_sending import Transport
 from holdfast_core.tiers.object_stored import KeyOf, StoredShard, StoredShards
 from holdfast_core.tiers.object_upload import ShardUpload
+from holdfast_core.tiers.object_upload_encoded import EncodedUpload
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import PendingUpload, S3Client
 from holdfast_core.tiers.s3_credentials import CredentialsProvider
@@ -48,8 +51,10 @@ class S3ObjectTier:
 
     At most `config.max_concurrency` parts and ranges are in flight over all transfers, a thread
     each. An upload holds at most 1 MiB a part (the bytes of a shard go from its file to the
-    socket), a download object_download.MAX_AHEAD_BYTES and chunk tables. `close` ends waits between
-    attempts at once; a transfer in progress ends with its time-out.
+    socket), one that compresses object_encode.MAX_HELD_BYTES, a download
+    object_download.MAX_AHEAD_BYTES and chunk tables. `close` ends waits between attempts at once; a
+    request in progress ends with its time-out, and a transfer that needs more of them with
+    UnavailableError.
     """
 
     def __init__(
@@ -63,20 +68,23 @@ class S3ObjectTier:
         clock: Clock | None = None,
         throttle: Callable[[int], object] | None = None,
         sent: Callable[[int], object] | None = None,
+        compressed: Callable[[int, int], object] | None = None,
     ) -> None:
         """`throttle` is called with the bytes of each part before it is sent, and may block; `sent`
-        with the bytes of bodies that were handed to the network, those of failed attempts too."""
+        with the bytes of bodies that were handed to the network, those of failed attempts too;
+        `compressed`, of each object that was, with the bytes before and after."""
         self._config = config
-        self._throttle = throttle
         self._stop = threading.Event()
         self._retrier = retrier or Retrier(clock=clock or SystemClock(), stop=self._stop)
         self._client = S3Client(
             config, credentials, ca_file=ca_file, timeouts=timeouts, clock=clock, sent=sent
         )
+        self._compressed = compressed or _nobody
         self._documents = DocumentStore(self._client, self._retrier)
         self._workers = ThreadPoolExecutor(
             max_workers=max(1, config.max_concurrency), thread_name_prefix="object-tier"
         )
+        self._transport = Transport(self._client, self._retrier, self._workers, throttle)
         self._part_bytes = max(MIN_PART_BYTES, config.part_size_mib << 20)
 
     def close(self) -> None:
@@ -91,9 +99,7 @@ class S3ObjectTier:
         ref = reader.record.ref
         key = self._key(namespace, ref.job_uid, keys.shard_key(ref))
         plan = plan_parts(reader, self._part_bytes)
-        ShardUpload(
-            self._client, self._retrier, self._workers, key, reader, plan, self._throttle
-        ).run()
+        ShardUpload(self._transport, key, reader, plan).run()
 
     def upload_pack(self, namespace: str, reader: ShardReader, index: PackIndex) -> None:
         """The chunks that `index` places here, and the index. What it refers to is the caller's
@@ -101,16 +107,23 @@ class S3ObjectTier:
         ref = reader.record.ref
         key = self._key(namespace, ref.job_uid, keys.pack_key(ref))
         parts = plan_pack_parts(reader.fd, index, self._part_bytes)
-        ShardUpload(
-            self._client,
-            self._retrier,
-            self._workers,
-            key,
-            reader,
-            parts.plan,
-            self._throttle,
-            parts.body,
+        ShardUpload(self._transport, key, reader, parts.plan, parts.body).run()
+
+    def upload_encoded(
+        self, namespace: str, reader: ShardReader, index: PackIndex, widths: bytes
+    ) -> PackIndex:
+        """Like `upload_pack`, the chunks compressed (format.coding; `widths`: one a chunk of the
+        payload); returns the index with how they are stored. Raises AlreadyExistsError where anything
+        is under the key: `stored` says what. At most object_encode.MAX_HELD_BYTES are in memory."""
+        ref = reader.record.ref
+        key = self._key(namespace, ref.job_uid, keys.pack_key(ref))
+        at_once = max(1, self._config.max_concurrency)
+        sizes = part_sizes(index.payload_bytes_here, self._part_bytes, at_once)
+        stored = EncodedUpload(
+            self._transport, key, reader, index, widths=widths, sizes=sizes
         ).run()
+        self._compressed(stored.payload_bytes_here, stored.stored_bytes)
+        return stored
 
     def stored(self, namespace: str, ref: ShardRef, *, looks: int = 3) -> StoredShard:
         """How the store holds a shard: whole, or packed. Raises NotFoundError (also where `looks`
@@ -326,6 +339,10 @@ class S3ObjectTier:
 
     def _key(self, namespace: str, job_uid: JobUid, relative: str) -> str:
         return self._prefix(namespace, job_uid) + relative
+
+
+def _nobody(_before: int, _after: int) -> None:
+    """Nobody wants to know what was compressed."""
 
 
 @dataclass(frozen=True, slots=True)

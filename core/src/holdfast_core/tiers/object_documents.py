@@ -12,7 +12,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.digest import crc32c
-from holdfast_core.tiers.object_upload import confirm_written
+from holdfast_core.tiers.object_sending import confirm_written
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import (
     CHECKSUM_HEADER,

@@ -7,7 +7,8 @@ were verified, and checks identity and BLAKE3 itself. Of a payload at most MAX_A
 and its chunk table.
 
 The chunks of a packed shard come from the objects that store them; head, padding and trailer are made
-from its index.
+from its index. Chunks that are stored compressed are decoded by whoever fetched them, and compared
+then: only what is verified is written.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import logging
 import mmap
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
+from holdfast_core.format.coding import Coding
 from holdfast_core.format.digest import crc32c
-from holdfast_core.format.shard import Trailer, head_bytes, pack_head, pack_trailer, trailer_offset
+from holdfast_core.format.shard import head_bytes, pack_head, pack_trailer, trailer_offset
 from holdfast_core.ids import ByteRange, ShardRef
 from holdfast_core.tiers.base import CopyWriter, OpenWriter, ShardRecord
+from holdfast_core.tiers.object_decode import fill_decoded
 from holdfast_core.tiers.object_ranges import (
     Piece,
     Segment,
@@ -33,13 +36,14 @@ from holdfast_core.tiers.object_ranges import (
 )
 from holdfast_core.tiers.object_source import READS, Source
 from holdfast_core.tiers.object_stored import KeyOf, StoredShards, places_in
+from holdfast_core.tiers.pooled import CLOSING, submit, wait_all
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import S3Client
 
 _LOG = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
 MAX_AHEAD_BYTES = 48 << 20
-"""Of one download; a sidecar runs few, within 1 GiB."""
+"""Of one download, what is stored compressed included; a sidecar runs few, within 1 GiB."""
 
 
 def download_shard(
@@ -58,13 +62,17 @@ def download_shard(
     source = Source(client, retrier, stored.key)
     trailer = stored.trailer
     record = trailer.record
+    piece_bytes, held_twice = PIECE_BYTES, False
     if stored.index is None:
         pieces = plan_pieces(trailer, PIECE_BYTES)
         before, after = b"", stored.tail
     else:
         places = places_in(shards, stored)
         places.look(workers)
-        pieces = plan_extents(trailer, places.of(range(len(trailer.table))), PIECE_BYTES)
+        extents = list(places.of(range(len(trailer.table))))
+        held_twice = any(extent.coding is not None for extent in extents)
+        piece_bytes = PIECE_BYTES // 2 if held_twice else PIECE_BYTES
+        pieces = plan_extents(trailer, extents, piece_bytes)
         header = record.header
         padding = trailer_offset(header) - head_bytes(header) - header.payload_bytes
         before = pack_head(header)
@@ -73,7 +81,9 @@ def download_shard(
     try:
         if before:
             writer.write(before)
-        _copy(source, workers, trailer, pieces, writer)
+        longest = longest_piece(trailer, piece_bytes)
+        ahead_bytes = MAX_AHEAD_BYTES // 2 if held_twice else MAX_AHEAD_BYTES
+        _copy(source, workers, pieces, writer, _buffers(record, longest, ahead_bytes))
         writer.write(after)
     except BaseException:
         writer.abort()
@@ -81,19 +91,21 @@ def download_shard(
     return writer.commit()
 
 
+def _buffers(record: ShardRecord, longest: int, ahead_bytes: int) -> list[memoryview]:
+    needed = record.file_bytes // longest + 1
+    count = max(1, min(needed, ahead_bytes // longest))
+    # Anonymous maps: a bytearray would be filled with zeros first. Unmapped when nobody holds them.
+    return [memoryview(mmap.mmap(-1, longest)) for _ in range(count)]
+
+
 def _copy(
     source: Source,
     workers: ThreadPoolExecutor,
-    trailer: Trailer,
     left: Iterator[Piece],
     writer: CopyWriter,
+    free: list[memoryview],
 ) -> None:
-    """Pieces are fetched by the workers and written here, in order."""
-    longest = longest_piece(trailer, PIECE_BYTES)
-    needed = trailer.record.file_bytes // longest + 1
-    count = max(1, min(needed, MAX_AHEAD_BYTES // longest))
-    # Anonymous maps: a bytearray would be filled with zeros first. Unmapped when nobody holds them.
-    free = [memoryview(mmap.mmap(-1, longest)) for _ in range(count)]
+    """Pieces are fetched by the workers into buffers that are free, and written here, in order."""
     waiting: deque[tuple[Future[None], memoryview, ByteRange]] = deque()
     try:
         _submit(source, workers, left, free, waiting)
@@ -105,13 +117,13 @@ def _copy(
             free.append(buffer)
             _submit(source, workers, left, free, waiting)
     except CancelledError as error:
-        raise UnavailableError(f"{source.describe()}: the tier is being closed") from error
+        raise UnavailableError(f"{source.describe()}: {CLOSING}") from error
     finally:
         # Whoever fails first leaves nobody behind who still writes into a buffer.
         source.stopped.set()
         for future, _, _ in waiting:
             future.cancel()
-        wait([future for future, _, _ in waiting])
+        wait_all(future for future, _, _ in waiting)
 
 
 def _submit(
@@ -124,7 +136,7 @@ def _submit(
     """Fetches as many pieces as there are free buffers."""
     while free and (piece := next(left, None)) is not None:
         buffer = free.pop()
-        future = workers.submit(_fetch, source, piece, buffer)
+        future = submit(workers, _fetch, source, piece, buffer)
         waiting.append((future, buffer, piece.span))
 
 
@@ -135,6 +147,9 @@ def _fetch(source: Source, piece: Piece, buffer: memoryview) -> None:
     if piece.key is not None:
         source, offset = replace(source, key=piece.key), piece.offset
     try:
+        if piece.coding is not None:
+            _fetch_coded(source, offset, piece, piece.coding, buffer)
+            return
         source.fill(offset, buffer[: piece.span.length_bytes])
         for segment in piece.segments:
             at = segment.span.start - start
@@ -152,6 +167,24 @@ def _fetch(source: Source, piece: Piece, buffer: memoryview) -> None:
         if piece.key is None:
             raise
         raise CorruptionError(f"{source.describe()}: stores chunks of a pack: {error}") from error
+
+
+def _fetch_coded(
+    source: Source, offset: int, piece: Piece, coding: Coding, buffer: memoryview
+) -> None:
+    spans = [segment.span for segment in piece.segments]
+    places = [buffer[s.start - piece.span.start : s.stop - piece.span.start] for s in spans]
+
+    def is_good(position: int, place: memoryview) -> bool:
+        return crc32c(place) == piece.segments[position].crc32c
+
+    bad = fill_decoded(source, offset, coding, places, is_good)
+    if bad:
+        raise CorruptionError(
+            f"{source.describe()}: the chunks of payload that begin at bytes "
+            f"{[spans[position].start for position in bad[:8]]} of the shard file do not decode to "
+            f"what its chunk table says, at {READS} reads"
+        )
 
 
 def _check(source: Source, offset: int, segment: Segment, found: int) -> None:

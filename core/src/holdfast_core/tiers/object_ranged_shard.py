@@ -12,19 +12,22 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
 from holdfast_core.format.chunks import bad_chunks, payload_span
+from holdfast_core.format.coding import Coding
 from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import ShardRef
+from holdfast_core.tiers.object_decode import fill_decoded
 from holdfast_core.tiers.object_download import MAX_AHEAD_BYTES
 from holdfast_core.tiers.object_ranges import Extent
 from holdfast_core.tiers.object_source import Source
 from holdfast_core.tiers.object_stored import KeyOf, ShardPlaces, StoredShards, places_in
+from holdfast_core.tiers.pooled import CLOSING, submit, wait_all
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import S3Client
 
@@ -47,6 +50,8 @@ class _Run:
 
     view: memoryview
     parts: tuple[Future[None], ...]
+    held_bytes: int
+    """Of the view, and of what is decoded into it."""
 
 
 class RangedShard:
@@ -72,6 +77,7 @@ class RangedShard:
         """See base.ShardSource."""
         runs = iter(wanted)
         chunks = next(runs, None)
+        found: tuple[Extent, ...] | None = None
         waiting: deque[_Run] = deque()
         ahead_bytes = 0
         # Whoever fails first leaves nobody behind who still asks for more.
@@ -79,28 +85,32 @@ class RangedShard:
         try:
             while waiting or chunks is not None:
                 while chunks is not None:
+                    if found is None:
+                        found = tuple(self._places.of(chunks))
                     length = payload_span(self._trailer.record.header, chunks).length_bytes
-                    if waiting and ahead_bytes + length > MAX_AHEAD_BYTES:
+                    held = length + sum(map(_stored_bytes, found))
+                    if waiting and ahead_bytes + held > MAX_AHEAD_BYTES:
                         break
-                    waiting.append(self._submit(source, chunks, length))
-                    ahead_bytes += length
-                    chunks = next(runs, None)
+                    waiting.append(self._submit(source, chunks, length, found, held))
+                    ahead_bytes += held
+                    chunks, found = next(runs, None), None
                 for part in waiting[0].parts:
                     part.result()
-                view = waiting.popleft().view
-                yield view
-                ahead_bytes -= len(view)
+                run = waiting.popleft()
+                yield run.view
+                ahead_bytes -= run.held_bytes
         except CancelledError as error:
-            raise UnavailableError(f"{source.describe()}: the tier is being closed") from error
+            raise UnavailableError(f"{source.describe()}: {CLOSING}") from error
         finally:
             source.stopped.set()
             left = [part for run in waiting for part in run.parts]
             for part in left:
                 part.cancel()
-            wait(left)
+            wait_all(left)
 
-    def _submit(self, source: Source, chunks: range, length: int) -> _Run:
-        found = tuple(self._places.of(chunks))
+    def _submit(
+        self, source: Source, chunks: range, length: int, found: tuple[Extent, ...], held: int
+    ) -> _Run:
         # An anonymous map: a bytearray would be filled with zeros first.
         view = memoryview(mmap.mmap(-1, length))
         size = self._trailer.record.header.chunk_bytes
@@ -109,16 +119,15 @@ class RangedShard:
             first = (extent.chunks.start - chunks.start) * size
             place = view[first : first + len(extent.chunks) * size]
             at = replace(source, key=extent.key)
-            parts.append(self._workers.submit(self._fetch, at, extent, place))
-        return _Run(view, tuple(parts))
+            parts.append(submit(self._workers, self._fetch, at, extent, place))
+        return _Run(view, tuple(parts), held)
 
     def _fetch(self, source: Source, extent: Extent, view: memoryview) -> None:
         try:
-            source.fill(extent.offset, view)
-            bad = bad_chunks(self._trailer, extent.chunks, view)
-            if bad:
-                _LOG.warning("%s: reading chunks %s once more", source.describe(), bad[:8])
-                bad = [chunk for chunk in bad if not self._again(source, chunk, extent, view)]
+            if extent.coding is None:
+                bad = self._fetch_plain(source, extent, view)
+            else:
+                bad = self._fetch_coded(source, extent, extent.coding, view)
         except NotFoundError as error:
             if source.key == self._source.key:
                 raise
@@ -130,6 +139,28 @@ class RangedShard:
                 f"{source.describe()}: chunks {bad[:8]} are not what its chunk table says, at two "
                 "reads"
             )
+
+    def _fetch_plain(self, source: Source, extent: Extent, view: memoryview) -> list[int]:
+        """Chunks that are wrong at every read."""
+        source.fill(extent.offset, view)
+        bad = bad_chunks(self._trailer, extent.chunks, view)
+        if bad:
+            _LOG.warning("%s: reading chunks %s once more", source.describe(), bad[:8])
+        return [chunk for chunk in bad if not self._again(source, chunk, extent, view)]
+
+    def _fetch_coded(
+        self, source: Source, extent: Extent, coding: Coding, view: memoryview
+    ) -> list[int]:
+        """Chunks that are wrong at every read."""
+        size = self._trailer.record.header.chunk_bytes
+        places = [view[at * size : (at + 1) * size] for at in range(len(extent.chunks))]
+
+        def is_good(position: int, place: memoryview) -> bool:
+            chunk = extent.chunks[position]
+            return not bad_chunks(self._trailer, range(chunk, chunk + 1), place)
+
+        bad = fill_decoded(source, extent.offset, coding, places, is_good)
+        return [extent.chunks[position] for position in bad]
 
     def _again(self, source: Source, chunk: int, extent: Extent, view: memoryview) -> bool:
         """A bit may have flipped on the way: whether the chunk is good when read alone."""
@@ -152,3 +183,8 @@ class RangedShard:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _stored_bytes(extent: Extent) -> int:
+    """What is in memory besides the chunks that it is decoded into."""
+    return 0 if extent.coding is None else extent.coding.stored_bytes(0, len(extent.chunks))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from holdfast_core.format.coding import Coding
 from holdfast_core.format.digest import crc32c
 from holdfast_core.format.shard import Trailer, head_bytes, pack_head, trailer_offset
 from holdfast_core.ids import ByteRange
@@ -31,6 +32,16 @@ class Extent:
     key: str
     offset: int
     """Of the first of them in the object."""
+    coding: Coding | None = None
+    """Of these chunks; None: they are stored as they are."""
+
+    def cut(self, chunks: range, chunk_bytes: int) -> Extent:
+        """Some of them, in a row."""
+        first, stop = (at - self.chunks.start for at in (chunks.start, chunks.stop))
+        if self.coding is None:
+            return Extent(chunks, self.key, self.offset + first * chunk_bytes)
+        skipped = self.coding.stored_bytes(0, first)
+        return Extent(chunks, self.key, self.offset + skipped, self.coding.cut(first, stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,8 @@ class Piece:
     """The object that stores them; None: the shard file itself."""
     offset: int = 0
     """Where they begin in that object."""
+    coding: Coding | None = None
+    """Each segment is a chunk that is stored like this; None: as it is."""
 
     @property
     def span(self) -> ByteRange:
@@ -75,8 +88,8 @@ def plan_extents(trailer: Trailer, extents: Iterable[Extent], piece_bytes: int) 
                 )
                 for chunk in chunks
             )
-            skipped = (first - extent.chunks.start) * size
-            yield Piece(segments, extent.key, extent.offset + skipped)
+            part = extent.cut(chunks, size)
+            yield Piece(segments, part.key, part.offset, part.coding)
 
 
 def longest_piece(trailer: Trailer, piece_bytes: int) -> int:

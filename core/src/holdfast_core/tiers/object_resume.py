@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast_core.tiers.object_parts import PartPlan
+from holdfast_core.tiers.object_parts import Part, PartPlan
 from holdfast_core.tiers.s3_client import UploadedPart
 
 
@@ -29,10 +29,25 @@ def kept_etags(plan: PartPlan, listed: Sequence[UploadedPart]) -> dict[int, str]
     return {
         part.number: there.etag
         for part in plan.parts
-        if (there := found.get(part.number)) is not None
-        and there.etag
-        and (there.size_bytes, there.crc32c) == (part.span.length_bytes, part.crc32c)
+        if (there := found.get(part.number)) is not None and is_part(part, there)
     }
+
+
+def is_part(part: Part, there: UploadedPart) -> bool:
+    """What is listed holds exactly the bytes of the part."""
+    same = (there.size_bytes, there.crc32c) == (part.span.length_bytes, part.crc32c)
+    return bool(there.etag) and same
+
+
+def fullest_upload(uploads: Mapping[str, Sequence[UploadedPart]]) -> str | None:
+    """The upload, by id, of which most is there, for an object whose parts are not known yet; None
+    where nothing is. Whether a part can be kept shows when it is made."""
+
+    def held(upload_id: str) -> int:
+        return sum(part.size_bytes for part in uploads[upload_id])
+
+    best = max(uploads, key=held, default=None)
+    return best if best is not None and held(best) > 0 else None
 
 
 def best_upload(plan: PartPlan, uploads: Mapping[str, Sequence[UploadedPart]]) -> OpenUpload | None:

@@ -33,6 +33,7 @@ from holdfast_core.format.stream import check_ref
 from holdfast_core.ids import ShardRef
 from holdfast_core.tiers.object_ranges import Extent
 from holdfast_core.tiers.object_source import READS, Source
+from holdfast_core.tiers.pooled import CLOSING
 from holdfast_core.tiers.retry import Retrier
 from holdfast_core.tiers.s3_client import ObjectInfo, S3Client, S3Request
 
@@ -65,6 +66,22 @@ class StoredShard:
     def source(self, run: Run) -> ShardRef | None:
         """Where else a run is; None: it is stored here."""
         return None if self.index is None else self.index.source(run.place)
+
+    def within(self, chunks: range) -> Iterator[Run]:
+        """Where these chunks are, in order."""
+        return runs_within(self.runs, chunks, self._stored)
+
+    def extent(self, run: Run) -> Extent:
+        """Of a run that is stored here."""
+        coding = None if self.index is None else self.index.coding
+        if coding is not None:
+            coding = coding.cut(run.chunks.start, run.chunks.stop)
+        return Extent(run.chunks, self.key, run.offset, coding)
+
+    def _stored(self, chunks: range) -> int:
+        if self.index is not None:
+            return self.index.stored(chunks)
+        return len(chunks) * self.trailer.record.header.chunk_bytes  # none of them is the last
 
 
 class StoredShards:
@@ -144,18 +161,19 @@ class ShardPlaces:
             for _ in workers.map(self._behind, self._wanted):
                 pass
         except CancelledError as error:
-            raise UnavailableError(f"{self._own.key}: the tier is being closed") from error
+            raise UnavailableError(f"{self._own.key}: {CLOSING}") from error
 
     def of(self, chunks: range) -> Iterator[Extent]:
         """In order. Raises what `look` raises, if that was not called."""
         if not chunks:
             return
-        for run in runs_within(self._own.runs, chunks, self._size):
+        for run in self._own.within(chunks):
             ref = self._own.source(run)
             if ref is None:
-                yield Extent(run.chunks, self._own.key, run.offset)
+                yield self._own.extent(run)
             else:
-                yield from self._cut(self._behind(ref), run.chunks)
+                for extent, cut in overlapping(self._behind(ref), run.chunks):
+                    yield extent.cut(cut, self._size)
 
     def _behind(self, ref: ShardRef) -> list[Extent]:
         if ref not in self._known:
@@ -172,10 +190,10 @@ class ShardPlaces:
         further: dict[ShardRef, list[range]] = {}
         for chunks in wanted:
             self._check_same(stored, chunks)
-            for run in runs_within(stored.runs, chunks, self._size):
+            for run in stored.within(chunks):
                 source = stored.source(run)
                 if source is None:
-                    found.append(Extent(run.chunks, stored.key, run.offset))
+                    found.append(stored.extent(run))
                 else:
                     further.setdefault(source, []).append(run.chunks)
         del stored
@@ -199,11 +217,6 @@ class ShardPlaces:
             raise CorruptionError(
                 f"{self._own.key}: no end of references: {ref} refers on to {source}"
             )
-
-    def _cut(self, extents: list[Extent], chunks: range) -> Iterator[Extent]:
-        for extent, cut in overlapping(extents, chunks):
-            skipped = (cut.start - extent.chunks.start) * self._size
-            yield Extent(cut, extent.key, extent.offset + skipped)
 
 
 def places_in(shards: StoredShards, stored: StoredShard) -> ShardPlaces:

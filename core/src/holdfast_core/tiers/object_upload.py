@@ -1,349 +1,80 @@
-"""One shard file into the store: whole or in parts, and certain about it before it returns.
-
-Every request carries a signed CRC32C, because some stores publish half an object as a whole one
-when the client dies in mid-body. Nothing is repeated blindly: each attempt looks first (HEAD in
-checksum mode), so a lost reply, a 412 or an upload that is gone are all settled by what is there.
-
-An upload that was interrupted (this process killed or stopped, the store gone for longer than the
-budget) stays in the store: the next attempt finds it there by its key, keeps the parts whose
-checksums are right and sends the rest. One that failed for good is aborted.
-"""
+"""One object into the store whose bytes are known before the first is sent: a shard file, or a pack of
+its chunks as they are."""
 
 from __future__ import annotations
 
-import logging
+import functools
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 
-from holdfast_core.errors import (
-    AlreadyExistsError,
-    HoldfastError,
-    NotFoundError,
-    TierError,
-    UnavailableError,
-)
 from holdfast_core.tiers.base import ShardReader
 from holdfast_core.tiers.object_parts import Part, PartPlan
 from holdfast_core.tiers.object_resume import OpenUpload, best_upload
-from holdfast_core.tiers.retry import Retrier
-from holdfast_core.tiers.s3_client import (
-    CHECKSUM_HEADER,
-    IF_ABSENT,
-    ObjectInfo,
-    S3Client,
-    S3Reply,
-    S3Request,
-    UploadedPart,
-    encode_crc,
-)
+from holdfast_core.tiers.object_sending import Transport, Upload
+from holdfast_core.tiers.pooled import wait_all
 from holdfast_core.tiers.s3_http import Body, FileBody
 
-_LOG = logging.getLogger(__name__)
-_RESTARTS = 3
-"""How often an upload is begun that vanishes under us (a lifecycle rule, another's abort)."""
-_MAX_LEFTOVERS = 16
-"""Unfinished uploads of one shard that are looked at; each comes from one interrupted attempt."""
-_PART_CODES = frozenset({"InvalidPart", "InvalidPartOrder"})
 
-
-class UploadLostError(TierError):
-    """The multipart upload is gone or no good, the object is not there: begin again. Never leaves
-    here."""
-
-
-class _AbandonedError(TierError):
-    """A part that was not sent because another one failed. Never leaves here."""
-
-
-def confirm(client: S3Client, key: str, size_bytes: int, crc32c: int) -> bool:
-    """Whether exactly these bytes are there; False if nothing is. Raises AlreadyExistsError if
-    something else is: keys are immutable, so it is never overwritten."""
-    found = client.head(key)
-    if found is None:
-        return False
-    if found == ObjectInfo(size_bytes, crc32c):
-        return True
-    checksum = "no CRC32C" if found.crc32c is None else f"CRC32C {found.crc32c:08x}"
-    raise AlreadyExistsError(
-        f"{client.describe(S3Request('HEAD', key))}: expected {size_bytes} bytes with CRC32C "
-        f"{crc32c:08x}, found {found.size_bytes} bytes with {checksum}"
-    )
-
-
-def confirm_written(client: S3Client, key: str, size_bytes: int, crc32c: int) -> None:
-    """The same after the store has said yes: whatever is not as it should be is looked at again.
-    Raises UnavailableError, or TierError where the store keeps no checksum."""
-    found = client.head(key)
-    if found == ObjectInfo(size_bytes, crc32c):
-        return
-    where = client.describe(S3Request("HEAD", key))
-    if found is None:
-        raise UnavailableError(f"{where}: not there right after it was written")
-    if found.crc32c is None and found.size_bytes == size_bytes:
-        raise TierError(
-            f"{where}: the store kept no CRC32C of the whole object; it cannot hold shards safely"
-        )
-    raise UnavailableError(
-        f"{where}: expected {size_bytes} bytes with CRC32C {crc32c:08x} right after they were "
-        f"written, found {found}"
-    )
-
-
-class ShardUpload:
+class ShardUpload(Upload):
     """One upload of one shard or pack; not reused. `run` blocks until the store holds it."""
 
     def __init__(
         self,
-        client: S3Client,
-        retrier: Retrier,
-        workers: ThreadPoolExecutor,
+        transport: Transport,
         key: str,
         reader: ShardReader,
         plan: PartPlan,
-        throttle: Callable[[int], object] | None = None,
         body: Callable[[Part], Body] | None = None,
     ) -> None:
         """`body`: the bytes of a part; None: those of its span in the reader's file."""
-        self._client = client
-        self._retrier = retrier
-        self._workers = workers
-        self._key = key
-        self._reader = reader
+        super().__init__(transport, key, reader)
         self._plan = plan
-        self._throttle = throttle
         self._part_body = body or self._file_body
-        self._verified = threading.Lock()
-        self._conditional = IF_ABSENT if client.config.conditional_put else {}
 
     def run(self) -> None:
         """Raises AlreadyExistsError, AccessDeniedError, CapacityError, NotFoundError (bucket),
         CorruptionError (the local shard), UnavailableError."""
         if len(self._plan.parts) == 1:
-            self._retrier.call(f"upload of {self._key}", self._put_whole)
-            return
-        for _ in range(_RESTARTS):
-            try:
-                self._multipart()
-                return
-            except UploadLostError as error:
-                lost = error
-        raise UnavailableError(f"upload of {self._key}: {_RESTARTS} uploads vanished: {lost}")
-
-    def _put_whole(self) -> None:
-        if self._confirm():
-            return
-        (part,) = self._plan.parts
-        headers = {
-            CHECKSUM_HEADER: encode_crc(part.crc32c),
-            "Content-Type": "application/octet-stream",
-            **self._conditional,
-        }
-        self._settle(self._client.send(S3Request("PUT", self._key, {}, headers, self._body(part))))
+            (part,) = self._plan.parts
+            self._retrier.call(
+                f"upload of {self._key}",
+                lambda: self._put_whole(self._plan, lambda: self._part_body(part)),
+            )
+        else:
+            self._begin_again(self._multipart)
 
     def _multipart(self) -> None:
-        call = self._retrier.call
-        if call(f"look for {self._key}", self._confirm):
+        if self._retrier.call(f"look for {self._key}", lambda: self._confirm(self._plan)):
             return
         leftovers = self._leftovers()
-        upload = best_upload(self._plan, leftovers) or OpenUpload(
-            call(f"begin of upload {self._key}", lambda: self._client.create_upload(self._key)), {}
+        upload = best_upload(self._plan, leftovers) or OpenUpload(self._begin(), {})
+        self._finish(
+            upload.upload_id,
+            lambda: (self._plan, self._send_parts(upload)),
+            lambda: bool(upload.etags),
+            leftovers,
         )
-        ended = completing = False
-        try:
-            etags = self._send_parts(upload)
-            completing = True
-            ended = self._complete(upload.upload_id, etags)
-        except UnavailableError:
-            # Interrupted: the next attempt goes on here. But one that was taken over and cannot be
-            # completed may be broken in the store, and would be taken over for ever.
-            ended = not (completing and upload.etags)
-            raise
-        finally:
-            if not ended:
-                self._abort(upload.upload_id)
-        for upload_id in leftovers.keys() - {upload.upload_id}:
-            self._abort(upload_id)  # the object is there: nobody can need it
-
-    def _leftovers(self) -> dict[str, tuple[UploadedPart, ...]]:
-        """Unfinished uploads of this shard, by id, with what the store holds of each. Empty where
-        the store does not list them or the credentials may not ask: the upload begins anew."""
-        try:
-            uploads, _ = self._retrier.call(
-                f"look for unfinished uploads of {self._key}",
-                lambda: self._client.list_uploads(self._key),
-            )
-            return {
-                upload.upload_id: parts
-                for upload in uploads[:_MAX_LEFTOVERS]
-                if upload.key == self._key
-                and (parts := self._parts_of(upload.upload_id)) is not None
-            }
-        except TierError as error:
-            if error.retryable:
-                raise
-            _LOG.info("unfinished uploads of %s are not looked for: %s", self._key, error)
-            return {}
-
-    def _parts_of(self, upload_id: str) -> tuple[UploadedPart, ...] | None:
-        """None when it has just ended."""
-        try:
-            return self._retrier.call(
-                f"list of parts of {self._key}",
-                lambda: self._client.list_parts(self._key, upload_id),
-            )
-        except NotFoundError:
-            return None
 
     def _send_parts(self, upload: OpenUpload) -> list[str]:
         """ETags in the order of the parts; what is there already is not sent. When one fails for
         good, none is begun after it and all have ended before the error goes on: an abort must not
         race with a part in flight."""
         failed = threading.Event()
-        futures: dict[int, Future[str]] = {
-            part.number: self._workers.submit(self._send_part, upload.upload_id, part, failed)
-            for part in self._plan.parts
-            if part.number not in upload.etags
-        }
+        futures: dict[int, Future[str]] = {}
         try:
-            wait(futures.values(), return_when=FIRST_EXCEPTION)
-        finally:
-            if not all(future.done() for future in futures.values()):
-                failed.set()
-            for future in futures.values():
-                future.cancel()
-            wait(futures.values())
-        for future in futures.values():
-            error = None if future.cancelled() else future.exception()
-            if error is not None and not isinstance(error, _AbandonedError):
-                raise error
-        etags = {**upload.etags, **{number: sent.result() for number, sent in futures.items()}}
-        return [etags[part.number] for part in self._plan.parts]
-
-    def _send_part(self, upload_id: str, part: Part, failed: threading.Event) -> str:
-        what = f"part {part.number} of {self._key}"
-        checksum = encode_crc(part.crc32c)
-        request = S3Request(
-            "PUT",
-            self._key,
-            {"partNumber": str(part.number), "uploadId": upload_id},
-            {CHECKSUM_HEADER: checksum},
-            self._body(part),
-        )
-
-        def attempt() -> str:
-            if failed.is_set():
-                raise _AbandonedError(f"{what}: another part failed")
-            reply = self._client.send(request)
-            self._raise_failure(reply)
-            found = reply.headers.get(CHECKSUM_HEADER, checksum)
-            etag = reply.headers.get("etag", "")
-            if found != checksum or not etag:
-                raise UnavailableError(
-                    f"{self._client.describe(request)}: {what}: expected checksum {checksum} and "
-                    f"an ETag in the reply, found {found!r} and {etag!r}"
-                )
-            return etag
-
-        try:
-            return self._retrier.call(what, attempt)
+            for part in self._plan.parts:
+                if part.number not in upload.etags:
+                    body = functools.partial(self._part_body, part)
+                    futures[part.number] = self._submit(upload.upload_id, part, body, failed)
+            wait_all(futures.values())
         except BaseException:
             failed.set()
             raise
-
-    def _complete(self, upload_id: str, etags: list[str]) -> bool:
-        """True if this upload became the object; False if the object came from somewhere else
-        (another writer, or our own earlier attempt whose reply was lost)."""
-        plan = self._plan
-        headers = {
-            CHECKSUM_HEADER: encode_crc(plan.crc32c),
-            "x-amz-checksum-type": "FULL_OBJECT",
-            "x-amz-mp-object-size": str(plan.size_bytes),
-            "Content-Type": "application/xml",
-            **self._conditional,
-        }
-        body = _completion(plan.parts, etags)
-        request = S3Request("POST", self._key, {"uploadId": upload_id}, headers, body)
-        asked_before = False
-
-        def attempt() -> bool:
-            nonlocal asked_before
-            if asked_before and self._confirm():
-                return False
-            asked_before = True
-            reply = self._client.send(request)
-            failure = reply.failure
-            if failure is None:
-                return True
-            if failure.is_precondition or failure.is_absent:
-                if self._confirm():
-                    return False
-                if failure.is_absent and failure.code != "NoSuchBucket":
-                    raise UploadLostError(f"{failure.request}: {failure.words}")
-                raise UnavailableError(f"{failure.request}: {failure.words}; yet nothing is there")
-            if failure.is_bad_bytes or failure.code in _PART_CODES:
-                # The parts there are not what their list said: nothing of them is trusted again.
-                self._reader.verify()
-                raise UploadLostError(f"{failure.request}: {failure.words}")
-            self._raise_failure(reply)
-            return True
-
-        mine = self._retrier.call(f"completion of {self._key}", attempt)
-        if mine:
-            self._retrier.call(f"check of {self._key}", self._confirm_written)
-        return mine
-
-    def _settle(self, reply: S3Reply) -> None:
-        if reply.failure is None:
-            self._confirm_written()
-        elif not reply.failure.is_precondition:
-            self._raise_failure(reply)
-        elif not self._confirm():
-            raise UnavailableError(
-                f"{reply.failure.request}: {reply.failure.words}; yet nothing is there"
-            )
-
-    def _raise_failure(self, reply: S3Reply) -> None:
-        failure = reply.failure
-        if failure is None:
-            return
-        if failure.code == "NoSuchUpload":
-            raise UploadLostError(f"{failure.request}: {failure.words}")
-        if failure.is_bad_bytes and self._verified.acquire(blocking=False):
-            # On the wire or on our disk? Once is enough: CorruptionError ends the upload.
-            self._reader.verify()
-        raise failure.error()
-
-    def _confirm(self) -> bool:
-        return confirm(self._client, self._key, self._plan.size_bytes, self._plan.crc32c)
-
-    def _confirm_written(self) -> None:
-        confirm_written(self._client, self._key, self._plan.size_bytes, self._plan.crc32c)
-
-    def _body(self, part: Part) -> Body:
-        if self._throttle is not None:
-            self._throttle(part.span.length_bytes)
-        return self._part_body(part)
+        finally:
+            wait_all(futures.values())
+        etags = {**upload.etags, **self._results(futures)}
+        return [etags[part.number] for part in self._plan.parts]
 
     def _file_body(self, part: Part) -> FileBody:
         return FileBody(self._reader.fd, part.span.start, part.span.length_bytes)
-
-    def _abort(self, upload_id: str) -> None:
-        try:
-            self._client.abort_upload(self._key, upload_id)
-        except HoldfastError as error:
-            # The error that brought us here matters more; abort_stale_uploads finds it later.
-            _LOG.warning("unfinished upload of %s stays in the store: %s", self._key, error)
-
-
-def _completion(parts: tuple[Part, ...], etags: list[str]) -> bytes:
-    items = "".join(
-        f"<Part><PartNumber>{part.number}</PartNumber><ETag>{_escape(etag)}</ETag>"
-        f"<ChecksumCRC32C>{encode_crc(part.crc32c)}</ChecksumCRC32C></Part>"
-        for part, etag in zip(parts, etags, strict=True)
-    )
-    return f"<CompleteMultipartUpload>{items}</CompleteMultipartUpload>".encode()
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

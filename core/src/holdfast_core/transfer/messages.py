@@ -81,6 +81,8 @@ class Policy:
     """"TLS" or "None" (a trusted fabric; the handshake stays mutual). Any other word means TLS."""
     object_every_steps: int | None = None
     """None: no object tier."""
+    object_compression: str = "None"
+    """"None" or "Zstd": what is uploaded is compressed. Any other word means None."""
 
     @property
     def keeps_every_step(self) -> bool:
@@ -93,6 +95,10 @@ class Policy:
     def plain_copies(self) -> bool:
         """Payloads may travel between peers outside TLS."""
         return self.peer_encryption == "None"
+
+    @property
+    def compresses_uploads(self) -> bool:
+        return self.object_compression == "Zstd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -643,6 +649,9 @@ class WorkerReport:
     """Names this life of the sender: when it changes, the coordinator tells it everything again."""
     holds: bool = False
     """The sender serves HoldNotice. One of an older release is not sent any."""
+    reads_compressed: bool = False
+    """The sender reads packs of version 2. While one of the gang does not say so none are asked for:
+    what one rank stores another may refer to, and have to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -763,6 +772,11 @@ class PersistRequest:
     be of a release that does not know what then must not be deleted."""
     whole: bool = False
     """Refer to nothing: what an earlier attempt referred to is gone."""
+    reads_compressed: bool = False
+    """Every member reads packs of version 2. Else what is stored neither is one nor refers to one: a
+    member would have a shard in the store that it cannot read."""
+    compress: bool = False
+    """Compress what is stored (with `share`, and not `whole`: a shard that is no pack stays as it is)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,6 +315,7 @@ def _policy(world: World) -> Policy:
         peer_copies=min(spec.peer_copies, len(world.members) - 1),
         peer_encryption=spec.peer_encryption,
         object_every_steps=spec.object_every_steps if spec.store is not None else None,
+        object_compression=spec.object_compression,
     )
 
 

@@ -1,0 +1,36 @@
+"""What becomes of what waits in a pool that is closed."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from holdfast_core.errors import UnavailableError
+from holdfast_core.tiers.pooled import submit, wait_all
+
+
+def test_what_is_cancelled_in_the_queue_is_not_waited_for() -> None:
+    """Here concurrent.futures.wait would wait for ever."""
+    workers, go_on = ThreadPoolExecutor(1), threading.Event()
+    running, queued = submit(workers, go_on.wait, 60), submit(workers, int)
+    workers.shutdown(wait=False, cancel_futures=True)
+    go_on.set()
+    wait_all([running, queued])
+    assert (running.result(), queued.cancelled()) == (True, True)
+
+
+def test_an_error_is_left_to_who_asks_for_the_result() -> None:
+    with ThreadPoolExecutor(1) as workers:
+        failed = submit(workers, int, "no number")
+        wait_all([failed])
+    with pytest.raises(ValueError, match="no number"):
+        failed.result()
+
+
+def test_a_pool_that_is_closed_takes_nothing() -> None:
+    workers = ThreadPoolExecutor(1)
+    workers.shutdown()
+    with pytest.raises(UnavailableError, match="being closed"):
+        submit(workers, int)

@@ -1,0 +1,33 @@
+"""An uploading process that is killed while the proxy holds one of its requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.testing.hostile_s3 import HostileProxy
+from holdfast_core.tiers.disk_shard import DiskShardReader
+
+UPLOADER = Path(__file__).with_name("uploader.py")
+
+
+def kill_in_upload(
+    proxy: HostileProxy, config: StoreConfig, reader: DiskShardReader, *what: str
+) -> None:
+    """`what`: the arguments of uploader.py behind those that name the shard. SIGKILL comes when the
+    proxy holds what it was told to."""
+    ref = reader.record.ref
+    identity = json.dumps([ref.job_uid, ref.step, ref.round, ref.rank, ref.blake3])
+    path = os.readlink(f"/proc/self/fd/{reader.fd}")
+    command = [sys.executable, str(UPLOADER), config.to_json(), path, identity, *what]
+    with subprocess.Popen(command) as child:
+        try:
+            assert proxy.holding.wait(60)
+        finally:
+            child.send_signal(signal.SIGKILL)
+        assert child.wait(30) == -signal.SIGKILL

@@ -1,0 +1,296 @@
+"""Uploads that are compressed on their way, against real stores that fail, lose and already hold."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.integration.object_store.killed import kill_in_upload
+from tests.integration.object_store.test_compressed import WIDTH, Compressing
+from tests.integration.object_store.test_packs import NAMESPACE, key_of, objects
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import AlreadyExistsError, CorruptionError, UnavailableError
+from holdfast_core.format.digest import crc32c
+from holdfast_core.format.pack import pack_index
+from holdfast_core.format.record import CHUNK_BYTES
+from holdfast_core.testing.builders import payload, weights
+from holdfast_core.testing.hostile_s3 import (
+    Answer,
+    FlipRequest,
+    FreezeRequest,
+    HostileProxy,
+    LoseReply,
+    Seen,
+    on,
+)
+from holdfast_core.testing.shard_files import flip_bit
+from holdfast_core.testing.store_server import StoreServer
+from holdfast_core.tiers.disk import BufferPool
+from holdfast_core.tiers.disk_shard import DiskShardReader
+from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.tiers.object_encode import MAX_HELD_BYTES
+from holdfast_core.tiers.s3_client import CHECKSUM_HEADER, S3Client, S3Request, encode_crc
+
+pytestmark = pytest.mark.integration
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gang(tmp_path: Path, tier: S3ObjectTier) -> Iterator[Compressing]:
+    found = Compressing(tmp_path, tier)
+    yield found
+    found.close()
+
+
+def test_what_is_there_is_looked_at_by_the_caller(
+    gang: Compressing, proxied: S3ObjectTier, proxy: HostileProxy
+) -> None:
+    """Nothing is compressed and nothing sent to find that out."""
+    gang.write(1, weights(9 * MIB))
+    stored = gang.compress(1, 0)
+    gang.tier = proxied
+    with pytest.raises(AlreadyExistsError, match="expected nothing"):
+        gang.compress(1, 0)
+    assert [seen.method for seen in proxy.requests] == ["HEAD"]
+    assert gang.tier.stored(NAMESPACE, gang.ref(1, 0)).index == stored
+
+
+def test_bytes_that_went_bad_on_the_node_are_not_stored(
+    gang: Compressing, server: StoreServer, store: StoreConfig
+) -> None:
+    """In the last of several parts: what was sent before is not left in the store."""
+    gang.write(1, weights(23 * MIB))
+    reader = gang.readers[1, 0]
+    flip_bit(Path(os.readlink(f"/proc/self/fd/{reader.fd}")), 4096 + 22 * MIB)
+    with pytest.raises(CorruptionError, match="chunk 88"):
+        gang.compress(1, 0)
+    assert objects(server, store) == {}
+    client = S3Client(store, server.credentials)
+    assert client.list_uploads(key_of(store, gang.ref(1, 0)))[0] == ()
+
+
+# ------------------------------------------------------------------ who holds which bytes, how long
+
+
+@contextlib.contextmanager
+def memory() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Bytes that are held now, and at most until now. Without the collector, which frees cycles when it
+    likes: what is let go of is free at once."""
+    gc.disable()
+    tracemalloc.start()
+    try:
+        yield tracemalloc.get_traced_memory
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+
+
+def four_wait(then: Callable[[int], object]) -> Callable[[int], None]:
+    """A throttle that lets none of four parts go before all four are made and wait. `then` is called by
+    each of them, with how many fours there were before."""
+    waiting, begun = threading.Barrier(4), itertools.count()
+
+    def throttle(_length: int) -> None:
+        number = next(begun)
+        if number < 8:
+            waiting.wait(60)
+            then(number // 4)
+
+    return throttle
+
+
+def four_at_once(store: StoreConfig) -> StoreConfig:
+    return replace(store, part_size_mib=32, max_concurrency=4)
+
+
+@pytest.mark.parametrize("vanishes", [False, True], ids=["made once", "made again"])
+def test_what_waits_for_the_store_is_bounded(
+    gang: Compressing, server: StoreServer, store: StoreConfig, vanishes: bool
+) -> None:
+    """Also when somebody else aborts the upload while four parts wait, and four wait once more."""
+    gang.write(1, payload(96 * MIB))
+    key, client = key_of(store, gang.ref(1, 0)), S3Client(store, server.credentials)
+    aborted: list[str] = []
+
+    def abort(before: int) -> None:
+        for pending in client.list_uploads(key)[0] if vanishes and not before else ():
+            client.abort_upload(key, pending.upload_id)
+            aborted.append(pending.upload_id)
+
+    gang.tier = S3ObjectTier(four_at_once(store), server.credentials, throttle=four_wait(abort))
+    with memory() as held:
+        stored = gang.compress(1, 0)
+        _, peak = held()
+    assert bool(aborted) is vanishes
+    assert stored.stored_bytes == 96 * MIB
+    assert 32 * MIB < peak < MAX_HELD_BYTES + 4 * MIB
+    gang.assert_comes_back(1, 0)
+    gang.tier.close()
+
+
+def test_an_upload_that_failed_holds_nothing(
+    gang: Compressing, server: StoreServer, store: StoreConfig
+) -> None:
+    """It is tried again later, for as long as the store is away."""
+    gang.write(1, payload(96 * MIB))
+
+    def fail(_before: int) -> None:
+        raise UnavailableError("the store is away")
+
+    gang.tier = S3ObjectTier(four_at_once(store), server.credentials, throttle=four_wait(fail))
+    with memory() as held:
+        failed = ""
+        try:
+            gang.compress(1, 0)
+        except UnavailableError as error:
+            failed = str(error)
+        now, peak = held()
+    assert failed == "the store is away"
+    assert peak > 32 * MIB
+    assert now < MIB
+    gang.tier.close()
+
+
+class Closing(DiskShardReader):
+    """Closes the tier when chunk 70 is read."""
+
+    tier: S3ObjectTier
+
+    def read_payload_into(self, offset: int, buffer: memoryview) -> None:
+        if offset == 70 * CHUNK_BYTES:
+            self.tier.close()
+        super().read_payload_into(offset, buffer)
+
+
+def test_an_upload_that_is_interrupted_by_the_end_stays_to_be_gone_on_with(
+    gang: Compressing, server: StoreServer, store: StoreConfig
+) -> None:
+    gang.write(1, payload(24 * MIB))
+    config = replace(store, part_size_mib=5, max_concurrency=1)
+    gang.tier = S3ObjectTier(config, server.credentials)
+    reader = gang.readers[1, 0]
+    path = Path(os.readlink(f"/proc/self/fd/{reader.fd}"))
+    with Closing.open(path, reader.record.ref, BufferPool(MIB, keep=2)) as closing:
+        closing.tier = gang.tier
+        with pytest.raises(UnavailableError, match="being closed"):
+            gang.tier.upload_encoded(NAMESPACE, closing, gang.alone(1, 0), bytes([WIDTH] * 96))
+    client = S3Client(store, server.credentials)
+    (pending,), _ = client.list_uploads(key_of(store, gang.ref(1, 0)))
+    assert [part.number for part in client.list_parts(pending.key, pending.upload_id)] == [1, 2, 3]
+
+
+UPLOAD_FAULTS = {
+    "a part that the store has no time for": (on("PUT", query="partNumber=2&"), Answer(503)),
+    "a bit that flips on the way": (on("PUT", query="partNumber=2&"), FlipRequest(1000)),
+    "a reply to a part that is lost": (on("PUT", query="partNumber=1&"), LoseReply()),
+    "a reply to the completion that is lost": (on("POST", query="uploadId="), LoseReply()),
+    "an upload that vanished": (on("PUT", query="partNumber=2&"), Answer(404, "NoSuchUpload")),
+}
+
+
+@pytest.mark.parametrize(("matches", "fault"), UPLOAD_FAULTS.values(), ids=UPLOAD_FAULTS.keys())
+def test_an_upload_gets_over_it(
+    gang: Compressing,
+    proxied: S3ObjectTier,
+    proxy: HostileProxy,
+    tier: S3ObjectTier,
+    matches: Callable[[Seen], bool],
+    fault: Answer | FlipRequest | LoseReply,
+) -> None:
+    gang.write(1, weights(23 * MIB))
+    gang.tier = proxied
+    struck = proxy.add(matches, fault)
+    gang.compress(1, 0)
+    assert struck.applied == 1
+    gang.tier = tier
+    gang.assert_comes_back(1, 0)
+
+
+def test_an_upload_that_was_killed_goes_on(
+    gang: Compressing, server: StoreServer, store: StoreConfig, proxy: HostileProxy
+) -> None:
+    """kill -9 in the third part: what comes out of the compressor is the same again, so that the first
+    two are not sent again."""
+    gang.write(1, weights(24 * MIB))
+    config = replace(
+        server.config(store.prefix, endpoint=proxy.endpoint), part_size_mib=5, max_concurrency=1
+    )
+    proxy.add(on("PUT", query="partNumber=3&"), FreezeRequest(MIB))
+    kill_in_upload(proxy, config, gang.readers[1, 0], "", str(WIDTH))
+    sent: list[int] = []
+    config = replace(store, part_size_mib=5)
+    gang.tier = S3ObjectTier(config, server.credentials, sent=sent.append)
+    stored = gang.compress(1, 0)
+    gang.tier.close()
+    body = stored.stored_bytes + len(pack_index(stored)) - 10 * MIB
+    assert body <= sum(sent) < body + 10_000  # and the words that complete the upload
+    gang.tier = S3ObjectTier(store, server.credentials)
+    gang.assert_comes_back(1, 0)
+    gang.tier.close()
+
+
+def test_parts_of_another_attempt_are_not_mixed_in(
+    gang: Compressing, server: StoreServer, store: StoreConfig
+) -> None:
+    """One that did not compress, or another release of zstd: parts as long as these, and more of them.
+    The one part that is the same is kept."""
+    gang.write(1, weights(24 * MIB))
+    alone = gang.compress(1, 0)
+    key, client = key_of(store, gang.ref(1, 0)), S3Client(store, server.credentials)
+    with client.stream_range(key, 0, 5 * MIB) as reply:
+        same = reply.read(5 * MIB)
+    client.delete(key)
+    upload_id = client.create_upload(key)
+    for number in range(1, 8):
+        data = same if number == 1 else payload(5 * MIB, seed=number)
+        query = {"partNumber": str(number), "uploadId": upload_id}
+        checksum = {CHECKSUM_HEADER: encode_crc(crc32c(data))}
+        client.send(S3Request("PUT", key, query, checksum, data)).checked()
+    sent: list[int] = []
+    config = replace(store, part_size_mib=5)
+    gang.tier = S3ObjectTier(config, server.credentials, sent=sent.append)
+    assert gang.compress(1, 0) == alone
+    assert client.list_uploads(key)[0] == ()
+    body = alone.stored_bytes + len(pack_index(alone)) - 5 * MIB
+    assert body <= sum(sent) < body + 10_000  # and the words that complete the upload
+    gang.assert_comes_back(1, 0)
+    gang.tier.close()
+
+
+def test_of_two_that_are_made_at_the_same_time_the_first_stays(
+    gang: Compressing,
+    proxied: S3ObjectTier,
+    proxy: HostileProxy,
+    tier: S3ObjectTier,
+    server: StoreServer,
+    store: StoreConfig,
+) -> None:
+    """Another attempt, which does not compress, is done when this one completes."""
+    gang.write(1, weights(23 * MIB))
+    alone = gang.alone(1, 0)
+
+    def other_wins(seen: Seen) -> bool:
+        if seen.method == "POST" and "uploadId=" in seen.query:
+            tier.upload_pack(NAMESPACE, gang.readers[1, 0], alone)
+        return False
+
+    proxy.add(other_wins, Answer(500))
+    gang.tier = proxied
+    # One server refuses; the other says yes, and what is there then is not what was sent.
+    with pytest.raises((AlreadyExistsError, UnavailableError), match=r"expected \d+ bytes"):
+        gang.compress(1, 0)
+    with pytest.raises(AlreadyExistsError, match="expected nothing"):
+        gang.compress(1, 0)
+    assert tier.stored(NAMESPACE, gang.ref(1, 0)).index == alone
+    client = S3Client(store, server.credentials)
+    assert client.list_uploads(key_of(store, gang.ref(1, 0)))[0] == ()
+    gang.assert_comes_back(1, 0)
