@@ -1,6 +1,6 @@
 """What the persister of a folder does in one save of two ranks, to be killed anywhere.
 
-usage: directory_crash_programs.py kills|power|again; prints a report as JSON. A process of its own,
+usage: directory_crash_programs.py kills|starts|power|again; prints a report as JSON. A process of its own,
 because a tracer waits for all of its children.
 """
 
@@ -13,8 +13,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 from holdfast.directory.choice import candidates, load_choice
+from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.service import DirectoryService
 from holdfast.layouts import LayoutFiles
@@ -39,7 +41,7 @@ WORLD = 2
 ROWS = 1000
 CAPACITY = 64 << 10
 NOT_DURABLE = ("ckpt/prepared", "ckpt/.prune")
-"""Records of one round for that round alone: the next process begins a new one."""
+"""Records that are not synced may be torn, or be lost: test_directory_commit.py."""
 
 
 @functools.cache
@@ -78,6 +80,14 @@ class Gang:
         return SlotFile.open(self.memory, slot_name(Rank(rank), 0))
 
     def save(self, step: int, say: Say) -> None:
+        self.stage(step)
+        for _ in range(WORLD):
+            message = self.levels.get(timeout=60)
+            while not (isinstance(message, LevelReached) and message.level is Level.LOCAL):
+                message = self.levels.get(timeout=60)
+        say(f"committed {step}")
+
+    def stage(self, step: int) -> None:
         for rank in range(WORLD):
             layout, size = layout_and_size(rank)
             LayoutFiles(self.memory / "layouts").ensure(layout, digest_of(layout))
@@ -93,11 +103,6 @@ class Gang:
                 self.service.round, Step(step), Rank(rank), slot.name, size, digest_of(layout)
             )
             self.service.handle(stage, self.levels.put)
-        for _ in range(WORLD):
-            message = self.levels.get(timeout=60)
-            while not (isinstance(message, LevelReached) and message.level is Level.LOCAL):
-                message = self.levels.get(timeout=60)
-        say(f"committed {step}")
 
     def filled(self, rank: int) -> bytes:
         """What a restore gives the rank."""
@@ -118,6 +123,14 @@ def train(directory: Path, say: Say, *steps: int) -> None:
         for step in steps:
             gang.save(step, say)
         gang.service.finish(30)
+
+
+def leave_prepared(directory: Path, step: int) -> None:
+    """A save whose shards are durable when the run ends, and that was not committed."""
+    with beside(directory) as memory:
+        gang = Gang(directory, memory)
+        gang.stage(step)
+        gang.service.finish(0)
 
 
 def check(directory: Path, said: Sequence[str]) -> list[str]:
@@ -174,9 +187,20 @@ def main(what: str) -> Report:
     def second(directory: Path, say: Say) -> None:
         train(directory, say, 3)
 
+    def first_without_commit(directory: Path) -> None:
+        first(directory)
+        with patch.object(Committer, "commit", side_effect=OSError("killed here")):
+            leave_prepared(directory, 3)
+
+    def start(directory: Path, say: Say) -> None:
+        say("committed 3")  # all ranks had made it durable
+        train(directory, say)
+
     match what:
         case "kills":
             return kill_at_every_call(first, second, check)
+        case "starts":
+            return kill_at_every_call(first_without_commit, start, check)
         case "power":
             return cut_power(
                 record(lambda d, say: train(d, say, 1, 2, 3), ignored=NOT_DURABLE), check

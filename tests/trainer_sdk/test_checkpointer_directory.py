@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +27,7 @@ from holdfast_core.errors import (
     StateMismatchError,
     UnsupportedStateError,
 )
+from holdfast_core.testing.failpoints import VARIABLE
 
 PROGRAM = """
 import sys, holdfast, numpy as np
@@ -170,6 +174,54 @@ def test_the_persister_may_die(tmp_path: Path) -> None:
         state = {"t": torch.full((4,), 2.0)}
         until(lambda: ckpt.save(2, state).failure is None, "a save after the restart")
         until(lambda: committed_step(tmp_path / "ckpt") == 2, "step 2")
+
+
+SAVE_AND_DIE = """
+import os, signal, sys, holdfast, numpy as np
+folder, go = sys.argv[1:]
+with holdfast.Checkpointer(dir=folder) as ckpt:
+    ckpt.save(1, {"t": np.full(1 << 18, 1.0)}).wait("local", timeout=60)
+    os.unlink(go)  # from now on its persister's disk hangs
+    for step in (2, 3):
+        assert ckpt.save(step, {"t": np.full(1 << 18, float(step))}).failure is None
+    assert ckpt._session.wait_acknowledged(60)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_had_saved_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither of its last two saves is on the disk when the next run starts."""
+    caplog.set_level(logging.INFO, "holdfast")
+    program, folder, go = tmp_path / "program.py", tmp_path / "ckpt", tmp_path / "go"
+    program.write_text(SAVE_AND_DIE)
+    go.touch()
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nfrom holdfast_core.testing.failpoints import install_from_env\n"
+        "install_from_env(os.environ)\n"
+    )
+    failing = {VARIABLE: f"node.write=wait:{go}", "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, str(program), str(folder), str(go)],
+        env={**os.environ, **failing},
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert committed_step(folder) == 1
+
+    def go_on() -> None:
+        until(lambda: "waiting for process" in caplog.text, "the next run waits")
+        go.touch()
+
+    state = {"t": np.zeros(1 << 18)}
+    with ThreadPoolExecutor(1) as other:
+        going_on = other.submit(go_on)
+        with holdfast.Checkpointer(dir=folder) as ckpt:
+            assert ckpt.restore(state) == 3
+        going_on.result()
+    assert (state["t"] == 3.0).all()
+    assert list((folder / "processes").iterdir()) == []
 
 
 def test_sigterm_saves_and_stops(tmp_path: Path) -> None:

@@ -26,6 +26,13 @@ def test_a_save_killed_at_any_call_loses_nothing() -> None:
     assert any("/ckpt/prepared/" in call for call in found.calls)
 
 
+def test_a_start_killed_at_any_call_keeps_what_was_prepared() -> None:
+    """The run that comes next commits what all ranks had made durable, whoever was killed in doing so."""
+    found = report_of(PROGRAMS, "starts")
+    assert found.problems == ()
+    assert {call.split()[0] for call in found.calls} >= {"linkat", "unlinkat"}
+
+
 def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
     """F16, from before the folder was there."""
     found = report_of(PROGRAMS, "power")

@@ -2,7 +2,8 @@
 
 Started by the SDK where there is no sidecar, so that digests, fsync and commits never take the
 trainer's interpreter lock. It ends with the trainer: after the connection ends it writes what was
-staged, waits a bounded time for the other ranks, and leaves.
+staged (a run that starts meanwhile waits for that), waits a bounded time for the other ranks, and
+leaves.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 from holdfast.directory.connection import Connection
 from holdfast.directory.options import parse_options
+from holdfast.directory.processes import claim
 from holdfast.directory.service import DirectoryService
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import RestartRound
@@ -35,13 +37,18 @@ def main(argv: Sequence[str]) -> int:
     os.nice(_NICENESS)
     logging.basicConfig(level=logging.WARNING, format="[holdfast] %(message)s", stream=sys.stderr)
     sock = socket.socket(fileno=int(argv[0]))
-    service = DirectoryService(parse_options(argv[1]))
+    options = parse_options(argv[1])
+    service = DirectoryService(options)
+    writing = None if options.writer is None else claim(options.writer)
     try:
         service.start()
     except (HoldfastError, OSError) as error:
         _refuse_hello(sock, error)
         return 1
     Connection(sock, service).serve()
+    service.write_out()
+    if writing is not None:  # what all ranks have written, the next run may commit itself
+        writing.release()
     service.finish(_COMMIT_SECONDS)
     return 0
 

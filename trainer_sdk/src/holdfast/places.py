@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from blake3 import blake3
 
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.options import format_options
+from holdfast.directory.processes import Claim, Process, claim
 from holdfast.settings import RankSettings
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import ConfigError
@@ -98,6 +100,7 @@ class DirectoryPlace:
     restore: CheckpointId | None = None
     rejected: list[CheckpointId] = field(default_factory=list)
     _process: subprocess.Popen[bytes] | None = None
+    _claim: Claim | None = None
 
     @classmethod
     def of(cls, root: Path, settings: RankSettings, policy: Policy) -> DirectoryPlace:
@@ -127,8 +130,15 @@ class DirectoryPlace:
             removes_slots=settings.scratch_dir is None,
         )
 
+    @property
+    def processes_dir(self) -> Path:
+        return self.root / "processes"
+
     def connect(self) -> socket.socket:
         self._reap(0.0)
+        name = f"rank{self.settings.rank:06d}-{secrets.token_hex(8)}"
+        process = Process(self.processes_dir, name)
+        self._claim = claim(process.trainer)
         ours, theirs = socket.socketpair()
         with theirs:
             words = format_options(
@@ -141,6 +151,7 @@ class DirectoryPlace:
                 round_=self.round,
                 restore=self.restore,
                 rejected=self.rejected,
+                writer=process.writer,
             )
             try:
                 self._process = subprocess.Popen(
@@ -164,11 +175,13 @@ class DirectoryPlace:
                 shutil.rmtree(self.slots_dir.parent, ignore_errors=True)
 
     def _reap(self, seconds: float) -> None:
-        if self._process is None:
-            return
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
+        process, claimed = self._process, self._claim
+        self._process = self._claim = None
+        if process is not None:
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if claimed is not None:
+            claimed.release()

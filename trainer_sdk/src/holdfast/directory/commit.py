@@ -3,29 +3,42 @@
  1. Every rank: shard and layout durable -> a record under prepared/s<step>-r<round>/.
  2. Rank 0: all ranks' records are there -> layout and manifest, put-if-absent. Committed.
  3. Every rank sees the manifest -> its own shards that no kept checkpoint names may go.
-A kill between any two leaves the older checkpoint as it was.
+A kill between any two leaves the older checkpoint as it was. What was killed between 1 and 2 is
+committed by the run that comes next: the manifest follows from the records alone, so that it does not
+matter who makes it, nor whether two do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.directory.choice import JOB_UID
-from holdfast_core.errors import NotFoundError
+from holdfast.directory.choice import JOB_UID, candidates
+from holdfast_core.errors import HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.record import ShardRecord
-from holdfast_core.ids import CheckpointId, Digest
+from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
 from holdfast_core.store import build_manifest, commit_local, merge_layouts
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer import codec
 
+logger = logging.getLogger(__name__)
+
 IDENTITY = JobIdentity("standalone", "standalone", JOB_UID)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A rank's record of a durable shard, with what the manifest says of the run."""
+
+    record: ShardRecord
+    parent: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +50,19 @@ class Committer:
     world_size: int
     own_ranks: range
     keep_last: int
-    parent: Digest | None
+    parent: Digest | None = None
 
     def prepare(self, record: ShardRecord) -> None:
         """Say that this rank's shard is durable. Seen whole or not at all."""
         directory = self._directory(record.checkpoint)
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".{record.header.rank}.{os.getpid()}.tmp"
-        temporary.write_bytes(codec.dumps(record))
-        temporary.replace(directory / f"{record.header.rank}.json")
+        temporary.write_bytes(codec.dumps(Prepared(record, self.parent)))
+        temporary.replace(_file(directory, record.header.rank))
 
     def is_complete(self, checkpoint: CheckpointId) -> bool:
         directory = self._directory(checkpoint)
-        return all((directory / f"{rank}.json").exists() for rank in range(self.world_size))
+        return all(_file(directory, rank).exists() for rank in range(self.world_size))
 
     def is_committed(self, checkpoint: CheckpointId) -> bool:
         try:
@@ -60,16 +73,31 @@ class Committer:
 
     def commit(self, checkpoint: CheckpointId) -> None:
         """Rank 0, once all are prepared. Idempotent. Raises FormatError for a bad record."""
-        directory = self._directory(checkpoint)
-        records = [
-            codec.loads(ShardRecord, (directory / f"{rank}.json").read_bytes())
-            for rank in range(self.world_size)
-        ]
-        layouts = [self.tier.get_layout(record.header.layout) for record in records]
-        layout = merge_layouts(layouts).to_bytes()
-        manifest = build_manifest(IDENTITY, records, parent=self.parent, layout=layout)
-        commit_local(self.tier, layout, manifest)
-        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            prepared = self._prepared(checkpoint)
+        except FileNotFoundError:
+            if self.is_committed(checkpoint):  # by the run that came next, which cleared up, too
+                return
+            raise
+        self._commit(checkpoint, prepared)
+
+    def commit_left(self) -> None:
+        """Commit what all ranks of an ended run had made durable, where it is newer than every checkpoint.
+
+        Records are not synced: one that a power cut tore, or whose shard is gone, is passed over.
+        """
+        newest = max(((c.round, c.step) for c in candidates(self.tier)), default=(-1, -1))
+        for checkpoint in self._left():
+            if (checkpoint.round, checkpoint.step) <= newest:
+                continue
+            try:
+                prepared = self._prepared(checkpoint)
+                if all(self.tier.find(one.record.ref) is not None for one in prepared):
+                    self._commit(checkpoint, prepared)
+            except (HoldfastError, OSError) as error:
+                logger.info(
+                    "checkpoint %s of an ended run stays uncommitted: %s", checkpoint, error
+                )
 
     def prune(self, newest: CheckpointId, protected: CheckpointId | None, *, leader: bool) -> None:
         """After `newest` was committed: keep the last ones and the restore point of this run.
@@ -120,11 +148,41 @@ class Committer:
             self.tier.delete_shard(record.ref)
 
     def _drop_old_records(self, newest: CheckpointId) -> None:
+        for checkpoint in self._left():
+            if (checkpoint.round, checkpoint.step) < (newest.round, newest.step):
+                shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
+
+    def _left(self) -> list[CheckpointId]:
+        """What has records, oldest first."""
+        found: list[CheckpointId] = []
         with contextlib.suppress(FileNotFoundError):
             for path in self.prepared_dir.iterdir():
                 step, _, round_ = path.name[1:].partition("-r")
-                if (int(round_), int(step)) < (newest.round, newest.step):
-                    shutil.rmtree(path, ignore_errors=True)
+                found.append(CheckpointId(Step(int(step)), RestartRound(int(round_))))
+        return sorted(found, key=lambda c: (c.round, c.step))
+
+    def _prepared(self, checkpoint: CheckpointId) -> list[Prepared]:
+        """By rank. Raises FileNotFoundError while one is missing, FormatError."""
+        directory = self._directory(checkpoint)
+        first = _read(directory, 0)
+        others = range(1, first.record.header.world_size)
+        return [first, *(_read(directory, rank) for rank in others)]
+
+    def _commit(self, checkpoint: CheckpointId, prepared: list[Prepared]) -> None:
+        records = [one.record for one in prepared]
+        layouts = [self.tier.get_layout(record.header.layout) for record in records]
+        layout = merge_layouts(layouts).to_bytes()
+        manifest = build_manifest(IDENTITY, records, parent=prepared[0].parent, layout=layout)
+        commit_local(self.tier, layout, manifest)
+        shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
 
     def _directory(self, checkpoint: CheckpointId) -> Path:
         return self.prepared_dir / str(checkpoint)
+
+
+def _file(directory: Path, rank: int) -> Path:
+    return directory / f"{rank}.json"
+
+
+def _read(directory: Path, rank: int) -> Prepared:
+    return codec.loads(Prepared, _file(directory, rank).read_bytes())

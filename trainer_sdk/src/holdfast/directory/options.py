@@ -27,6 +27,8 @@ class ServiceOptions:
     choose_restore: bool = True
     """False: `restore` says it, also where it is None."""
     rejected: tuple[CheckpointId, ...] = ()
+    writer: Path | None = None
+    """To be claimed until all is written: see holdfast.directory.processes."""
 
 
 def format_options(
@@ -40,6 +42,7 @@ def format_options(
     round_: RestartRound | None,
     restore: CheckpointId | None,
     rejected: Sequence[CheckpointId],
+    writer: Path,
 ) -> str:
     """The persister's one argument: what `parse_options` reads back."""
     return json.dumps(
@@ -55,6 +58,7 @@ def format_options(
             "round": round_,
             "restore": None if restore is None else [restore.step, restore.round],
             "rejected": [[c.step, c.round] for c in rejected],
+            "writer": str(writer),
         }
     )
 
@@ -80,6 +84,7 @@ def parse_options(text: str) -> ServiceOptions:
         restore=_checkpoint(value["restore"]),
         choose_restore=round_ is None,
         rejected=tuple(c for c in map(_checkpoint, value["rejected"]) if c is not None),
+        writer=Path(value["writer"]),
     )
 
 

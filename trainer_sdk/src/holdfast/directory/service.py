@@ -8,11 +8,11 @@ rank and never ends the service.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice, next_round
@@ -61,10 +61,19 @@ Push = Callable[[Any], None]
 _POLL_SECONDS = 0.01
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Pending:
     checkpoint: CheckpointId
-    pushes: list[Push] = field(default_factory=list)
+    pushes: list[Push] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """A staged save. Its slot stays open: by its name the next run's ranks may have put another there."""
+
+    stage: Stage
+    slot: SlotFile
+    push: Push
 
 
 class DirectoryService:
@@ -76,7 +85,7 @@ class DirectoryService:
         self._tier = DiskNodeTier(options.root / "tier", fill_limit=1.0)
         self._pacing = Pacing()
         self._lock = threading.Condition()
-        self._queue: collections.deque[tuple[Stage, Push]] = collections.deque()
+        self._queue: collections.deque[_Job] = collections.deque()
         self._pending: dict[CheckpointId, _Pending] = {}
         self._busy = False
         self._closing = False
@@ -97,18 +106,20 @@ class DirectoryService:
             self._tier.write_round(self.round, 1)
         else:
             self.round = options.round
-        if options.choose_restore:
-            self._choice = choose(self._tier, options.rejected)
-        elif options.restore is not None:
-            self._choice = load_choice(self._tier, options.restore)
-        self._committer = Committer(
+        committer = Committer(
             self._tier,
             options.root / "prepared",
             options.world_size,
             options.own_ranks,
             options.policy.keep_last,
-            None if self._choice is None else self._choice.digest,
         )
+        if options.choose_restore:
+            committer.commit_left()
+            self._choice = choose(self._tier, options.rejected)
+        elif options.restore is not None:
+            self._choice = load_choice(self._tier, options.restore)
+        parent = None if self._choice is None else self._choice.digest
+        self._committer = dataclasses.replace(committer, parent=parent)
         self._pacing.begin()
         self._thread = threading.Thread(target=self._work, name="holdfast-write", daemon=True)
         self._thread.start()
@@ -124,11 +135,16 @@ class DirectoryService:
         manifest = self._choice.manifest
         return RestorePoint(manifest.step, manifest.restart_round, self._choice.digest)
 
-    def finish(self, commit_seconds: float) -> None:
-        """Write what is staged, wait a bounded time for the other ranks' shards, then stop."""
+    def write_out(self) -> None:
+        """Returns when the shards of all that was staged are durable, or have failed."""
         self._pacing.hurry()
         with self._lock:
             self._lock.wait_for(lambda: not self._queue and not self._busy)
+
+    def finish(self, commit_seconds: float) -> None:
+        """Write what is staged, wait a bounded time for the other ranks' shards, then stop."""
+        self.write_out()
+        with self._lock:
             self._lock.wait_for(lambda: not self._pending, commit_seconds)
             self._closing = True
             self._lock.notify_all()
@@ -139,6 +155,8 @@ class DirectoryService:
         """Stop as a kill would: what is staged stays staged."""
         with self._lock:
             self._closing = True
+            for job in self._queue:
+                job.slot.close()
             self._queue.clear()
             self._pending.clear()
             self._lock.notify_all()
@@ -292,7 +310,7 @@ class DirectoryService:
 
     def _stage(self, message: Stage, push: Push) -> Staged:
         with self._lock:
-            if any(stage == message for stage, _ in self._queue):
+            if any(job.stage == message for job in self._queue):
                 return Staged(message.step)
         self._store_layout(message.layout)
         slot = self._slot(message.slot)
@@ -307,10 +325,11 @@ class DirectoryService:
                     f"{wanted}"
                 )
             slot.set_state(SlotState.OWNED)
-        finally:
+        except BaseException:
             slot.close()
+            raise
         with self._lock:
-            self._queue.append((message, push))
+            self._queue.append(_Job(message, slot, push))
             self._lock.notify_all()
         return Staged(message.step)
 
@@ -329,16 +348,16 @@ class DirectoryService:
                 job = self._queue.popleft() if self._queue else None
                 self._busy = job is not None
             if job is not None:
-                self._write(*job)
+                self._write(job)
             self._advance()
             with self._lock:
                 self._busy = False
                 self._lock.notify_all()
 
-    def _write(self, stage: Stage, push: Push) -> None:
+    def _write(self, job: _Job) -> None:
+        stage, slot = job.stage, job.slot
         checkpoint = CheckpointId(stage.step, stage.round)
         try:
-            slot = self._slot(stage.slot)
             try:
                 header = ShardHeader(
                     JOB_UID,
@@ -363,10 +382,10 @@ class DirectoryService:
                 self._committer.prepare(record)
             with self._lock:
                 pending = self._pending.setdefault(checkpoint, _Pending(checkpoint))
-                pending.pushes.append(push)
+                pending.pushes.append(job.push)
         except (HoldfastError, OSError) as error:
             logger.warning("save of step %d failed: %s", stage.step, error)
-            push(_failed(checkpoint, Level.LOCAL, type(error).__name__, str(error)))
+            job.push(_failed(checkpoint, Level.LOCAL, type(error).__name__, str(error)))
 
     def _advance(self) -> None:
         """Commit what is complete (rank 0), tell who waits, prune, forget what was overtaken."""

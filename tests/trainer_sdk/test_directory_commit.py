@@ -1,0 +1,123 @@
+"""What the ranks of an ended run had made durable is committed by the run that comes next."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.directory.choice import JOB_UID, candidates
+from holdfast.directory.commit import Committer
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.shard import ShardHeader
+from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
+from holdfast_core.testing.builders import BytesSource, payload, rank_layout_and_plan
+from holdfast_core.tiers.node import DiskNodeTier
+
+WORLD = 2
+PARENT = Digest("b3:" + 64 * "a")
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> DiskNodeTier:
+    return opened(tmp_path)
+
+
+def opened(tmp_path: Path) -> DiskNodeTier:
+    tier = DiskNodeTier(tmp_path / "tier", fill_limit=1.0)
+    tier.open()
+    return tier
+
+
+def committer(tier: DiskNodeTier, tmp_path: Path, world: int = WORLD) -> Committer:
+    return Committer(tier, tmp_path / "prepared", world, range(world), 3, PARENT)
+
+
+def prepare(tier: DiskNodeTier, tmp_path: Path, step: int, ranks: int = WORLD) -> CheckpointId:
+    run = committer(tier, tmp_path)
+    for rank in range(ranks):
+        layout, plan = rank_layout_and_plan(rank=rank, world_size=WORLD, rows_per_rank=10)
+        tier.put_layout(layout)
+        header = ShardHeader(
+            JOB_UID,
+            RestartRound(0),
+            Step(step),
+            Rank(rank),
+            WORLD,
+            digest_of(layout),
+            plan.total_bytes,
+        )
+        data = payload(plan.total_bytes, seed=step * 10 + rank)
+        run.prepare(tier.write_shard(header, BytesSource(data)))
+    return CheckpointId(Step(step), RestartRound(0))
+
+
+def test_it_is_the_manifest_that_the_run_itself_would_have_written(
+    tier: DiskNodeTier, tmp_path: Path
+) -> None:
+    checkpoint = prepare(tier, tmp_path, 5)
+    # The next run knows neither what this one came from, nor has it as many ranks.
+    next_run = dataclasses.replace(committer(tier, tmp_path, world=3), parent=None)
+    shutil.copytree(tmp_path, tmp_path.with_name("itself"))
+    next_run.commit_left()
+    found = tier.get_manifest(JOB_UID, checkpoint)
+    itself = opened(tmp_path.with_name("itself"))
+    committer(itself, tmp_path.with_name("itself")).commit(checkpoint)
+    assert itself.get_manifest(JOB_UID, checkpoint) == found
+    assert not any((tmp_path / "prepared").iterdir())
+
+
+def test_the_run_itself_may_be_late(tier: DiskNodeTier, tmp_path: Path) -> None:
+    checkpoint = prepare(tier, tmp_path, 5)
+    committer(tier, tmp_path).commit_left()
+    committer(tier, tmp_path).commit(checkpoint)
+    with pytest.raises(FileNotFoundError):
+        committer(tier, tmp_path).commit(CheckpointId(Step(6), RestartRound(0)))
+
+
+def torn(tmp_path: Path) -> None:
+    path = tmp_path / "prepared/s7-r0/1.json"
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def zeroed(tmp_path: Path) -> None:
+    path = tmp_path / "prepared/s7-r0/0.json"
+    path.write_bytes(bytes(len(path.read_bytes())))
+
+
+def without_a_shard(tmp_path: Path) -> None:
+    (path,) = (tmp_path / "tier").rglob("s000000000007/*/rank000001*.shard")
+    path.unlink()
+
+
+def of_an_older_release(tmp_path: Path) -> None:
+    path = tmp_path / "prepared/s7-r0/0.json"
+    path.write_text('{"header": {}}')
+
+
+def incomplete(tmp_path: Path) -> None:
+    (tmp_path / "prepared/s7-r0/1.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [torn, zeroed, without_a_shard, of_an_older_release, incomplete])
+def test_what_is_not_whole_is_passed_over(
+    tier: DiskNodeTier, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    older = prepare(tier, tmp_path, 5)
+    prepare(tier, tmp_path, 7)
+    damage(tmp_path)
+    again = opened(tmp_path)
+    committer(again, tmp_path).commit_left()
+    assert candidates(again) == [older]
+
+
+def test_what_was_overtaken_stays_as_it_is(tier: DiskNodeTier, tmp_path: Path) -> None:
+    """Its shards may be gone at any moment: whoever committed the newer one prunes them."""
+    newer = prepare(tier, tmp_path, 7)
+    committer(tier, tmp_path).commit(newer)
+    prepare(tier, tmp_path, 5)
+    committer(tier, tmp_path).commit_left()
+    assert candidates(tier) == [newer]

@@ -1,0 +1,93 @@
+"""A run that starts waits for the persisters of trainers that are gone, and for nobody else."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.directory import processes
+from holdfast.directory.processes import Claim, Process, claim, wait_for_writers
+from holdfast.testing import until
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Process:
+    return Process(tmp_path / "processes", "rank000000-1")
+
+
+def test_a_directory_that_nobody_used(tmp_path: Path) -> None:
+    wait_for_writers(tmp_path / "processes")
+
+
+def test_a_writer_without_its_trainer_is_waited_for(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    trainer, writer = Claim(process.trainer), Claim(process.writer)
+    trainer.release()
+    waiting = threading.Thread(target=wait_for_writers, args=(process.directory,))
+    waiting.start()
+    until(lambda: "waiting for process" in caplog.text, "it says so")
+    assert waiting.is_alive()
+    writer.release()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert caplog.text.count("waiting for process") == 1
+    assert list(process.directory.iterdir()) == []
+
+
+def test_a_trainer_that_lives_is_not_waited_for(process: Process) -> None:
+    with_trainer = [Claim(process.trainer), Claim(process.writer)]
+    wait_for_writers(process.directory)
+    assert process.trainer.exists() and process.writer.exists()
+    for held in with_trainer:
+        held.release()
+
+
+def test_a_writer_that_never_ends_is_given_up(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = Claim(process.writer)
+    wait_for_writers(process.directory, longest_seconds=0.0)
+    assert "starting from what is committed" in caplog.text
+    assert process.writer.exists()
+    writer.release()
+
+
+def test_what_a_kill_left_is_removed(process: Process) -> None:
+    process.directory.mkdir()
+    process.trainer.write_text("process 1 on here")
+    process.writer.write_text("process 2 on here")
+    wait_for_writers(process.directory)
+    assert list(process.directory.iterdir()) == []
+
+
+def test_a_file_that_is_removed_while_it_is_locked_is_made_again(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, removed = fcntl.flock, []
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not removed:
+            removed.append(process.writer)
+            process.writer.unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(processes.fcntl, "flock", flock)
+    held = Claim(process.writer)
+    assert removed and process.writer.exists()
+    held.release()
+
+
+def test_without_locks_nobody_waits(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(processes.fcntl, "flock", flock)
+    assert claim(process.writer) is None
+    wait_for_writers(process.directory)
