@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
@@ -41,6 +40,15 @@ with holdfast.Checkpointer(dir=directory, interval_steps=1, keep_last=2) as ckpt
         state["n"]["sum"] += index
         print(index + 1, flush=True)
 """
+
+
+def persisters_that_fail(tmp_path: Path, failpoints: str) -> dict[str, str]:
+    """For a program's environment: failpoints in every Python that it starts, and in itself."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nfrom holdfast_core.testing.failpoints import install_from_env\n"
+        "install_from_env(os.environ)\n"
+    )
+    return {VARIABLE: failpoints, "PYTHONPATH": str(tmp_path)}
 
 
 def saved(tmp_path: Path, state: dict[str, Any], *steps: int, **options: Any) -> None:
@@ -176,38 +184,35 @@ def test_the_persister_may_die(tmp_path: Path) -> None:
         until(lambda: committed_step(tmp_path / "ckpt") == 2, "step 2")
 
 
-SAVE_AND_DIE = """
+SAVE_AND_END = """
 import os, signal, sys, holdfast, numpy as np
-folder, go = sys.argv[1:]
+folder, go, how = sys.argv[1:]
 with holdfast.Checkpointer(dir=folder) as ckpt:
     ckpt.save(1, {"t": np.full(1 << 18, 1.0)}).wait("local", timeout=60)
     os.unlink(go)  # from now on its persister's disk hangs
     for step in (2, 3):
         assert ckpt.save(step, {"t": np.full(1 << 18, float(step))}).failure is None
     assert ckpt._session.wait_acknowledged(60)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit("failed")
 """
 
 
-def test_what_a_killed_run_had_saved_is_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_what_an_ended_run_had_saved_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """Neither of its last two saves is on the disk when the next run starts."""
-    caplog.set_level(logging.INFO, "holdfast")
     program, folder, go = tmp_path / "program.py", tmp_path / "ckpt", tmp_path / "go"
-    program.write_text(SAVE_AND_DIE)
+    program.write_text(SAVE_AND_END)
     go.touch()
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nfrom holdfast_core.testing.failpoints import install_from_env\n"
-        "install_from_env(os.environ)\n"
-    )
-    failing = {VARIABLE: f"node.write=wait:{go}", "PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(
-        [sys.executable, str(program), str(folder), str(go)],
-        env={**os.environ, **failing},
+        [sys.executable, str(program), str(folder), str(go), how],
+        env={**os.environ, **persisters_that_fail(tmp_path, f"node.write=wait:{go}")},
         check=False,
     )
-    assert ended.returncode == -signal.SIGKILL
+    assert ended.returncode == (-signal.SIGKILL if how == "killed" else 1)
     assert committed_step(folder) == 1
 
     def go_on() -> None:
@@ -222,6 +227,42 @@ def test_what_a_killed_run_had_saved_is_waited_for(
         going_on.result()
     assert (state["t"] == 3.0).all()
     assert list((folder / "processes").iterdir()) == []
+
+
+def test_who_looks_at_a_folder_and_who_trains_in_it(tmp_path: Path) -> None:
+    """Both are rank 0, and neither sees the other's steps in its slots."""
+    state, seen = {"t": torch.full((1 << 12,), 1.0)}, {"t": torch.zeros(1 << 12)}
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=5) as training:
+        training.save(1, state).wait("local", timeout=60)
+        with holdfast.Checkpointer(dir=tmp_path / "ckpt") as looking:
+            memory = training._place.slots_dir.parent
+            assert looking.restore(seen) == 1
+            assert list(memory.parent.glob(f"{memory.name}+*"))
+            state["t"].fill_(2.0)
+            training.save(2, state).wait("local", timeout=60)
+            assert (seen["t"] == 1.0).all()
+        state["t"].fill_(3.0)
+        training.save(3, state).wait("local", timeout=60)
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as looking:
+        assert looking.restore(seen) == 3
+    assert (seen["t"] == 3.0).all()
+    assert not list(memory.parent.glob(f"{memory.name}*"))
+
+
+def test_memory_of_one_that_was_killed_beside_another_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    monkeypatch.setattr(places, "SHARED_MEMORY", memory)
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as first:
+        second = holdfast.Checkpointer(dir=tmp_path / "ckpt")
+        own = second._place.slots_dir.parent
+        assert own != first._place.slots_dir.parent
+        (own / "slots").mkdir(parents=True)
+        del second  # as a kill would
+        holdfast.Checkpointer(dir=tmp_path / "ckpt")
+        assert not own.exists()
 
 
 def test_sigterm_saves_and_stops(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.directory.choice import JOB_UID, candidates
+from holdfast.directory.choice import JOB_UID, candidates, next_round
 from holdfast.directory.commit import Committer
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.shard import ShardHeader
@@ -98,11 +98,19 @@ def of_an_older_release(tmp_path: Path) -> None:
     path.write_text('{"header": {}}')
 
 
+def with_other_names(tmp_path: Path) -> None:
+    """What a file browser left, and a copy that somebody made."""
+    (tmp_path / "prepared/.DS_Store").touch()
+    (tmp_path / "prepared/s7-r0").rename(tmp_path / "prepared/s7-r0 (copy)")
+
+
 def incomplete(tmp_path: Path) -> None:
     (tmp_path / "prepared/s7-r0/1.json").unlink()
 
 
-@pytest.mark.parametrize("damage", [torn, zeroed, without_a_shard, of_an_older_release, incomplete])
+@pytest.mark.parametrize(
+    "damage", [torn, zeroed, without_a_shard, of_an_older_release, incomplete, with_other_names]
+)
 def test_what_is_not_whole_is_passed_over(
     tier: DiskNodeTier, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
@@ -121,3 +129,22 @@ def test_what_was_overtaken_stays_as_it_is(tier: DiskNodeTier, tmp_path: Path) -
     prepare(tier, tmp_path, 5)
     committer(tier, tmp_path).commit_left()
     assert candidates(tier) == [newer]
+
+
+def test_a_round_of_which_records_are_left_is_not_begun_again(
+    tier: DiskNodeTier, tmp_path: Path
+) -> None:
+    """The user moved the checkpoints away; another step 5 must not meet this one's records."""
+    prepare(tier, tmp_path, 5, ranks=1)
+    empty = DiskNodeTier(tmp_path / "empty", fill_limit=1.0)
+    empty.open()
+    assert next_round(empty, committer(tier, tmp_path).rounds) == 1
+
+
+def test_what_was_pruned_meanwhile_does_not_come_back(tier: DiskNodeTier, tmp_path: Path) -> None:
+    """This process' index still lists the shards."""
+    prepare(tier, tmp_path, 5)
+    for path in (tmp_path / "tier").rglob("*.shard"):
+        path.unlink()
+    committer(tier, tmp_path).commit_left()
+    assert candidates(tier) == []

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
+import multiprocessing
 import threading
 from pathlib import Path
 
 import pytest
 
-from holdfast.directory import processes
-from holdfast.directory.processes import Claim, Process, claim, wait_for_writers
+from holdfast.directory import claims
+from holdfast.directory.claims import Claim, claim, is_held
+from holdfast.directory.processes import Process, wait_for_writers
 from holdfast.testing import until
 
 
@@ -27,7 +28,6 @@ def test_a_directory_that_nobody_used(tmp_path: Path) -> None:
 def test_a_writer_without_its_trainer_is_waited_for(
     process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "holdfast")
     trainer, writer = Claim(process.trainer), Claim(process.writer)
     trainer.release()
     waiting = threading.Thread(target=wait_for_writers, args=(process.directory,))
@@ -78,7 +78,7 @@ def test_a_file_that_is_removed_while_it_is_locked_is_made_again(
             process.writer.unlink()
         real(descriptor, operation)
 
-    monkeypatch.setattr(processes.fcntl, "flock", flock)
+    monkeypatch.setattr(claims.fcntl, "flock", flock)
     held = Claim(process.writer)
     assert removed and process.writer.exists()
     held.release()
@@ -88,6 +88,35 @@ def test_without_locks_nobody_waits(process: Process, monkeypatch: pytest.Monkey
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(processes.fcntl, "flock", flock)
+    monkeypatch.setattr(claims.fcntl, "flock", flock)
     assert claim(process.writer) is None
+    assert list(process.directory.iterdir()) == []
+    process.writer.touch()
     wait_for_writers(process.directory)
+
+
+def test_a_child_does_not_keep_what_its_parent_holds(process: Process) -> None:
+    """A data loader's worker that is left when its trainer is killed."""
+    held = Claim(process.trainer)
+    begun, end = multiprocessing.Event(), multiprocessing.Event()
+
+    def work() -> None:
+        begun.set()
+        end.wait(60)
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    assert begun.wait(60)
+    held.forget()  # as the end of this process would
+    try:
+        assert not is_held(process.trainer)
+    finally:
+        end.set()
+        child.join()
+
+
+def test_nobody_refers_to_it_any_more(process: Process) -> None:
+    held = Claim(process.trainer)
+    assert is_held(process.trainer)
+    del held
+    assert not is_held(process.trainer)

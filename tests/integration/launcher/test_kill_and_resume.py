@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.testing import Launched, committed_step, until
+from holdfast_core.testing.failpoints import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = ROOT / "examples/gpt/train.py"
@@ -55,3 +56,48 @@ def test_kills_do_not_change_a_bit(tmp_path: Path, ranks: int) -> None:
     assert run.err().count("restarting all ranks in place") == len(victims), run.err()
     assert run.err().count("restored step") >= len(victims)
     assert digests(run) == expected
+
+
+SLOW = """
+import os, signal, sys, time, holdfast, numpy as np
+folder, go = sys.argv[1:]
+rank = int(os.environ["RANK"])
+state = {"t": np.zeros(1 << 18)}
+with holdfast.Checkpointer(dir=folder) as ckpt:
+    done = ckpt.restore(state)
+    print("restored", done, state["t"][-1], flush=True)
+    if done is None:
+        ckpt.save(1, {"t": np.full(1 << 18, 1.0)}).wait("local", timeout=60)
+        if rank == 0:
+            os.unlink(go)
+        while os.path.exists(go):
+            time.sleep(0.01)
+        ckpt.save(2, {"t": np.full(1 << 18, 2.0)})
+        assert ckpt._session.wait_acknowledged(60)
+        open(f"{go}.{rank}", "w").close()
+        while not all(os.path.exists(f"{go}.{other}") for other in range(2)):
+            time.sleep(0.01)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+"""
+
+
+def test_what_was_saved_when_a_rank_was_killed_is_restored(tmp_path: Path) -> None:
+    """Both persisters are still writing step 2 when all ranks are ended, and when they start again."""
+    program, go = tmp_path / "program.py", tmp_path / "go"
+    program.write_text(SLOW)
+    go.touch()
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nfrom holdfast_core.testing.failpoints import install_from_env\n"
+        "install_from_env(os.environ)\n"
+    )
+    hanging = {VARIABLE: f"node.write=wait:{go}", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(program), str(tmp_path / "ckpt"), str(go)]
+    with Launched(tmp_path, ["--nproc", "2", "--max-restarts", "1"], command, hanging) as run:
+        until(lambda: "waiting for process" in run.err(), "the ranks that start again wait")
+        go.touch()
+        assert run.wait() == 0, run.err()
+    assert sorted(run.out().splitlines()) == [
+        f"[rank {rank}] restored {words}" for rank in range(2) for words in ("2 2.0", "None 0.0")
+    ]

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 _MAX_QUEUED_BYTES = 8 << 20
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
-_HELLO_SECONDS = 10.0
 _READ_BYTES = 64 * 1024
 
 
@@ -54,10 +53,17 @@ class LinkEvents(Protocol):
 
 
 class Link:
-    """`connect` opens a socket or raises OSError; it is called again after every end."""
+    """`connect` opens a socket or raises OSError; it is called again after every end, and where a
+    greeting is not answered within `hello_seconds`."""
 
-    def __init__(self, connect: Callable[[], socket.socket], events: LinkEvents) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], socket.socket],
+        events: LinkEvents,
+        hello_seconds: float | None = 10.0,
+    ) -> None:
         self._connect = connect
+        self._hello_seconds = hello_seconds
         self._events = events
         self._lock = threading.Lock()
         self._outgoing: collections.deque[bytes] = collections.deque()
@@ -192,7 +198,7 @@ class Link:
 
     def _greet(self, connection: socket.socket, decoder: FrameDecoder) -> list[Frame]:
         """Hello and its reply; frames that came right behind it are handed on."""
-        connection.settimeout(_HELLO_SECONDS)
+        connection.settimeout(self._hello_seconds)
         connection.sendall(write_frame(self._events.hello(), 1 << 40))
         frames: list[Frame] = []
         while True:

@@ -15,9 +15,9 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from holdfast.directory.claims import claim
 from holdfast.directory.connection import Connection
 from holdfast.directory.options import parse_options
-from holdfast.directory.processes import claim
 from holdfast.directory.service import DirectoryService
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import RestartRound
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     writing = None if options.writer is None else claim(options.writer)
     try:
         service.start()
-    except (HoldfastError, OSError) as error:
+    except (HoldfastError, OSError, ValueError) as error:
         _refuse_hello(sock, error)
         return 1
     Connection(sock, service).serve()
@@ -57,7 +57,10 @@ def _refuse_hello(sock: socket.socket, error: Exception) -> None:
     """The trainer hears why, in the reply to its Hello."""
     frame = receive_frame(sock)
     if frame is not None:
-        refused = Refused(Refusal.NOT_FOUND, str(error), RestartRound(0))
+        words = (
+            str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+        )
+        refused = Refused(Refusal.NOT_FOUND, words, RestartRound(0))
         send_frame(sock, refused, frame.id)
 
 

@@ -6,6 +6,7 @@ Both are reached by the same messages; this is the only place that knows which o
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -19,14 +20,17 @@ from typing import Protocol
 from blake3 import blake3
 
 from holdfast.directory.choice import JOB_UID
+from holdfast.directory.claims import Claim, claim, remove_if_free
 from holdfast.directory.options import format_options
-from holdfast.directory.processes import Claim, Process, claim
+from holdfast.directory.processes import Process
 from holdfast.settings import RankSettings
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound
+from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound
 from holdfast_core.tiers.disk import make_directories
 from holdfast_core.transfer.messages import Policy
+
+logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 _LEAVE_SECONDS = 120.0
@@ -39,6 +43,8 @@ class Place(Protocol):
     layouts_dir: Path
     slots: int
     job_uid: JobUid
+    hello_seconds: float | None
+    """How long to wait for the answer to a greeting; None: as long as the other side lives."""
 
     def connect(self) -> socket.socket:
         """A new connection; raises OSError."""
@@ -58,6 +64,10 @@ class PodPlace:
     layouts_dir: Path
     slots: int
     job_uid: JobUid
+    hello_seconds: float | None = 10.0
+
+    def __str__(self) -> str:
+        return f"the sidecar at {self.socket_path}"
 
     @classmethod
     def of(cls, contract: PodContract) -> PodPlace:
@@ -99,8 +109,10 @@ class DirectoryPlace:
     round: RestartRound | None = None
     restore: CheckpointId | None = None
     rejected: list[CheckpointId] = field(default_factory=list)
+    hello_seconds: float | None = None
     _process: subprocess.Popen[bytes] | None = None
     _claim: Claim | None = None
+    _memory: Claim | None = None
 
     @classmethod
     def of(cls, root: Path, settings: RankSettings, policy: Policy) -> DirectoryPlace:
@@ -110,16 +122,15 @@ class DirectoryPlace:
             make_directories(root)
         except OSError as error:
             raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
+        key = blake3(str(root).encode()).hexdigest()[:16]
         if settings.scratch_dir is not None:
-            memory = Path(settings.scratch_dir)
+            memory = Path(settings.scratch_dir) / key
         elif os.access(SHARED_MEMORY, os.W_OK):
             # The same folder finds the same slots again, touched, after a crash.
-            name = blake3(str(root).encode()).hexdigest()[:16]
-            memory = SHARED_MEMORY / f"holdfast-{os.getuid()}-{name}"
+            memory = SHARED_MEMORY / f"holdfast-{os.getuid()}-{key}"
         else:
             memory = root / "memory"
-        key = blake3(str(root).encode()).hexdigest()[:16]
-        memory = memory / key if settings.scratch_dir is not None else memory
+        memory, held = _own_memory(memory, settings.rank)
         return cls(
             root,
             settings,
@@ -128,14 +139,22 @@ class DirectoryPlace:
             memory / LAYOUTS_DIR,
             policy.slots,
             removes_slots=settings.scratch_dir is None,
+            _memory=held,
         )
+
+    def __str__(self) -> str:
+        return f"the persister of {self.root}"
 
     @property
     def processes_dir(self) -> Path:
         return self.root / "processes"
 
     def connect(self) -> socket.socket:
-        self._reap(0.0)
+        """Ends a persister from before, which has been given up."""
+        if not self._reap(0.0) and self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._give_up_claim()
         name = f"rank{self.settings.rank:06d}-{secrets.token_hex(8)}"
         process = Process(self.processes_dir, name)
         self._claim = claim(process.trainer)
@@ -158,6 +177,9 @@ class DirectoryPlace:
                     [sys.executable, "-m", "holdfast.persister", str(theirs.fileno()), words],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
+                    # A launcher ends a rank's group, and a terminal interrupts it: what was given to
+                    # the persister is still to be written.
+                    process_group=0,
                 )
             except OSError:
                 ours.close()
@@ -165,23 +187,52 @@ class DirectoryPlace:
         return ours
 
     def close(self, *, wait: bool) -> None:
-        self._reap(_LEAVE_SECONDS if wait else 5.0)
-        if self.removes_slots:
-            for path in self.slots_dir.glob(f"rank{self.settings.rank:06d}.*.slot"):
-                path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                (self.slots_dir / ".allocate").unlink(missing_ok=True)
-                self.slots_dir.rmdir()
-                shutil.rmtree(self.slots_dir.parent, ignore_errors=True)
+        if self._reap(_LEAVE_SECONDS if wait else 5.0):
+            if self.removes_slots:
+                self._remove_slots()
+        else:
+            logger.warning(
+                "%s: what was saved is still being written: the next run waits for it", self.root
+            )
+        self._give_up_claim()
+        if self._memory is not None:
+            self._memory.release()
 
-    def _reap(self, seconds: float) -> None:
-        process, claimed = self._process, self._claim
-        self._process = self._claim = None
-        if process is not None:
+    def _reap(self, seconds: float) -> bool:
+        """Whether no persister is left."""
+        if self._process is not None:
             try:
-                process.wait(seconds)
+                self._process.wait(seconds)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        if claimed is not None:
-            claimed.release()
+                return False
+            self._process = None
+        return True
+
+    def _give_up_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    def _remove_slots(self) -> None:
+        for path in self.slots_dir.glob(f"rank{self.settings.rank:06d}.*.slot"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.slots_dir / ".allocate").unlink(missing_ok=True)
+            self.slots_dir.rmdir()
+            shutil.rmtree(self.slots_dir.parent, ignore_errors=True)
+
+
+def _own_memory(shared: Path, rank: Rank) -> tuple[Path, Claim | None]:
+    """Where the slots of this rank lie: where an earlier life of it left some, unless that lives. Two
+    that shared slots would read each other's steps."""
+    for lock in shared.parent.glob(f"{shared.name}+*.lock"):
+        if remove_if_free(lock):  # of one that had its own and was killed
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+    lock = shared.with_name(f"{shared.name}.rank{rank:06d}.lock")
+    try:
+        return shared, Claim(lock, wait=False)
+    except BlockingIOError:
+        own = shared.with_name(f"{shared.name}+{secrets.token_hex(8)}")
+        return own, claim(own.with_name(f"{own.name}.lock"))
+    except OSError:
+        return shared, None

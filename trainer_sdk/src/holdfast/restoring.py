@@ -10,9 +10,10 @@ In a pod the sidecar knows; every rank asks its own. In a directory the ranks ag
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
+import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ _CONNECT_POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 3600.0
 """A fill reads a whole shard, perhaps from a slow disk: the connection tells when its end is dead."""
 _FIRST_CONNECT_SECONDS = 5.0
+_SAY_AFTER_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +172,16 @@ class Restorer:
         return reply
 
     def _wait_connected(self) -> RestartRound:
-        """Waits without limit: the sidecar's container restarts by itself."""
+        """Waits without limit: the sidecar's container restarts by itself, and a folder's disk may be
+        slow."""
+        say_at = time.monotonic() + _SAY_AFTER_SECONDS
         while True:
             link = self._session.link
             if link is not None and link.wait_connected(_CONNECT_POLL_SECONDS):
                 return self._session.round if self._session.round is not None else RestartRound(0)
+            if time.monotonic() >= say_at:
+                logger.warning("still waiting for %s to answer", self._place)
+                say_at = math.inf
             error = self._session.greeting_error
             if error is not None and isinstance(self._place, DirectoryPlace):
                 if link is not None:
@@ -182,7 +189,7 @@ class Restorer:
                 raise CorruptionError(f"{self._place.root}: {error}") from error
 
     def _open_link(self) -> None:
-        link = Link(self._place.connect, self._session)
+        link = Link(self._place.connect, self._session, self._place.hello_seconds)
         self._session.link = link
         link.start()
 
@@ -198,12 +205,12 @@ class Restorer:
             self._wait_connected()
             return
         place.round = self._session.round = None
-        wait_for_writers(place.processes_dir)
-        self._open_link()
         try:
+            wait_for_writers(place.processes_dir)
+            self._open_link()
             round_ = self._wait_connected()
             point = self._request(Restore(round_, self._settings.rank), RestoreReply).restore_point
-        except HoldfastError as error:
+        except (HoldfastError, OSError) as error:
             if self._store is not None:
                 self._store.set(key, json.dumps({"error": str(error)}))
             raise
@@ -233,8 +240,6 @@ class Restorer:
         self._attempt += 1
         if self._session.link is not None:
             self._session.link.close()
-        with contextlib.suppress(OSError):
-            place.close(wait=False)
         self._ring.close()
         self._agree(place)
 

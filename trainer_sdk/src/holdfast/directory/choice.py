@@ -7,7 +7,7 @@ every shard that it names is there.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from holdfast_core.errors import CorruptionError, FormatError, NotFoundError
@@ -25,10 +25,12 @@ class Choice:
     digest: Digest
 
 
-def next_round(tier: DiskNodeTier) -> RestartRound:
-    """A round that nothing in the directory carries. Not durable yet: see `DiskNodeTier.write_round`."""
+def next_round(tier: DiskNodeTier, others: Iterable[RestartRound]) -> RestartRound:
+    """A round that neither anything on the tier nor `others` carry. Not durable yet: see
+    `DiskNodeTier.write_round`."""
     recorded = tier.read_round()
-    rounds = [checkpoint.round for _, checkpoint in tier.list_manifests()]
+    rounds = [*others]
+    rounds += [checkpoint.round for _, checkpoint in tier.list_manifests()]
     rounds += [record.header.round for record in tier.list_shards()]
     if recorded is not None:
         rounds.append(recorded[0])

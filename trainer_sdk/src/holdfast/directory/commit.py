@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from holdfast_core.transfer import codec
 
 logger = logging.getLogger(__name__)
 
+_NAME = re.compile(r"s(\d{1,18})-r(\d{1,9})", re.ASCII)
+"""Of a directory of records: str(CheckpointId)."""
 IDENTITY = JobIdentity("standalone", "standalone", JOB_UID)
 
 
@@ -82,22 +85,22 @@ class Committer:
         self._commit(checkpoint, prepared)
 
     def commit_left(self) -> None:
-        """Commit what all ranks of an ended run had made durable, where it is newer than every checkpoint.
+        """Commit what all ranks of a former run had made durable, where it is newer than every checkpoint.
 
         Records are not synced: one that a power cut tore, or whose shard is gone, is passed over.
         """
-        newest = max(((c.round, c.step) for c in candidates(self.tier)), default=(-1, -1))
-        for checkpoint in self._left():
-            if (checkpoint.round, checkpoint.step) <= newest:
-                continue
-            try:
-                prepared = self._prepared(checkpoint)
-                if all(self.tier.find(one.record.ref) is not None for one in prepared):
-                    self._commit(checkpoint, prepared)
-            except (HoldfastError, OSError) as error:
-                logger.info(
-                    "checkpoint %s of an ended run stays uncommitted: %s", checkpoint, error
-                )
+        if not self._left():
+            return
+        with self._one_at_a_time():  # what its own rank 0 prunes meanwhile must not come back
+            newest = max(((c.round, c.step) for c in candidates(self.tier)), default=(-1, -1))
+            for checkpoint in self._left():
+                if (checkpoint.round, checkpoint.step) > newest:
+                    self._commit_if_whole(checkpoint)
+
+    @property
+    def rounds(self) -> list[RestartRound]:
+        """Of the records that are there."""
+        return [checkpoint.round for checkpoint in self._left()]
 
     def prune(self, newest: CheckpointId, protected: CheckpointId | None, *, leader: bool) -> None:
         """After `newest` was committed: keep the last ones and the restore point of this run.
@@ -153,13 +156,24 @@ class Committer:
                 shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
 
     def _left(self) -> list[CheckpointId]:
-        """What has records, oldest first."""
+        """What has records, oldest first. Other names are somebody else's."""
         found: list[CheckpointId] = []
         with contextlib.suppress(FileNotFoundError):
             for path in self.prepared_dir.iterdir():
-                step, _, round_ = path.name[1:].partition("-r")
-                found.append(CheckpointId(Step(int(step)), RestartRound(int(round_))))
+                match = _NAME.fullmatch(path.name)
+                if match is not None:
+                    step, round_ = map(int, match.groups())
+                    found.append(CheckpointId(Step(step), RestartRound(round_)))
         return sorted(found, key=lambda c: (c.round, c.step))
+
+    def _commit_if_whole(self, checkpoint: CheckpointId) -> None:
+        try:
+            prepared = self._prepared(checkpoint)
+            for one in prepared:
+                self.tier.open_shard(one.record.ref).close()
+            self._commit(checkpoint, prepared)
+        except (HoldfastError, OSError) as error:
+            logger.info("checkpoint %s of a former run stays uncommitted: %s", checkpoint, error)
 
     def _prepared(self, checkpoint: CheckpointId) -> list[Prepared]:
         """By rank. Raises FileNotFoundError while one is missing, FormatError."""

@@ -101,11 +101,6 @@ class DirectoryService:
         """
         options = self._options
         self._tier.open()
-        if options.round is None:
-            self.round = next_round(self._tier)
-            self._tier.write_round(self.round, 1)
-        else:
-            self.round = options.round
         committer = Committer(
             self._tier,
             options.root / "prepared",
@@ -113,6 +108,11 @@ class DirectoryService:
             options.own_ranks,
             options.policy.keep_last,
         )
+        if options.round is None:
+            self.round = next_round(self._tier, committer.rounds)
+            self._tier.write_round(self.round, 1)
+        else:
+            self.round = options.round
         if options.choose_restore:
             committer.commit_left()
             self._choice = choose(self._tier, options.rejected)

@@ -86,7 +86,8 @@ def options_from(arguments: argparse.Namespace, command: Sequence[str]) -> RunOp
 
 
 def run(options: RunOptions, contract: PodContract | None) -> int:
-    """Blocks until the ranks are done or a signal came; leaves no process behind."""
+    """Blocks until the ranks are done or a signal came. Leaves no process behind but persisters of a
+    folder that still write what their ranks had saved; the next run waits for those."""
     logging.basicConfig(
         level=logging.INFO, format="[holdfast] %(message)s", stream=sys.stderr, force=True
     )
