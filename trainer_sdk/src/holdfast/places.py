@@ -20,7 +20,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from holdfast.directory.choice import JOB_UID
-from holdfast.directory.claims import Claim, claim, remove_if_free
+from holdfast.directory.claims import Claim, claim
 from holdfast.directory.options import format_options
 from holdfast.directory.processes import Process
 from holdfast.settings import RankSettings
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 _LEAVE_SECONDS = 120.0
+_OWN_LOCK = "in-use.lock"
 
 
 class Place(Protocol):
@@ -187,14 +188,14 @@ class DirectoryPlace:
         return ours
 
     def close(self, *, wait: bool) -> None:
-        if self._reap(_LEAVE_SECONDS if wait else 5.0):
-            if self.removes_slots:
-                self._remove_slots()
-        else:
+        ended = self._reap(_LEAVE_SECONDS if wait else 5.0)
+        if not ended:
             logger.warning(
                 "%s: what was saved is still being written: the next run waits for it", self.root
             )
         self._give_up_claim()
+        if ended and self.removes_slots:
+            self._remove_slots()
         if self._memory is not None:
             self._memory.release()
 
@@ -219,20 +220,21 @@ class DirectoryPlace:
         with contextlib.suppress(OSError):
             (self.slots_dir / ".allocate").unlink(missing_ok=True)
             self.slots_dir.rmdir()
-            shutil.rmtree(self.slots_dir.parent, ignore_errors=True)
+            shutil.rmtree(self.layouts_dir, ignore_errors=True)
 
 
 def _own_memory(shared: Path, rank: Rank) -> tuple[Path, Claim | None]:
     """Where the slots of this rank lie: where an earlier life of it left some, unless that lives. Two
     that shared slots would read each other's steps."""
-    for lock in shared.parent.glob(f"{shared.name}+*.lock"):
-        if remove_if_free(lock):  # of one that had its own and was killed
-            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-    lock = shared.with_name(f"{shared.name}.rank{rank:06d}.lock")
+    for left in shared.parent.glob(f"{shared.name}+*"):
+        with contextlib.suppress(OSError):
+            held = Claim(left / _OWN_LOCK, wait=False)
+            shutil.rmtree(left, ignore_errors=True)
+            held.release()
     try:
-        return shared, Claim(lock, wait=False)
+        return shared, Claim(shared / f"rank{rank:06d}.lock", wait=False)
     except BlockingIOError:
         own = shared.with_name(f"{shared.name}+{secrets.token_hex(8)}")
-        return own, claim(own.with_name(f"{own.name}.lock"))
+        return own, claim(own / _OWN_LOCK)
     except OSError:
         return shared, None

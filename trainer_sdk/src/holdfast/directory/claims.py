@@ -14,8 +14,6 @@ import socket
 import weakref
 from pathlib import Path
 
-from holdfast_core.tiers.disk import make_directories
-
 logger = logging.getLogger(__name__)
 
 
@@ -26,13 +24,15 @@ class Claim:
         """Raises OSError, also where files cannot be locked; BlockingIOError, unless `wait`, where
         somebody holds it."""
         self._path = path
-        make_directories(path.parent)
         self._descriptor: int | None = _locked(path, wait=wait)
         _held.add(self)
 
     def release(self) -> None:
+        """The file is gone, and its directory, if nothing else is in it."""
         if self._descriptor is not None:
             self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._path.parent.rmdir()
             self.forget()
 
     def forget(self) -> None:
@@ -43,7 +43,8 @@ class Claim:
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", None) is not None:
-            self.forget()
+            with contextlib.suppress(OSError):
+                self.release()
 
 
 _held: weakref.WeakSet[Claim] = weakref.WeakSet()
@@ -97,8 +98,12 @@ def remove_if_free(path: Path) -> bool:
 def _locked(path: Path, *, wait: bool) -> int:
     operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o660)
+        try:
+            descriptor = os.open(path, flags, 0o660)
+        except FileNotFoundError:
+            continue  # somebody else left, and took the directory away
         try:
             fcntl.flock(descriptor, operation)
             os.ftruncate(descriptor, 0)
