@@ -255,14 +255,45 @@ def test_memory_of_one_that_was_killed_beside_another_is_found(
     memory = tmp_path / "shm"
     memory.mkdir()
     monkeypatch.setattr(places, "SHARED_MEMORY", memory)
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as first:
-        second = holdfast.Checkpointer(dir=tmp_path / "ckpt")
-        own = second._place.slots_dir.parent
-        assert own != first._place.slots_dir.parent
-        (own / "slots").mkdir(parents=True)
-        del second  # nobody holds it any more
-        holdfast.Checkpointer(dir=tmp_path / "ckpt")
-        assert not own.exists()
+    with (
+        holdfast.Checkpointer(dir=tmp_path / "ckpt") as first,
+        holdfast.Checkpointer(dir=tmp_path / "ckpt") as second,
+    ):
+        lives = second._place.slots_dir.parent
+        killed = lives.with_name(f"{first._place.slots_dir.parent.name}+killed")
+        (killed / "slots").mkdir(parents=True)
+        with holdfast.Checkpointer(dir=tmp_path / "ckpt"):
+            assert lives.exists() and not killed.exists()
+    assert list(memory.iterdir()) == []
+
+
+def test_one_that_is_dropped_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook's cell that runs again."""
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    monkeypatch.setattr(places, "SHARED_MEMORY", memory)
+    before = set(children_of(os.getpid()))
+    state = {"t": torch.zeros(1 << 12)}
+    ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt")
+    for step in (1, 2):
+        state["t"].fill_(step)
+        ckpt.save(step, state)
+        ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt")
+        assert ckpt.restore(state) == step
+        assert len(list(memory.iterdir())) == 1
+    del ckpt
+    assert list(memory.iterdir()) == []
+    assert set(filter(is_alive, children_of(os.getpid()))) <= before
+    assert not (tmp_path / "ckpt/processes").exists()
+
+
+def test_one_that_is_closed_stays_closed(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        ckpt.save(1, {"t": torch.ones(4)})
+    with pytest.raises(ConfigError, match="it was closed"):
+        ckpt.save(2, {"t": torch.ones(4)})
 
 
 def test_sigterm_saves_and_stops(tmp_path: Path) -> None:

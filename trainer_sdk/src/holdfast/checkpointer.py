@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Generator, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +53,7 @@ _SETTLE_SECONDS = 120.0
 _COPIES_SECONDS = 120.0
 """How long the end waits for a device's copies: a device may hang in a collective for ever."""
 _COPIES_AFTER_ERROR_SECONDS = 10.0
+_LET_GO_SECONDS = 5.0
 
 
 class Checkpointer:
@@ -110,6 +112,7 @@ class Checkpointer:
         self._store: GangStore | None = None
         self._agreement: StepAgreement | None = None
         self._restorer: Restorer | None = None
+        self._dropped: weakref.finalize[..., Checkpointer] | None = None
         self._layouts = LayoutFiles(self._place.layouts_dir)
         self._saver = Saver(self._session, self._ring, self._layouts, self._settings.rank)
         self._metrics: dict[str, float] = {}
@@ -143,9 +146,16 @@ class Checkpointer:
         self.close(wait=kind is None)
 
     def open(self) -> None:
-        """Connect. Called by `with`; once."""
+        """Connect. Called by `with`; once. Raises ConfigError after `close`."""
         if self._session.link is not None:
             return
+        if self._restorer is not None:
+            raise ConfigError("Checkpointer: it was closed; make another one")
+        self._place.open()
+        self._ring.directory = self._place.slots_dir
+        self._layouts.directory = self._place.layouts_dir
+        self._dropped = weakref.finalize(self, _let_go, os.getpid(), self._session, self._place)
+        self._dropped.atexit = False  # the persister sees the end of the process by itself
         self._store = connect_store(self._settings)
         self._agreement = StepAgreement(self._session, self._store, self._settings.rank)
         self._restorer = Restorer(
@@ -179,6 +189,8 @@ class Checkpointer:
             )
         self._place.close(wait=wait)
         self._session.link = None
+        if self._dropped is not None:
+            self._dropped.detach()
 
     # ------------------------------------------------------------------ the loop
 
@@ -338,7 +350,7 @@ class Checkpointer:
     def _opened(self) -> Restorer:
         self.open()
         if self._restorer is None:
-            raise ConfigError("Checkpointer: it was closed")
+            raise ConfigError("Checkpointer: it could not be opened")
         return self._restorer
 
     def _round(self) -> RestartRound:
@@ -437,3 +449,15 @@ class Checkpointer:
         if isinstance(error, CapacityError) or not self._warned_failure:
             self._warned_failure = True
             logger.warning("a save failed, training goes on: %s", error)
+
+
+def _let_go(pid: int, session: Session, place: Place) -> None:
+    """Of a Checkpointer that nobody refers to any more, as when a notebook's cell runs again: its memory
+    and its persister would stay as long as this process."""
+    if os.getpid() != pid:
+        return  # a forked child has none of it
+    session.wait_settled(_LET_GO_SECONDS)
+    link, session.link = session.link, None
+    if link is not None:
+        link.close()
+    place.close(wait=False)

@@ -14,19 +14,19 @@ class LayoutFiles:
     """Written once a structure; seen whole or not at all."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._written: set[str] = set()
 
     def ensure(self, document: bytes, digest: Digest) -> None:
         """The document is there when this returns. Raises OSError."""
         name = f"{hex_of(digest)}.json"
-        path = self._directory / name
+        path = self.directory / name
         if name in self._written and path.exists():
             return
-        if not self._directory.exists():
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._directory.chmod(0o2770)  # the other side may have another uid and the same group
-        temporary = self._directory / f".{name}.{os.getpid()}.tmp"
+        if not self.directory.exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.chmod(0o2770)  # the other side may have another uid and the same group
+        temporary = self.directory / f".{name}.{os.getpid()}.tmp"
         temporary.write_bytes(document)
         temporary.chmod(0o660)
         temporary.replace(path)
@@ -34,7 +34,7 @@ class LayoutFiles:
 
     def read(self, digest: Digest) -> bytes:
         """What the other side has put there. Raises NotFoundError, CorruptionError."""
-        path = self._directory / f"{hex_of(digest)}.json"
+        path = self.directory / f"{hex_of(digest)}.json"
         try:
             document = path.read_bytes()
         except FileNotFoundError as error:

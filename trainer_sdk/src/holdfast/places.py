@@ -22,11 +22,11 @@ from blake3 import blake3
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.claims import Claim, claim
 from holdfast.directory.options import format_options
-from holdfast.directory.processes import Process
+from holdfast.directory.processes import Process, wait_for_writers
 from holdfast.settings import RankSettings
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound
 from holdfast_core.tiers.disk import make_directories
 from holdfast_core.transfer.messages import Policy
 
@@ -46,6 +46,10 @@ class Place(Protocol):
     job_uid: JobUid
     hello_seconds: float | None
     """How long to wait for the answer to a greeting; None: as long as the other side lives."""
+
+    def open(self) -> None:
+        """Before the first connection. The directories are right from then on."""
+        ...
 
     def connect(self) -> socket.socket:
         """A new connection; raises OSError."""
@@ -69,6 +73,9 @@ class PodPlace:
 
     def __str__(self) -> str:
         return f"the sidecar at {self.socket_path}"
+
+    def open(self) -> None:
+        """The sidecar was there before."""
 
     @classmethod
     def of(cls, contract: PodContract) -> PodPlace:
@@ -131,7 +138,6 @@ class DirectoryPlace:
             memory = SHARED_MEMORY / f"holdfast-{os.getuid()}-{key}"
         else:
             memory = root / "memory"
-        memory, held = _own_memory(memory, settings.rank)
         return cls(
             root,
             settings,
@@ -140,7 +146,6 @@ class DirectoryPlace:
             memory / LAYOUTS_DIR,
             policy.slots,
             removes_slots=settings.scratch_dir is None,
-            _memory=held,
         )
 
     def __str__(self) -> str:
@@ -149,6 +154,24 @@ class DirectoryPlace:
     @property
     def processes_dir(self) -> Path:
         return self.root / "processes"
+
+    def open(self) -> None:
+        """Rank 0 waits for what an ended run still writes, the others for rank 0. Then this rank takes
+        memory: where an earlier life of it left some, unless that lives, or somebody who looks at the
+        same folder. Two that shared slots would read each other's steps."""
+        shared = self.slots_dir.parent
+        if self.settings.rank == 0:
+            wait_for_writers(self.processes_dir)
+            _sweep(shared)
+        try:
+            self._memory = Claim(shared / f"rank{self.settings.rank:06d}.lock", wait=False)
+        except BlockingIOError:
+            own = shared.with_name(f"{shared.name}+{secrets.token_hex(8)}")
+            self._memory = claim(own / _OWN_LOCK)
+            self.slots_dir, self.layouts_dir = own / SLOTS_DIR, own / LAYOUTS_DIR
+            self.removes_slots = True  # nobody else would find them
+        except OSError as error:
+            logger.info("%s: %s; others do not see that it is in use", shared, error)
 
     def connect(self) -> socket.socket:
         """Ends a persister from before, which has been given up."""
@@ -198,6 +221,7 @@ class DirectoryPlace:
             self._remove_slots()
         if self._memory is not None:
             self._memory.release()
+            self._memory = None
 
     def _reap(self, seconds: float) -> bool:
         """Whether no persister is left."""
@@ -223,18 +247,10 @@ class DirectoryPlace:
             shutil.rmtree(self.layouts_dir, ignore_errors=True)
 
 
-def _own_memory(shared: Path, rank: Rank) -> tuple[Path, Claim | None]:
-    """Where the slots of this rank lie: where an earlier life of it left some, unless that lives. Two
-    that shared slots would read each other's steps."""
+def _sweep(shared: Path) -> None:
+    """Remove the memory of those that had their own and were killed."""
     for left in shared.parent.glob(f"{shared.name}+*"):
         with contextlib.suppress(OSError):
             held = Claim(left / _OWN_LOCK, wait=False)
             shutil.rmtree(left, ignore_errors=True)
-            held.release()
-    try:
-        return shared, Claim(shared / f"rank{rank:06d}.lock", wait=False)
-    except BlockingIOError:
-        own = shared.with_name(f"{shared.name}+{secrets.token_hex(8)}")
-        return own, claim(own / _OWN_LOCK)
-    except OSError:
-        return shared, None
+            held.forget()

@@ -1,8 +1,7 @@
 """Which checkpoint this rank starts from, and its bytes in a slot.
 
 In a pod the sidecar knows; every rank asks its own. In a directory the ranks agree:
- 1. rank 0: waits for what ranks of an ended run still write; its persister fixes round and restore
-    point; rank 0 writes both to the gang's store.
+ 1. rank 0: its persister fixes round and restore point; rank 0 writes both to the gang's store.
  2. others: read them, start their persisters with them.
  3. all: fetch and verify their shards, count successes and failures in the store.
  4. a shard that does not verify: all reject that checkpoint and begin again at 1.
@@ -19,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.directory.processes import wait_for_writers
 from holdfast.gang_store import GangStore
 from holdfast.layouts import LayoutFiles
 from holdfast.link import Link
@@ -206,7 +204,6 @@ class Restorer:
             return
         place.round = self._session.round = None
         try:
-            wait_for_writers(place.processes_dir)
             self._open_link()
             round_ = self._wait_connected()
             point = self._request(Restore(round_, self._settings.rank), RestoreReply).restore_point

@@ -142,7 +142,8 @@ class SlotRing:
     the ring's own touches pages that nobody waits for yet."""
 
     def __init__(self, directory: Path, rank: Rank, count: int) -> None:
-        self._directory = directory
+        self.directory = directory
+        """Of the slot files; may be set until the first of them is there."""
         self._rank = rank
         self._count = count
         self._slots: list[Slot] = []
@@ -189,7 +190,7 @@ class SlotRing:
             if slot.index not in kept:
                 slot.close()
         self._slots = []
-        self._directory.mkdir(mode=0o2770, parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o2770, parents=True, exist_ok=True)
         for index in range(self._count):
             if index not in kept:
                 adopted = self._adopt(index, capacity_bytes, round_)
@@ -197,12 +198,12 @@ class SlotRing:
                     kept[index] = adopted
         missing = [index for index in range(self._count) if index not in kept]
         try:
-            with allocation_lock(self._directory):
+            with allocation_lock(self.directory):
                 for index in missing:
                     self._path(index).unlink(missing_ok=True)
                 if missing:
                     size = len(missing) * (HEADER_BYTES + capacity_bytes)
-                    require_room(self._directory, size, self._count)
+                    require_room(self.directory, size, self._count)
                 descriptors = {index: self._create(index, capacity_bytes) for index in missing}
             for index, descriptor in descriptors.items():
                 kept[index] = self._open(index, descriptor)
@@ -288,7 +289,7 @@ class SlotRing:
                 logger.warning("saves copy from the device while training waits: %s", error)
 
     def _path(self, index: int) -> Path:
-        return self._directory / slot_name(self._rank, index)
+        return self.directory / slot_name(self._rank, index)
 
     def _adopt(self, index: int, capacity_bytes: int, round_: RestartRound) -> Slot | None:
         """A slot file of an earlier life, if it is large enough and nobody may still read it."""

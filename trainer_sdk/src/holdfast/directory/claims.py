@@ -98,8 +98,12 @@ def remove_if_free(path: Path) -> bool:
 def _locked(path: Path, *, wait: bool) -> int:
     operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            path.parent.mkdir(parents=True)
+        except FileExistsError:
+            if not path.parent.is_dir() and path.parent.exists():
+                raise
         try:
             descriptor = os.open(path, flags, 0o660)
         except FileNotFoundError:

@@ -45,7 +45,10 @@ class Process:
 def wait_for_writers(directory: Path, longest_seconds: float = _LONGEST_WAIT_SECONDS) -> None:
     """Returns when no persister is left that still writes for a trainer that is gone."""
     deadline = time.monotonic() + longest_seconds
-    for name in sorted({path.stem for path in directory.glob("*.*")}):
+    names: set[str] = set()
+    with contextlib.suppress(OSError):  # nobody has been here, or the last one leaves
+        names = {path.stem for path in directory.iterdir()}
+    for name in sorted(names):
         process = Process(directory, name)
         if is_held(process.trainer):
             continue
