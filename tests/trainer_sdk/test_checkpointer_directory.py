@@ -287,6 +287,7 @@ def test_one_that_is_dropped_leaves_nothing(
     assert list(memory.iterdir()) == []
     assert set(filter(is_alive, children_of(os.getpid()))) <= before
     assert not (tmp_path / "ckpt/processes").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_one_that_is_closed_stays_closed(tmp_path: Path) -> None:

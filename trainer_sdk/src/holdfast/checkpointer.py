@@ -154,7 +154,9 @@ class Checkpointer:
         self._place.open()
         self._ring.directory = self._place.slots_dir
         self._layouts.directory = self._place.layouts_dir
-        self._dropped = weakref.finalize(self, _let_go, os.getpid(), self._session, self._place)
+        self._dropped = weakref.finalize(
+            self, _let_go, os.getpid(), self._session, self._place, self._signal
+        )
         self._dropped.atexit = False  # the persister sees the end of the process by itself
         self._store = connect_store(self._settings)
         self._agreement = StepAgreement(self._session, self._store, self._settings.rank)
@@ -451,11 +453,12 @@ class Checkpointer:
             logger.warning("a save failed, training goes on: %s", error)
 
 
-def _let_go(pid: int, session: Session, place: Place) -> None:
+def _let_go(pid: int, session: Session, place: Place, stop_signal: StopSignal) -> None:
     """Of a Checkpointer that nobody refers to any more, as when a notebook's cell runs again: its memory
     and its persister would stay as long as this process."""
     if os.getpid() != pid:
         return  # a forked child has none of it
+    stop_signal.restore()
     session.wait_settled(_LET_GO_SECONDS)
     link, session.link = session.link, None
     if link is not None:

@@ -30,7 +30,8 @@ class StopSignal:
         self._installed = True
 
     def restore(self) -> None:
-        if self._installed:
+        """In another thread than `install` nothing: Python does not allow it there."""
+        if self._installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous)
             self._installed = False
 
