@@ -26,7 +26,7 @@ from holdfast_core.errors import (
     StateMismatchError,
     UnsupportedStateError,
 )
-from holdfast_core.testing.failpoints import VARIABLE
+from holdfast_core.testing.failpoints import in_every_python
 
 PROGRAM = """
 import sys, holdfast, numpy as np
@@ -42,13 +42,13 @@ with holdfast.Checkpointer(dir=directory, interval_steps=1, keep_last=2) as ckpt
 """
 
 
-def persisters_that_fail(tmp_path: Path, failpoints: str) -> dict[str, str]:
-    """For a program's environment: failpoints in every Python that it starts, and in itself."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nfrom holdfast_core.testing.failpoints import install_from_env\n"
-        "install_from_env(os.environ)\n"
-    )
-    return {VARIABLE: failpoints, "PYTHONPATH": str(tmp_path)}
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Shared memory of this test's own: others run at the same time and use the machine's."""
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    monkeypatch.setattr(places, "SHARED_MEMORY", directory)
+    return directory
 
 
 def saved(tmp_path: Path, state: dict[str, Any], *steps: int, **options: Any) -> None:
@@ -83,11 +83,7 @@ def test_saved_bytes_are_those_of_the_step(tmp_path: Path) -> None:
     assert torch.equal(back["t"], expected)
 
 
-def test_no_memory_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = tmp_path / "shm"
-    memory.mkdir()
-    # Other tests run at the same time and use the machine's.
-    monkeypatch.setattr(places, "SHARED_MEMORY", memory)
+def test_no_memory_is_left_behind(tmp_path: Path, memory: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         ckpt.save(1, {"t": torch.ones(4)}).wait("local", timeout=60)
         assert list(memory.rglob("*.slot"))
@@ -209,7 +205,7 @@ def test_what_an_ended_run_had_saved_is_waited_for(
     go.touch()
     ended = subprocess.run(
         [sys.executable, str(program), str(folder), str(go), how],
-        env={**os.environ, **persisters_that_fail(tmp_path, f"node.write=wait:{go}")},
+        env={**os.environ, **in_every_python(tmp_path, f"node.write=wait:{go}")},
         check=False,
     )
     assert ended.returncode == (-signal.SIGKILL if how == "killed" else 1)
@@ -250,11 +246,8 @@ def test_who_looks_at_a_folder_and_who_trains_in_it(tmp_path: Path) -> None:
 
 
 def test_memory_of_one_that_was_killed_beside_another_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, memory: Path
 ) -> None:
-    memory = tmp_path / "shm"
-    memory.mkdir()
-    monkeypatch.setattr(places, "SHARED_MEMORY", memory)
     with (
         holdfast.Checkpointer(dir=tmp_path / "ckpt") as first,
         holdfast.Checkpointer(dir=tmp_path / "ckpt") as second,
@@ -267,13 +260,8 @@ def test_memory_of_one_that_was_killed_beside_another_is_found(
     assert list(memory.iterdir()) == []
 
 
-def test_one_that_is_dropped_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_is_dropped_leaves_nothing(tmp_path: Path, memory: Path) -> None:
     """A notebook's cell that runs again."""
-    memory = tmp_path / "shm"
-    memory.mkdir()
-    monkeypatch.setattr(places, "SHARED_MEMORY", memory)
     before = set(children_of(os.getpid()))
     state = {"t": torch.zeros(1 << 12)}
     ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.testing import Launched, committed_step, until
-from holdfast_core.testing.failpoints import VARIABLE
+from holdfast_core.testing.failpoints import in_every_python
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = ROOT / "examples/gpt/train.py"
@@ -88,11 +88,7 @@ def test_what_was_saved_when_a_rank_was_killed_is_restored(tmp_path: Path) -> No
     program, go = tmp_path / "program.py", tmp_path / "go"
     program.write_text(SLOW)
     go.touch()
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nfrom holdfast_core.testing.failpoints import install_from_env\n"
-        "install_from_env(os.environ)\n"
-    )
-    hanging = {VARIABLE: f"node.write=wait:{go}", "PYTHONPATH": str(tmp_path)}
+    hanging = in_every_python(tmp_path, f"node.write=wait:{go}")
     command = [sys.executable, str(program), str(tmp_path / "ckpt"), str(go)]
     with Launched(tmp_path, ["--nproc", "2", "--max-restarts", "1"], command, hanging) as run:
         until(lambda: "waiting for process" in run.err(), "the ranks that start again wait")

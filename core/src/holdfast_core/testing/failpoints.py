@@ -79,6 +79,16 @@ def install_from_env(env: Mapping[str, str]) -> Failpoints | None:
     return points
 
 
+def in_every_python(directory: Path, text: str) -> dict[str, str]:
+    """For the environment of a program that does not call `install_from_env`: the rules hold in it and
+    in every Python that it starts. Writes into `directory`, which they import from."""
+    (directory / "sitecustomize.py").write_text(
+        "import os\nfrom holdfast_core.testing.failpoints import install_from_env\n"
+        "install_from_env(os.environ)\n"
+    )
+    return {VARIABLE: text, "PYTHONPATH": str(directory)}
+
+
 @contextmanager
 def failpoints(text: str) -> Iterator[Failpoints]:
     """Rules for the length of a `with`, in this process."""
