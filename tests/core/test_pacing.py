@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.ids import Rank
 from holdfast_core.pacing import LEAST_BYTES_PER_SECOND, Pacing, bytes_each_step
 
 MIB = 1 << 20
@@ -10,21 +14,21 @@ MIB = 1 << 20
 class Trainer:
     """Steps of a second; a step in which bytes move takes a tenth more. Movers do not obey."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots_dir: Path) -> None:
         self.now = 0.0
-        self.pacing = Pacing(lambda: self.now, lambda seconds: None)
+        self.pacing = Pacing(slots_dir, lambda: self.now, lambda seconds: None)
 
     def steps(
         self, count: int, *, moving: int = 0, blocked: float = 0.0, slower: float = 0.1
     ) -> None:
         for _ in range(count):
-            self.pacing.throttle.take(moving)
+            self.pacing.take(moving)
             self.now += 1.0 + blocked + (slower if moving else 0.0)
             self.pacing.step_done(blocked)
 
 
-def test_steps_that_suffer_bring_a_limit_and_quiet_ones_lift_it() -> None:
-    trainer = Trainer()
+def test_steps_that_suffer_bring_a_limit_and_quiet_ones_lift_it(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
     trainer.pacing.begin()
     trainer.steps(10)
     assert trainer.pacing.limit is None
@@ -36,16 +40,16 @@ def test_steps_that_suffer_bring_a_limit_and_quiet_ones_lift_it() -> None:
     assert trainer.pacing.limit is None
 
 
-def test_time_that_saving_blocked_is_no_slowdown() -> None:
-    trainer = Trainer()
+def test_time_that_saving_blocked_is_no_slowdown(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
     trainer.pacing.begin()
     trainer.steps(10)
     trainer.steps(50, moving=1000 * MIB, blocked=0.5, slower=0.0)
     assert trainer.pacing.limit is None
 
 
-def test_checkpoints_are_never_late_for_the_next_one() -> None:
-    trainer = Trainer()
+def test_checkpoints_are_never_late_for_the_next_one(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
     trainer.pacing.begin()
     trainer.pacing.expect(500.0 * MIB)
     trainer.steps(10)
@@ -55,8 +59,8 @@ def test_checkpoints_are_never_late_for_the_next_one() -> None:
     assert found >= 500 * MIB
 
 
-def test_a_hurry_lifts_the_limit_until_the_next_round() -> None:
-    trainer = Trainer()
+def test_a_hurry_lifts_the_limit_until_the_next_round(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
     trainer.pacing.begin()
     trainer.steps(10)
     trainer.steps(10, moving=1000 * MIB)
@@ -68,14 +72,36 @@ def test_a_hurry_lifts_the_limit_until_the_next_round() -> None:
     assert trainer.pacing.limit == limited
 
 
-def test_the_first_step_of_a_round_is_compared_with_nothing() -> None:
-    trainer = Trainer()
+def test_the_first_step_of_a_round_is_compared_with_nothing(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
     trainer.pacing.begin()
     trainer.steps(10)
     trainer.now += 3600  # the gang was down
     trainer.pacing.begin()
     trainer.steps(40, moving=10 * MIB, slower=0.0)
     assert trainer.pacing.limit is None
+
+
+def test_what_moves_gives_way_to_a_copy_and_not_in_a_hurry(tmp_path: Path) -> None:
+    header = SlotHeader(SlotState.FILLING, Rank(0), 0).pack().ljust(HEADER_BYTES, b"\0")
+    (tmp_path / slot_name(Rank(0), 0)).write_bytes(header)
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    gave_way: list[float] = []
+    pacing = Pacing(tmp_path, lambda: now[0], sleep, gave_way.append)
+    pacing.begin()
+    pacing.hurry()
+    pacing.take(MIB)
+    assert gave_way == []
+    pacing.begin()
+    pacing.take(MIB)
+    assert len(gave_way) == 1
+    assert gave_way[0] > 0
+    pacing.take(MIB)  # it waited for this copy as long as it waits for one
+    assert len(gave_way) == 1
 
 
 def test_bytes_each_step() -> None:

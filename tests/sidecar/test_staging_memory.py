@@ -99,7 +99,7 @@ class World:
             Mock(note=Mock(return_value=Mock(reason="Unavailable", message="no"))),
             self.metrics,
             SystemClock(),
-            Pacing(),
+            Pacing(self.settings.slots_dir, gave_way=self.metrics.gave_way),
             self._on_outcome,
             self._changed.set,
         )
@@ -169,6 +169,21 @@ def test_with_two_slots_nothing_waits(tmp_path: Path) -> None:
         assert sorted(world.node.begun) == [1, 2]
         assert world.holding().shards == ()
         assert world.stager.untold is None
+
+    run(tmp_path, 2, scenario)
+
+
+def test_a_write_gives_way_to_a_rank_that_copies(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        copying = SlotFile.open(world.settings.slots_dir, slot_name(RANK, 1))
+        copying.set_state(SlotState.FILLING)
+        await world.save(0, 1)
+        world.node.let(1)
+        await world.until(lambda: world.slots()[0] is FREE)  # though this copy never ends
+        copying.close()
+        assert world.stored() == [1]
+        ((seconds,), _) = world.metrics.gave_way.call_args
+        assert seconds > 0
 
     run(tmp_path, 2, scenario)
 

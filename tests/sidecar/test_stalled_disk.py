@@ -90,7 +90,7 @@ def test_a_disk_that_hangs_is_said_until_it_goes_on(tmp_path: Path) -> None:
             failures,
             Metrics(),
             SystemClock(),
-            Pacing(),
+            Pacing(settings.slots_dir),
             heard,
         )
         rank = FakeRank(tmp_path, JOB, 0, 0)

@@ -14,6 +14,7 @@ from holdfast.agreement import StepAgreement
 from holdfast.link import Link
 from holdfast.testing import DictStore, FakeSidecar, until
 from holdfast_core.errors import SaveFailedError, UnavailableError
+from holdfast_core.giving_way import GivingWay
 from holdfast_core.ids import Rank
 from holdfast_core.transfer.messages import Fill, Hello, Progress, Refusal, Stage
 
@@ -54,6 +55,22 @@ def test_a_round_and_the_next(sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPa
     with holdfast.Checkpointer() as ckpt:
         assert train(ckpt, state, 8) == [5, 6, 7]
     assert state["t"].tolist() == [8.0] * 3
+
+
+def test_what_a_persister_writes_gives_way_to_copies(
+    sidecar: FakeSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake sidecar writes with the code of a folder's persister."""
+    asked: list[Path] = []
+
+    def ask(way: GivingWay) -> float:
+        asked.append(way._slots_dir)
+        return 0.0
+
+    monkeypatch.setattr(GivingWay, "stand_aside", ask)
+    with holdfast.Checkpointer() as ckpt:
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+    assert set(asked) == {tmp_path / "shared/slots"}
 
 
 def test_a_sidecar_only_fills_memory_that_the_rank_has_touched(

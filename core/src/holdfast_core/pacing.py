@@ -1,14 +1,16 @@
 """Keeps background bytes from slowing a trainer down: its steps in, a shared limit out.
 
-One for each process that persists a trainer's saves. Movers of bytes call `throttle.take`; whoever
-hears of finished steps calls `step_done`, from one thread.
+One for each process that persists a trainer's saves. Movers of bytes call `take`; whoever hears of
+finished steps calls `step_done`, from one thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from holdfast_core.giving_way import GivingWay
 from holdfast_core.policy.pace import Pace
 from holdfast_core.throttle import Throttle
 
@@ -19,12 +21,18 @@ LEAST_BYTES_PER_SECOND = float(16 << 20)
 
 
 class Pacing:
+    """`slots_dir`: where the trainer copies to; `gave_way` hears each time how many seconds it took."""
+
     def __init__(
         self,
+        slots_dir: Path,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        gave_way: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.throttle = Throttle(monotonic, sleep)
+        self._throttle = Throttle(monotonic, sleep)
+        self._giving_way = GivingWay(slots_dir, monotonic, sleep)
+        self._gave_way = gave_way
         self._monotonic = monotonic
         self._pace = Pace()
         self._last: float | None = None
@@ -36,6 +44,14 @@ class Pacing:
     def limit(self) -> float | None:
         """Bytes a second in force now; None: no limit."""
         return None if self._hurrying else self._pace.limit
+
+    def take(self, byte_count: int) -> None:
+        """Returns when `byte_count` more bytes may be moved: no rank copies, and the limit allows it."""
+        if not self._hurrying:
+            seconds = self._giving_way.stand_aside()
+            if seconds:
+                self._gave_way(seconds)
+        self._throttle.take(byte_count)
 
     def begin(self) -> None:
         """A round starts: nothing is in a hurry, and the next step is the first one."""
@@ -54,7 +70,7 @@ class Pacing:
 
     def step_done(self, blocked_seconds: float) -> None:
         """A step ended now, of which saving blocked so much (that is the save's cost, not ours)."""
-        now, moved = self._monotonic(), self.throttle.moved_bytes
+        now, moved = self._monotonic(), self._throttle.moved_bytes
         if self._last is not None:
             seconds = max(0.0, now - self._last - blocked_seconds)
             quiet = self._pace.quiet_step_seconds
@@ -65,7 +81,7 @@ class Pacing:
         self._last, self._moved = now, moved
 
     def _apply(self) -> None:
-        self.throttle.set_limit(self.limit)
+        self._throttle.set_limit(self.limit)
 
 
 def bytes_each_step(

@@ -131,7 +131,10 @@ class SlotFile:
 
 
 def list_slots(directory: Path) -> tuple[str, ...]:
-    """Names of all slot files, sorted; whatever else lies there is not ours."""
-    if not directory.is_dir():
+    """Names of all slot files, sorted; whatever else lies there is not ours. None where the directory
+    is not there, or goes meanwhile."""
+    try:
+        names = [path.name for path in directory.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
         return ()
-    return tuple(sorted(p.name for p in directory.iterdir() if rank_of_slot(p.name) is not None))
+    return tuple(sorted(name for name in names if rank_of_slot(name) is not None))

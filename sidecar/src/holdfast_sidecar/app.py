@@ -62,7 +62,10 @@ class Sidecar:
         self._clock = clock or SystemClock()
         self._stack = AsyncExitStack()
         self._parts: Parts | None = None
-        self._pacing = Pacing(self._clock.monotonic)
+        self._metrics = Metrics()
+        self._pacing = Pacing(
+            settings.slots_dir, self._clock.monotonic, gave_way=self._metrics.gave_way
+        )
 
     async def start(self) -> None:
         """Raises ConfigError and TierError when the pod is not as its contract says."""
@@ -76,7 +79,7 @@ class Sidecar:
         opened = await pools.meta.run(node.open)
         logs.info("node tier is open", shards=opened.shards, quarantined=list(opened.quarantined))
         keeper = Keeper(await pools.meta.run(_first_state, settings, node))
-        metrics = Metrics()
+        metrics = self._metrics
         store = self._open_store(metrics)
         certificates = Certificates(contract)
         await pools.meta.run(certificates.load)
@@ -135,7 +138,7 @@ class Sidecar:
             config,
             credentials,
             ca_file=credentials.ca_file,
-            throttle=self._pacing.throttle.take,
+            throttle=self._pacing.take,
             sent=functools.partial(metrics.sent, TierName.OBJECT),
             compressed=functools.partial(metrics.compressed, TierName.OBJECT),
         )
@@ -176,7 +179,7 @@ class Sidecar:
         peers = Peers(
             contract, certificates.client, keeper.current, call_seconds=settings.call_seconds
         )
-        bulk = BulkPeers(node, certificates, peers, keeper.current, self._pacing.throttle.take)
+        bulk = BulkPeers(node, certificates, peers, keeper.current, self._pacing.take)
         layouts = RankLayouts(settings.layouts_dir, node, pools)
         gang = LocalGang(contract.worker)
         intake = Intake(settings.socket_path, contract.job_uid, local)

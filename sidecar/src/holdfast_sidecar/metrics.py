@@ -130,6 +130,12 @@ class Metrics:
             "Rate to which saves are held so that steps are not slowed down; 0: no limit",
             registry=self._registry,
         )
+        self._gave_way = Counter(
+            "holdfast_gave_way_seconds",
+            "Time that moving bytes waited because a rank of this pod was copying a step; of all "
+            "threads together",
+            registry=self._registry,
+        )
         self._free = Gauge(
             "holdfast_node_free_bytes",
             "Bytes that may still be written to the node volume",
@@ -198,6 +204,9 @@ class Metrics:
 
     def limited(self, bytes_per_second: float | None) -> None:
         self._limit.set(bytes_per_second or 0.0)
+
+    def gave_way(self, seconds: float) -> None:
+        self._gave_way.inc(seconds)
 
     def recovered(self, phase: str, seconds: float) -> None:
         self._recovery.labels(phase).observe(seconds)

@@ -332,7 +332,7 @@ class Stager:
         )
 
     def _take(self, slot: SlotFile, message: Stage, state: RoundState, *, waits: bool) -> None:
-        slot.throttle = self._pacing.throttle.take
+        slot.throttle = self._pacing.take
         where = Where.DIGESTING if waits else Where.WRITING
         owned = OwnedSlot(message, slot, state.world_size, where, waited=waits)
         self._owned[slot.name] = owned

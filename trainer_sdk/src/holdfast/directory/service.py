@@ -83,7 +83,7 @@ class DirectoryService:
         self._options = options
         self._layouts = LayoutFiles(options.layouts_dir)
         self._tier = DiskNodeTier(options.root / "tier", fill_limit=1.0)
-        self._pacing = Pacing()
+        self._pacing = Pacing(options.slots_dir)
         self._lock = threading.Condition()
         self._queue: collections.deque[_Job] = collections.deque()
         self._pending: dict[CheckpointId, _Pending] = {}
@@ -368,7 +368,7 @@ class DirectoryService:
                     stage.layout,
                     stage.payload_bytes,
                 )
-                slot.throttle = self._pacing.throttle.take
+                slot.throttle = self._pacing.take
                 self._pacing.expect(
                     bytes_each_step(
                         stage.payload_bytes, self._options.policy.interval_steps, 0, None
