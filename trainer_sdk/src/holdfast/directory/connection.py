@@ -36,7 +36,9 @@ class Service(Protocol):
 
 
 class Connection:
-    """`intercept` may answer in the service's place (None: let the service answer)."""
+    """`intercept` may answer in the service's place (None: let the service answer). `heard` hears each
+    message before it is answered; a Hello after that, since what is pushed before is not for its sender.
+    """
 
     def __init__(
         self,
@@ -56,13 +58,15 @@ class Connection:
         """Until the other side is gone. Raises FormatError for what is no frame."""
         try:
             while (frame := receive_frame(self._socket)) is not None:
-                self._heard(frame.message)
-                if isinstance(frame.message, Progress):
-                    self._service.progressed(frame.message)
-                    continue
-                if frame.id == 0:
-                    continue
-                self._send(self._answer(frame.message), frame.id)
+                message = frame.message
+                if not isinstance(message, Hello):
+                    self._heard(message)
+                if isinstance(message, Progress):
+                    self._service.progressed(message)
+                elif frame.id != 0:
+                    self._send(self._answer(message), frame.id)
+                if isinstance(message, Hello):
+                    self._heard(message)
         except UnavailableError:
             return
         finally:
