@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import places
+from holdfast import places, restoring
 from holdfast.testing import committed_step, until
 from holdfast.testing.launched import children_of, is_alive
 from holdfast_core.errors import (
@@ -24,6 +24,7 @@ from holdfast_core.errors import (
     CorruptionError,
     SaveFailedError,
     StateMismatchError,
+    UnavailableError,
     UnsupportedStateError,
 )
 from holdfast_core.testing.failpoints import in_every_python
@@ -178,6 +179,42 @@ def test_the_persister_may_die(tmp_path: Path) -> None:
         state = {"t": torch.full((4,), 2.0)}
         until(lambda: ckpt.save(2, state).failure is None, "a save after the restart")
         until(lambda: committed_step(tmp_path / "ckpt") == 2, "step 2")
+
+
+def test_a_persister_that_cannot_start_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places.sys, "executable", "/bin/false")
+    with (
+        pytest.raises(UnavailableError, match=r"never answered, \d+ times .* exit status 1,"),
+        holdfast.Checkpointer(dir=tmp_path / "ckpt"),
+    ):
+        pass
+
+
+def test_a_persister_that_cannot_be_run_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places.sys, "executable", str(tmp_path / "absent"))
+    with (
+        pytest.raises(UnavailableError, match=r"times in a row: cannot connect: .*absent"),
+        holdfast.Checkpointer(dir=tmp_path / "ckpt"),
+    ):
+        pass
+
+
+def test_a_slow_persister_is_waited_for_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(restoring, "_SAY_AFTER_SECONDS", 0.3)
+    slow = tmp_path / "slow-python"
+    slow.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(places.sys, "executable", str(slow))
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+    said = [r.message for r in caplog.records if "still waiting for the persister" in r.message]
+    assert len(said) == 1
 
 
 SAVE_AND_END = """

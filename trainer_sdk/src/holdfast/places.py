@@ -118,6 +118,8 @@ class DirectoryPlace:
     restore: CheckpointId | None = None
     rejected: list[CheckpointId] = field(default_factory=list)
     hello_seconds: float | None = None
+    exit_status: int | None = None
+    """Of the last persister that ended while it was wanted."""
     _process: subprocess.Popen[bytes] | None = None
     _claim: Claim | None = None
     _memory: Claim | None = None
@@ -175,9 +177,11 @@ class DirectoryPlace:
 
     def connect(self) -> socket.socket:
         """Ends a persister from before, which has been given up."""
-        if not self._reap(0.0) and self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.kill()
+            self.exit_status = self._process.wait()
+            self._process = None
         self._give_up_claim()
         name = f"rank{self.settings.rank:06d}-{secrets.token_hex(8)}"
         process = Process(self.processes_dir, name)

@@ -46,6 +46,8 @@ _ANSWER_SECONDS = 3600.0
 """A fill reads a whole shard, perhaps from a slow disk: the connection tells when its end is dead."""
 _FIRST_CONNECT_SECONDS = 5.0
 _SAY_AFTER_SECONDS = 15.0
+_STARTS = 5
+"""Of a persister that ends before it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ class Restorer:
 
     def _wait_connected(self) -> RestartRound:
         """Waits without limit: the sidecar's container restarts by itself, and a folder's disk may be
-        slow."""
+        slow. Raises where a folder's persister will not answer: CorruptionError, UnavailableError."""
         say_at = time.monotonic() + _SAY_AFTER_SECONDS
         while True:
             link = self._session.link
@@ -180,11 +182,12 @@ class Restorer:
             if time.monotonic() >= say_at:
                 logger.warning("still waiting for %s to answer", self._place)
                 say_at = math.inf
-            error = self._session.greeting_error
-            if error is not None and isinstance(self._place, DirectoryPlace):
-                if link is not None:
-                    link.close()
-                raise CorruptionError(f"{self._place.root}: {error}") from error
+            if isinstance(self._place, DirectoryPlace):
+                error = _why_never(self._place, self._session)
+                if error is not None:
+                    if link is not None:
+                        link.close()
+                    raise error from self._session.greeting_error
 
     def _open_link(self) -> None:
         link = Link(self._place.connect, self._session, self._place.hello_seconds)
@@ -239,6 +242,22 @@ class Restorer:
             self._session.link.close()
         self._ring.close()
         self._agree(place)
+
+
+def _why_never(place: DirectoryPlace, session: Session) -> HoldfastError | None:
+    """None: it may answer yet."""
+    if session.greeting_error is not None:
+        return CorruptionError(f"{place.root}: {session.greeting_error}")
+    if session.losses < _STARTS:
+        return None
+    ended = ""
+    if place.exit_status is not None:
+        status = place.exit_status
+        how = f"exit status {status}" if status >= 0 else f"signal {-status}"
+        ended = f" (the one before that ended with {how}, and said why on standard error)"
+    return UnavailableError(
+        f"{place} never answered, {session.losses} times in a row: {session.lost_because}{ended}"
+    )
 
 
 def _pair(value: list[int] | None) -> CheckpointId | None:

@@ -62,6 +62,9 @@ class Session:
         self._save_wanted = False
         self._stop_wanted = False
         self._said_lost = False
+        self.losses = 0
+        """Connections that ended or did not come about, since one was answered."""
+        self.lost_because = ""
         self.round = round_
         self.policy: Policy | None = None
         self.greeting_error: HoldfastError | None = None
@@ -81,6 +84,7 @@ class Session:
 
     def connected(self, reply: HelloReply) -> None:
         with self._lock:
+            self.losses = 0
             if self.round is None:
                 self.round = reply.round
             self.policy = reply.policy or self.policy
@@ -96,6 +100,8 @@ class Session:
 
     def disconnected(self, reason: str) -> None:
         with self._lock:
+            self.losses += 1
+            self.lost_because = reason
             if self._said_lost:
                 return
             self._said_lost = True
