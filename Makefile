@@ -27,11 +27,11 @@ sync: prerequisites ## create .venv from uv.lock
 	@$(UV) sync --frozen --all-packages --quiet
 
 .PHONY: generate
-generate: sync ## write crds/, the chart's copy and the reference tables from the models
+generate: sync ## write crds/, the chart's copy and the reference tables from the code
 	$(PY) tools/generate.py
 
 .PHONY: verify
-verify: sync ## fail if a generated file differs from its model
+verify: sync ## fail if a generated file differs from what the code says
 	$(PY) tools/generate.py --check
 
 .PHONY: format

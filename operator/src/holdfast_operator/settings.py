@@ -14,6 +14,7 @@ from typing import Self
 from holdfast_core.errors import ConfigError
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+DEFAULT_METRICS_PORT = 8080
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -28,7 +29,7 @@ class Settings:
     sidecar_image_pull_policy: str = "IfNotPresent"
     watch_namespaces: tuple[str, ...] = ()
     """Empty: all namespaces."""
-    metrics_port: int = 8080
+    metrics_port: int = DEFAULT_METRICS_PORT
     health_port: int = 8081
     log_level: str = "info"
     workers: int = 8
@@ -53,7 +54,7 @@ class Settings:
                 "HOLDFAST_SIDECAR_IMAGE_PULL_POLICY", "IfNotPresent"
             ),
             watch_namespaces=tuple(sorted(set(namespaces))),
-            metrics_port=_whole_number(source, "HOLDFAST_METRICS_PORT", 8080),
+            metrics_port=_whole_number(source, "HOLDFAST_METRICS_PORT", DEFAULT_METRICS_PORT),
             health_port=_whole_number(source, "HOLDFAST_HEALTH_PORT", 8081),
             log_level=level,
             workers=_whole_number(source, "HOLDFAST_WORKERS", 8),
