@@ -29,7 +29,6 @@ from holdfast.settings import RankSettings
 from holdfast.signals import StopSignal
 from holdfast.staging import SlotRing
 from holdfast.state.load import load_state
-from holdfast.state.snapshot import read_payload
 from holdfast.state.wish import Wish
 from holdfast_core.contract import PodContract
 from holdfast_core.errors import (
@@ -282,23 +281,29 @@ class Checkpointer:
         Order: models, optimizers, schedulers, data loaders, anything else, `before_rng`, random
         number generators. Make iterators of data loaders in `before_rng`: they may draw from them.
         Raises StateMismatchError when the checkpoint does not fit (nothing was loaded then),
-        CapacityError, CorruptionError when no copy can be read. Blocks while the sidecar is away: a
+        CapacityError, CorruptionError when no copy can be read (from a folder, the state may hold parts
+        of a bad one then). Blocks while the sidecar is away: a
         run never starts from nothing because its checkpoint could not be asked for.
         """
         restorer = self._opened()
         self._saver.prepare()
-        filled = restorer.fetch(Wish(state, self._settings.rank, strict=self._strict))
-        if filled is None:
+        found = restorer.fetch(Wish(state, self._settings.rank, strict=self._strict))
+        if found is None:
             if before_rng is not None:
                 before_rng()
             return None
-        saved = read_payload(filled.payload)
-        self.skipped = load_state(state, saved, strict=self._strict, before_rng=before_rng)
+        self.skipped = load_state(
+            state,
+            found.saved,
+            strict=self._strict,
+            before_rng=before_rng,
+            is_ours=found.is_ours,
+        )
         self._ring.touch_meanwhile()
         for line in self.skipped:
             logger.warning("not restored: %s", line)
-        logger.info("restored step %d from %s", filled.step, filled.tier)
-        return filled.step
+        logger.info("restored step %d from %s", found.step, found.tier)
+        return found.step
 
     def allocate(self, state: Mapping[str, Any]) -> None:
         """Take and touch the shared memory for this state now, before the first step. `steps` does it.

@@ -1,4 +1,4 @@
-"""Which checkpoint this rank starts from, and its bytes in a slot.
+"""Which checkpoint this rank starts from, and its bytes: in a slot, or in the state's tensors already.
 
 In a pod the sidecar knows; every rank asks its own. In a directory the ranks agree:
  1. rank 0: its persister fixes round and restore point; rank 0 writes both to the gang's store.
@@ -16,8 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from holdfast.directory.in_place import read_in_place
 from holdfast.gang_store import GangStore
 from holdfast.layouts import LayoutFiles
 from holdfast.link import Link
@@ -25,6 +24,8 @@ from holdfast.places import DirectoryPlace, Place
 from holdfast.session import Session
 from holdfast.settings import RankSettings
 from holdfast.staging import SlotRing
+from holdfast.state.snapshot import read_payload
+from holdfast.state.tensors import is_in_host_memory
 from holdfast.state.wish import Wish
 from holdfast_core.errors import (
     CorruptionError,
@@ -37,7 +38,14 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
 from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.transfer.messages import Fill, Filled, Refusal, Restore, RestoreReply
+from holdfast_core.transfer.messages import (
+    Fill,
+    Filled,
+    Refusal,
+    Restore,
+    RestoreReply,
+    ShardFile,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +60,14 @@ _STARTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """This rank's payload, in a slot: valid until the next save."""
+    """What this rank has saved, verified."""
 
     step: Step
-    payload: np.ndarray[Any, Any]
     tier: str
+    saved: dict[str, Any]
+    is_ours: bool
+    """Its tensors are those of the state, or in memory that may be kept; else they are views into a
+    slot, valid until the next save."""
 
 
 class Restorer:
@@ -140,9 +151,16 @@ class Restorer:
         needed_bytes = max(wish.needed_bytes(), payload_bytes)
         self._ring.ensure(needed_bytes, round_, to_fill=in_directory)
         offers = tuple(slot.offer() for slot in self._ring.slots)
+        # A folder's files can be read here; those of a pod's node tier are the sidecar's.
+        if in_directory and wanted is None and is_in_host_memory(wish.leaves):
+            reply = self._request(Fill(round_, rank, offers, reads_files=True), (Filled, ShardFile))
+            if isinstance(reply, ShardFile):
+                saved = _read_in_place(reply, wish)
+                if saved is not None:
+                    return Fetched(point.step, reply.tier, saved, is_ours=True)
         filled = self._request(Fill(round_, rank, offers, digest), Filled)
-        slot = self._ring.find(filled.slot)
-        return Fetched(point.step, slot.payload[: filled.payload_bytes], filled.tier)
+        payload = self._ring.find(filled.slot).payload[: filled.payload_bytes]
+        return Fetched(point.step, filled.tier, read_payload(payload), is_ours=False)
 
     def _wanted(self, wish: Wish, reply: RestoreReply, round_: RestartRound) -> RankLayout | None:
         """None: this rank's shard as it was saved fits."""
@@ -161,7 +179,7 @@ class Restorer:
             )
         return wish.layout(parse_layout(self._layouts.read(reply.layout)))
 
-    def _request(self, message: Any, kind: type[Any]) -> Any:
+    def _request(self, message: Any, kind: type[Any] | tuple[type[Any], ...]) -> Any:
         if self._session.link is None:
             raise UnavailableError("there is no connection to the sidecar")
         reply = self._session.link.request(message, _ANSWER_SECONDS)
@@ -242,6 +260,16 @@ class Restorer:
             self._session.link.close()
         self._ring.close()
         self._agree(place)
+
+
+def _read_in_place(file: ShardFile, wish: Wish) -> dict[str, Any] | None:
+    """None: to be asked for in a slot. There what does not fit is told by name, what is bad is put aside,
+    and what is loaded lies over what this may have left behind."""
+    try:
+        return read_in_place(file, wish.leaves, wish.fits)
+    except (CorruptionError, NotFoundError, UnavailableError) as error:
+        logger.warning("%s; it is read once more", error)
+        return None
 
 
 def _why_never(place: DirectoryPlace, session: Session) -> HoldfastError | None:

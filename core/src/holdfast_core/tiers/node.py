@@ -145,7 +145,7 @@ class DiskNodeTier:
         """See NodeTier. The bytes are reserved until commit or abort. Raises UnavailableError where
         too many copies are on their way."""
         self._expect_open()
-        path = self._shard_path(ref)
+        path = self.shard_path(ref)
         what = f"copy of rank {ref.rank} step {ref.step}"
         with ExitStack() as stack:
             self._budget.take(file_bytes, what)
@@ -334,7 +334,7 @@ class DiskNodeTier:
         return record
 
     def _publish(self, temp: TempFile, record: ShardRecord) -> None:
-        path = self._shard_path(record.ref)
+        path = self.shard_path(record.ref)
         temp.publish(path)
         if self._index.add(IndexEntry(record, path)):
             self._budget.add(record.file_bytes)
@@ -386,13 +386,13 @@ class DiskNodeTier:
             raise TierError(f"job uid {job_uid!r} is a name that the node tier keeps for itself")
         return self._root / checked_job_uid(job_uid)
 
-    def _shard_path(self, ref: ShardRef) -> Path:
+    def shard_path(self, ref: ShardRef) -> Path:
         return self._job_directory(ref.job_uid) / shard_key(ref)
 
     def _shard_directory(self, header: ShardHeader) -> Path:
         any_digest = digest_of(b"")
         ref = ShardRef(header.job_uid, header.step, header.round, header.rank, any_digest)
-        return self._shard_path(ref).parent
+        return self.shard_path(ref).parent
 
     def _manifest_path(self, job_uid: JobUid, checkpoint: CheckpointId) -> Path:
         return self._job_directory(job_uid) / manifest_key(checkpoint)

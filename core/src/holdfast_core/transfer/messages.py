@@ -17,6 +17,7 @@ from holdfast_core.ids import (
     Level,
     Rank,
     RestartRound,
+    ShardRef,
     Step,
     TierName,
     Worker,
@@ -264,6 +265,8 @@ class Fill:
     layout: Digest | None = None
     """None: the shard as it was saved. Else the layout of the payload that this rank wants, made of
     any old ranks' shards; its document lies in <shared_dir>/layouts/<hex>.json."""
+    reads_files: bool = False
+    """Where no slot holds the shard: the rank would rather be told a file than have a slot filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +275,16 @@ class Filled:
     payload_bytes: int
     tier: TierName
     """Which tier the bytes came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """The other reply to a Fill that `reads_files`: where the shard lies. Nobody has read it yet: a rank
+    that finds it bad, or not there, asks for a slot."""
+
+    path: str
+    shard: ShardRef
+    tier: TierName
 
 
 @dataclass(frozen=True, slots=True)

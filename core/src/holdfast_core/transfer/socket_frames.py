@@ -35,6 +35,7 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
             messages.RestoreReply,
             messages.Fill,
             messages.Filled,
+            messages.ShardFile,
             messages.Stage,
             messages.Staged,
             messages.Progress,

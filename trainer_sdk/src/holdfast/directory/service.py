@@ -49,6 +49,7 @@ from holdfast_core.transfer.messages import (
     RestorePoint,
     RestoreReply,
     SaveFailed,
+    ShardFile,
     SlotOffer,
     Stage,
     Staged,
@@ -226,7 +227,7 @@ class DirectoryService:
             logger.warning("the layout of %s: %s", ref, error)
             return None
 
-    def _fill(self, message: Fill) -> Filled:
+    def _fill(self, message: Fill) -> Filled | ShardFile:
         if self._choice is None:
             raise RefusedError(Refusal.NOT_FOUND, "there is nothing to restore in this round")
         manifest = self._choice.manifest
@@ -243,6 +244,8 @@ class DirectoryService:
         for offer in message.slots:
             if self._holds(offer, ref, shard.payload_bytes):
                 return Filled(offer.name, shard.payload_bytes, TierName.MEMORY)
+        if message.reads_files:
+            return ShardFile(str(self._tier.shard_path(ref)), ref, TierName.NODE)
         offer = _fitting(message.slots, shard.payload_bytes)
         slot = self._slot(offer.name)
         try:

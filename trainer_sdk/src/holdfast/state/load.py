@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -29,6 +29,9 @@ from holdfast.state.tree import is_stateful, unwrap
 from holdfast_core.errors import StateMismatchError
 
 _SHOWN = 10
+
+_Own = Callable[[Any], Any]
+"""Gives a saved value that may be kept."""
 
 
 class _Order(IntEnum):
@@ -56,29 +59,43 @@ def load_state(
     *,
     strict: bool = True,
     before_rng: Callable[[], None] | None = None,
+    is_ours: bool = False,
 ) -> tuple[str, ...]:
     """Load in place. Returns what was skipped, one line each (empty when strict).
 
-    `saved` holds views that are only valid during the call: all that is kept is copied.
+    `saved` holds views that are only valid during the call: all that is kept is copied. Unless it
+    `is_ours`: then its tensors are those of `state` already, or in memory that may be kept.
     Raises StateMismatchError naming every path, what was expected and what was found.
     """
-    comparison = _Comparison()
-    _compare(state, saved, "", comparison, exact=True)
+    comparison = _comparison(state, saved)
     if comparison.problems and strict:
         raise StateMismatchError(_sentence(comparison.problems))
     skip = comparison.problems.keys()
+    own: _Own = (lambda value: value) if is_ours else _copied
     tasks: list[tuple[_Order, str, Any, Any]] = []
-    _merge(state, saved, "", skip, tasks)
+    _merge(state, saved, "", skip, tasks, own)
     tasks.sort(key=lambda task: task[0])
     rest = [task for task in tasks if task[0] is not _Order.RNG]
     last = [task for task in tasks if task[0] is _Order.RNG]
     for order, path, target, value in rest:
-        _load_object(order, path, target, value, skip)
+        _load_object(order, path, target, value, skip, own)
     if before_rng is not None:
         before_rng()
     for order, path, target, value in last:
-        _load_object(order, path, target, value, skip)
+        _load_object(order, path, target, value, skip, own)
     return tuple(comparison.problems.values())
+
+
+def fits(state: Mapping[str, Any], saved: dict[str, Any]) -> bool:
+    """Whether `load_state` would neither raise StateMismatchError nor skip anything. Looks at names,
+    shapes and types alone."""
+    return not _comparison(state, saved).problems
+
+
+def _comparison(state: Mapping[str, Any], saved: dict[str, Any]) -> _Comparison:
+    comparison = _Comparison()
+    _compare(state, saved, "", comparison, exact=True)
+    return comparison
 
 
 def _sentence(problems: dict[str, str]) -> str:
@@ -198,7 +215,7 @@ def _compare_optimizer(current: Any, saved: Any, path: str, out: _Comparison) ->
 # ------------------------------------------------------------------------------- merge
 
 
-def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any]) -> Any:
+def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own: _Own) -> Any:
     """Load containers and tensors now, put objects on the list; returns what to keep."""
     if path in skip:
         return current
@@ -213,72 +230,69 @@ def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any]) -> 
         for key, value in saved.items():
             inner = _join(path, key)
             if key in current:
-                current[key] = _merge(current[key], value, inner, skip, tasks)
+                current[key] = _merge(current[key], value, inner, skip, tasks, own)
             elif inner not in skip:
-                current[key] = _own(value)
+                current[key] = own(value)
         return current
     if isinstance(current, list | tuple) and _holds_arrays(current):
         items = [
-            _merge(one, other, _join(path, position), skip, tasks)
+            _merge(one, other, _join(path, position), skip, tasks, own)
             for position, (one, other) in enumerate(zip(current, saved, strict=True))
         ]
         if isinstance(current, tuple):
             return tuple(items)
         current[:] = items
         return current
-    own = _own(saved)
-    if isinstance(current, list) and isinstance(own, list):
-        current[:] = own
+    kept = own(saved)
+    if isinstance(current, list) and isinstance(kept, list):
+        current[:] = kept
         return current
-    return own
+    return kept
 
 
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """The same value in memory of its own."""
     if _is_array(value):
         return clone(value)
     if isinstance(value, dict):
-        return {k: _own(v) for k, v in value.items()}
+        return {k: _copied(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_own(v) for v in value]
+        return [_copied(v) for v in value]
     if isinstance(value, tuple):
-        return tuple(_own(v) for v in value)
+        return tuple(_copied(v) for v in value)
     return value
 
 
 # ------------------------------------------------------------------------------- objects
 
 
-def _load_object(order: _Order, path: str, target: Any, saved: Any, skip: Any) -> None:
+def _load_object(order: _Order, path: str, target: Any, saved: Any, skip: Any, own: _Own) -> None:
     try:
         if order is _Order.MODEL:
-            _load_module(target, saved, path, skip)
+            _load_module(target, saved, path, skip, own)
         elif order is _Order.OPTIMIZER:
-            target.load_state_dict(_optimizer_state(target, saved))
+            target.load_state_dict(_optimizer_state(target, saved, own))
         else:
-            target.load_state_dict(_own(saved))
+            target.load_state_dict(own(saved))
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise StateMismatchError(
             f"{path}: {type(target).__name__}.load_state_dict refused what was saved: {error}"
         ) from error
 
 
-def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any) -> None:
+def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: _Own) -> None:
     fitting = {k: v for k, v in saved.items() if _join(path, k) not in skip}
     current = module.state_dict()
     if any(is_distributed(value) for value in current.values()):
         for name, value in current.items():
             if name in fitting and is_tensor(value):
                 copy_in(value, fitting.pop(name))
-    module.load_state_dict({k: _extra(v) for k, v in fitting.items()}, strict=False)
+    # Tensors are copied by load_state_dict itself; anything else must not keep views.
+    kept = {k: v if is_tensor(v) else own(v) for k, v in fitting.items()}
+    module.load_state_dict(kept, strict=False)
 
 
-def _extra(value: Any) -> Any:
-    """Tensors are copied by load_state_dict itself; anything else must not keep views."""
-    return value if is_tensor(value) else _own(value)
-
-
-def _optimizer_state(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+def _optimizer_state(optimizer: Any, saved: dict[str, Any], own: _Own) -> dict[str, Any]:
     """`saved` with tensors that the optimizer may keep: the ones it has, where they fit."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[Any, Any] = {}
@@ -286,14 +300,14 @@ def _optimizer_state(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
         known = isinstance(index, int) and index < len(parameters)
         parameter = parameters[index] if known else None
         have = optimizer.state.get(parameter, {}) if parameter is not None else {}
-        state[index] = {k: _keep(have.get(k), v, parameter) for k, v in entries.items()}
-    rest = {k: _own(v) for k, v in saved.items() if k != "state"}
+        state[index] = {k: _keep(have.get(k), v, parameter, own) for k, v in entries.items()}
+    rest = {k: own(v) for k, v in saved.items() if k != "state"}
     return {**rest, "state": state}
 
 
-def _keep(have: Any, saved: Any, parameter: Any) -> Any:
+def _keep(have: Any, saved: Any, parameter: Any, own: _Own) -> Any:
     if not is_tensor(saved):
-        return _own(saved)
+        return own(saved)
     if is_tensor(have) and describe(local_part(have)) == describe(saved):
         copy_in(have, saved)
         return have
@@ -301,11 +315,11 @@ def _keep(have: Any, saved: Any, parameter: Any) -> Any:
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
-            clone(saved).to(parameter.to_local().device),
+            own(saved).to(parameter.to_local().device),
             parameter.device_mesh,
             parameter.placements,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-    return clone(saved)
+    return own(saved)

@@ -192,13 +192,25 @@ def read_payload(source: np.ndarray[Any, Any]) -> dict[str, Any]:
     """The saved state with views into `source`. Raises FormatError for anything malformed."""
     size = header_bytes(source[:LENGTH_BYTES].tobytes(), source.size)
     plan = parse_payload(source[:size].tobytes(), source.size)
+
+    def stored(tensor: PayloadTensor) -> np.ndarray[Any, Any]:
+        return source[tensor.byte_range.start : tensor.byte_range.stop]
+
+    where = plan.objects
+    return build_state(plan, source[where.start : where.stop].tobytes(), stored)
+
+
+def build_state(
+    plan: PayloadPlan, objects: bytes, stored: Callable[[PayloadTensor], np.ndarray[Any, Any]]
+) -> dict[str, Any]:
+    """The saved state, its tensors over the memory (uint8) that `stored` gives for each that is
+    referred to. Raises FormatError for anything malformed."""
     tensors = {tensor.fqn: tensor for tensor in plan.tensors}
 
     def resolve(reference: dict[str, Any]) -> Any:
-        return _view(tensors, reference, source)
+        return _view(tensors, reference, stored)
 
-    where = plan.objects
-    root = unpack_objects(source[where.start : where.stop].tobytes())
+    root = unpack_objects(objects)
     if not isinstance(root, dict) or not isinstance(root.get(_STATE), dict):
         raise FormatError("payload: the objects hold no state")
     decoded = Decoder(resolve).decode(root[_STATE])
@@ -208,7 +220,9 @@ def read_payload(source: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _view(
-    tensors: dict[str, PayloadTensor], reference: dict[str, Any], source: np.ndarray[Any, Any]
+    tensors: dict[str, PayloadTensor],
+    reference: dict[str, Any],
+    stored: Callable[[PayloadTensor], np.ndarray[Any, Any]],
 ) -> Any:
     name = reference["$tensor"]
     tensor = tensors.get(name)
@@ -218,9 +232,8 @@ def _view(
     if dtype is not None and tensor.dtype != RAW:
         raise FormatError(f"payload: tensor {name!r} of {dtype} is stored as {tensor.dtype}")
     shape = tensor.shape if dtype is None else tensor.shape[:-1]
-    stored = source[tensor.byte_range.start : tensor.byte_range.stop]
     return view_stored(
-        stored,
+        stored(tensor),
         own_name(tensor.dtype) if dtype is None else dtype,
         shape,
         array=bool(reference.get("array")),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,6 +60,8 @@ class Leaf:
     """The optimizer whose own state it is."""
     whole: Any | None = None
     """The DTensor that `source` is this rank's part of."""
+    is_private: bool = False
+    """Of an object that is neither module nor optimizer: what else refers to its memory is unknown."""
 
     @property
     def writes(self) -> int:
@@ -95,7 +97,7 @@ def local_part(value: Any) -> Any:
 
 
 def make_leaf(
-    name: str, value: Any, path: str, owner: Any | None = None
+    name: str, value: Any, path: str, owner: Any | None = None, *, is_private: bool = False
 ) -> tuple[Leaf, dict[str, Any]]:
     """A leaf and what its reference must say besides the name. Raises UnsupportedStateError."""
     extra: dict[str, Any] = {}
@@ -137,6 +139,7 @@ def make_leaf(
             local,
             owner,
             whole,
+            is_private,
         )
     else:
         leaf = Leaf(
@@ -150,6 +153,7 @@ def make_leaf(
             local,
             owner,
             whole,
+            is_private,
         )
     return leaf, extra
 
@@ -232,18 +236,59 @@ def own_name(stored_dtype: str) -> str:
     raise UnsupportedStateError(f"dtype {stored_dtype!r} is not known to this version")
 
 
+def is_in_host_memory(leaves: Iterable[Leaf]) -> bool:
+    """Whether no tensor lies on a device."""
+    return all(not is_tensor(x.source) or x.source.device.type == "cpu" for x in leaves)
+
+
+def memory_of(leaf: Leaf) -> np.ndarray[Any, Any] | None:
+    """The leaf's own bytes (uint8), to be written; None where they are not one writable stretch of this
+    process's memory that the training itself uses."""
+    source = leaf.source
+    if leaf.is_private or leaf.byte_count == 0:
+        return None
+    if not is_tensor(source):
+        if not (source.flags.c_contiguous and source.flags.writeable and source.flags.aligned):
+            return None
+        return np.asarray(source).reshape(-1).view(np.uint8)
+    import torch
+
+    plain = type(source) is torch.Tensor and not source.is_conj() and not source.is_neg()
+    if not plain or source.device.type != "cpu" or not source.is_contiguous():
+        return None
+    memory: np.ndarray[Any, Any] = source.view(-1).view(torch.uint8).numpy()
+    return None if memory.ctypes.data % source.element_size() else memory
+
+
 def copy_in(current: Any, saved: Any) -> None:
-    """Copy a saved tensor or array into one that is there, of the same shape.
+    """Copy a saved tensor or array into one that is there, of the same shape; it may lie there already.
 
     Done when this returns, on a device too: the slot that `saved` lies in may be written then."""
     if is_tensor(current):
         import torch
 
+        target = local_part(current)
+        source = saved if is_tensor(saved) else torch.from_numpy(saved)
+        if _is_same_memory(target, source):
+            if (
+                not target.is_inference()
+            ):  # those who look at the count of writes hear of this one, too
+                torch.autograd.graph.increment_version(target)
+            return
         with torch.no_grad():
-            target = local_part(current)
-            target.copy_(saved if is_tensor(saved) else torch.from_numpy(saved))
+            target.copy_(source)
     else:
         np.copyto(current, saved if isinstance(saved, np.ndarray) else saved.numpy())
+
+
+def _is_same_memory(target: Any, source: Any) -> bool:
+    return bool(
+        target.device.type == "cpu"
+        and source.device.type == "cpu"
+        and target.data_ptr() == source.data_ptr() != 0
+        and target.is_contiguous()
+        and source.is_contiguous()
+    )
 
 
 def clone(saved: Any) -> Any:

@@ -150,7 +150,7 @@ class Encoder:
         owner = self._optimizer
         if owner is not None and not path.startswith(self._owned):
             owner = None
-        leaf, extra = make_leaf(name, value, path, owner)
+        leaf, extra = make_leaf(name, value, path, owner, is_private=self._rank_local)
         self.leaves.append(leaf)
         if leaf.whole is not None:
             extra["local"] = True

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from holdfast.sizing import slot_bytes
-from holdfast.state.snapshot import plan_save, take_snapshot
+from holdfast.state.load import fits
+from holdfast.state.snapshot import Snapshot, plan_save, take_snapshot
 from holdfast.state.tensors import Leaf, local_part, placement, torch_module
 from holdfast.state.tree import is_stateful, unwrap
 from holdfast_core.errors import StateMismatchError
@@ -40,6 +41,15 @@ class Wish:
     def needed_bytes(self) -> int:
         """Of a slot for this state. Raises UnsupportedStateError."""
         return slot_bytes(self._state, plan_save(self._snapshot, self._rank))
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The present state's tensors. Raises UnsupportedStateError."""
+        return self._snapshot.leaves
+
+    def fits(self, saved: dict[str, Any]) -> bool:
+        """Whether all of `saved` can be loaded, and nothing is missing."""
+        return fits(self._state, saved)
 
     def is_as_saved(self, saved: RankLayout) -> bool:
         """Whether this rank had the same boxes when it saved. Another shape or dtype is not a
@@ -102,7 +112,7 @@ class Wish:
     # ------------------------------------------------------------------ inside
 
     @cached_property
-    def _snapshot(self) -> Any:
+    def _snapshot(self) -> Snapshot:
         return take_snapshot(self._state, self._rank)
 
     @cached_property

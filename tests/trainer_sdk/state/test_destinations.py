@@ -1,0 +1,247 @@
+"""Bytes of a payload go straight into a state's tensors: the same state as by way of a slot."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.staging import Copier
+from holdfast.state.destinations import Destinations
+from holdfast.state.load import fits, load_state
+from holdfast.state.snapshot import plan_save, read_payload, take_snapshot, write_payload
+from holdfast.state.tensors import is_in_host_memory
+from holdfast_core.errors import CorruptionError
+from holdfast_core.format.payload import LENGTH_BYTES, PayloadPlan, header_bytes, parse_payload
+from holdfast_core.ids import Rank
+
+RANK = Rank(0)
+MOST_BYTES = 1 << 14
+
+
+def stored(state: dict[str, Any]) -> np.ndarray[Any, Any]:
+    snapshot = take_snapshot(state, RANK)
+    plan = plan_save(snapshot, RANK)
+    target = np.zeros(plan.payload_bytes, dtype=np.uint8)
+    write_payload(plan, snapshot, target, Copier().run)
+    return target
+
+
+def planned(payload: np.ndarray[Any, Any]) -> PayloadPlan:
+    size = header_bytes(payload[:LENGTH_BYTES].tobytes(), payload.size)
+    return parse_payload(payload[:size].tobytes(), payload.size)
+
+
+def destinations(payload: np.ndarray[Any, Any], state: dict[str, Any]) -> Destinations:
+    plan = planned(payload)
+    objects = payload[plan.objects.start : plan.objects.stop].tobytes()
+    return Destinations(plan, objects, take_snapshot(state, RANK).leaves)
+
+
+def put_all(
+    found: Destinations, payload: np.ndarray[Any, Any], piece_bytes: int = MOST_BYTES
+) -> None:
+    for start in range(0, payload.size, piece_bytes):
+        found.put(start, memoryview(payload[start : start + piece_bytes]))
+
+
+def loaded(state: dict[str, Any], payload: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """As a folder's restore does it."""
+    found = destinations(payload, state)
+    assert fits(state, found.saved)
+    put_all(found, payload)
+    load_state(state, found.saved, is_ours=True)
+    return state
+
+
+def bits(value: Any) -> bytes:
+    array = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return bytes(array.tobytes())
+
+
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.lists(st.floats(0, 1), max_size=9)
+)
+def test_pieces_of_any_length_give_every_bit(sizes: list[int], cuts: list[float]) -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128]
+    state: dict[str, Any] = {
+        str(index): torch.randint(0, 2, (size,)).to(kinds[index % len(kinds)])
+        for index, size in enumerate(sizes)
+    }
+    state["array"] = np.arange(sizes[0], dtype=np.int16)
+    payload = stored(state)
+    other = {k: torch.zeros_like(v) for k, v in state.items() if k != "array"}
+    target = {**other, "array": np.zeros(sizes[0], dtype=np.int16), "new": 1}
+    found = destinations(payload, target)
+    positions = sorted({0, payload.size, *(int(cut * payload.size) for cut in cuts)})
+    for start, stop in itertools.pairwise(positions):
+        found.put(start, memoryview(payload[start:stop]))
+    for name, expected in read_payload(payload).items():
+        if name == "array":
+            assert np.array_equal(found.saved[name], expected)
+            assert np.array_equal(target[name], expected)
+        else:
+            assert bits(found.saved[name]) == bits(expected) == bits(target[name])
+
+
+def test_a_tensor_is_written_where_it_is_and_not_before_its_bytes_are_put() -> None:
+    payload = stored({"t": torch.arange(1000.0), "n": {"scalar": torch.tensor(3)}})
+    state = {"t": torch.zeros(1000), "n": {"scalar": torch.tensor(0)}}
+    found = destinations(payload, state)
+    assert found.saved["t"].data_ptr() == state["t"].data_ptr()
+    assert not state["t"].any()
+    put_all(found, payload)
+    assert state["t"][-1] == 999
+    assert state["n"]["scalar"] == 3
+
+
+def training(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.BatchNorm1d(5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.5**s)
+    return {"model": model, "optim": optimizer, "sched": scheduler}
+
+
+def train(state: dict[str, Any], steps: int) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(steps):
+        inputs = torch.randn(8, 5, generator=generator)
+        state["model"](inputs).square().mean().backward()
+        state["optim"].step()
+        state["sched"].step()
+        state["optim"].zero_grad()
+
+
+def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+    found = list(state["model"].state_dict().values())
+    for entry in state["optim"].state_dict()["state"].values():
+        found += [v for v in entry.values() if isinstance(v, torch.Tensor)]
+    return found
+
+
+@pytest.mark.parametrize("steps_before", [0, 1], ids=["fresh optimizer", "optimizer with state"])
+def test_training_goes_on_bit_identically(steps_before: int) -> None:
+    one, other = training(0), training(1)
+    train(one, 3)
+    payload = stored(one)
+    train(other, steps_before)
+    places = [t.data_ptr() for t in tensors(other)]
+    loaded(other, payload)
+    assert [t.data_ptr() for t in tensors(other)][: len(places)] == places
+    payload.fill(0)  # nothing of it is kept
+    train(one, 3)
+    train(other, 3)
+    assert [bits(t) for t in tensors(other)] == [bits(t) for t in tensors(one)]
+    assert other["sched"].get_last_lr() == one["sched"].get_last_lr()
+
+
+def test_what_two_tensors_share_is_decided_by_the_order_of_loading() -> None:
+    saved = {"a": torch.full((8,), 1.0), "b": torch.full((8,), 2.0), "c": torch.full((4,), 3.0)}
+    payload = stored(saved)
+
+    def tied() -> dict[str, Any]:
+        memory = torch.zeros(8)
+        return {"a": memory, "b": memory.view(8), "c": memory[4:]}
+
+    expected = tied()
+    load_state(expected, read_payload(payload))
+    assert bits(loaded(tied(), payload)["a"]) == bits(expected["a"])
+
+
+def not_writable() -> np.ndarray[Any, Any]:
+    array = np.zeros(6, dtype=np.float32)
+    array.flags.writeable = False
+    return array
+
+
+class Loader:
+    """Neither module nor optimizer: what it gives may be used by others."""
+
+    def __init__(self) -> None:
+        self.kept = torch.zeros(6)
+        self.seen: torch.Tensor | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["kept"]
+
+
+def test_what_is_not_written_in_place() -> None:
+    values = torch.arange(6.0)
+    grid = values.reshape(2, 3)
+    payload = stored({"t": grid, "long": values, "array": values.numpy(), "loader": Loader()})
+    loader = Loader()
+    state = {
+        "t": torch.zeros(3, 2).t(),
+        "long": torch.zeros(12)[::2],
+        "array": np.zeros(12, dtype=np.float32)[::2],
+        "loader": loader,
+    }
+    before = [state["t"].data_ptr(), state["long"].data_ptr()]
+    found = destinations(payload, state)
+    assert found.saved["t"].data_ptr() not in before
+    assert found.saved["long"].data_ptr() not in before
+    put_all(found, payload)
+    assert not state["t"].any()
+    load_state(state, found.saved, is_ours=True)
+    assert torch.equal(state["t"], grid)
+    assert torch.equal(state["long"], values)
+    assert np.array_equal(state["array"], values.numpy())
+    assert loader.seen is not None
+    assert loader.seen.data_ptr() != loader.kept.data_ptr()
+
+
+def test_an_array_that_may_not_be_written_stays_as_it_is() -> None:
+    payload = stored({"array": np.ones(6, dtype=np.float32)})
+    array = not_writable()
+    found = destinations(payload, {"array": array})
+    put_all(found, payload)
+    assert not array.any()
+    assert found.saved["array"].all()
+
+
+def test_the_count_of_writes_rises() -> None:
+    """Autograd, and saves from a device, ask it whether a tensor was written."""
+    payload = stored({"t": torch.ones(10)})
+    state = {"t": torch.zeros(10)}
+    before = state["t"]._version
+    loaded(state, payload)
+    assert state["t"]._version > before
+
+
+@pytest.mark.parametrize("where", ["header", "objects"])
+def test_bytes_that_changed_since_the_state_was_made_of_them(where: str) -> None:
+    payload = stored({"t": torch.ones(10), "word": "yes"})
+    plan = planned(payload)
+    found = destinations(payload, {"t": torch.zeros(10), "word": ""})
+    changed = payload.copy()
+    changed[20 if where == "header" else plan.objects.start + 3] ^= 1
+    with pytest.raises(CorruptionError, match="a moment ago"):
+        put_all(found, changed)
+
+
+def test_a_state_without_tensors() -> None:
+    payload = stored({"epoch": 3, "names": ["a", "b"]})
+    assert loaded({"epoch": 0, "names": []}, payload) == {"epoch": 3, "names": ["a", "b"]}
+
+
+def test_a_device_is_no_host_memory() -> None:
+    leaves = take_snapshot({"t": torch.zeros(3), "a": np.zeros(3)}, RANK).leaves
+    assert is_in_host_memory(leaves)
+
+    class OnDevice(torch.Tensor):
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda")
+
+    on_device = dataclasses.replace(leaves[0], source=torch.zeros(3).as_subclass(OnDevice))
+    assert not is_in_host_memory([on_device, *leaves[1:]])

@@ -1,0 +1,161 @@
+"""A folder's shard is read straight into tensors; whatever goes wrong with that, a slot serves it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import places, restoring
+from holdfast.link import Link
+from holdfast_core.errors import CorruptionError, NotFoundError, StateMismatchError
+from holdfast_core.format.slot import HEADER_BYTES
+from holdfast_core.transfer.messages import Fill, Filled, ShardFile
+
+ELEMENTS = 6 << 20
+"""24 MiB: several pieces are put before the last chunk is read."""
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    monkeypatch.setattr(places, "SHARED_MEMORY", directory)
+    return directory
+
+
+@pytest.fixture
+def replies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What the persister answered to each Fill."""
+    found: list[Any] = []
+    request = Link.request
+
+    def observed(link: Link, message: Any, timeout_seconds: float) -> Any:
+        reply = request(link, message, timeout_seconds)
+        if isinstance(message, Fill):
+            found.append(reply)
+        return reply
+
+    monkeypatch.setattr(Link, "request", observed)
+    yield found
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"t": torch.full((ELEMENTS,), float(value)), "n": int(value)}
+
+
+def save(root: Path, *steps: int) -> None:
+    with holdfast.Checkpointer(dir=root, keep_last=10) as ckpt:
+        for step in steps:
+            ckpt.save(step, state_of(step)).wait(timeout=60)
+
+
+def damage(root: Path, step: int) -> None:
+    """The last bit of the payload's last tensor."""
+    (shard,) = root.rglob(f"s{step:012d}/*/*.shard")
+    with open(shard, "r+b") as file:
+        file.seek(4096 + 4096 + 4 * ELEMENTS - 1)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_no_slot_is_filled(tmp_path: Path, memory: Path, replies: list[Any]) -> None:
+    save(tmp_path / "ckpt", 1)
+    state = state_of(0)
+    place = state["t"].data_ptr()
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        assert ckpt.restore(state) == 1
+        ckpt._ring._await_toucher()
+        pages = [p.read_bytes()[HEADER_BYTES:] for p in memory.rglob("*.slot")]
+    assert [type(reply) for reply in replies] == [ShardFile]
+    assert len(pages) == 2
+    assert not any(any(page) for page in pages)
+    assert state["n"] == 1
+    assert state["t"].eq(1).all()
+    assert state["t"].data_ptr() == place
+
+
+def test_a_bad_copy_is_put_aside_and_an_older_one_lies_over_it(
+    tmp_path: Path, replies: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "ckpt", 1, 2)
+    damage(tmp_path / "ckpt", 2)
+    state = state_of(0)
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        assert ckpt.restore(state) == 1
+    assert (state["n"], state["t"].eq(1).all()) == (1, True)
+    assert "does not match" in caplog.text
+    assert "it is read once more" in caplog.text
+    assert [type(reply) for reply in replies] == [ShardFile, ShardFile]
+    assert list((tmp_path / "ckpt/tier/quarantine").iterdir())
+
+
+def test_no_good_copy_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", 1)
+    damage(tmp_path / "ckpt", 1)
+    with (
+        holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt,
+        pytest.raises(CorruptionError, match="none that can be restored"),
+    ):
+        ckpt.restore(state_of(0))
+
+
+def test_a_file_that_cannot_be_read_here_comes_by_a_slot(
+    tmp_path: Path, replies: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "ckpt", 1)
+
+    def not_there(*_: Any) -> None:
+        raise NotFoundError("the shard is not there")
+
+    monkeypatch.setattr(restoring, "read_in_place", not_there)
+    state = state_of(0)
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        assert ckpt.restore(state) == 1
+    assert state["t"].eq(1).all()
+    assert [type(reply) for reply in replies] == [ShardFile, Filled]
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path, replies: list[Any]) -> None:
+    save(tmp_path / "ckpt", 1)
+    state = {**state_of(0), "more": torch.zeros(3)}
+    with (
+        holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt,
+        pytest.raises(StateMismatchError, match="more: expected Tensor, found nothing"),
+    ):
+        ckpt.restore(state)
+    assert (state["n"], state["t"].any()) == (0, False)
+    assert [type(reply) for reply in replies] == [ShardFile, Filled]
+
+
+def test_what_does_not_fit_may_be_left_alone(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", 1)
+    state = {"t": torch.zeros(ELEMENTS), "n": torch.zeros(3)}
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", strict=False) as ckpt:
+        assert ckpt.restore(state) == 1
+        assert len(ckpt.skipped) == 1
+    assert state["t"].eq(1).all()
+    assert not state["n"].any()
+
+
+def test_memory_comes_first(
+    tmp_path: Path, replies: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slot that holds the shard already is nearer than the disk."""
+    caplog.set_level(logging.INFO)
+    save(tmp_path / "ckpt", 1)
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=1) as ckpt:
+        state = state_of(0)
+        assert ckpt.restore(state) == 1
+        ckpt.save(2, state).wait(timeout=60)
+        ckpt._place.removes_slots = False  # type: ignore[attr-defined]  # as a kill leaves them
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        assert ckpt.restore(state_of(0)) == 2
+    assert isinstance(replies[-1], Filled)
+    assert "restored step 2 from memory" in caplog.text
