@@ -7,6 +7,8 @@ server of the bulk wire is a process of its own, as in a cluster, with its node 
     node_write, node_verify, node_fill    our shard: written durably, verified, read into a slot
     loopback    sendfile of a file in memory to recv_into of one buffer: what the wire can do
     wire_*      GET_SHARD of a shard in memory, verified and thrown away: our wire without a disk
+    pair_*      two wire_* at the same time, for one of them: what a second stream is worth
+    ranges_one, ranges_two    the chunks of one shard over one connection, its halves over two (TLS)
     put_*, get_*    a shard of one node tier copied to the other, durable and verified
 
 Prints one JSON line: {"mib": .., "seconds": {leg: [..]}, "gib_per_second": {leg: median},
@@ -28,7 +30,9 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,6 +47,8 @@ from holdfast_core.tiers.disk import set_direct
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.bulk import BulkOptions
 from holdfast_core.transfer.bulk_client import fetch_shard, send_copy
+from holdfast_core.transfer.bulk_peer import Peer
+from holdfast_core.transfer.bulk_ranges import PeerShard
 from holdfast_core.transfer.bulk_server import BulkServer
 from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
 
@@ -50,6 +56,8 @@ SERVER = "gpt-1-r0.uid.holdfast"
 CLIENT = "gpt-0-r0.uid.holdfast"
 BLOCK_BYTES = 16 << 20
 MEMORY = Path("/dev/shm")
+RUN_CHUNKS = 16
+"""4 MiB, as a restore asks for them."""
 # One attempt: a leg that leaves its way is no measurement.
 TLS = BulkOptions(attempts=1)
 PLAIN = BulkOptions(attempts=1, plain=True)
@@ -61,6 +69,9 @@ RATIOS = {
     "wire_tls/loopback": ("wire_tls", "loopback"),
     "wire_plain/loopback": ("wire_plain", "loopback"),
     "wire_plain/wire_tls": ("wire_plain", "wire_tls"),
+    "pair_tls/wire_tls": ("pair_tls", "wire_tls"),
+    "pair_plain/wire_plain": ("pair_plain", "wire_plain"),
+    "ranges_two/ranges_one": ("ranges_two", "ranges_one"),
     "put_tls/raw_write": ("put_tls", "raw_write"),
     "put_plain/raw_write": ("put_plain", "raw_write"),
     "put_plain/put_tls": ("put_plain", "put_tls"),
@@ -259,6 +270,50 @@ class Bench:
     def wire_plain(self) -> float:
         return self._fetch(self.ports.memory, self.in_memory, Discard, PLAIN)
 
+    def pair_tls(self) -> float:
+        return self._both(self.wire_tls) / 2
+
+    def pair_plain(self) -> float:
+        return self._both(self.wire_plain) / 2
+
+    def ranges_one(self) -> float:
+        began = time.perf_counter()
+        self._read_chunks(0.0, 1.0)
+        return time.perf_counter() - began
+
+    def ranges_two(self) -> float:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(1) as helper:
+            other = helper.submit(self._read_chunks, 0.5, 1.0)
+            self._read_chunks(0.0, 0.5)
+            other.result()
+        return time.perf_counter() - began
+
+    def _both(self, leg: Callable[[], float]) -> float:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(1) as helper:
+            other = helper.submit(leg)
+            leg()
+            other.result()
+        return time.perf_counter() - began
+
+    def _read_chunks(self, start: float, stop: float) -> None:
+        """That part of the shard, by runs of RUN_CHUNKS."""
+        peer = Peer("127.0.0.1", self.ports.memory, SERVER, self.context, TLS)
+        header = self.in_memory.header
+        count = -(-header.payload_bytes // header.chunk_bytes)
+        chunks = range(int(start * count), int(stop * count))
+        runs = (
+            range(first, min(first + RUN_CHUNKS, chunks.stop))
+            for first in range(chunks.start, chunks.stop, RUN_CHUNKS)
+        )
+        with (
+            PeerShard.open(peer, RestartRound(0), self.in_memory.ref) as shard,
+            closing(shard.read(runs)) as pieces,
+        ):
+            for _ in pieces:
+                pass
+
     def put_tls(self) -> float:
         return self._put(TLS)
 
@@ -332,6 +387,10 @@ LEGS = (
     "loopback",
     "wire_tls",
     "wire_plain",
+    "pair_tls",
+    "pair_plain",
+    "ranges_one",
+    "ranges_two",
     "put_tls",
     "put_plain",
     "get_tls",
