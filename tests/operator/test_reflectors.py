@@ -52,7 +52,7 @@ class Bench:
         return {n: o["spec"]["value"] for n, o in self.server.objects.items()}
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not condition():  # noqa: ASYNC110 - not all of it has an event
                 await asyncio.sleep(0.005)
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
+from holdfast_core.testing.ports import free_port
 from holdfast_core.transfer.messages import (
     Ask,
     Certificate,
@@ -28,7 +29,6 @@ from holdfast_operator.model import PodPhase, PodView, Reachable, SidecarView
 from holdfast_operator.sidecar_client import SidecarClient
 from holdfast_operator.sidecars import Sidecars
 from holdfast_operator.testing.fake_sidecar import FakeSidecar
-from holdfast_operator.testing.waiting import free_port
 
 UID = JobUid("0c0ffee0-0000-4000-8000-000000000000")
 KEY = job_key("team", "gpt")
@@ -97,7 +97,7 @@ class Bench:
         return next(v for v in self.sidecars.views(UID) if v.pod_uid == pod.uid)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(120):
             while not condition():  # noqa: ASYNC110 - several caches, no event for all
                 await asyncio.sleep(0.01)
 

@@ -91,7 +91,7 @@ async def run(tier: DiskNodeTier, record: ShardRecord, bulk: Any, metrics: Any) 
     flow.add(own_shard(record, committed=True))
     while not flow.idle:
         settled.clear()
-        await asyncio.wait_for(settled.wait(), 30)
+        await asyncio.wait_for(settled.wait(), 120)
     await flow.reset()
     pools.close()
 

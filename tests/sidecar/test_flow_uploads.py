@@ -82,12 +82,12 @@ def test_the_word_of_the_whole_shard_follows(
         request = PersistRequest(RestartRound(0), record.header.step, RestartRound(0), share=True)
         flow.add(own_shard(record, committed=True))
         flow.want(request)
-        await asyncio.wait_for(heard.wait(), 30)
+        await asyncio.wait_for(heard.wait(), 120)
         flow.want(replace(request, whole=True))
         answered.set()
         while not flow.idle:
             settled.clear()
-            await asyncio.wait_for(settled.wait(), 30)
+            await asyncio.wait_for(settled.wait(), 120)
         await flow.reset()
         pools.close()
         return said

@@ -54,7 +54,7 @@ class GatedTier(DiskNodeTier):
     def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
         self.begun.append(header.step)
         with self._changed:
-            assert self._changed.wait_for(lambda: header.step in self._open, 30)
+            assert self._changed.wait_for(lambda: header.step in self._open, 120)
         if header.step in self.fails:
             raise UnavailableError(f"step {header.step}: the disk says no")
         return super().write_shard(header, source)
@@ -123,7 +123,7 @@ class World:
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._changed.clear()
-            await asyncio.wait_for(self._changed.wait(), 30)
+            await asyncio.wait_for(self._changed.wait(), 120)
 
     def holding(self) -> RankHolding:
         (said,) = self.stager.holding()

@@ -97,7 +97,7 @@ def test_a_disk_that_hangs_is_said_until_it_goes_on(tmp_path: Path) -> None:
         held = RoundState(Worker(0), 1, RestartRound(0), held=ROUND)
         await stager.stage(lambda: held, staged_by(rank, tmp_path))
 
-        await asyncio.wait_for(said.wait(), 30)
+        await asyncio.wait_for(said.wait(), 120)
         (failure,) = failures.current
         assert (failure.reason, failure.step) == ("NodeVolumeHangs", 7)
         assert f"{len(PAYLOAD) // 2} of {len(PAYLOAD)} bytes" in failure.message
@@ -105,7 +105,7 @@ def test_a_disk_that_hangs_is_said_until_it_goes_on(tmp_path: Path) -> None:
         assert rank.header(rank.names[0]).state is SlotState.OWNED, "the bytes may still be read"
 
         node.go_on.set()
-        await asyncio.wait_for(written.wait(), 30)
+        await asyncio.wait_for(written.wait(), 120)
         (outcome,) = outcomes
         assert outcome.record is not None
         assert failures.current == ()

@@ -87,7 +87,7 @@ def asked(
     async def run() -> None:
         versioned.tick()
         task = asyncio.create_task(uploads.run())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             await heard.wait()
         task.cancel()
         with suppress(asyncio.CancelledError):

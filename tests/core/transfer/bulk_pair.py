@@ -30,7 +30,7 @@ SERVER = "gpt-1-r0.uid.holdfast"
 CLIENT = "gpt-0-r0.uid.holdfast"
 ROUND = RestartRound(3)
 SIZE = 9 << 20
-OPTIONS = BulkOptions(connect_seconds=5, io_seconds=10, reply_seconds=20, attempts=3)
+OPTIONS = BulkOptions(connect_seconds=60, io_seconds=60, reply_seconds=60, attempts=3)
 
 
 @dataclass

@@ -39,7 +39,7 @@ CLIENT = "gpt-0-r0.uid.holdfast"
 ROUND = RestartRound(3)
 SIZE = 9 << 20
 MIB = 1 << 20
-PLAIN = BulkOptions(connect_seconds=5, io_seconds=10, reply_seconds=20, attempts=2, plain=True)
+PLAIN = BulkOptions(connect_seconds=60, io_seconds=60, reply_seconds=60, attempts=2, plain=True)
 CRC_OFFSET, FRAME_BYTES = 88, 96
 """Of the frame's header, see docs/format.md 8."""
 DATA = b"HFBK\x01\x04"

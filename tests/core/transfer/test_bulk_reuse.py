@@ -90,7 +90,7 @@ def test_outside_tls_as_well(pair: Pair) -> None:
     source, data = MemoryTier(), payload(SIZE)
     record = write(source, changed(data, 3 * MIB), rank=0)
     write(pair.tier, data, rank=1)
-    plain = BulkOptions(connect_seconds=5, io_seconds=10, attempts=1, plain=True)
+    plain = BulkOptions(connect_seconds=60, io_seconds=60, attempts=1, plain=True)
     with source.open_shard(record.ref) as reader:
         sent = send_copy("127.0.0.1", pair.port, SERVER, pair.client, ROUND, reader, options=plain)
     assert sent <= CHUNK + OVERHEAD

@@ -16,6 +16,7 @@ import pytest
 
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.testing.control_plane import ControlPlane, ControlPlaneError
+from holdfast_core.testing.ports import free_port
 from holdfast_core.transfer.messages import (
     CoordinatorState,
     HeldShard,
@@ -27,7 +28,7 @@ from holdfast_core.transfer.messages import (
 )
 from holdfast_operator.actions import round_digest
 from holdfast_operator.testing.played_kubelet import PlayedKubelet
-from holdfast_operator.testing.waiting import free_port, poll
+from holdfast_operator.testing.waiting import poll
 
 pytestmark = pytest.mark.integration
 
@@ -89,7 +90,7 @@ class Bed:
         found = [c for c in self.status().get("conditions", []) if c["type"] == kind]
         return found[0] if found else {}
 
-    def until(self, what: str, condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    def until(self, what: str, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
         try:
             return poll(what, condition, seconds)
         except AssertionError as error:

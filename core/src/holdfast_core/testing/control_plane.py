@@ -10,7 +10,6 @@ import base64
 import json
 import secrets
 import shutil
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any, Self
 
 from holdfast_core.errors import ConfigError, HoldfastError
 from holdfast_core.testing.certificates import write_loopback_certificates
+from holdfast_core.testing.ports import free_port
 from holdfast_core.testing.settings import find_tool, testbed_dir
 
 _READY_WITHIN_SECONDS = 120.0
@@ -72,7 +72,7 @@ class ControlPlane:
             if self._keep_logs_in is not None:
                 stack.callback(self._copy_logs, self._keep_logs_in)
             write_loopback_certificates(self.dir)
-            client, peer, port = _free_ports(3)
+            client, peer, port = (free_port() for _ in range(3))
             self.url = f"https://127.0.0.1:{port}"
             self._etcd_url = f"http://127.0.0.1:{client}"
             self._apiserver = apiserver
@@ -246,14 +246,6 @@ class ControlPlane:
 
 def _as_list(objects: tuple[Mapping[str, Any], ...]) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -23,6 +22,7 @@ from minio import Minio
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import UnavailableError
+from holdfast_core.testing.ports import free_port
 from holdfast_core.testing.settings import TESTBED_DIR_VARIABLE, find_tool, testbed_dir
 from holdfast_core.tiers.s3_client import S3Client, S3Request
 from holdfast_core.tiers.s3_credentials import Keys, StaticCredentials
@@ -192,14 +192,6 @@ class StoreServer(ABC):
         raise ServerUnavailableError(
             f"{self.tool} on {self.endpoint}: {state}; it said {said}; its log: {words}"
         )
-
-
-def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def prefix_policy(bucket: str, prefix: str, principal: dict[str, object]) -> dict[str, object]:

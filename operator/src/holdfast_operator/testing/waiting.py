@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from threading import Event
 from typing import Any
 
 
-def free_port() -> int:
-    """A port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def poll(what: str, condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+def poll(what: str, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
     """The first true value of `condition`; AssertionError that says what was waited for."""
     pause = Event()
     value: Any = None

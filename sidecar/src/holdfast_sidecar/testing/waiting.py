@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast_core.clock import SystemClock
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
