@@ -55,6 +55,14 @@ def save(root: Path, *steps: int) -> None:
             ckpt.save(step, state_of(step)).wait(timeout=60)
 
 
+def save_and_leave_memory(root: Path, state: dict[str, Any]) -> None:
+    """As a kill leaves it."""
+    with holdfast.Checkpointer(dir=root) as ckpt:
+        ckpt.allocate(state)
+        ckpt.save(1, state).wait(timeout=60)
+        ckpt._place.removes_slots = False  # type: ignore[attr-defined]
+
+
 def damage(root: Path, step: int) -> None:
     """The last bit of the payload's last tensor."""
     (shard,) = root.rglob(f"s{step:012d}/*/*.shard")
@@ -71,7 +79,6 @@ def test_no_slot_is_filled(tmp_path: Path, memory: Path, replies: list[Any]) -> 
     place = state["t"].data_ptr()
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         assert ckpt.restore(state) == 1
-        ckpt._ring._await_toucher()
         pages = [p.read_bytes()[HEADER_BYTES:] for p in memory.rglob("*.slot")]
     assert [type(reply) for reply in replies] == [ShardFile]
     assert len(pages) == 2
@@ -149,13 +156,47 @@ def test_memory_comes_first(
 ) -> None:
     """A slot that holds the shard already is nearer than the disk."""
     caplog.set_level(logging.INFO)
-    save(tmp_path / "ckpt", 1)
-    with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=1) as ckpt:
-        state = state_of(0)
-        assert ckpt.restore(state) == 1
-        ckpt.save(2, state).wait(timeout=60)
-        ckpt._place.removes_slots = False  # type: ignore[attr-defined]  # as a kill leaves them
+    save_and_leave_memory(tmp_path / "ckpt", state_of(1))
+    state = state_of(0)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
-        assert ckpt.restore(state_of(0)) == 2
-    assert isinstance(replies[-1], Filled)
-    assert "restored step 2 from memory" in caplog.text
+        assert ckpt.restore(state) == 1
+    assert state["t"].eq(1).all()
+    assert state["n"] == 1
+    assert replies[-1].slot is not None
+    assert "restored step 1 from memory" in caplog.text
+
+
+@pytest.mark.parametrize("where", [0, 0.3, 0.9], ids=["header", "first half", "second half"])
+def test_memory_that_is_not_the_shard_any_more(
+    tmp_path: Path,
+    memory: Path,
+    replies: list[Any],
+    caplog: pytest.LogCaptureFixture,
+    where: float,
+) -> None:
+    caplog.set_level(logging.INFO)
+    save_and_leave_memory(tmp_path / "ckpt", state_of(1))
+    for path in memory.rglob("*.slot"):
+        with path.open("r+b") as file:
+            file.seek(HEADER_BYTES + 100 + int(where * 4 * ELEMENTS))
+            file.write(b"\x55")
+    state = state_of(0)
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        assert ckpt.restore(state) == 1
+    assert state["t"].eq(1).all()
+    assert replies[-1].slot is not None
+    assert "restored step 1 from node" in caplog.text
+
+
+def test_memory_serves_where_the_file_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    save_and_leave_memory(tmp_path / "ckpt", state_of(1))
+    state = state_of(0)
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        for shard in (tmp_path / "ckpt").rglob("*.shard"):
+            shard.unlink()
+        assert ckpt.restore(state) == 1
+    assert state["t"].eq(1).all()
+    assert "restored step 1 from memory" in caplog.text

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.directory.in_place import read_in_place
+from holdfast.directory.in_place import InPlace, read_in_place
 from holdfast.gang_store import GangStore
 from holdfast.layouts import LayoutFiles
 from holdfast.link import Link
@@ -155,9 +155,10 @@ class Restorer:
         if in_directory and wanted is None and is_in_host_memory(wish.leaves):
             reply = self._request(Fill(round_, rank, offers, reads_files=True), (Filled, ShardFile))
             if isinstance(reply, ShardFile):
-                saved = _read_in_place(reply, wish)
-                if saved is not None:
-                    return Fetched(point.step, reply.tier, saved, is_ours=True)
+                held = None if reply.slot is None else self._ring.find(reply.slot).payload.data
+                found = _read_in_place(reply, wish, held)
+                if found is not None:
+                    return Fetched(point.step, found.tier, found.saved, is_ours=True)
         filled = self._request(Fill(round_, rank, offers, digest), Filled)
         payload = self._ring.find(filled.slot).payload[: filled.payload_bytes]
         return Fetched(point.step, filled.tier, read_payload(payload), is_ours=False)
@@ -262,11 +263,11 @@ class Restorer:
         self._agree(place)
 
 
-def _read_in_place(file: ShardFile, wish: Wish) -> dict[str, Any] | None:
+def _read_in_place(file: ShardFile, wish: Wish, held: memoryview | None) -> InPlace | None:
     """None: to be asked for in a slot. There what does not fit is told by name, what is bad is put aside,
     and what is loaded lies over what this may have left behind."""
     try:
-        return read_in_place(file, wish.leaves, wish.fits)
+        return read_in_place(file, wish.leaves, wish.fits, held)
     except (CorruptionError, NotFoundError, UnavailableError) as error:
         logger.warning("%s; it is read once more", error)
         return None

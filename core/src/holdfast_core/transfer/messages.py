@@ -266,7 +266,7 @@ class Fill:
     """None: the shard as it was saved. Else the layout of the payload that this rank wants, made of
     any old ranks' shards; its document lies in <shared_dir>/layouts/<hex>.json."""
     reads_files: bool = False
-    """Where no slot holds the shard: the rank would rather be told a file than have a slot filled."""
+    """The rank would rather be told where the shard lies than have a slot filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +285,10 @@ class ShardFile:
     path: str
     shard: ShardRef
     tier: TierName
+    """Where the file is."""
+    slot: str | None = None
+    """Its header says that it holds the shard, too: what lies there must be compared with the file's
+    chunk table."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,11 +241,14 @@ class DirectoryService:
             )
         shard = manifest.shards[message.rank]
         ref = manifest.ref(message.rank)
-        for offer in message.slots:
-            if self._holds(offer, ref, shard.payload_bytes):
-                return Filled(offer.name, shard.payload_bytes, TierName.MEMORY)
+        size = shard.payload_bytes
+        held = [offer.name for offer in message.slots if self._may_hold(offer, ref, size)]
         if message.reads_files:
-            return ShardFile(str(self._tier.shard_path(ref)), ref, TierName.NODE)
+            path = str(self._tier.shard_path(ref))
+            return ShardFile(path, ref, TierName.NODE, held[0] if held else None)
+        for name in held:
+            if self._holds(name, ref, size):
+                return Filled(name, size, TierName.MEMORY)
         offer = _fitting(message.slots, shard.payload_bytes)
         slot = self._slot(offer.name)
         try:
@@ -298,18 +301,22 @@ class DirectoryService:
         except NotFoundError as error:
             raise UnavailableError(str(error)) from error
 
-    def _holds(self, offer: SlotOffer, ref: ShardRef, payload_bytes: int) -> bool:
-        slot = self._slot(offer.name)
-        try:
-            header = slot.header()
-            found = (header.state, header.step, header.round, header.payload_bytes)
-            if found != (SlotState.FREE, ref.step, ref.round, payload_bytes):
+    def _may_hold(self, offer: SlotOffer, ref: ShardRef, payload_bytes: int) -> bool:
+        """As far as its header says."""
+        with closing(self._slot(offer.name)) as slot:
+            try:
+                header = slot.header()
+            except FormatError:
                 return False
-            return slot_holds(slot, self._tier, ref, payload_bytes)
-        except FormatError:
-            return False
-        finally:
-            slot.close()
+            found = (header.state, header.step, header.round, header.payload_bytes)
+            return found == (SlotState.FREE, ref.step, ref.round, payload_bytes)
+
+    def _holds(self, name: str, ref: ShardRef, payload_bytes: int) -> bool:
+        with closing(self._slot(name)) as slot:
+            try:
+                return slot_holds(slot, self._tier, ref, payload_bytes)
+            except FormatError:
+                return False  # it is shorter than its header says
 
     def _stage(self, message: Stage, push: Push) -> Staged:
         with self._lock:
