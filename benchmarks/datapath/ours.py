@@ -80,6 +80,7 @@ class Restoring:
 
     def __init__(self, root: Path) -> None:
         self._checkpointer = holdfast.Checkpointer(dir=root, interval_steps=1, keep_last=1)
+        self._step = 0
 
     def __enter__(self) -> Restoring:
         self._checkpointer.open()
@@ -99,16 +100,19 @@ class Restoring:
         logger.addHandler(heard)
         logger.setLevel(logging.INFO)
         try:
-            if self._checkpointer.restore({"model": into}) is None:
+            step = self._checkpointer.restore({"model": into})
+            if step is None:
                 raise FileNotFoundError("there was nothing to restore")
+            self._step = step
         finally:
             logger.removeHandler(heard)
         return heard.tier
 
-    def settle(self) -> None:
-        """The slots that only saves need are touched after a restore, beside the first steps."""
-        # Internal: nobody waits for it but the first save.
-        self._checkpointer._ring._join()
+    def leave_in_memory(self, state: dict[str, Any]) -> None:
+        """Save once more, and leave the slots behind as a process that is killed does."""
+        self._checkpointer.save(self._step + 1, {"model": state}).wait("local", _COMMIT_SECONDS)
+        # Internal: a place with a launcher keeps them, too.
+        self._checkpointer._place.removes_slots = False  # type: ignore[attr-defined]
 
 
 class _Heard(logging.Handler):

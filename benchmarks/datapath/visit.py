@@ -168,18 +168,19 @@ def load(options: Options) -> dict[str, Any]:
 
 
 def _restore_twice(path: Path, target: dict[str, Any]) -> tuple[float, float]:
-    """From the disk, then from the shared memory that the first one filled."""
+    """From the disk, then from the shared memory that the next save left there."""
     from benchmarks.datapath.ours import Restoring
 
     found: list[float] = []
-    with Restoring(path) as restoring:
-        for expected in ("node", "memory"):
+    for expected in ("node", "memory"):
+        with Restoring(path) as restoring:
             began = time.perf_counter()
             tier = restoring.restore(target)
             found.append(time.perf_counter() - began)
             if tier != expected:
                 raise ValueError(f"restored from {tier}, expected from {expected}")
-            restoring.settle()
+            if expected == "node":
+                restoring.leave_in_memory(target)
     return found[0], found[1]
 
 
