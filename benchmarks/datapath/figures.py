@@ -525,8 +525,11 @@ def of_every_step(records: Sequence[Record]) -> list[Figure]:
         _compare(
             at_most,
             "A11-lost",
-            list(rounds.values(OURS, lambda x: max(x["lags"])).values()),
-            "steps not on the disk at the end of a step, worst",
+            # One worst step is one too many: no median over rounds.
+            [max(lags)]
+            if (lags := list(rounds.values(OURS, lambda x: max(x["lags"])).values()))
+            else [],
+            "steps not on the disk at the end of a step, worst of all rounds",
             1,
             missing,
             what=what,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import holdfast_core.giving_way
 from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState, slot_name
 from holdfast_core.giving_way import LONGEST_SECONDS, GivingWay
 from holdfast_core.ids import Rank, RestartRound, Step
@@ -99,6 +101,23 @@ def test_what_is_no_slot_is_waited_for_by_nobody(tmp_path: Path) -> None:
     (tmp_path / "core.1234").write_bytes(SlotHeader(SlotState.FILLING, Rank(3), 0).pack())
     assert giving_way(tmp_path, Clock()).stand_aside() == 0.0
     assert giving_way(tmp_path / "absent", Clock()).stand_aside() == 0.0
+
+
+def test_a_restore_is_not_stood_aside_for(tmp_path: Path) -> None:
+    """It fills a slot without an identity, and nobody trains meanwhile."""
+    header = SlotHeader(SlotState.FILLING, Rank(0), 0).pack().ljust(HEADER_BYTES, b"\0")
+    (tmp_path / slot_name(Rank(0), 0)).write_bytes(header)
+    assert giving_way(tmp_path, Clock()).stand_aside() == 0.0
+
+
+def test_slots_that_cannot_be_listed_fail_no_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptors(_: Path) -> tuple[str, ...]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(holdfast_core.giving_way, "list_slots", no_descriptors)
+    assert giving_way(tmp_path, Clock()).stand_aside() == 0.0
 
 
 def test_a_slot_that_is_taken_away_is_waited_for_no_longer(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState, slot_name
-from holdfast_core.ids import Rank
+from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.pacing import LEAST_BYTES_PER_SECOND, Pacing, bytes_each_step
 
 MIB = 1 << 20
@@ -83,12 +83,12 @@ def test_the_first_step_of_a_round_is_compared_with_nothing(tmp_path: Path) -> N
 
 
 def test_what_moves_gives_way_to_a_copy_and_not_in_a_hurry(tmp_path: Path) -> None:
-    header = SlotHeader(SlotState.FILLING, Rank(0), 0).pack().ljust(HEADER_BYTES, b"\0")
-    (tmp_path / slot_name(Rank(0), 0)).write_bytes(header)
     now = [0.0]
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
+
+    begin_copy(tmp_path, 1)
 
     gave_way: list[float] = []
     pacing = Pacing(tmp_path, lambda: now[0], sleep, gave_way.append)
@@ -102,6 +102,30 @@ def test_what_moves_gives_way_to_a_copy_and_not_in_a_hurry(tmp_path: Path) -> No
     assert gave_way[0] > 0
     pacing.take(MIB)  # it waited for this copy as long as it waits for one
     assert len(gave_way) == 1
+
+
+def test_a_copy_that_begins_while_the_limit_holds_is_not_overlooked(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.pacing.begin()
+    trainer.steps(10)
+    trainer.steps(10, moving=1000 * MIB)
+    assert trainer.pacing.limit is not None
+    gave_way: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        trainer.now += seconds
+        begin_copy(tmp_path, 1)
+
+    trainer.pacing._throttle._sleep = sleep
+    trainer.pacing._giving_way._sleep = sleep
+    trainer.pacing._gave_way = gave_way.append
+    trainer.pacing.take(1000 * MIB)
+    assert len(gave_way) == 1
+
+
+def begin_copy(slots_dir: Path, step: int) -> None:
+    header = SlotHeader(SlotState.FILLING, Rank(0), 0, RestartRound(0), Step(step))
+    (slots_dir / slot_name(Rank(0), 0)).write_bytes(header.pack().ljust(HEADER_BYTES, b"\0"))
 
 
 def test_bytes_each_step() -> None:

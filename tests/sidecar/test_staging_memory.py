@@ -176,7 +176,7 @@ def test_with_two_slots_nothing_waits(tmp_path: Path) -> None:
 def test_a_write_gives_way_to_a_rank_that_copies(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         copying = SlotFile.open(world.settings.slots_dir, slot_name(RANK, 1))
-        copying.set_state(SlotState.FILLING)
+        copying.write_header(SlotHeader(SlotState.FILLING, RANK, CAPACITY, ROUND, Step(2)))
         await world.save(0, 1)
         world.node.let(1)
         await world.until(lambda: world.slots()[0] is FREE)  # though this copy never ends

@@ -184,6 +184,7 @@ def test_the_persister_may_die(tmp_path: Path) -> None:
 def test_a_persister_that_cannot_start_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(restoring, "_STARTING_SECONDS", 0.0)
     monkeypatch.setattr(places.sys, "executable", "/bin/false")
     with (
         pytest.raises(UnavailableError, match=r"never answered, \d+ times .* exit status 1,"),
@@ -195,6 +196,7 @@ def test_a_persister_that_cannot_start_is_not_waited_for(
 def test_a_persister_that_cannot_be_run_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(restoring, "_STARTING_SECONDS", 0.0)
     monkeypatch.setattr(places.sys, "executable", str(tmp_path / "absent"))
     with (
         pytest.raises(UnavailableError, match=r"times in a row: cannot connect: .*absent"),

@@ -64,10 +64,10 @@ def save_and_leave_memory(root: Path, state: dict[str, Any]) -> None:
 
 
 def damage(root: Path, step: int) -> None:
-    """The last bit of the payload's last tensor."""
+    """A bit of the tensor's last third, which is read when the others are in the state."""
     (shard,) = root.rglob(f"s{step:012d}/*/*.shard")
     with open(shard, "r+b") as file:
-        file.seek(4096 + 4096 + 4 * ELEMENTS - 1)
+        file.seek(4096 + 4096 + 3 * ELEMENTS)
         (byte,) = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
@@ -101,6 +101,47 @@ def test_a_bad_copy_is_put_aside_and_an_older_one_lies_over_it(
     assert "it is read once more" in caplog.text
     assert [type(reply) for reply in replies] == [ShardFile, ShardFile]
     assert list((tmp_path / "ckpt/tier/quarantine").iterdir())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_older_one_must_cover_what_the_bad_one_left(tmp_path: Path, strict: bool) -> None:
+    """Whoever trains on would have parts of a checkpoint that nobody vouches for."""
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", keep_last=10) as ckpt:
+        ckpt.save(1, {"n": 1}).wait(timeout=60)
+        ckpt.save(2, state_of(2)).wait(timeout=60)
+    damage(tmp_path / "ckpt", 2)
+    with (
+        holdfast.Checkpointer(dir=tmp_path / "ckpt", strict=strict) as ckpt,
+        pytest.raises(CorruptionError, match="s2-r0 turned out bad when parts of it were in"),
+    ):
+        ckpt.restore(state_of(0))
+
+
+def test_a_state_of_its_own_code_comes_by_a_slot(tmp_path: Path, replies: list[Any]) -> None:
+    class Counts(torch.nn.Linear):
+        def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+            self.before = self.weight.detach().clone()
+            return super().load_state_dict(*arguments, **options)
+
+    model = Counts(4, 4)
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        ckpt.save(1, {"model": model}).wait(timeout=60)
+    other = Counts(4, 4)
+    expected = other.weight.detach().clone()
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        assert ckpt.restore({"model": other}) == 1
+    assert torch.equal(other.before, expected)
+    assert torch.equal(other.weight, model.weight)
+    assert [type(reply) for reply in replies] == [Filled]
+
+
+def test_restoring_twice(tmp_path: Path) -> None:
+    """What was loaded before is not what a bad copy left."""
+    save(tmp_path / "ckpt", 1)
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", strict=False) as ckpt:
+        assert ckpt.restore(state_of(0)) == 1
+        assert ckpt.restore({"t": torch.zeros(3)}) == 1
+        assert len(ckpt.skipped) == 2
 
 
 def test_no_good_copy_is_an_error(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.002
 class _Copy:
     slot: str
     round: RestartRound | None
-    step: Step | None
+    step: Step
 
 
 class GivingWay:
@@ -65,15 +65,21 @@ class GivingWay:
 
 
 def _copies(slots_dir: Path) -> list[_Copy]:
+    """Nothing is worth failing for: whoever moves bytes does so then."""
     found: list[_Copy] = []
-    for name in list_slots(slots_dir):
+    try:
+        names = list_slots(slots_dir)
+    except OSError:
+        return found
+    for name in names:
         try:
             slot = SlotFile.open(slots_dir, name)
         except HoldfastError:
             continue  # its rank has taken it away
         try:
             header = slot.header()
-            if header.state is SlotState.FILLING:
+            # Without an identity it is a restore that fills it, and nobody trains.
+            if header.state is SlotState.FILLING and header.step is not None:
                 found.append(_Copy(name, header.round, header.step))
         except HoldfastError:
             continue  # not written yet, or none: whoever stages it will say so

@@ -46,12 +46,12 @@ class Pacing:
         return None if self._hurrying else self._pace.limit
 
     def take(self, byte_count: int) -> None:
-        """Returns when `byte_count` more bytes may be moved: no rank copies, and the limit allows it."""
+        """Returns when `byte_count` more bytes may be moved: the limit allows it, and no rank copies."""
+        self._throttle.take(byte_count)
         if not self._hurrying:
             seconds = self._giving_way.stand_aside()
             if seconds:
                 self._gave_way(seconds)
-        self._throttle.take(byte_count)
 
     def begin(self) -> None:
         """A round starts: nothing is in a hurry, and the next step is the first one."""

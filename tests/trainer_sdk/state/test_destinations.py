@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from holdfast.staging import Copier
 from holdfast.state.destinations import Destinations
 from holdfast.state.load import fits, load_state
+from holdfast.state.rng import RNG
 from holdfast.state.snapshot import plan_save, read_payload, take_snapshot, write_payload
 from holdfast.state.tensors import is_in_host_memory
+from holdfast.state.wish import Wish
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.payload import LENGTH_BYTES, PayloadPlan, header_bytes, parse_payload
 from holdfast_core.ids import Rank
 
 RANK = Rank(0)
-MOST_BYTES = 1 << 14
+PIECE_BYTES = 1 << 14
 
 
 def stored(state: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -44,11 +46,11 @@ def destinations(payload: np.ndarray[Any, Any], state: dict[str, Any]) -> Destin
     return Destinations(plan, objects, take_snapshot(state, RANK).leaves)
 
 
-def put_all(
-    found: Destinations, payload: np.ndarray[Any, Any], piece_bytes: int = MOST_BYTES
-) -> None:
-    for start in range(0, payload.size, piece_bytes):
-        found.put(start, memoryview(payload[start : start + piece_bytes]))
+def put_all(found: Destinations, payload: np.ndarray[Any, Any]) -> None:
+    done = 0
+    for start in range(0, payload.size, PIECE_BYTES):
+        done += found.put(start, memoryview(payload[start : start + PIECE_BYTES]))
+    assert done == found.wanted_bytes
 
 
 def loaded(state: dict[str, Any], payload: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -66,12 +68,12 @@ def bits(value: Any) -> bytes:
 
 
 @given(
-    st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.lists(st.floats(0, 1), max_size=9)
+    st.lists(st.integers(0, 5000), min_size=1, max_size=12), st.lists(st.floats(0, 1), max_size=9)
 )
 def test_pieces_of_any_length_give_every_bit(sizes: list[int], cuts: list[float]) -> None:
     kinds = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128]
     state: dict[str, Any] = {
-        str(index): torch.randint(0, 2, (size,)).to(kinds[index % len(kinds)])
+        str(9 - index): torch.randint(0, 2, (size,)).to(kinds[index % len(kinds)])
         for index, size in enumerate(sizes)
     }
     state["array"] = np.arange(sizes[0], dtype=np.int16)
@@ -80,8 +82,11 @@ def test_pieces_of_any_length_give_every_bit(sizes: list[int], cuts: list[float]
     target = {**other, "array": np.zeros(sizes[0], dtype=np.int16), "new": 1}
     found = destinations(payload, target)
     positions = sorted({0, payload.size, *(int(cut * payload.size) for cut in cuts)})
-    for start, stop in itertools.pairwise(positions):
+    put = [
         found.put(start, memoryview(payload[start:stop]))
+        for start, stop in itertools.pairwise(positions)
+    ]
+    assert sum(put) == found.wanted_bytes
     for name, expected in read_payload(payload).items():
         if name == "array":
             assert np.array_equal(found.saved[name], expected)
@@ -153,6 +158,111 @@ def test_what_two_tensors_share_is_decided_by_the_order_of_loading() -> None:
     expected = tied()
     load_state(expected, read_payload(payload))
     assert bits(loaded(tied(), payload)["a"]) == bits(expected["a"])
+
+
+def by_slot(state: dict[str, Any], payload: np.ndarray[Any, Any]) -> dict[str, Any]:
+    load_state(state, read_payload(payload))
+    return state
+
+
+def test_a_tensor_without_elements_hides_no_other() -> None:
+    """Both begin at the same byte; the payload has the empty one first, the state last."""
+    payload = stored({"weight": torch.arange(100_000.0), "empty": torch.zeros(0)})
+    state = loaded({"weight": torch.zeros(100_000), "empty": torch.zeros(0)}, payload)
+    assert torch.equal(state["weight"], torch.arange(100_000.0))
+
+
+def test_what_is_shared_in_another_order_of_its_elements() -> None:
+    payload = stored({"t": torch.full((2, 3), 1.0), "w": torch.full((3, 2), 2.0)})
+
+    def state() -> dict[str, Any]:
+        memory = torch.zeros(3, 2)
+        return {"t": memory.t(), "w": memory}
+
+    assert bits(loaded(state(), payload)["w"]) == bits(by_slot(state(), payload)["w"])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(1000).astype(np.clongdouble),
+        np.arange(9, dtype=np.float32)[1:].view(np.complex64),
+        np.arange(24, dtype=np.int16).reshape(2, 3, 4).transpose(2, 0, 1),
+        np.arange(10.0)[::-1],
+    ],
+    ids=["wider than its alignment", "beside its alignment", "transposed", "reversed"],
+)
+def test_arrays_wherever_they_lie(array: np.ndarray[Any, Any]) -> None:
+    payload = stored({"array": array})
+    target = array.copy() if array.flags.c_contiguous else np.zeros_like(array)
+    if array.dtype == np.complex64:
+        target = np.zeros(9, np.float32)[1:].view(np.complex64)
+    target[...] = 0
+    assert np.array_equal(loaded({"array": target}, payload)["array"], array)
+    found = destinations(payload, {})
+    put_all(found, payload)
+    assert np.array_equal(found.saved["array"], array)
+
+
+def test_names_that_two_paths_have_in_common() -> None:
+    """Which of them has the number depends on the order of the keys."""
+    one, two = torch.full((4,), 1.0), torch.full((4,), 2.0)
+    payload = stored({"s": {"a": {"b.c": one}, "a.b": {"c": two}}})
+    state = {"s": {"a.b": {"c": torch.zeros(4)}, "a": {"b.c": torch.zeros(4)}}}
+    loaded(state, payload)
+    assert (state["s"]["a"]["b.c"][0], state["s"]["a.b"]["c"][0]) == (1, 2)
+    fewer: dict[str, Any] = {"s": {"a.b": {"c": torch.zeros(4)}}}
+    loaded(fewer, payload)
+    assert (fewer["s"]["a"]["b.c"][0], fewer["s"]["a.b"]["c"][0]) == (1, 2)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_replaced_and_not_written() -> None:
+    def made(rate: float) -> tuple[torch.Tensor, dict[str, Any]]:
+        lr = torch.tensor(rate)
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        return lr, {"optim": torch.optim.Adam([parameter], lr=lr)}
+
+    payload = stored(made(0.5)[1])
+    mine, state = made(0.125)
+    loaded(state, payload)
+    assert mine == 0.125
+    assert state["optim"].param_groups[0]["lr"] == 0.5
+
+
+def test_lists_of_tensors_in_an_optimizer_are_replaced() -> None:
+    def made(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        parameter = torch.nn.Parameter(torch.randn(3))
+        optimizer = torch.optim.LBFGS([parameter], history_size=3)
+        for _ in range(3):
+            optimizer.step(lambda: _squares(optimizer, parameter))
+        return {"p": parameter, "optim": optimizer}
+
+    one = made(0)
+    payload = stored(one)
+    other = made(1)
+    before = other["optim"].state_dict()["state"][0]["old_dirs"]
+    kept = [t.clone() for t in before]
+    loaded(other, payload)
+    assert [bits(t) for t in before] == [bits(t) for t in kept]
+    after = other["optim"].state_dict()["state"][0]["old_dirs"]
+    expected = one["optim"].state_dict()["state"][0]["old_dirs"]
+    assert [bits(t) for t in after] == [bits(t) for t in expected]
+
+
+def _squares(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = (parameter**4).sum()
+    loss.backward()
+    return loss
+
+
+def test_a_default_device_is_not_for_new_memory() -> None:
+    payload = stored({"t": torch.ones(5)})
+    with torch.device("meta"):
+        found = destinations(payload, {})
+        put_all(found, payload)
+    assert torch.equal(found.saved["t"], torch.ones(5))
 
 
 def not_writable() -> np.ndarray[Any, Any]:
@@ -234,6 +344,10 @@ def test_a_state_without_tensors() -> None:
     assert loaded({"epoch": 0, "names": []}, payload) == {"epoch": 3, "names": ["a", "b"]}
 
 
+def wished(**state: Any) -> bool:
+    return Wish(state, RANK, strict=True).is_read_in_place()
+
+
 def test_a_device_is_no_host_memory() -> None:
     leaves = take_snapshot({"t": torch.zeros(3), "a": np.zeros(3)}, RANK).leaves
     assert is_in_host_memory(leaves)
@@ -245,3 +359,36 @@ def test_a_device_is_no_host_memory() -> None:
 
     on_device = dataclasses.replace(leaves[0], source=torch.zeros(3).as_subclass(OnDevice))
     assert not is_in_host_memory([on_device, *leaves[1:]])
+
+
+class Zeroes(torch.nn.Linear):
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        self.weight.data.zero_()
+        return super().load_state_dict(*arguments, **options)
+
+
+class Refuses(torch.nn.Linear):
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+
+
+def with_hook(register: str) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    getattr(model[0], register)(lambda *_: None)
+    return model
+
+
+def test_only_what_torch_loads_is_written_before_it_is_loaded() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.LSTM(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert wished(model=model, optim=optimizer, t=torch.zeros(2), rng=RNG())
+    assert not wished(model=torch.nn.Sequential(Zeroes(2, 2)))
+    assert not wished(model=torch.nn.Sequential(Refuses(2, 2)))
+    for register in (
+        "register_load_state_dict_pre_hook",
+        "register_state_dict_post_hook",
+        "register_state_dict_pre_hook",
+    ):
+        assert not wished(model=with_hook(register)), register
+    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+    assert not wished(model=model, optim=optimizer)

@@ -34,6 +34,7 @@ from holdfast_core.contract import PodContract
 from holdfast_core.errors import (
     CapacityError,
     ConfigError,
+    CorruptionError,
     HoldfastError,
     SaveFailedError,
 )
@@ -287,14 +288,22 @@ class Checkpointer:
         """
         restorer = self._opened()
         self._saver.prepare()
-        found = restorer.fetch(Wish(state, self._settings.rank, strict=self._strict))
+        wish = Wish(state, self._settings.rank, strict=self._strict)
+        found = restorer.fetch(wish)
         if found is None:
             if before_rng is not None:
                 before_rng()
             return None
+        saved = found.saved()
+        if found.lies_over is not None and not wish.fits(saved):
+            raise CorruptionError(
+                f"checkpoint {found.lies_over} turned out bad when parts of it were in the state "
+                f"already, and step {found.step} does not cover all of that: build the state anew and "
+                "restore again"
+            )
         self.skipped = load_state(
             state,
-            found.saved,
+            saved,
             strict=self._strict,
             before_rng=before_rng,
             is_ours=found.is_ours,

@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from holdfast.directory.in_place import InPlace, read_in_place
 from holdfast.gang_store import GangStore
 from holdfast.layouts import LayoutFiles
@@ -25,7 +27,6 @@ from holdfast.session import Session
 from holdfast.settings import RankSettings
 from holdfast.staging import SlotRing
 from holdfast.state.snapshot import read_payload
-from holdfast.state.tensors import is_in_host_memory
 from holdfast.state.wish import Wish
 from holdfast_core.errors import (
     CorruptionError,
@@ -55,7 +56,9 @@ _ANSWER_SECONDS = 3600.0
 _FIRST_CONNECT_SECONDS = 5.0
 _SAY_AFTER_SECONDS = 15.0
 _STARTS = 5
-"""Of a persister that ends before it answers."""
+"""Of a persister that ends before it answers, in at least this time: memory or descriptors may be short
+for a moment."""
+_STARTING_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,22 @@ class Fetched:
 
     step: Step
     tier: str
-    saved: dict[str, Any]
-    is_ours: bool
-    """Its tensors are those of the state, or in memory that may be kept; else they are views into a
-    slot, valid until the next save."""
+    in_place: dict[str, Any] | None = None
+    """Its tensors are those of the state, or in memory that may be kept."""
+    payload: np.ndarray[Any, Any] | None = None
+    """Else: in a slot, valid until the next save."""
+    lies_over: CheckpointId | None = None
+    """A checkpoint that was rejected when parts of it were in the state already."""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.in_place is not None
+
+    def saved(self) -> dict[str, Any]:
+        """Raises FormatError."""
+        if self.in_place is not None:
+            return self.in_place
+        return {} if self.payload is None else read_payload(self.payload)
 
 
 class Restorer:
@@ -89,6 +104,8 @@ class Restorer:
         self._layouts = layouts
         self._store = store
         self._attempt = 0
+        self._left_parts: CheckpointId | None = None
+        """The last one that was put into the state, wholly or not."""
 
     def connect(self) -> None:
         """In a directory: agree on round and restore point. In a pod: the first try only."""
@@ -103,6 +120,7 @@ class Restorer:
         """None when there is nothing to restore. Raises StateMismatchError when another number of
         ranks, or other placements, saved a state that this one cannot be made of."""
         in_directory = isinstance(self._place, DirectoryPlace)
+        self._left_parts = None
         from_nothing = self._settings.restore_known and self._settings.restore_step is None
         if from_nothing and not in_directory:
             return None  # the launcher was told so: no need to wait for the sidecar
@@ -152,16 +170,31 @@ class Restorer:
         self._ring.ensure(needed_bytes, round_, to_fill=in_directory)
         offers = tuple(slot.offer() for slot in self._ring.slots)
         # A folder's files can be read here; those of a pod's node tier are the sidecar's.
-        if in_directory and wanted is None and is_in_host_memory(wish.leaves):
+        if in_directory and wanted is None and wish.is_read_in_place():
             reply = self._request(Fill(round_, rank, offers, reads_files=True), (Filled, ShardFile))
             if isinstance(reply, ShardFile):
                 held = None if reply.slot is None else self._ring.find(reply.slot).payload.data
-                found = _read_in_place(reply, wish, held)
+                found = self._read_in_place(reply, wish, held)
                 if found is not None:
-                    return Fetched(point.step, found.tier, found.saved, is_ours=True)
+                    return Fetched(point.step, found.tier, found.saved)
         filled = self._request(Fill(round_, rank, offers, digest), Filled)
         payload = self._ring.find(filled.slot).payload[: filled.payload_bytes]
-        return Fetched(point.step, filled.tier, read_payload(payload), is_ours=False)
+        return Fetched(point.step, filled.tier, payload=payload, lies_over=self._left_parts)
+
+    def _read_in_place(
+        self, file: ShardFile, wish: Wish, held: memoryview | None
+    ) -> InPlace | None:
+        """None: to be asked for in a slot. There what does not fit is told by name, what is bad is put
+        aside, and what is loaded lies over what this may have left behind."""
+
+        def begins() -> None:
+            self._left_parts = file.shard.checkpoint
+
+        try:
+            return read_in_place(file, wish.leaves, wish.fits, held, begins)
+        except HoldfastError as error:
+            logger.warning("%s; it is read once more", error)
+            return None
 
     def _wanted(self, wish: Wish, reply: RestoreReply, round_: RestartRound) -> RankLayout | None:
         """None: this rank's shard as it was saved fits."""
@@ -193,7 +226,8 @@ class Restorer:
     def _wait_connected(self) -> RestartRound:
         """Waits without limit: the sidecar's container restarts by itself, and a folder's disk may be
         slow. Raises where a folder's persister will not answer: CorruptionError, UnavailableError."""
-        say_at = time.monotonic() + _SAY_AFTER_SECONDS
+        began = time.monotonic()
+        say_at = began + _SAY_AFTER_SECONDS
         while True:
             link = self._session.link
             if link is not None and link.wait_connected(_CONNECT_POLL_SECONDS):
@@ -202,7 +236,8 @@ class Restorer:
                 logger.warning("still waiting for %s to answer", self._place)
                 say_at = math.inf
             if isinstance(self._place, DirectoryPlace):
-                error = _why_never(self._place, self._session)
+                patient = time.monotonic() - began < _STARTING_SECONDS
+                error = _why_never(self._place, self._session, patient=patient)
                 if error is not None:
                     if link is not None:
                         link.close()
@@ -263,21 +298,11 @@ class Restorer:
         self._agree(place)
 
 
-def _read_in_place(file: ShardFile, wish: Wish, held: memoryview | None) -> InPlace | None:
-    """None: to be asked for in a slot. There what does not fit is told by name, what is bad is put aside,
-    and what is loaded lies over what this may have left behind."""
-    try:
-        return read_in_place(file, wish.leaves, wish.fits, held)
-    except (CorruptionError, NotFoundError, UnavailableError) as error:
-        logger.warning("%s; it is read once more", error)
-        return None
-
-
-def _why_never(place: DirectoryPlace, session: Session) -> HoldfastError | None:
+def _why_never(place: DirectoryPlace, session: Session, *, patient: bool) -> HoldfastError | None:
     """None: it may answer yet."""
     if session.greeting_error is not None:
         return CorruptionError(f"{place.root}: {session.greeting_error}")
-    if session.losses < _STARTS:
+    if patient or session.losses < _STARTS:
         return None
     ended = ""
     if place.exit_status is not None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from holdfast.state.destinations import Destinations
 from holdfast.state.tensors import Leaf
+from holdfast_core.errors import CorruptionError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.format.payload import LENGTH_BYTES, header_bytes, parse_payload
 from holdfast_core.ids import ByteRange, TierName
@@ -44,8 +45,10 @@ def read_in_place(
     leaves: tuple[Leaf, ...],
     fits: Callable[[dict[str, Any]], bool],
     held: memoryview | None = None,
+    begins: Callable[[], None] = lambda: None,
 ) -> InPlace | None:
-    """None where the state does not fit, and nothing was written. `held`: what lies in `file.slot`.
+    """None where the state does not fit, and nothing was written. `held`: what lies in `file.slot`;
+    `begins` is called before the first byte is written.
     Raises CorruptionError, FormatError, NotFoundError, UnavailableError."""
     path = Path(file.path)
     with disk_errors(f"opening shard {path}"):
@@ -57,13 +60,15 @@ def read_in_place(
         destinations = Destinations(plan, _read(reader, plan.objects), leaves)
         if not fits(destinations.saved):
             return None
+        begins()
         if held is not None and _put_held(reader, destinations, held[:size]):
             return InPlace(destinations.saved, TierName.MEMORY)
-        position = 0
+        position, done = 0, 0
         with closing(reader.read_payload()) as pieces:
             for piece in pieces:
-                destinations.put(position, piece)
+                done += destinations.put(position, piece)
                 position += len(piece)
+    _expect_all(destinations, done)
     return InPlace(destinations.saved, file.tier)
 
 
@@ -71,19 +76,33 @@ def _put_held(reader: DiskShardReader, destinations: Destinations, held: memoryv
     """Whether every chunk is the shard's, and was put. By two threads."""
     chunk, crcs = reader.record.header.chunk_bytes, reader.table.crcs
 
-    def put(chunks: range) -> bool:
+    def put(chunks: range) -> int | None:
+        done = 0
         for first in range(chunks.start, chunks.stop, _CHUNKS_AT_ONCE):
             numbers = range(first, min(first + _CHUNKS_AT_ONCE, chunks.stop))
             for number in numbers:
                 if crc32c(held[number * chunk : (number + 1) * chunk]) != crcs[number]:
-                    return False
-            destinations.put(first * chunk, held[first * chunk : numbers.stop * chunk])
-        return True
+                    return None
+            done += destinations.put(first * chunk, held[first * chunk : numbers.stop * chunk])
+        return done
 
     half = len(crcs) // 2
     with ThreadPoolExecutor(1, "holdfast-put") as helper:
         other = helper.submit(put, range(half, len(crcs)))
-        return put(range(half)) and other.result()
+        counts = put(range(half)), other.result()
+    if counts[0] is None or counts[1] is None:
+        return False
+    _expect_all(destinations, counts[0] + counts[1])
+    return True
+
+
+def _expect_all(destinations: Destinations, done: int) -> None:
+    """A tensor that nobody wrote to would keep what it had, without a sign of it."""
+    if done != destinations.wanted_bytes:
+        raise CorruptionError(
+            f"{done} bytes of the payload found their place in the state, "
+            f"{destinations.wanted_bytes} expected"
+        )
 
 
 def _read(reader: DiskShardReader, wanted: ByteRange) -> bytes:

@@ -61,7 +61,8 @@ class Leaf:
     whole: Any | None = None
     """The DTensor that `source` is this rank's part of."""
     is_private: bool = False
-    """Of an object that is neither module nor optimizer: what else refers to its memory is unknown."""
+    """Not written in place: loading replaces it, or it is of an object that is neither module nor
+    optimizer, and what else refers to its memory is unknown."""
 
     @property
     def writes(self) -> int:
@@ -248,16 +249,39 @@ def memory_of(leaf: Leaf) -> np.ndarray[Any, Any] | None:
     if leaf.is_private or leaf.byte_count == 0:
         return None
     if not is_tensor(source):
-        if not (source.flags.c_contiguous and source.flags.writeable and source.flags.aligned):
+        if not (source.flags.c_contiguous and source.flags.writeable):
             return None
-        return np.asarray(source).reshape(-1).view(np.uint8)
+        return _whole_elements(np.asarray(source).reshape(-1).view(np.uint8), source.itemsize)
     import torch
 
     plain = type(source) is torch.Tensor and not source.is_conj() and not source.is_neg()
     if not plain or source.device.type != "cpu" or not source.is_contiguous():
         return None
-    memory: np.ndarray[Any, Any] = source.view(-1).view(torch.uint8).numpy()
-    return None if memory.ctypes.data % source.element_size() else memory
+    return _whole_elements(source.view(-1).view(torch.uint8).numpy(), source.element_size())
+
+
+def _whole_elements(memory: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any] | None:
+    """None where `view_stored` would have to copy it."""
+    return None if memory.ctypes.data % size else memory
+
+
+def extent_of(leaf: Leaf) -> tuple[int, int] | None:
+    """Addresses of the leaf's first byte and behind its last one, in whatever order it uses what lies
+    between; None where it has none that is known here."""
+    source = leaf.source
+    if leaf.byte_count == 0:
+        return None
+    size: int = source.itemsize
+    if is_tensor(source):
+        try:
+            start = source.data_ptr()
+        except RuntimeError:  # a subclass without memory of its own
+            return None
+        strides = [step * size for step in source.stride()]
+    else:
+        start, strides = source.ctypes.data, source.strides
+    ends = [(count - 1) * step for count, step in zip(source.shape, strides, strict=True)]
+    return start + sum(min(end, 0) for end in ends), start + sum(max(end, 0) for end in ends) + size
 
 
 def copy_in(current: Any, saved: Any) -> None:

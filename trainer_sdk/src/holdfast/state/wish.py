@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.sizing import slot_bytes
 from holdfast.state.load import fits
 from holdfast.state.snapshot import Snapshot, plan_save, take_snapshot
-from holdfast.state.tensors import Leaf, local_part, placement, torch_module
+from holdfast.state.tensors import Leaf, is_in_host_memory, local_part, placement, torch_module
 from holdfast.state.tree import is_stateful, unwrap
 from holdfast_core.errors import StateMismatchError
 from holdfast_core.format.layout import Layout, TensorLayout
@@ -41,6 +41,20 @@ class Wish:
     def needed_bytes(self) -> int:
         """Of a slot for this state. Raises UnsupportedStateError."""
         return slot_bytes(self._state, plan_save(self._snapshot, self._rank))
+
+    def is_read_in_place(self) -> bool:
+        """Whether the state's tensors may be written before it is loaded: they lie in this process's
+        memory, and no code but torch's has a say in it. The same on ranks with the same model."""
+        snapshot = self._snapshot
+        if not is_in_host_memory(snapshot.leaves):
+            return False
+        if not snapshot.modules and not snapshot.optimizers:
+            return True
+        from holdfast.state.stock import is_stock_module, is_stock_optimizer
+
+        return all(is_stock_module(module) for _, module in snapshot.modules) and all(
+            is_stock_optimizer(optimizer) for optimizer in snapshot.optimizers
+        )
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

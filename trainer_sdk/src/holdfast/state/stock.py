@@ -1,0 +1,46 @@
+"""Whether loading a module or an optimizer is nothing but copying into the tensors that it has.
+
+Then their bytes may be there before `load_state_dict` is called. Code of others may look at the old
+values, refuse the new ones, or leave some of them out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_MODULE_HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
+_OPTIMIZER_HOOKS = (
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+)
+
+
+def is_stock_module(module: torch.nn.Module) -> bool:
+    return all(_is_stock(one) for one in module.modules())
+
+
+def is_stock_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    return (
+        type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+        and type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+        and not any(getattr(optimizer, name, None) for name in _OPTIMIZER_HOOKS)
+    )
+
+
+def _is_stock(module: torch.nn.Module) -> bool:
+    kind = type(module)
+    return (
+        kind.load_state_dict is torch.nn.Module.load_state_dict
+        and kind.state_dict is torch.nn.Module.state_dict
+        and _is_of_torch(kind._load_from_state_dict)
+        and _is_of_torch(kind._save_to_state_dict)
+        and not any(getattr(module, name, None) for name in _MODULE_HOOKS)
+    )
+
+
+def _is_of_torch(method: Any) -> bool:
+    """Some of torch's own (batch norm) add what older checkpoints lack."""
+    return str(method.__module__).startswith("torch.nn.")
