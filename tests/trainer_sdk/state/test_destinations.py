@@ -167,9 +167,9 @@ def by_slot(state: dict[str, Any], payload: np.ndarray[Any, Any]) -> dict[str, A
 
 def test_a_tensor_without_elements_hides_no_other() -> None:
     """Both begin at the same byte; the payload has the empty one first, the state last."""
-    payload = stored({"weight": torch.arange(100_000.0), "empty": torch.zeros(0)})
-    state = loaded({"weight": torch.zeros(100_000), "empty": torch.zeros(0)}, payload)
-    assert torch.equal(state["weight"], torch.arange(100_000.0))
+    payload = stored({"m": {"weight": torch.arange(100_000.0), "empty": torch.zeros(0)}})
+    state = loaded({"m": {"weight": torch.zeros(100_000), "empty": torch.zeros(0)}}, payload)
+    assert torch.equal(state["m"]["weight"], torch.arange(100_000.0))
 
 
 def test_what_is_shared_in_another_order_of_its_elements() -> None:
