@@ -11,28 +11,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.trainer_sdk.state.payloads import RANK, stored
 
-from holdfast.staging import Copier
 from holdfast.state.destinations import Destinations
 from holdfast.state.load import fits, load_state
 from holdfast.state.rng import RNG
-from holdfast.state.snapshot import plan_save, read_payload, take_snapshot, write_payload
+from holdfast.state.snapshot import read_payload, take_snapshot
 from holdfast.state.tensors import is_in_host_memory
 from holdfast.state.wish import Wish
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.payload import LENGTH_BYTES, PayloadPlan, header_bytes, parse_payload
-from holdfast_core.ids import Rank
 
-RANK = Rank(0)
 PIECE_BYTES = 1 << 14
-
-
-def stored(state: dict[str, Any]) -> np.ndarray[Any, Any]:
-    snapshot = take_snapshot(state, RANK)
-    plan = plan_save(snapshot, RANK)
-    target = np.zeros(plan.payload_bytes, dtype=np.uint8)
-    write_payload(plan, snapshot, target, Copier().run)
-    return target
 
 
 def planned(payload: np.ndarray[Any, Any]) -> PayloadPlan:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.trainer_sdk.state.payloads import stored
 
 from holdfast.staging import Copier
 from holdfast.state.load import load_state
@@ -18,11 +19,7 @@ from holdfast_core.ids import Rank
 
 
 def saved(state: dict[str, Any]) -> dict[str, Any]:
-    snapshot = take_snapshot(state, Rank(0))
-    plan = plan_save(snapshot, Rank(0))
-    target = np.zeros(plan.payload_bytes, dtype=np.uint8)
-    write_payload(plan, snapshot, target, Copier().run)
-    return read_payload(target)
+    return read_payload(stored(state))
 
 
 def training(seed: int = 0, width: int = 4) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import torch as safetensors_torch
+from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.staging import Copier
 from holdfast.state.snapshot import (
@@ -21,17 +22,6 @@ from holdfast.state.snapshot import (
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank
-
-RANK = Rank(0)
-
-
-def stored(state: dict[str, Any]) -> np.ndarray[Any, Any]:
-    snapshot = take_snapshot(state, RANK)
-    plan = plan_save(snapshot, RANK)
-    target = np.zeros(plan.payload_bytes, dtype=np.uint8)
-    write_payload(plan, snapshot, target, Copier().run)
-    return target
-
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16,

@@ -1,0 +1,22 @@
+"""States as the payloads of shards, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from holdfast.staging import Copier
+from holdfast.state.snapshot import plan_save, take_snapshot, write_payload
+from holdfast_core.ids import Rank
+
+RANK = Rank(0)
+
+
+def stored(state: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The payload (uint8) that a save of the state writes now."""
+    snapshot = take_snapshot(state, RANK)
+    plan = plan_save(snapshot, RANK)
+    target = np.zeros(plan.payload_bytes, dtype=np.uint8)
+    write_payload(plan, snapshot, target, Copier().run)
+    return target
