@@ -219,6 +219,24 @@ def test_a_learning_rate_that_is_a_tensor_is_replaced_and_not_written() -> None:
     assert state["optim"].param_groups[0]["lr"] == 0.5
 
 
+def test_an_optimizer_of_an_object_of_its_own_code_is_not_written() -> None:
+    class Owner:
+        def __init__(self, value: float) -> None:
+            self.parameter = torch.nn.Parameter(torch.full((3,), value))
+            self.optimizer = torch.optim.AdamW([self.parameter])
+            self.parameter.sum().backward()
+            self.optimizer.step()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"optimizer": self.optimizer}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    leaves = take_snapshot({"owner": Owner(1.0)}, RANK).leaves
+    assert len(leaves) == 3
+    assert all(leaf.is_private for leaf in leaves)
+
+
 def test_lists_of_tensors_in_an_optimizer_are_replaced() -> None:
     def made(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)

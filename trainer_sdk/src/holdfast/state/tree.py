@@ -150,10 +150,9 @@ class Encoder:
         owner = self._optimizer
         if owner is not None and not path.startswith(self._owned):
             owner = None
-        is_private = self._rank_local
-        if self._optimizer is not None:
-            # Loading keeps the tensors that are direct entries of a parameter's state, and no others.
-            is_private = owner is None or path.removeprefix(self._owned).count(".") != 1
+        # Loading keeps the tensors that are direct entries of a parameter's state, and no others.
+        is_kept = owner is not None and path.removeprefix(self._owned).count(".") == 1
+        is_private = self._rank_local or (self._optimizer is not None and not is_kept)
         leaf, extra = make_leaf(name, value, path, owner, is_private=is_private)
         self.leaves.append(leaf)
         if leaf.whole is not None:
