@@ -34,6 +34,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -271,10 +272,10 @@ class Bench:
         return self._fetch(self.ports.memory, self.in_memory, Discard, PLAIN)
 
     def pair_tls(self) -> float:
-        return self._both(self.wire_tls) / 2
+        return _at_once(self.wire_tls, self.wire_tls) / 2
 
     def pair_plain(self) -> float:
-        return self._both(self.wire_plain) / 2
+        return _at_once(self.wire_plain, self.wire_plain) / 2
 
     def ranges_one(self) -> float:
         began = time.perf_counter()
@@ -282,20 +283,7 @@ class Bench:
         return time.perf_counter() - began
 
     def ranges_two(self) -> float:
-        began = time.perf_counter()
-        with ThreadPoolExecutor(1) as helper:
-            other = helper.submit(self._read_chunks, 0.5, 1.0)
-            self._read_chunks(0.0, 0.5)
-            other.result()
-        return time.perf_counter() - began
-
-    def _both(self, leg: Callable[[], float]) -> float:
-        began = time.perf_counter()
-        with ThreadPoolExecutor(1) as helper:
-            other = helper.submit(leg)
-            leg()
-            other.result()
-        return time.perf_counter() - began
+        return _at_once(partial(self._read_chunks, 0.0, 0.5), partial(self._read_chunks, 0.5, 1.0))
 
     def _read_chunks(self, start: float, stop: float) -> None:
         """That part of the shard, by runs of RUN_CHUNKS."""
@@ -376,6 +364,16 @@ class Bench:
             fd = os.open(path, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
+
+
+def _at_once(one: Callable[[], object], other: Callable[[], object]) -> float:
+    """Seconds until both are done."""
+    began = time.perf_counter()
+    with ThreadPoolExecutor(1) as helper:
+        submitted = helper.submit(other)
+        one()
+        submitted.result()
+    return time.perf_counter() - began
 
 
 LEGS = (

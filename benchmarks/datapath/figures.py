@@ -504,6 +504,7 @@ def of_every_step(records: Sequence[Record]) -> list[Figure]:
     rounds = Rounds([r for r in records if r.result is None or r.result["step_over_memcpy"] >= 30])
     missing = Rounds(records).error(OURS) or "no step was 30 times the memcpy of the state"
     what = "saved at every step in shared memory and on the disk; a directory has no peer copy"
+    lags = rounds.values(OURS, lambda x: max(x["lags"])).values()
     return [
         _compare(
             at_most,
@@ -525,10 +526,7 @@ def of_every_step(records: Sequence[Record]) -> list[Figure]:
         _compare(
             at_most,
             "A11-lost",
-            # One worst step is one too many: no median over rounds.
-            [max(lags)]
-            if (lags := list(rounds.values(OURS, lambda x: max(x["lags"])).values()))
-            else [],
+            [max(lags)] if lags else [],  # one bad step is one too many: no median over rounds
             "steps not on the disk at the end of a step, worst of all rounds",
             1,
             missing,

@@ -13,10 +13,10 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from holdfast.directory.in_place import InPlace, read_in_place
 from holdfast.gang_store import GangStore
@@ -67,22 +67,13 @@ class Fetched:
 
     step: Step
     tier: str
-    in_place: dict[str, Any] | None = None
-    """Its tensors are those of the state, or in memory that may be kept."""
-    payload: np.ndarray[Any, Any] | None = None
-    """Else: in a slot, valid until the next save."""
+    saved: Callable[[], dict[str, Any]]
+    """The state. Raises FormatError, which no other rank should have to wait for."""
+    is_ours: bool
+    """Its tensors are those of the present state, or in memory that may be kept; else they are views into
+    a slot, valid until the next save."""
     lies_over: CheckpointId | None = None
     """A checkpoint that was rejected when parts of it were in the state already."""
-
-    @property
-    def is_ours(self) -> bool:
-        return self.in_place is not None
-
-    def saved(self) -> dict[str, Any]:
-        """Raises FormatError."""
-        if self.in_place is not None:
-            return self.in_place
-        return {} if self.payload is None else read_payload(self.payload)
 
 
 class Restorer:
@@ -176,10 +167,17 @@ class Restorer:
                 held = None if reply.slot is None else self._ring.find(reply.slot).payload.data
                 found = self._read_in_place(reply, wish, held)
                 if found is not None:
-                    return Fetched(point.step, found.tier, found.saved)
+                    saved = found.saved
+                    return Fetched(point.step, found.tier, lambda: saved, is_ours=True)
         filled = self._request(Fill(round_, rank, offers, digest), Filled)
         payload = self._ring.find(filled.slot).payload[: filled.payload_bytes]
-        return Fetched(point.step, filled.tier, payload=payload, lies_over=self._left_parts)
+        return Fetched(
+            point.step,
+            filled.tier,
+            partial(read_payload, payload),
+            is_ours=False,
+            lies_over=self._left_parts,
+        )
 
     def _read_in_place(
         self, file: ShardFile, wish: Wish, held: memoryview | None

@@ -294,9 +294,8 @@ def copy_in(current: Any, saved: Any) -> None:
         target = local_part(current)
         source = saved if is_tensor(saved) else torch.from_numpy(saved)
         if _is_same_memory(target, source):
-            if (
-                not target.is_inference()
-            ):  # those who look at the count of writes hear of this one, too
+            # Those who look at the count of writes hear of this one, too.
+            if not target.is_inference():
                 torch.autograd.graph.increment_version(target)
             return
         with torch.no_grad():
