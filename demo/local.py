@@ -30,6 +30,7 @@ from demo.recorder import Act, Sample
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import JobUid
+from holdfast_core.names import pod_name
 from holdfast_core.testing.pki import Authority
 from holdfast_operator.model import JobSpecView, JobStatusView, JobView, StoreView
 
@@ -208,7 +209,8 @@ class LocalStage:
         ]
 
     def _member(self, worker: int) -> str:
-        return f"gpt-{worker}-r{self.run.cluster.job.status.members[worker]}"
+        job = self.run.cluster.job
+        return pod_name(job.name, job.uid, worker, job.status.members[worker])
 
     def _pod(self) -> None:
         self.run.cluster.delete(self._member(2))

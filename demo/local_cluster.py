@@ -20,6 +20,7 @@ from demo.local_pods import LocalPod, PodSpec
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import Digest, RestartRound, Worker
+from holdfast_core.names import parse_pod_name
 from holdfast_core.testing.pki import Authority
 from holdfast_core.transfer.codec import dumps, loads
 from holdfast_core.transfer.messages import (
@@ -206,7 +207,7 @@ class LocalCluster:
         name = body["metadata"]["name"]
         if name in self.pods:
             return
-        worker, birth = _identity(job.name, name)
+        worker, birth = _identity(job, name)
         certs = self.place.certs_root / name
         pod = LocalPod(
             PodSpec(
@@ -409,6 +410,8 @@ class LocalCluster:
                 await asyncio.sleep(0.2)
 
 
-def _identity(job: str, pod: str) -> tuple[Worker, RestartRound]:
-    worker, _, birth = pod.removeprefix(f"{job}-").partition("-r")
-    return Worker(int(worker)), RestartRound(int(birth))
+def _identity(job: JobView, pod: str) -> tuple[Worker, RestartRound]:
+    found = parse_pod_name(job.name, job.uid, pod)
+    if found is None:
+        raise ValueError(f"{pod} is no name of a pod of job {job.name} with uid {job.uid}")
+    return found

@@ -15,6 +15,7 @@ from kubernetes import client, watch
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
+from holdfast_core.names import pod_name
 from testbed.driver.digests import find_digests
 from testbed.driver.kube import GROUP, VERSION, Kube, Object, is_true, show, wait_for
 
@@ -218,7 +219,9 @@ class Job:
         return int(self.status.get("restartRound", 0))
 
     def pod_name(self, worker: int) -> str:
-        return f"{self.name}-{worker}-r{self.status['members'][worker]}"
+        job = self.read()
+        birth = job["status"]["members"][worker]
+        return pod_name(self.name, job["metadata"]["uid"], worker, birth)
 
     def pods(self) -> list[Object]:
         return self.kube.pods(self.namespace, f"holdfast.dev/job={self.name}")

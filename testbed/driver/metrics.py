@@ -9,6 +9,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from holdfast_core.ids import JobUid
+from holdfast_core.names import pod_name
 from testbed.driver.jobs import TRAINER_IMAGE, Job
 from testbed.driver.kube import Kube, Object
 
@@ -39,7 +41,9 @@ def parse(text: str) -> list[tuple[str, dict[str, str], float]]:
 
 def gang(job: Job, status: Object, pool: ThreadPoolExecutor) -> GangMetrics:
     """One look at all members; a pod that does not answer is left out."""
-    names = [f"{job.name}-{w}-r{birth}" for w, birth in enumerate(status.get("members") or [])]
+    members = enumerate(status.get("members") or [])
+    uid = JobUid(job.uid)
+    names = [pod_name(job.name, uid, worker, birth) for worker, birth in members]
     found = GangMetrics()
     texts = pool.map(lambda name: job.kube.proxy_text(job.namespace, name, 7072, "metrics"), names)
     for text in texts:

@@ -403,7 +403,7 @@ def _assert_cannot_start(job: Job, *words: str) -> None:
 
     found = job.wait(f"ContainerCannotStart that says {words}", probe, 90)
     assert found["status"] == "False"
-    assert_says(found["message"], f"pod {job.name}-0-r")
+    assert_says(found["message"], f"pod {job.pod_name(0)}")
     wait_event(job.kube, job.name, "ContainerCannotStart", *words)
     assert job.status["restartsCountTowardsMax"] == 0, "waiting costs no restart"
 

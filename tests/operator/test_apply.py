@@ -35,24 +35,27 @@ from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.testing.builders import job
 
 WRITE = WriteStatus("7", JobStatusView())
-BEGIN = BeginRound("7", JobStatusView(), confirm_gone=("job-1-r0",))
-SERVICE = CreateService("job-gang")
-CERTIFICATES = CreateCertificates("job-certs-r0", RestartRound(0), ("job-0-r0",))
-POD = CreatePod("job-0-r0", Worker(0), RestartRound(0))
-SEAL = SealWorker(Worker(1), "job-1-r0", "u", "10.0.0.1", RestartRound(1))
-OBSOLETE = DeletePod("job-2-r0", "u2")
+BEGIN = BeginRound("7", JobStatusView(), confirm_gone=("job-l2msg4-1-r0",))
+SERVICE = CreateService("job-l2msg4-gang")
+CERTIFICATES = CreateCertificates("job-l2msg4-certs-r0", RestartRound(0), ("job-l2msg4-0-r0",))
+POD = CreatePod("job-l2msg4-0-r0", Worker(0), RestartRound(0))
+SEAL = SealWorker(Worker(1), "job-l2msg4-1-r0", "u", "10.0.0.1", RestartRound(1))
+OBSOLETE = DeletePod("job-l2msg4-2-r0", "u2")
 EVENT = EmitEvent(EventKind.NORMAL, "Why", "words")
 PRUNE = PruneObject(
     Worker(0),
-    "job-0-r0",
+    "job-l2msg4-0-r0",
     "10.0.0.1",
     RestartRound(1),
-    "job-s40-r0",
+    "job-l2msg4-s40-r0",
     "u",
     RestorePoint(Step(40), RestartRound(0)),
 )
 RECORD = CreateCheckpointObject(
-    "job-s40-r0", CheckpointId(Step(40), RestartRound(0)), "Retain", CheckpointRecord("Committed")
+    "job-l2msg4-s40-r0",
+    CheckpointId(Step(40), RestartRound(0)),
+    "Retain",
+    CheckpointRecord("Committed"),
 )
 
 
@@ -111,9 +114,9 @@ def test_a_status_that_was_not_written_stops_the_pass(error: HoldfastError) -> N
 
 
 def test_a_pod_that_is_there_after_all_costs_no_round() -> None:
-    effects = Recorder(present={"job-1-r0"})
+    effects = Recorder(present={"job-l2msg4-1-r0"})
     applied = run(effects, BEGIN, EVENT)
-    assert applied.not_gone == ("job-1-r0",)
+    assert applied.not_gone == ("job-l2msg4-1-r0",)
     assert effects.calls == []
 
 
@@ -148,7 +151,7 @@ def test_an_object_goes_only_after_its_data(
     assert effects.calls == expected
 
 
-ASK = AskSave(Worker(0), "job-0-r0", "10.0.0.1", RestartRound(1), "before-lunch")
+ASK = AskSave(Worker(0), "job-l2msg4-0-r0", "10.0.0.1", RestartRound(1), "before-lunch")
 OLD = JobMemory(round=RestartRound(1), levels_written_at=10.0, counted_at=10.0)
 NEW = replace(
     OLD,

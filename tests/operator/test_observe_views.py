@@ -132,7 +132,7 @@ def test_spec_in_full() -> None:
 def raw_pod(status: dict[str, Any], **meta: Any) -> dict[str, Any]:
     return {
         "metadata": {
-            "name": "job-1-r3",
+            "name": "job-l2msg4-1-r3",
             "uid": "u",
             "labels": {labels.WORKER: "1", labels.BIRTH_ROUND: "3"},
             **meta,
@@ -250,7 +250,7 @@ def test_nodes() -> None:
 def test_checkpoints() -> None:
     raw = {
         "metadata": {
-            "name": "job-s40-r2",
+            "name": "job-l2msg4-s40-r2",
             "uid": "u",
             "resourceVersion": "5",
             "creationTimestamp": "2026-01-01T00:00:00Z",

@@ -12,6 +12,7 @@ from urllib3.exceptions import HTTPError
 
 from holdfast_core.contract import METRICS_PORT
 from holdfast_core.errors import HoldfastError
+from holdfast_core.names import pod_name
 
 GROUP, VERSION = "holdfast.dev", "v1alpha1"
 _SAMPLE = re.compile(r"^holdfast_newest_step\{([^}]*)\} (\S+)$", re.MULTILINE)
@@ -71,9 +72,10 @@ class Cluster:
     def tiers(self, job: dict[str, Any]) -> dict[int, dict[str, int]]:
         """rank -> tier -> newest step, as the members' sidecars say; silent ones are left out."""
         core = client.CoreV1Api(self.api)
+        meta = job["metadata"]
         tiers: dict[int, dict[str, int]] = {}
         for worker, birth in enumerate(job.get("status", {}).get("members") or []):
-            pod = f"{job['metadata']['name']}-{worker}-r{birth}:{METRICS_PORT}"
+            pod = f"{pod_name(meta['name'], meta['uid'], worker, birth)}:{METRICS_PORT}"
             try:
                 text = core.connect_get_namespaced_pod_proxy_with_path(
                     pod, self.namespace, "metrics", _request_timeout=3

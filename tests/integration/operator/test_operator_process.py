@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from holdfast_core.ids import Digest, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_core.testing.control_plane import ControlPlane, ControlPlaneError
 from holdfast_core.testing.ports import free_port
 from holdfast_core.transfer.messages import (
@@ -78,6 +79,14 @@ class Bed:
     def status(self, name: str = "gpt") -> dict[str, Any]:
         job = self.plane.request("GET", self.path("trainingjobs", name))
         return dict(job.get("status") or {})
+
+    def uid(self, name: str = "gpt") -> JobUid:
+        job = self.plane.request("GET", self.path("trainingjobs", name))
+        return JobUid(job["metadata"]["uid"])
+
+    def pod(self, worker: int, birth_round: int) -> str:
+        """Name of a pod of job gpt."""
+        return pod_name("gpt", self.uid(), worker, birth_round)
 
     def is_gone(self, path: str) -> bool:
         try:
@@ -183,7 +192,7 @@ STORE = {
 def run_first_round(bed: Bed, job: dict[str, Any] | None = None) -> None:
     """Round 0 trains: pods run, ROUND is with everybody, the coordinator says so."""
     bed.plane.request("POST", bed.path("trainingjobs"), job or training_job())
-    names = [f"gpt-{w}-r0" for w in range(WORKERS)]
+    names = [bed.pod(w, 0) for w in range(WORKERS)]
     bed.until("pods of round 0", lambda: bed.pod_names() == names)
     for name in names:
         bed.kubelet.run_pod(name)
@@ -194,7 +203,7 @@ def run_first_round(bed: Bed, job: dict[str, Any] | None = None) -> None:
             for s in bed.kubelet.sidecars.values()
         ),
     )
-    bed.kubelet.publish("gpt-0-r0", training(2, 0, 40))
+    bed.kubelet.publish(bed.pod(0, 0), training(2, 0, 40))
     bed.until("Running", lambda: bed.condition("Running").get("status") == "True")
 
 
@@ -206,12 +215,19 @@ def test_a_job_starts(bed: Bed) -> None:
     assert status["members"] == [0, 0]
     assert status["phase"] == "Running"
     core = f"/api/v1/namespaces/{bed.namespace}"
-    assert bed.plane.request("GET", f"{core}/services/gpt-gang")["spec"]["clusterIP"] == "None"
-    secret = bed.plane.request("GET", f"{core}/secrets/gpt-certs-r0")
+    assert (
+        bed.plane.request("GET", f"{core}/services/{service_name('gpt', bed.uid())}")["spec"][
+            "clusterIP"
+        ]
+        == "None"
+    )
+    secret = bed.plane.request(
+        "GET", f"{core}/secrets/{certificates_secret_name('gpt', bed.uid(), 0)}"
+    )
     assert secret["immutable"] is True
     assert sorted(secret["data"]) == [
         "ca.crt",
-        *(f"gpt-{w}-r0.{end}" for w in range(WORKERS) for end in ("crt", "key")),
+        *(f"{bed.pod(w, 0)}.{end}" for w in range(WORKERS) for end in ("crt", "key")),
     ]
     uid = bed.plane.request("GET", bed.path("trainingjobs", "gpt"))["metadata"]["uid"]
     assert secret["metadata"]["ownerReferences"][0]["uid"] == uid
@@ -228,16 +244,16 @@ def test_a_job_starts(bed: Bed) -> None:
 def test_a_lost_pod_is_a_new_round_from_the_newest_complete_step(bed: Bed) -> None:
     bed.start_operator()
     run_first_round(bed)
-    survivor = bed.kubelet.sidecars["gpt-0-r0"]
+    survivor = bed.kubelet.sidecars[bed.pod(0, 0)]
     survivor.manifests = (manifest(40, 0),)
     survivor.held = tuple(
         HeldShard(Step(40), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
         for s in shards(40, 0)
     )
-    bed.kubelet.delete_pod("gpt-1-r0")
+    bed.kubelet.delete_pod(bed.pod(1, 0))
     bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
-    bed.until("new pod", lambda: bed.pod_names() == ["gpt-0-r0", "gpt-1-r1"])
-    fresh = bed.kubelet.run_pod("gpt-1-r1")
+    bed.until("new pod", lambda: bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)])
+    fresh = bed.kubelet.run_pod(bed.pod(1, 1))
     bed.until("restore point", lambda: bed.status().get("restorePoint"))
     status = bed.status()
     assert status["members"] == [0, 1]
@@ -245,8 +261,8 @@ def test_a_lost_pod_is_a_new_round_from_the_newest_complete_step(bed: Bed) -> No
     assert survivor.round == 1
     bed.until("ROUND 1", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
     assert fresh.rounds[-1].restore_point.step == 40
-    assert [m.pod for m in fresh.rounds[-1].members] == ["gpt-0-r0", "gpt-1-r1"]
-    bed.kubelet.publish("gpt-0-r0", training(9, 1, 50))
+    assert [m.pod for m in fresh.rounds[-1].members] == [bed.pod(0, 0), bed.pod(1, 1)]
+    bed.kubelet.publish(bed.pod(0, 0), training(9, 1, 50))
     bed.until("Running again", lambda: bed.condition("Running").get("status") == "True")
     recovery = bed.status()["lastRecovery"]
     assert recovery["reason"] == "PodLost"
@@ -256,41 +272,41 @@ def test_a_lost_pod_is_a_new_round_from_the_newest_complete_step(bed: Bed) -> No
 def test_operator_killed_while_a_round_begins(bed: Bed) -> None:
     bed.start_operator()
     run_first_round(bed)
-    survivor = bed.kubelet.sidecars["gpt-0-r0"]
+    survivor = bed.kubelet.sidecars[bed.pod(0, 0)]
     survivor.manifests = (manifest(40, 0),)
     survivor.held = tuple(
         HeldShard(Step(40), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
         for s in shards(40, 0)
     )
     bed.kill_operator()
-    bed.kubelet.delete_pod("gpt-1-r0")
+    bed.kubelet.delete_pod(bed.pod(1, 0))
     bed.start_operator()
     bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
     bed.kill_operator()
     bed.start_operator()
-    bed.until("new pod", lambda: "gpt-1-r1" in bed.pod_names())
-    fresh = bed.kubelet.run_pod("gpt-1-r1")
+    bed.until("new pod", lambda: bed.pod(1, 1) in bed.pod_names())
+    fresh = bed.kubelet.run_pod(bed.pod(1, 1))
     bed.until("restore point", lambda: bed.status().get("restorePoint"))
     bed.kill_operator()
     bed.start_operator()
     bed.until("ROUND 1", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
-    bed.kubelet.publish("gpt-0-r0", training(5, 1, 50))
+    bed.kubelet.publish(bed.pod(0, 0), training(5, 1, 50))
     bed.until("Running again", lambda: bed.condition("Running").get("status") == "True")
     assert bed.status()["restartRound"] == 1
     assert bed.status()["restorePoint"]["step"] == 40
-    assert bed.pod_names() == ["gpt-0-r0", "gpt-1-r1"]
+    assert bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)]
 
 
 def test_operator_that_restarts_leaves_a_running_gang_alone(bed: Bed) -> None:
     bed.start_operator()
     run_first_round(bed)
-    sidecar = bed.kubelet.sidecars["gpt-0-r0"]
+    sidecar = bed.kubelet.sidecars[bed.pod(0, 0)]
     said = tuple(sidecar.rounds)
     bed.kill_operator()
     bed.start_operator()
     sidecar.since = -1
     bed.until("the coordinator is followed again", lambda: sidecar.since >= 0)
-    bed.kubelet.publish("gpt-0-r0", replace(training(7, 0, 41)))
+    bed.kubelet.publish(bed.pod(0, 0), replace(training(7, 0, 41)))
     bed.until("acted on", lambda: sidecar.since == 7)
     assert bed.status()["restartRound"] == 0
     assert bed.status().get("restarts", 0) == 0
@@ -329,7 +345,7 @@ def test_namespace_whose_service_account_comes_a_moment_later(bed: Bed) -> None:
 
     bed.until("the store's probe is refused", lambda: "ProbeRefused" in store_words())
     bed.plane.request("POST", account, {"metadata": {"name": "default"}})
-    names = [f"gpt-{w}-r0" for w in range(WORKERS)]
+    names = [bed.pod(w, 0) for w in range(WORKERS)]
     bed.until("the job's pods", lambda: set(names) < set(bed.pod_names()))
     bed.until("a probe's pod", lambda: len(bed.pod_names()) == len(names) + 1)
 
@@ -359,9 +375,9 @@ def test_two_operators_do_what_one_does(bed: Bed, tmp_path: Path) -> None:
     second.start_operator()
     try:
         run_first_round(bed)
-        bed.kubelet.delete_pod("gpt-1-r0")
+        bed.kubelet.delete_pod(bed.pod(1, 0))
         bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
-        bed.until("new pod", lambda: bed.pod_names() == ["gpt-0-r0", "gpt-1-r1"])
+        bed.until("new pod", lambda: bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)])
         assert bed.status()["restartRound"] == 1
         assert bed.status()["restarts"] == 1
     finally:
@@ -371,14 +387,14 @@ def test_two_operators_do_what_one_does(bed: Bed, tmp_path: Path) -> None:
 def test_api_server_away_while_a_pod_is_lost(bed: Bed) -> None:
     bed.start_operator()
     run_first_round(bed)
-    survivor = bed.kubelet.sidecars["gpt-0-r0"]
-    bed.kubelet.delete_pod("gpt-1-r0")
+    survivor = bed.kubelet.sidecars[bed.pod(0, 0)]
+    bed.kubelet.delete_pod(bed.pod(1, 0))
     bed.plane.kill_api()
     assert bed.process is not None
     assert bed.process.poll() is None
     bed.plane.start_api()
     bed.until("round 1", lambda: bed.status().get("restartRound") == 1, 60)
-    bed.until("new pod", lambda: bed.pod_names() == ["gpt-0-r0", "gpt-1-r1"])
+    bed.until("new pod", lambda: bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)])
     bed.until("survivor is sealed", lambda: survivor.round == 1)
     assert bed.process.poll() is None
 
@@ -395,12 +411,12 @@ def test_silent_node_is_lost(bed: Bed) -> None:
     job = training_job()
     job["spec"]["nodeLoss"] = {"suspectAfterSeconds": 15}
     run_first_round(bed, job)
-    bed.kubelet.kill_sidecar("gpt-1-r0")
+    bed.kubelet.kill_sidecar(bed.pod(1, 0))
     bed.until("round 1", lambda: bed.status().get("restartRound") == 1, 60)
     assert bed.status()["lastRecovery"]["reason"] == "NodeLost"
     # Both pods are on the silent node, but worker 0 still answers: it is not lost.
     assert bed.status()["members"] == [0, 1]
-    bed.until("the corpse goes", lambda: bed.pod_names() == ["gpt-0-r0", "gpt-1-r1"])
+    bed.until("the corpse goes", lambda: bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)])
 
 
 def test_store_is_probed_and_job_waits_for_it(bed: Bed) -> None:
@@ -422,7 +438,7 @@ def test_store_is_probed_and_job_waits_for_it(bed: Bed) -> None:
     found = bed.plane.request("GET", bed.path("checkpointstores", "main"))["status"]
     assert found["conditions"][0]["status"] == "True"
     assert found["features"] == {"rangeGet": True}
-    names = [f"gpt-{w}-r0" for w in range(WORKERS)]
+    names = [bed.pod(w, 0) for w in range(WORKERS)]
     bed.kubelet.confirm_deletes()
     bed.until(
         "the probe is gone", lambda: bed.kubelet.confirm_deletes() or bed.pod_names() == names
@@ -432,7 +448,7 @@ def test_store_is_probed_and_job_waits_for_it(bed: Bed) -> None:
 def test_checkpoint_request_becomes_a_record(bed: Bed) -> None:
     bed.start_operator()
     run_first_round(bed)
-    sidecar = bed.kubelet.sidecars["gpt-0-r0"]
+    sidecar = bed.kubelet.sidecars[bed.pod(0, 0)]
     request = {
         "apiVersion": "holdfast.dev/v1alpha1",
         "kind": "Checkpoint",
@@ -441,7 +457,7 @@ def test_checkpoint_request_becomes_a_record(bed: Bed) -> None:
     }
     bed.plane.request("POST", bed.path("checkpoints"), request)
     bed.until("save-now", lambda: "save-now" in [kind for kind, _ in sidecar.calls])
-    bed.kubelet.publish("gpt-0-r0", training(3, 0, 43))
+    bed.kubelet.publish(bed.pod(0, 0), training(3, 0, 43))
     path = bed.path("checkpoints", "now")
     bed.until(
         "the record", lambda: bed.plane.request("GET", path)["status"].get("phase") == "Committed"

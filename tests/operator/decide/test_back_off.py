@@ -47,7 +47,7 @@ def failing(futile: int, *, committed: int | None = 10, **spec: object) -> Obser
         sidecars=tuple(sidecar(p, ROUND, version=1) for p in pods),
         nodes={f"node-{i}": NodeView(f"node-{i}") for i in range(2)},
         coordinator=CoordinatorState(5, ROUND, dead=(DeadRank(Rank(1), Worker(1), 1, "boom"),)),
-        services=frozenset({"job-gang"}),
+        services=frozenset({"job-l2msg4-gang"}),
         memory=JobMemory(round=ROUND, round_seen_at=900.0, failure_seen_at=1000.0),
     )
 

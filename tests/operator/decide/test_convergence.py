@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast_core.ids import Rank, Worker
+from holdfast_core.names import pod_name
 from holdfast_core.transfer.messages import DeadRank
 from holdfast_operator.decide import decide
 from holdfast_operator.model import PodPhase
 from holdfast_operator.observe_views import job_view
-from holdfast_operator.testing.builders import now, raw_job
+from holdfast_operator.testing.builders import UID, now, raw_job
 from holdfast_operator.testing.fake_cluster import FakeCluster, FakeNode
 from holdfast_operator.testing.fake_operator import FakeOperator, Trouble, calm
 from holdfast_operator.testing.oracle import bases_of, broken_rules, holds, is_ancestor
@@ -127,7 +128,7 @@ class Simulation:
     def settled(self) -> bool:
         status = job_view(self.cluster.job).status
         run = self.cluster.gang.run
-        names = {f"job-{w}-r{b}" for w, b in enumerate(status.members)}
+        names = {pod_name("job", UID, w, b) for w, b in enumerate(status.members)}
         return (
             run is not None
             and run.started

@@ -154,7 +154,7 @@ def test_finish_is_released_only_up_to_what_is_durable() -> None:
 def test_the_object_is_a_projection_of_the_commit() -> None:
     decision = decide(world(committed=persisted(40), reported=point(40)), now())
     (create,) = only(decision, CreateCheckpointObject)
-    assert create.name == "job-s40-r2"
+    assert create.name == "job-l2msg4-s40-r2"
     record = create.record
     assert (record.phase, record.manifest) == ("Committed", manifest_digest(40, 2))
     assert (record.payload_bytes, record.world_size, record.job_uid) == (1234, 2, UID)
@@ -236,21 +236,25 @@ FOUR = tuple(checkpoint(step, 2) for step in (40, 50, 60, 70))
 def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
     marked = decide(world(committed=persisted(70), checkpoints=FOUR), now())
     updates = only(marked, UpdateCheckpointStatus)
-    assert [(u.name, u.record.phase) for u in updates] == [("job-s40-r2", "Deleting")]
+    assert [(u.name, u.record.phase) for u in updates] == [("job-l2msg4-s40-r2", "Deleting")]
     assert not only(marked, PruneObject)
     doomed = (replace(FOUR[0], phase="Deleting"), *FOUR[1:])
     (prune,) = only(decide(world(committed=persisted(70), checkpoints=doomed), now()), PruneObject)
-    assert (prune.name, prune.checkpoint.step, prune.uid) == ("job-s40-r2", 40, "ckpt-40-2")
+    assert (prune.name, prune.checkpoint.step, prune.uid) == ("job-l2msg4-s40-r2", 40, "ckpt-40-2")
 
 
 @pytest.mark.parametrize(
     ("objects", "changes", "pruned"),
     [
         pytest.param(FOUR, {"keep_last": 4}, [], id="few enough"),
-        pytest.param(FOUR, {"keep_last": 1}, ["job-s40-r2", "job-s50-r2"], id="never below two"),
+        pytest.param(
+            FOUR, {"keep_last": 1}, ["job-l2msg4-s40-r2", "job-l2msg4-s50-r2"], id="never below two"
+        ),
         pytest.param((replace(FOUR[0], hold=True), *FOUR[1:]), {}, [], id="held"),
         pytest.param((checkpoint(30, 1), *FOUR[1:]), {}, [], id="the restore point"),
-        pytest.param((checkpoint(35, 1), *FOUR[1:]), {}, ["job-s35-r1"], id="off the lineage"),
+        pytest.param(
+            (checkpoint(35, 1), *FOUR[1:]), {}, ["job-l2msg4-s35-r1"], id="off the lineage"
+        ),
         pytest.param(
             FOUR, {"coordinator": {"last_replicated": None}}, [], id="before the first replicated"
         ),

@@ -63,7 +63,7 @@ def world(**changes: Any) -> Observed:
         sidecars=tuple(sidecar(p, 3, version=1) for p in pods),
         nodes={f"node-{i}": NodeView(f"node-{i}") for i in range(2)},
         coordinator=state(),
-        services=frozenset({"job-gang"}),
+        services=frozenset({"job-l2msg4-gang"}),
         memory=JobMemory(round=RestartRound(3), round_seen_at=900.0),
     )
     return replace(base, **changes)
@@ -215,7 +215,7 @@ def test_no_failures(changes: dict[str, Any]) -> None:
 
 
 def test_the_absence_of_a_pod_is_confirmed_before_the_round_begins() -> None:
-    assert begun(decide(world(pods=(pod(0),)), now())).confirm_gone == ("job-1-r0",)
+    assert begun(decide(world(pods=(pod(0),)), now())).confirm_gone == ("job-l2msg4-1-r0",)
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,16 @@ def test_the_first_round_is_above_what_sidecars_remember() -> None:
 
 def test_after_cas_1_service_certificates_and_pods() -> None:
     decision = decide(Observed(job=job(2, status(0))), now())
-    assert of_kind(decision.actions, CreateService)[0].name == "job-gang"
+    assert of_kind(decision.actions, CreateService)[0].name == "job-l2msg4-gang"
     assert of_kind(decision.actions, CreateCertificates) == [
-        CreateCertificates("job-certs-r0", RestartRound(0), ("job-0-r0", "job-1-r0"))
+        CreateCertificates(
+            "job-l2msg4-certs-r0", RestartRound(0), ("job-l2msg4-0-r0", "job-l2msg4-1-r0")
+        )
     ]
-    assert [a.name for a in of_kind(decision.actions, CreatePod)] == ["job-0-r0", "job-1-r0"]
+    assert [a.name for a in of_kind(decision.actions, CreatePod)] == [
+        "job-l2msg4-0-r0",
+        "job-l2msg4-1-r0",
+    ]
 
 
 def test_recovery_seals_survivors_creates_the_missing_and_deletes_the_obsolete() -> None:
@@ -101,14 +106,14 @@ def test_recovery_seals_survivors_creates_the_missing_and_deletes_the_obsolete()
         job=job(2, status(1, (0, 1))),
         pods=(survivor, old),
         sidecars=(silent(survivor), silent(old)),
-        services=frozenset({"job-gang"}),
+        services=frozenset({"job-l2msg4-gang"}),
         memory=MEMORY,
     )
     actions = decide(observed, now()).actions
     (seal,) = of_kind(actions, SealWorker)
     assert (seal.worker, seal.round, seal.pod_uid) == (0, 1, survivor.uid)
-    assert [a.name for a in of_kind(actions, CreatePod)] == ["job-1-r1"]
-    assert of_kind(actions, DeletePod) == [DeletePod("job-1-r0", old.uid, force=False)]
+    assert [a.name for a in of_kind(actions, CreatePod)] == ["job-l2msg4-1-r1"]
+    assert of_kind(actions, DeletePod) == [DeletePod("job-l2msg4-1-r0", old.uid, force=False)]
     assert not of_kind(actions, SendRound, ChooseRestorePoint)
 
 
@@ -163,7 +168,7 @@ def gang(**changes: Any) -> Observed:
         job=job(2, CHOSEN),
         pods=pods,
         sidecars=tuple(sidecar(p, 1) for p in pods),
-        services=frozenset({"job-gang"}),
+        services=frozenset({"job-l2msg4-gang"}),
         memory=MEMORY,
     )
     return replace(base, **changes)
@@ -175,8 +180,8 @@ def test_round_goes_to_every_member() -> None:
     message = sent[0].message
     assert (message.round, message.version, message.coordinator, message.store_host) == (1, 1, 0, 0)
     assert [(m.worker, m.pod, m.address) for m in message.members] == [
-        (0, "job-0-r0", "10.0.0.0"),
-        (1, "job-1-r1", "10.0.1.1"),
+        (0, "job-l2msg4-0-r0", "10.0.0.0"),
+        (1, "job-l2msg4-1-r1", "10.0.1.1"),
     ]
     assert [(c.source, c.target) for c in message.copies] == [(0, 1), (1, 0)]
     assert message.policy.interval_steps == 10

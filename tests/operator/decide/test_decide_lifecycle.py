@@ -269,9 +269,9 @@ def test_nothing_is_created_again_after_the_end() -> None:
 @pytest.mark.parametrize(
     ("kind", "seconds", "deleted"),
     [
-        (JobCondition.FAILED, 1.0, ["job-0-r0"]),
+        (JobCondition.FAILED, 1.0, ["job-l2msg4-0-r0"]),
         (JobCondition.COMPLETE, 1.0, []),
-        (JobCondition.COMPLETE, 61.0, ["job-0-r0"]),
+        (JobCondition.COMPLETE, 61.0, ["job-l2msg4-0-r0"]),
     ],
 )
 def test_pods_after_the_end(kind: JobCondition, seconds: float, deleted: list[str]) -> None:

@@ -47,7 +47,7 @@ def with_spec(changes: dict[str, Any], trainer: dict[str, Any] | None = None) ->
 def test_identity_and_owner() -> None:
     pod = render(job(2))
     meta, spec = pod["metadata"], pod["spec"]
-    assert meta["name"] == "job-1-r3"
+    assert meta["name"] == "job-l2msg4-1-r3"
     assert meta["labels"] == {
         labels.MANAGED_BY: "holdfast",
         labels.JOB_NAME: "job",
@@ -60,7 +60,7 @@ def test_identity_and_owner() -> None:
     assert (owner["kind"], owner["uid"]) == ("TrainingJob", UID)
     assert owner["controller"] is True
     assert owner["blockOwnerDeletion"] is True
-    assert (spec["hostname"], spec["subdomain"]) == ("job-1-r3", "job-gang")
+    assert (spec["hostname"], spec["subdomain"]) == ("job-l2msg4-1-r3", "job-l2msg4-gang")
     assert spec["restartPolicy"] == "OnFailure"
     assert spec["automountServiceAccountToken"] is False
     assert "tolerations" not in spec
@@ -76,7 +76,7 @@ def test_the_contracts_can_be_read_back() -> None:
     assert address["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
     values = plain_env(container(pod, "holdfast-sidecar"))
     sidecar = SidecarContract.from_env({**values, "HOLDFAST_POD_IP": "10.0.0.1"})
-    assert (sidecar.pod_name, sidecar.node_capacity_bytes) == ("job-1-r3", 20 << 30)
+    assert (sidecar.pod_name, sidecar.node_capacity_bytes) == ("job-l2msg4-1-r3", 20 << 30)
     assert sidecar.store_config() == store().config
 
 
@@ -100,11 +100,11 @@ def test_keys_and_certificates_are_mounted_in_the_sidecar_only() -> None:
     assert mounts["trainer"] == {"holdfast-shared"}
     assert mounts["holdfast-sidecar"] == set(volumes)
     secret = volumes["holdfast-certs"]["secret"]
-    assert secret["secretName"] == "job-certs-r3"
+    assert secret["secretName"] == "job-l2msg4-certs-r3"
     assert {i["key"]: i["path"] for i in secret["items"]} == {
         "ca.crt": "ca.crt",
-        "job-1-r3.crt": "tls.crt",
-        "job-1-r3.key": "tls.key",
+        "job-l2msg4-1-r3.crt": "tls.crt",
+        "job-l2msg4-1-r3.key": "tls.key",
     }
     sources = volumes["holdfast-store"]["projected"]["sources"]
     assert [s["secret"]["name"] for s in sources] == ["store-keys", "store-ca"]
@@ -192,7 +192,7 @@ def test_the_template_is_not_changed_and_rendering_is_deterministic() -> None:
 
 def test_service_is_headless_and_names_pods_before_they_are_ready() -> None:
     service = render_service(job(2))
-    assert service["metadata"]["name"] == "job-gang"
+    assert service["metadata"]["name"] == "job-l2msg4-gang"
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
     assert service["spec"]["selector"] == {labels.JOB_UID: UID}
@@ -203,7 +203,7 @@ def test_service_is_headless_and_names_pods_before_they_are_ready() -> None:
 )
 def test_checkpoint_objects_outlive_their_job(policy: str, finalizers: list[str] | None) -> None:
     id_ = CheckpointId(Step(40), RestartRound(2))
-    action = CreateCheckpointObject("job-s40-r2", id_, policy, CheckpointRecord("Committed"))
+    action = CreateCheckpointObject("job-l2msg4-s40-r2", id_, policy, CheckpointRecord("Committed"))
     body = render_checkpoint(job(2), action)
     assert "ownerReferences" not in body["metadata"]
     assert body["metadata"].get("finalizers") == finalizers

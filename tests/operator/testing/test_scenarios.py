@@ -56,7 +56,7 @@ def test_a_lost_pod_comes_back_from_a_peer() -> None:
         operator = FakeOperator(cluster)
         before = await advance(cluster, operator, 40)
         assert before.is_true("Running")
-        cluster.lose_pod("job-1-r0")
+        cluster.lose_pod("job-l2msg4-1-r0")
         after = await advance(cluster, operator, 15)
         assert after.is_true("Running")
         assert after.members == (0, 1, 0)
@@ -68,7 +68,7 @@ def test_a_lost_pod_comes_back_from_a_peer() -> None:
         assert after.last_recovery.schedule_seconds is not None
         assert after.last_recovery.lost_steps is not None
         assert after.restarts_count_towards_max == 0
-        assert sorted(cluster.pods) == ["job-0-r0", "job-1-r1", "job-2-r0"]
+        assert sorted(cluster.pods) == ["job-l2msg4-0-r0", "job-l2msg4-1-r1", "job-l2msg4-2-r0"]
         assert broken_rules(cluster, copies=1) == []
 
     asyncio.run(scenario())
@@ -97,11 +97,11 @@ def test_a_dead_node_is_left_behind_and_its_pod_is_removed_by_force() -> None:
         cluster = build()
         operator = FakeOperator(cluster)
         await advance(cluster, operator, 40)
-        node = cluster.pods["job-2-r0"].view.node or ""
+        node = cluster.pods["job-l2msg4-2-r0"].view.node or ""
         cluster.nodes[node].dead = True
         after = await advance(cluster, operator, 60)
         assert after.is_true("Running")
-        assert "job-2-r0" not in cluster.pods
+        assert "job-l2msg4-2-r0" not in cluster.pods
         assert node not in {p.view.node for p in cluster.pods.values()}
         assert broken_rules(cluster, copies=1) == []
 

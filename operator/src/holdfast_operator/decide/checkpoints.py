@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.api import CheckpointPhase
 from holdfast_core.ids import CheckpointId, Step
+from holdfast_core.names import checkpoint_name
 from holdfast_core.transfer.messages import RestorePoint
 from holdfast_operator.actions import (
     Action,
@@ -33,7 +34,6 @@ from holdfast_operator.model import (
     Now,
     PersistedView,
 )
-from holdfast_operator.render.names import checkpoint_name
 
 MIN_KEPT = 2
 """A newest checkpoint that turns out unreadable needs one before it (R16)."""
@@ -120,7 +120,8 @@ def _projection(world: World, now: Now, requests: list[Action]) -> list[Action]:
     )
     if becomes:
         return []
-    name = checkpoint_name(world.observed.job.name, last.id)
+    job = world.observed.job
+    name = checkpoint_name(job.name, job.uid, last.id)
     return [
         CreateCheckpointObject(
             name=name,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from holdfast_core.api import JobCondition
 from holdfast_core.ids import Worker
+from holdfast_core.names import pod_name
 from holdfast_core.transfer.messages import DeadRank
 from holdfast_operator.decide.times import seconds_since
 from holdfast_operator.decide.world import MemberState, World
@@ -263,7 +264,8 @@ def _after_traceback(lines: list[str]) -> list[str]:
 
 
 def _gone_name(world: World, member: MemberState) -> str:
-    return f"{world.observed.job.name}-{member.worker}-r{member.birth_round}"
+    job = world.observed.job
+    return pod_name(job.name, job.uid, member.worker, member.birth_round)
 
 
 def is_disruption(failures: tuple[Failure, ...]) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.api import JobCondition
 from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_core.transfer.messages import Member, Policy, RestorePoint, Round
 from holdfast_operator.actions import (
     Action,
@@ -39,7 +40,6 @@ from holdfast_operator.model import (
     RestorePointView,
 )
 from holdfast_operator.reasons import Reason
-from holdfast_operator.render.names import certificates_secret_name, pod_name, service_name
 
 COORDINATOR_SILENT_SECONDS = 10.0
 ADDRESSES_EVERY_SECONDS = 1.0
@@ -118,8 +118,9 @@ def member_actions(world: World) -> list[Action]:
     """Service, certificates, missing pods, seals of survivors, deletes of obsolete pods."""
     job = world.observed.job
     actions: list[Action] = []
-    if service_name(job.name) not in world.observed.services:
-        actions.append(CreateService(service_name(job.name)))
+    service = service_name(job.name, job.uid)
+    if service not in world.observed.services:
+        actions.append(CreateService(service))
     if world.status.restore_point is None:
         actions.extend(_births(world))
     for member in world.members:
@@ -140,12 +141,13 @@ def _births(world: World) -> list[Action]:
     if not missing:
         return []
     actions: list[Action] = []
-    secret = certificates_secret_name(job.name, world.round)
+    secret = certificates_secret_name(job.name, job.uid, world.round)
     if secret not in world.observed.secrets:
-        names = tuple(pod_name(job.name, m.worker, world.round) for m in born)
+        names = tuple(pod_name(job.name, job.uid, m.worker, world.round) for m in born)
         actions.append(CreateCertificates(secret, world.round, names))
     actions.extend(
-        CreatePod(pod_name(job.name, m.worker, world.round), m.worker, world.round) for m in missing
+        CreatePod(pod_name(job.name, job.uid, m.worker, world.round), m.worker, world.round)
+        for m in missing
     )
     return actions
 
@@ -164,7 +166,8 @@ def delete_old_certificates(world: World) -> list[Action]:
     """Secrets of rounds that no member was born in. Those that an earlier operator process made are
     not known here; the job's deletion collects them."""
     job = world.observed.job
-    wanted = {certificates_secret_name(job.name, r) for r in (*world.status.members, world.round)}
+    rounds = (*world.status.members, world.round)
+    wanted = {certificates_secret_name(job.name, job.uid, r) for r in rounds}
     return [DeleteCertificates(s) for s in sorted(world.observed.secrets - wanted)]
 
 
@@ -275,7 +278,7 @@ def round_message(world: World) -> Round:
     members = tuple(
         Member(
             worker=m.worker,
-            pod=pod_name(job.name, m.worker, m.birth_round),
+            pod=pod_name(job.name, job.uid, m.worker, m.birth_round),
             address=m.pod.ip or "" if m.pod is not None and m.alive else "",
         )
         for m in world.members

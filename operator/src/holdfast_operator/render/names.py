@@ -1,27 +1,6 @@
-"""Deterministic names of everything that a job owns. The same job and round give the same name, so
-a create that was repeated, or made by two operators, meets itself."""
+"""Keys of the certificate Secret of a round. Names of objects are in holdfast_core.names."""
 
 from __future__ import annotations
-
-from holdfast_core.ids import CheckpointId, RestartRound, Worker
-
-
-def pod_name(job: str, worker: Worker, birth_round: RestartRound) -> str:
-    return f"{job}-{worker}-r{birth_round}"
-
-
-def service_name(job: str) -> str:
-    """The headless Service of the gang, also the pods' subdomain."""
-    return f"{job}-gang"
-
-
-def certificates_secret_name(job: str, birth_round: RestartRound) -> str:
-    """Secret with the leaves of the pods that are born in that round."""
-    return f"{job}-certs-r{birth_round}"
-
-
-def checkpoint_name(job: str, checkpoint: CheckpointId) -> str:
-    return f"{job}-{checkpoint}"
 
 
 def certificate_items(pod: str) -> tuple[tuple[str, str], ...]:

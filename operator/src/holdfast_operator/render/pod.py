@@ -27,15 +27,11 @@ from holdfast_core.contract import (
     SidecarContract,
 )
 from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_operator import labels
 from holdfast_operator.model import JobView, StoreView
 from holdfast_operator.render.metadata import owner_reference, worker_labels
-from holdfast_operator.render.names import (
-    certificate_items,
-    certificates_secret_name,
-    pod_name,
-    service_name,
-)
+from holdfast_operator.render.names import certificate_items
 
 HOLDFAST_GROUP = 65532
 """fsGroup of the volumes, and the sidecar's user: trainer and sidecar share files by group."""
@@ -77,7 +73,7 @@ def render_pod(
     template = copy.deepcopy(dict(job.spec.template))
     user_meta = template.get("metadata") or {}
     spec: dict[str, Any] = dict(template.get("spec") or {})
-    name = pod_name(job.name, worker, birth_round)
+    name = pod_name(job.name, job.uid, worker, birth_round)
     containers = [dict(c) for c in spec.get("containers") or []]
     trainer = next(c for c in containers if c.get("name") == TRAINER_CONTAINER)
     _complete_trainer(trainer, job, worker, birth_round)
@@ -92,7 +88,7 @@ def render_pod(
     ]
     spec["restartPolicy"] = "OnFailure"
     spec["hostname"] = name
-    spec["subdomain"] = service_name(job.name)
+    spec["subdomain"] = service_name(job.name, job.uid)
     spec["automountServiceAccountToken"] = False
     spec["securityContext"] = _pod_security(spec.get("securityContext") or {})
     spec["affinity"] = _spread(spec.get("affinity") or {}, job)
@@ -236,7 +232,7 @@ def _volumes(
         {
             "name": CERTS_VOLUME,
             "secret": {
-                "secretName": certificates_secret_name(job.name, birth_round),
+                "secretName": certificates_secret_name(job.name, job.uid, birth_round),
                 "defaultMode": 0o440,
                 "items": items,
             },

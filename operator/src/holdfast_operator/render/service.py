@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast_core.contract import CONTROL_PORT
+from holdfast_core.names import service_name
 from holdfast_operator import labels
 from holdfast_operator.model import JobView
 from holdfast_operator.render.metadata import job_labels, owner_reference
-from holdfast_operator.render.names import service_name
 
 
 def render_service(job: JobView) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def render_service(job: JobView) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {
-            "name": service_name(job.name),
+            "name": service_name(job.name, job.uid),
             "namespace": job.namespace,
             "labels": job_labels(job),
             "ownerReferences": [owner_reference(job)],

@@ -8,7 +8,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import (
+    CheckpointId,
+    Digest,
+    JobUid,
+    Rank,
+    RestartRound,
+    Step,
+    TierName,
+    Worker,
+)
+from holdfast_core.names import checkpoint_name, pod_name
 from holdfast_core.transfer.messages import HeldShard, Inventory, ManifestInfo, ShardInfo
 from holdfast_operator.model import (
     CheckpointView,
@@ -105,7 +115,7 @@ def status(round_: int = 0, members: Iterable[int] = (0, 0), **changes: Any) -> 
 def pod(worker: int, birth: int = 0, **changes: Any) -> PodView:
     """A pod that runs, on a node of its own."""
     base = PodView(
-        name=f"job-{worker}-r{birth}",
+        name=pod_name("job", UID, worker, birth),
         uid=f"uid-{worker}-r{birth}",
         worker=Worker(worker),
         birth_round=RestartRound(birth),
@@ -194,7 +204,7 @@ def store(**changes: Any) -> StoreView:
 def checkpoint(step: int, round_: int, **changes: Any) -> CheckpointView:
     """The record of a persisted commit."""
     base = CheckpointView(
-        name=f"job-s{step}-r{round_}",
+        name=checkpoint_name("job", UID, CheckpointId(Step(step), RestartRound(round_))),
         uid=f"ckpt-{step}-{round_}",
         resource_version="1",
         job="job",

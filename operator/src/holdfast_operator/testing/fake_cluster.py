@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.names import pod_name
 from holdfast_operator import labels
 from holdfast_operator.actions import CheckpointRecord
 from holdfast_operator.effects import ConflictError
 from holdfast_operator.model import CheckpointView, NodeView, PodPhase, PodView
-from holdfast_operator.testing.builders import START
+from holdfast_operator.testing.builders import START, UID
 from holdfast_operator.testing.toy_gang import ToyGang, ToySidecar, ToyStore
 
 LEASE_SECONDS = 20
@@ -97,7 +98,8 @@ class FakeCluster:
             self.statuses.append(merged)
 
     def _readable(self, status: Mapping[str, Any]) -> frozenset[str]:
-        names = (f"job-{worker}-r{birth}" for worker, birth in enumerate(status["members"]))
+        members = enumerate(status["members"])
+        names = (pod_name("job", UID, worker, birth) for worker, birth in members)
         return frozenset(n for n in names if n in self.pods and self._answers(self.pods[n]))
 
     def touch_job(self) -> None:

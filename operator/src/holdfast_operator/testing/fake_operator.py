@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from holdfast_core.errors import NotFoundError, UnavailableError
-from holdfast_core.ids import Worker
+from holdfast_core.names import pod_name
 from holdfast_core.transfer.messages import CoordinatorState, Inventory, PruneReply
 from holdfast_operator.actions import (
     AskSave,
@@ -41,7 +41,7 @@ from holdfast_operator.model import (
 )
 from holdfast_operator.observe_views import job_view, status_to_dict
 from holdfast_operator.render.pod import SidecarSettings
-from holdfast_operator.testing.builders import now, store
+from holdfast_operator.testing.builders import UID, now, store
 from holdfast_operator.testing.fake_cluster import FakeCluster
 from holdfast_operator.testing.toy_gang import ToySidecar
 
@@ -273,6 +273,6 @@ class FakeOperator:
         status = job_view(self.cluster.job).status
         if worker >= len(status.members):
             return None
-        name = f"job-{Worker(worker)}-r{status.members[worker]}"
+        name = pod_name("job", UID, worker, status.members[worker])
         pod = self.cluster.pods.get(name)
         return None if pod is None else pod.view
