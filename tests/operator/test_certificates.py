@@ -11,6 +11,7 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from holdfast_core.contract import operator_dns_name, peer_dns_name
+from holdfast_core.transfer.tls import load_leaf
 from holdfast_operator.certificates import (
     LEAF_LIFE,
     Authority,
@@ -20,7 +21,6 @@ from holdfast_operator.certificates import (
     new_leaf,
     secret_data,
 )
-from holdfast_operator.kube_access import load_leaf
 
 NOW = datetime.now(UTC)
 UID = "6f1c2d3e-0000-4000-8000-000000000001"
@@ -60,7 +60,7 @@ async def handshake(
 
 
 def test_mutual_tls_between_operator_and_pod() -> None:
-    authority = new_authority(UID, NOW)
+    authority = new_authority(UID)
     pod = new_leaf(authority, peer_dns_name("gpt-0-r0", UID), NOW)
     operator = new_leaf(authority, operator_dns_name(UID), NOW)
     names = asyncio.run(
@@ -75,7 +75,7 @@ def test_mutual_tls_between_operator_and_pod() -> None:
 
 @pytest.mark.parametrize("case", ["another pod's name", "another job's authority"])
 def test_wrong_peer_is_refused(case: str) -> None:
-    authority, other = new_authority(UID, NOW), new_authority("other", NOW)
+    authority, other = new_authority(UID), new_authority("other")
     pod = new_leaf(authority, peer_dns_name("gpt-0-r0", UID), NOW)
     asked = "gpt-1-r0" if case == "another pod's name" else "gpt-0-r0"
     trusted = other if case == "another job's authority" else authority
@@ -85,7 +85,7 @@ def test_wrong_peer_is_refused(case: str) -> None:
 
 
 def test_leaf_says_what_it_is_for() -> None:
-    authority = new_authority(UID, NOW)
+    authority = new_authority(UID)
     leaf = x509.load_pem_x509_certificate(
         new_leaf(authority, "a.b.holdfast", NOW).certificate.encode()
     )
@@ -100,7 +100,7 @@ def test_leaf_says_what_it_is_for() -> None:
 
 
 def test_secret_of_a_round_has_what_the_pods_mount() -> None:
-    authority = new_authority(UID, NOW)
+    authority = new_authority(UID)
     data = secret_data(authority, UID, ("j-0-r2", "j-3-r2"), NOW)
     assert sorted(data) == ["ca.crt", "j-0-r2.crt", "j-0-r2.key", "j-3-r2.crt", "j-3-r2.key"]
     assert data["ca.crt"] == authority.certificate

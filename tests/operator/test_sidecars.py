@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
@@ -23,7 +25,13 @@ from holdfast_core.transfer.messages import (
     RestorePoint,
     Round,
 )
-from holdfast_operator.certificates import client_context, new_authority, new_leaf
+from holdfast_operator.certificates import (
+    Leaf,
+    client_context,
+    new_authority,
+    new_leaf,
+    renewal_context,
+)
 from holdfast_operator.keys import Key, job_key
 from holdfast_operator.model import PodPhase, PodView, Reachable, SidecarView
 from holdfast_operator.sidecar_client import SidecarClient
@@ -33,16 +41,20 @@ from holdfast_operator.testing.fake_sidecar import FakeSidecar
 UID = JobUid("0c0ffee0-0000-4000-8000-000000000000")
 KEY = job_key("team", "gpt")
 NOW = datetime.now(UTC)
-AUTHORITY = new_authority(UID, NOW)
+AUTHORITY = new_authority(UID)
 
 
 class Identity:
     def __init__(self) -> None:
         leaf = new_leaf(AUTHORITY, operator_dns_name(UID), NOW)
         self._context = client_context(AUTHORITY, leaf)
+        self._renewal = renewal_context(AUTHORITY, leaf)
 
     async def client(self, job_uid: JobUid) -> ssl.SSLContext:
         return self._context
+
+    async def renewal_client(self, job_uid: JobUid) -> ssl.SSLContext:
+        return self._renewal
 
     async def renewed(self, job_uid: JobUid, pod: str) -> Certificate:
         leaf = new_leaf(AUTHORITY, peer_dns_name(pod, UID), NOW)
@@ -63,6 +75,10 @@ def pod_view(worker: int, birth: int = 0, **changes: object) -> PodView:
     return replace(view, **changes)  # type: ignore[arg-type]  # a builder of tests
 
 
+def leaf_of(pod: PodView, age: timedelta = timedelta()) -> Leaf:
+    return new_leaf(AUTHORITY, peer_dns_name(pod.name, UID), NOW - age)
+
+
 @dataclass
 class Bench:
     sidecars: Sidecars
@@ -70,9 +86,9 @@ class Bench:
     enqueued: list[Key] = field(default_factory=list)
     servers: dict[int, FakeSidecar] = field(default_factory=dict)
 
-    async def serve(self, pod: PodView) -> FakeSidecar:
+    async def serve(self, pod: PodView, leaf: Leaf | None = None) -> FakeSidecar:
         server = FakeSidecar(pod.worker, pod.name, pod.birth_round)
-        leaf = new_leaf(AUTHORITY, peer_dns_name(pod.name, UID), NOW)
+        leaf = leaf or leaf_of(pod)
         await server.start(pod.ip or "", self.port, AUTHORITY.certificate, leaf)
         self.servers[pod.worker] = server
         return server
@@ -288,6 +304,47 @@ def test_leaf_is_renewed_at_two_thirds_of_its_life() -> None:
             await b.until(lambda: b.view(young).reachable is Reachable.YES)
             assert [kind for kind, _ in server.calls].count("certificate") == 1
             assert "certificate" not in [kind for kind, _ in other.calls]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("age", [timedelta(days=40), timedelta(hours=-7)], ids=["old", "early"])
+def test_a_leaf_outside_of_its_period_is_renewed_before_the_call(age: timedelta) -> None:
+    """The operator was away, or the clock of its node has changed: no call fails for that."""
+
+    async def story() -> None:
+        async with bench() as b:
+            pod = pod_view(0, created_at=NOW)
+            server = await b.serve(pod, leaf_of(pod, age))
+            b.follow(pod, coordinator=0)
+            server.publish(CoordinatorState(3, RestartRound(0), running=True))
+            await b.until(lambda: b.view(pod).reachable is not Reachable.UNKNOWN)
+            assert b.view(pod).reachable is Reachable.YES
+            await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
+            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            await b.until(lambda: b.view(pod).sealed_round == 1)
+            assert [kind for kind, _ in server.calls].count("certificate") == 1
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("case", ["another pod's name", "another job's authority"])
+def test_an_expired_leaf_of_a_stranger_gets_nothing(case: str) -> None:
+    async def story() -> None:
+        async with bench() as b:
+            pod = pod_view(0)
+            asked = pod if case == "another job's authority" else replace(pod, name="gpt-5-r0")
+            authority = AUTHORITY if case == "another pod's name" else new_authority("other")
+            name = peer_dns_name(asked.name, UID)
+            server = await b.serve(pod, new_leaf(authority, name, NOW - timedelta(days=3)))
+
+            def unreachable() -> bool:
+                b.follow(pod)
+                b.sidecars.seal(UID, pod.uid, RestartRound(1))
+                return b.view(pod).reachable is Reachable.NO
+
+            await b.until(unreachable)
+            assert server.calls == []
 
     asyncio.run(story())
 

@@ -2,7 +2,10 @@
 
 1. The authority's key lies in a Secret of the operator's own namespace, never in a tenant's.
 2. The pods that are born in a round find their leaves in one immutable Secret of the job's namespace.
-3. A leaf lives LEAF_LIFE; at two thirds of it the operator sends a new one to the sidecar.
+3. A leaf lives LEAF_LIFE; at two thirds of it the operator sends a new one to the sidecar. A sidecar
+   that shows a leaf outside of its validity period gets a new one as well: the operator may have been
+   away for any time. For that call alone the period is not verified; chain and name always are.
+4. An authority does not expire: its life is that of its job.
 The operator's own leaf for a job lives in memory. Keys are never logged.
 """
 
@@ -12,7 +15,7 @@ import asyncio
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -24,14 +27,17 @@ from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid
 from holdfast_core.transfer.messages import Certificate
+from holdfast_core.transfer.tls import ignore_validity_period, load_leaf
 from holdfast_operator import labels, logs
 from holdfast_operator.cluster import Cluster
-from holdfast_operator.kube_access import load_leaf
 from holdfast_operator.render.names import certificate_items
 
 LEAF_LIFE = timedelta(hours=24)
-CA_LIFE = timedelta(days=3650)
 RENEW_AT = 2 / 3
+CA_NOT_BEFORE = datetime(2000, 1, 1, tzinfo=UTC)
+CA_NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""No well-defined expiration date (RFC 5280, 4.1.2.5). An authority that expired, or that was made by
+a clock that was ahead, would lock the operator out of a job that runs."""
 _BACKDATE = timedelta(minutes=5)
 """Nodes whose clocks are a little behind must accept a fresh leaf."""
 _CA_LABEL = "holdfast.dev/certificate-authority"
@@ -53,7 +59,7 @@ class Leaf:
     key: str
 
 
-def new_authority(job_uid: str, now: datetime) -> Authority:
+def new_authority(job_uid: str) -> Authority:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"holdfast {job_uid}"[:64])])
     certificate = (
@@ -62,8 +68,8 @@ def new_authority(job_uid: str, now: datetime) -> Authority:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BACKDATE)
-        .not_valid_after(now + CA_LIFE)
+        .not_valid_before(CA_NOT_BEFORE)
+        .not_valid_after(CA_NOT_AFTER)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -120,11 +126,19 @@ def secret_data(
 
 
 def client_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
-    """TLS 1.3 with both sides authenticated by the job's authority alone."""
+    """TLS 1.3 with both sides authenticated by the job's authority alone. Refuses a leaf outside of
+    its validity period."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=authority.certificate)
     load_leaf(context, leaf.certificate, leaf.key)
+    return context
+
+
+def renewal_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
+    """As `client_context`, and accepts an expired leaf: only to send a new one."""
+    context = client_context(authority, leaf)
+    ignore_validity_period(context)
     return context
 
 
@@ -135,6 +149,7 @@ def ca_secret_name(job_uid: str) -> str:
 @dataclass(frozen=True, slots=True)
 class _Client:
     context: ssl.SSLContext
+    renewal: ssl.SSLContext
     renew_at: datetime
 
 
@@ -165,15 +180,26 @@ class Certificates:
 
     async def client(self, job_uid: JobUid) -> ssl.SSLContext:
         """What the operator shows to the job's sidecars; another object after each renewal."""
+        return (await self._client(job_uid)).context
+
+    async def renewal_client(self, job_uid: JobUid) -> ssl.SSLContext:
+        """As `client`, for a sidecar whose leaf may have expired: only to send it a new one."""
+        return (await self._client(job_uid)).renewal
+
+    async def _client(self, job_uid: JobUid) -> _Client:
         known = self._clients.get(job_uid)
         now = self._clock.utc_now()
         if known is not None and now < known.renew_at:
-            return known.context
+            return known
         authority = await self._authority(job_uid)
         leaf = await asyncio.to_thread(new_leaf, authority, operator_dns_name(job_uid), now)
-        client = _Client(client_context(authority, leaf), now + LEAF_LIFE * RENEW_AT)
+        client = _Client(
+            client_context(authority, leaf),
+            renewal_context(authority, leaf),
+            now + LEAF_LIFE * RENEW_AT,
+        )
         self._clients[job_uid] = client
-        return client.context
+        return client
 
     async def forget(self, job_uid: JobUid) -> None:
         """The job is gone: its authority goes too. Raises ApiError."""
@@ -212,7 +238,7 @@ class Certificates:
 
     async def _create(self, job_uid: JobUid) -> Authority:
         name = ca_secret_name(job_uid)
-        fresh = await asyncio.to_thread(new_authority, job_uid, self._clock.utc_now())
+        fresh = await asyncio.to_thread(new_authority, job_uid)
         metadata = {
             "labels": {
                 labels.MANAGED_BY: labels.MANAGED_BY_VALUE,

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 import ssl
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import yaml
 
 from holdfast_core.errors import ConfigError
+from holdfast_core.transfer.tls import load_leaf
 from holdfast_operator.settings import SERVICE_ACCOUNT_DIR, Settings
 
 
@@ -48,25 +47,6 @@ class KubeAccess:
         if self.certificate_pem is not None and self.key_pem is not None:
             load_leaf(context, self.certificate_pem, self.key_pem)
         return context
-
-
-def load_leaf(context: ssl.SSLContext, certificate_pem: str, key_pem: str) -> None:
-    """Load a certificate and its key from memory: the standard library takes paths only, so the text
-    lies in anonymous memory for the moment, never on a disk."""
-    with ExitStack() as stack:
-        certificate = stack.enter_context(_in_memory(certificate_pem))
-        key = stack.enter_context(_in_memory(key_pem))
-        context.load_cert_chain(certificate, key)
-
-
-@contextmanager
-def _in_memory(text: str) -> Iterator[str]:
-    descriptor = os.memfd_create("holdfast", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, text.encode())
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
 
 
 def load_access(settings: Settings) -> KubeAccess:

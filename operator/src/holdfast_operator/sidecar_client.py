@@ -27,6 +27,7 @@ from holdfast_core.transfer.messages import (
     Round,
     Seal,
 )
+from holdfast_core.transfer.tls import OUT_OF_TIME
 
 R = TypeVar("R")
 
@@ -52,6 +53,10 @@ class SidecarRefused(Exception):
         return self.refused.code
 
 
+class LeafOutOfTimeError(UnavailableError):
+    """The sidecar shows a leaf outside of its validity period: it needs a new one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Whom to call."""
@@ -63,8 +68,8 @@ class Target:
 
 
 class SidecarClient:
-    """Open between `start` and `close`. Calls raise UnavailableError (no answer), FormatError (an
-    answer that is none) or SidecarRefused."""
+    """Open between `start` and `close`. Calls raise UnavailableError (no answer), LeafOutOfTimeError
+    (its certificate has expired), FormatError (an answer that is none) or SidecarRefused."""
 
     def __init__(self, port: int = CONTROL_PORT) -> None:
         self._port = port
@@ -148,7 +153,7 @@ class SidecarClient:
             # aiohttp's own words for a failed connect show the TLS context's address in memory.
             cause = getattr(error, "os_error", None) or error
             words = str(cause) or type(cause).__name__
-            raise UnavailableError(
+            raise _unavailable(error)(
                 f"{method} {path.partition('?')[0]} to the sidecar of pod {target.pod} at "
                 f"{target.address} failed: {words}"
             ) from error
@@ -162,6 +167,14 @@ class SidecarClient:
                 f"{status}, and the answer is none of the protocol"
             ) from error
         raise SidecarRefused(refused)
+
+
+def _unavailable(error: Exception) -> type[UnavailableError]:
+    refused = getattr(error, "certificate_error", None)
+    expired = (
+        isinstance(refused, ssl.SSLCertVerificationError) and refused.verify_code in OUT_OF_TIME
+    )
+    return LeafOutOfTimeError if expired else UnavailableError
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:

@@ -14,8 +14,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from ssl import SSLContext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
@@ -35,7 +36,14 @@ from holdfast_operator.actions import round_digest
 from holdfast_operator.certificates import LEAF_LIFE, RENEW_AT
 from holdfast_operator.keys import Key
 from holdfast_operator.model import AckedRound, PodView, Reachable, SidecarView
-from holdfast_operator.sidecar_client import SidecarClient, SidecarRefused, Target
+from holdfast_operator.sidecar_client import (
+    LeafOutOfTimeError,
+    SidecarClient,
+    SidecarRefused,
+    Target,
+)
+
+T = TypeVar("T")
 
 UNREACHABLE_AFTER = 2
 STARTING_SECONDS = 15.0
@@ -56,6 +64,10 @@ class Identity(Protocol):
 
     async def client(self, job_uid: JobUid) -> SSLContext: ...
 
+    async def renewal_client(self, job_uid: JobUid) -> SSLContext:
+        """Accepts a leaf outside of its validity period: to send a new one."""
+        ...
+
     async def renewed(self, job_uid: JobUid, pod: str) -> Certificate: ...
 
 
@@ -74,6 +86,7 @@ class _Pod:
     called_at: float | None = None
     leaf_from: datetime | None = None
     """When the leaf that it shows was issued (UTC)."""
+    renewing: asyncio.Lock = field(default_factory=asyncio.Lock)
     under_way: set[str] = field(default_factory=set)
     starts: tuple[bool, int] = (False, 0)
     """Started, and container restarts: a change is worth a call at once."""
@@ -254,14 +267,31 @@ class Sidecars:
 
     def _renew(self, uid: JobUid, known: _Pod) -> None:
         async def call(context: SSLContext, pod: _Pod) -> None:
-            message = await self._identity.renewed(uid, pod.target.pod)
-            issued = self._clock.utc_now()
-            await self._client.certificate(context, pod.target, message)
-            self._alive(pod)
-            pod.leaf_from = issued
-            logs.info("certificate renewed", pod=pod.target.pod)
+            await self._send_leaf(uid, pod)
 
         self._start(uid, known.view.pod_uid, "certificate", call)
+
+    async def _send_leaf(self, uid: JobUid, pod: _Pod) -> None:
+        """Give the sidecar a new leaf, whatever the age of the one that it shows."""
+        context = await self._identity.renewal_client(uid)
+        message = await self._identity.renewed(uid, pod.target.pod)
+        issued = self._clock.utc_now()
+        await self._client.certificate(context, pod.target, message)
+        self._alive(pod)
+        pod.leaf_from = issued
+        logs.info("certificate renewed", pod=pod.target.pod)
+
+    async def _call(self, uid: JobUid, pod: _Pod, call: Callable[[SSLContext], Awaitable[T]]) -> T:
+        """Call a sidecar; one whose leaf has expired gets a new one first and is called again. That
+        it was not renewed in time is the operator's doing, so it is no failure of the pod."""
+        leaf_from = pod.leaf_from
+        try:
+            return await call(await self._identity.client(uid))
+        except LeafOutOfTimeError:
+            async with pod.renewing:
+                if pod.leaf_from == leaf_from:  # no other call has renewed it meanwhile
+                    await self._send_leaf(uid, pod)
+        return await call(await self._identity.client(uid))
 
     def _start(
         self,
@@ -289,9 +319,8 @@ class Sidecars:
         before = pod.view
         try:
             async with self._slots:
-                context = await self._identity.client(job.uid)
                 pod.called_at = self._clock.monotonic()
-                await call(context, pod)
+                await self._call(job.uid, pod, lambda context: call(context, pod))
         except SidecarRefused as refusal:
             await self._refused(job, pod, name, refusal)
         except UnavailableError as error:
@@ -324,7 +353,7 @@ class Sidecars:
 
     async def _learn(self, job: _Job, pod: _Pod) -> None:
         try:
-            await self._inventory(await self._identity.client(job.uid), pod)
+            await self._call(job.uid, pod, lambda context: self._inventory(context, pod))
         except SidecarRefused:
             return
         except HoldfastError as error:
@@ -364,8 +393,11 @@ class Sidecars:
                 if known is None:
                     return
                 try:
-                    context = await self._identity.client(job.uid)
-                    await self._client.ask(context, known.target, path, message)
+                    await self._call(
+                        job.uid,
+                        known,
+                        partial(self._client.ask, target=known.target, path=path, message=message),
+                    )
                     return
                 except SidecarRefused as refusal:
                     if refusal.code is not Refusal.BUSY:
@@ -413,8 +445,11 @@ class Sidecars:
                 return
             job.acted.clear()
             try:
-                context = await self._identity.client(job.uid)
-                state = await self._client.state(context, pod.target, job.since)
+                state = await self._call(
+                    job.uid,
+                    pod,
+                    partial(self._client.state, target=pod.target, since=job.since),
+                )
             except SidecarRefused as refusal:
                 self._alive(pod)
                 self._said.info(f"poll {job.uid}", f"the coordinator's state: {refusal}")

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from holdfast_core.contract import SidecarContract, peer_dns_name
 from holdfast_core.errors import FormatError
 from holdfast_core.transfer.messages import Certificate
-from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
+from holdfast_core.transfer.tls import TlsFiles, client_context, load_leaf, server_context
 from holdfast_sidecar import logs
 
 _RENEWED = "certificate.pem"
@@ -39,13 +39,26 @@ class Certificates:
         self.client = client_context(self._files)
         if self._renewed.exists() and self._is_newer():
             try:
-                self._use(self._renewed, self._renewed)
+                for context in (self.server, self.client):
+                    context.load_cert_chain(self._renewed, self._renewed)
             except (OSError, ssl.SSLError) as error:
                 logs.warning("the renewed certificate is not usable", error=str(error))
 
     def renew(self, message: Certificate) -> None:
-        """Blocking. In force and durable when it returns. Raises FormatError (refused)."""
+        """Blocking. In force when it returns, and durable where the node volume takes it. Raises
+        FormatError (refused)."""
         self._check(message)
+        for context in (self.server, self.client):
+            load_leaf(context, message.certificate, message.key)
+        try:
+            self._keep(message)
+        except OSError as error:
+            # A full or broken disk must not lock the operator out. A restarted sidecar shows an
+            # older leaf again, which the operator then renews.
+            logs.warning("the renewed certificate is not kept on the node", error=str(error))
+        logs.info("certificate renewed")
+
+    def _keep(self, message: Certificate) -> None:
         temporary = self._renewed.with_suffix(".tmp")
         descriptor = os.open(
             temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -55,12 +68,6 @@ class Certificates:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._renewed)
-        self._use(self._renewed, self._renewed)
-        logs.info("certificate renewed")
-
-    def _use(self, certificate: Path, key: Path) -> None:
-        for context in (self.server, self.client):
-            context.load_cert_chain(certificate, key)
 
     def _is_newer(self) -> bool:
         try:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from holdfast_core.errors import AccessDeniedError, ConfigError
 from holdfast_core.testing.pki import Authority
 from holdfast_core.transfer.tls import (
-    TlsContexts,
     TlsFiles,
     client_context,
     peer_name,
@@ -108,26 +108,33 @@ def test_a_peer_has_exactly_one_name(certificate: dict[str, object]) -> None:
         peer_name(certificate)
 
 
-def test_a_new_leaf_is_used_by_new_handshakes(tmp_path: Path, authority: Authority) -> None:
-    contexts = TlsContexts(files(authority, tmp_path, NAME))
-    with pytest.raises(ConfigError, match="not loaded"):
-        _ = contexts.server
-    contexts.load()
-    server = contexts.server
-    assert not contexts.reload_if_changed()
-    authority.write_leaf(tmp_path, "renewed.uid.holdfast")
-    assert contexts.reload_if_changed()
-    assert contexts.server is server
-    assert shake(server, contexts.client, "renewed.uid.holdfast")[1] == "renewed.uid.holdfast"
+@pytest.mark.parametrize("expired", ["server", "client", "authority", "all"])
+def test_pods_verify_the_chain_and_not_the_period(tmp_path: Path, expired: str) -> None:
+    """Only the operator can renew a leaf: while it is away, pods go on calling one another."""
+    late = timedelta(days=-3)
+    hour = timedelta(hours=1)
+    authority = Authority(lifetime=late if expired in ("authority", "all") else hour)
+
+    def leaf(who: str) -> TlsFiles:
+        lifetime = late if expired in (who, "all") else hour
+        return TlsFiles.in_directory(authority.write_leaf(tmp_path / who, NAME, lifetime=lifetime))
+
+    assert shake(server_context(leaf("server")), client_context(leaf("client")))[1] == NAME
 
 
-def test_half_a_renewal_changes_nothing(tmp_path: Path, authority: Authority) -> None:
-    contexts = TlsContexts(files(authority, tmp_path, NAME))
-    contexts.load()
-    (tmp_path / "tls.crt").write_bytes(authority.leaf("other")[0])
-    with pytest.raises(ConfigError):
-        contexts.reload_if_changed()
-    assert shake(contexts.server, contexts.client)[1] == NAME
+def test_an_expired_leaf_of_another_authority_is_refused(tmp_path: Path) -> None:
+    late = timedelta(days=-3)
+    ours = TlsFiles.in_directory(Authority().write_leaf(tmp_path / "a", NAME))
+    theirs = TlsFiles.in_directory(Authority().write_leaf(tmp_path / "b", NAME, lifetime=late))
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        shake(server_context(theirs), client_context(ours))
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        shake(
+            server_context(ours),
+            client_context(TlsFiles(ours.ca, theirs.certificate, theirs.key)),
+        )
+    with pytest.raises(ssl.SSLError):
+        shake(server_context(ours), client_context(ours), "another.uid.holdfast")
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

@@ -16,13 +16,15 @@ _PEM = serialization.Encoding.PEM
 
 
 class Authority:
-    """One CA; its key lives in this object only."""
+    """One CA; its key lives in this object only. A negative lifetime: it has expired that long ago."""
 
-    def __init__(self, name: str = "holdfast-test-ca") -> None:
+    def __init__(
+        self, name: str = "holdfast-test-ca", *, lifetime: timedelta = timedelta(hours=1)
+    ) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name(name)
         self._certificate = (
-            _builder(self._name, self._name, self._key, timedelta(hours=1))
+            _builder(self._name, self._name, self._key, lifetime)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(sign_certificates=True), critical=True)
             .add_extension(
@@ -42,7 +44,8 @@ class Authority:
     def leaf(
         self, *dns_names: str, lifetime: timedelta = timedelta(hours=1)
     ) -> tuple[bytes, bytes]:
-        """(certificate, key) as PEM, for server and client alike."""
+        """(certificate, key) as PEM, for server and client alike. A negative lifetime: the leaf has
+        expired that long ago."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name("holdfast-test"), self._name, key, lifetime)
         certificate = (
@@ -96,7 +99,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(minutes=5))
+        .not_valid_before(min(now, now + lifetime) - timedelta(minutes=5))
         .not_valid_after(now + lifetime)
     )
 

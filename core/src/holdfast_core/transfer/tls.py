@@ -3,18 +3,29 @@
 Both sides always present a leaf of the job's CA. Callers connect to an address and verify the
 dNSName that the member list gives (contract.peer_dns_name); the server reads the caller's name from
 its certificate and asks its member list.
+
+A pod verifies chain and name, and not the validity period (ADR 0041): only the operator can renew a
+leaf, so an operator that is away for long, or a node whose clock is wrong, would otherwise end saves
+and lock the operator out for good. What a leaf is good for is decided by the member list.
 """
 
 from __future__ import annotations
 
+import os
 import ssl
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from holdfast_core.errors import AccessDeniedError, ConfigError
+
+_NO_CHECK_TIME = 0x200000
+"""X509_V_FLAG_NO_CHECK_TIME of OpenSSL's x509_vfy.h, for which Python's ssl module has no name."""
+OUT_OF_TIME = frozenset({9, 10})
+"""verify_code of ssl.SSLCertVerificationError for a certificate outside of its validity period:
+X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +40,24 @@ class TlsFiles:
         return cls(directory / "ca.crt", directory / "tls.crt", directory / "tls.key")
 
 
+def ignore_validity_period(context: ssl.SSLContext) -> None:
+    """Accept the peer's chain before and after its validity period. All else is still verified."""
+    context.verify_flags = ssl.VerifyFlags(context.verify_flags | _NO_CHECK_TIME)
+
+
+def load_leaf(context: ssl.SSLContext, certificate_pem: str, key_pem: str) -> None:
+    """Load a certificate and its key from memory. The standard library takes paths only, so the text
+    lies in anonymous memory for the moment, never on a disk. Raises ssl.SSLError, OSError."""
+    with ExitStack() as stack:
+        certificate = stack.enter_context(_in_memory(certificate_pem))
+        key = stack.enter_context(_in_memory(key_pem))
+        context.load_cert_chain(certificate, key)
+
+
 def server_context(files: TlsFiles) -> ssl.SSLContext:
     """Asks every client for a certificate of the same CA. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # No session tickets: nobody resumes, and a client may take "readable" for "the server spoke".
+    # No session tickets: no client resumes, and one may take "readable" for "the server spoke".
     context.num_tickets = 0
     return _load(context, files)
 
@@ -57,51 +82,10 @@ def peer_name(peer: ssl.SSLSocket | ssl.SSLObject | Mapping[str, Any]) -> str:
     return str(names[0])
 
 
-class TlsContexts:
-    """Both contexts of a pod, renewed in place: new handshakes use the new leaf, connections that
-    are open go on with the old one."""
-
-    def __init__(self, files: TlsFiles) -> None:
-        self._files = files
-        self._lock = threading.Lock()
-        self._server: ssl.SSLContext | None = None
-        self._client: ssl.SSLContext | None = None
-        self._loaded: tuple[bytes, ...] = ()
-
-    def load(self) -> None:
-        """Read the files for the first time. Raises ConfigError."""
-        with self._lock:
-            self._loaded = _contents(self._files)
-            self._server = server_context(self._files)
-            self._client = client_context(self._files)
-
-    @property
-    def server(self) -> ssl.SSLContext:
-        return _loaded(self._server, self._files)
-
-    @property
-    def client(self) -> ssl.SSLContext:
-        return _loaded(self._client, self._files)
-
-    def reload_if_changed(self) -> bool:
-        """True where the files differ from what was loaded and are in use now. Raises ConfigError
-        for a leaf that does not load; the old one then stays."""
-        with self._lock:
-            found = _contents(self._files)
-            if found == self._loaded:
-                return False
-            # Loaded into fresh contexts first: half a pair must not break the ones in use.
-            server_context(self._files)
-            for context in (self._server, self._client):
-                if context is not None:
-                    _load(context, self._files)
-            self._loaded = found
-            return True
-
-
 def _load(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
+    ignore_validity_period(context)
     try:
         context.load_verify_locations(cafile=str(files.ca))
         context.load_cert_chain(str(files.certificate), str(files.key))
@@ -112,14 +96,11 @@ def _load(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _contents(files: TlsFiles) -> tuple[bytes, ...]:
+@contextmanager
+def _in_memory(text: str) -> Iterator[str]:
+    descriptor = os.memfd_create("holdfast", os.MFD_CLOEXEC)
     try:
-        return tuple(path.read_bytes() for path in (files.ca, files.certificate, files.key))
-    except OSError as error:
-        raise ConfigError(f"certificates: cannot be read: {error}") from error
-
-
-def _loaded(context: ssl.SSLContext | None, files: TlsFiles) -> ssl.SSLContext:
-    if context is None:
-        raise ConfigError(f"certificates {files.certificate}: not loaded; call load() first")
-    return context
+        os.write(descriptor, text.encode())
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

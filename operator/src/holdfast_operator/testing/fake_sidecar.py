@@ -17,6 +17,7 @@ from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.transfer.codec import dumps, loads
 from holdfast_core.transfer.messages import (
     Ask,
+    Certificate,
     CoordinatorState,
     HeldShard,
     Inventory,
@@ -29,8 +30,8 @@ from holdfast_core.transfer.messages import (
     Round,
     Seal,
 )
+from holdfast_core.transfer.tls import ignore_validity_period, load_leaf
 from holdfast_operator.certificates import Leaf
-from holdfast_operator.kube_access import load_leaf
 
 
 @dataclass
@@ -52,6 +53,7 @@ class FakeSidecar:
     def __post_init__(self) -> None:
         self._changed = asyncio.Event()
         self._runner: web.AppRunner | None = None
+        self._context: ssl.SSLContext | None = None
 
     async def start(self, address: str, port: int, authority: str, leaf: Leaf) -> None:
         """`authority`: ca.crt, PEM."""
@@ -59,7 +61,9 @@ class FakeSidecar:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=authority)
+        ignore_validity_period(context)
         load_leaf(context, leaf.certificate, leaf.key)
+        self._context = context
         app = web.Application()
         app.router.add_post("/v1/seal", self._seal)
         app.router.add_post("/v1/round", self._round)
@@ -147,7 +151,10 @@ class FakeSidecar:
         return _json(Ok(self.round))
 
     async def _certificate(self, request: web.Request) -> web.Response:
-        self.calls.append(("certificate", await request.read()))
+        message = loads(Certificate, await request.read())
+        self.calls.append(("certificate", message))
+        if self._context is not None:
+            load_leaf(self._context, message.certificate, message.key)
         return _json(Ok(self.round))
 
 
