@@ -9,6 +9,7 @@ holdfast-sidecar probe-store  probe the object store, leave the report for the k
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from holdfast_core.errors import HoldfastError
@@ -31,7 +32,12 @@ def _serve() -> int:
         worker=contract.worker,
         pod=contract.pod_name,
     )
-    return asyncio.run(serve(settings))
+    status = asyncio.run(serve(settings))
+    if status:
+        # A thread that hangs in a disk or a network must not keep a process that does not work.
+        logs.flush()
+        os._exit(status)
+    return status
 
 
 def _probe_store() -> int:

@@ -11,8 +11,10 @@ import asyncio
 import functools
 import json
 import signal
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.ids import RestartRound, TierName
@@ -28,6 +30,7 @@ from holdfast_sidecar.bulk import BulkPeers, BulkServing
 from holdfast_sidecar.certificates import Certificates
 from holdfast_sidecar.client import Peers
 from holdfast_sidecar.control import Control
+from holdfast_sidecar.deaths import DIED_STATUS, Deaths
 from holdfast_sidecar.failures import Failures
 from holdfast_sidecar.fill import Filler
 from holdfast_sidecar.flow import Flow
@@ -63,6 +66,7 @@ class Sidecar:
         self._stack = AsyncExitStack()
         self._parts: Parts | None = None
         self._metrics = Metrics()
+        self.deaths = Deaths(self._metrics.unexpected)
         self._pacing = Pacing(
             settings.slots_dir, self._clock.monotonic, gave_way=self._metrics.gave_way
         )
@@ -313,7 +317,10 @@ def _write_ports(settings: Settings, control: int, bulk: int, metrics: int) -> N
 
 
 async def serve(settings: Settings) -> int:
-    """Run until SIGTERM or SIGINT, then flush within the bound. A second signal ends it at once."""
+    """Run until SIGTERM or SIGINT, then flush within the bound. A second signal ends it at once.
+
+    Returns the exit status: 0, or DIED_STATUS where an unexpected exception ended it.
+    """
     stop = asyncio.Event()
     again = asyncio.Event()
 
@@ -324,15 +331,23 @@ async def serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
     sidecar = Sidecar(settings)
+    deaths = sidecar.deaths
+    deaths.install(loop)
     try:
         await sidecar.start()
-        await stop.wait()
-        logs.info("stopping: finishing what is on its way")
-        flush = asyncio.ensure_future(sidecar.wait_idle(settings.flush_seconds))
-        hurry = asyncio.ensure_future(again.wait())
-        await asyncio.wait({flush, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (flush, hurry):
-            task.cancel()
+        await _first(deaths.fatal(), stop.wait())
+        if not deaths.is_fatal:
+            logs.info("stopping: finishing what is on its way")
+            flush = sidecar.wait_idle(settings.flush_seconds)
+            await _first(deaths.fatal(), flush, again.wait())
     finally:
         await sidecar.close()
-    return 0
+    return DIED_STATUS if deaths.is_fatal else 0
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of them is done, and cancel the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

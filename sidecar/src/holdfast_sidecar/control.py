@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError, RefusedError
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+)
 from holdfast_core.format.manifest import Manifest, parse_manifest
 from holdfast_core.ids import (
     CheckpointId,
@@ -40,6 +47,7 @@ from holdfast_core.transfer.messages import (
     WorkerReport,
 )
 from holdfast_sidecar import logs
+from holdfast_sidecar.backoff import Backoff
 from holdfast_sidecar.certificates import Certificates
 from holdfast_sidecar.client import raise_refused
 from holdfast_sidecar.commit import Coordinator
@@ -227,7 +235,7 @@ class Control:
             self._parts.flow.committed(message.step, message.step_round)
         self._forget(message.prune)
         if message.prune or message.level is not Level.LOCAL:
-            self._tasks.spawn(self._prune(message), "prune")
+            self._tasks.spawn(self._until_done(lambda: self._prune(message)), "prune")
         return Ok(message.round)
 
     def _hold(self, message: HoldNotice) -> None:
@@ -243,7 +251,7 @@ class Control:
         self._parts.stager.choose(chosen)
         held = self.state.held
         if steps and held is not None:
-            self._tasks.spawn(self._delete(held, steps), "prune")
+            self._tasks.spawn(self._until_done(lambda: self._delete(held, steps)), "prune")
 
     def _forget(self, steps: tuple[Step, ...]) -> None:
         if not steps:
@@ -251,6 +259,20 @@ class Control:
         self._local.dropped(steps)
         self._parts.flow.forget(steps)
         self._parts.stager.forget(frozenset(steps))
+
+    async def _until_done(self, prune: Callable[[], Awaitable[None]]) -> None:
+        """Prune again after an error of the disk: what stays would fill the volume for good."""
+        parts, settings = self._parts, self._parts.settings
+        backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
+        while True:
+            try:
+                await prune()
+            except (HoldfastError, OSError) as error:
+                parts.failures.note("pruning", TierName.NODE, error)
+                await parts.clock.sleep(backoff.next_seconds())
+            else:
+                parts.failures.healthy("pruning")
+                return
 
     async def _prune(self, message: LevelNotice) -> None:
         """Never what this round protects, whoever names it; and nothing while sealed."""
@@ -307,6 +329,10 @@ class Control:
             await parts.pools.meta.run(parts.node.quarantine, ref, str(error))
         except NotFoundError:
             return
+        except (HoldfastError, OSError) as error:
+            parts.failures.note("verification", TierName.NODE, error)
+        else:
+            parts.failures.healthy("verification")
 
     def _verify_blocking(self, ref: ShardRef) -> None:
         with self._parts.node.open_shard(ref) as reader:

@@ -35,6 +35,8 @@ def reason_of(tier: TierName, error: BaseException) -> str:
             return "Corrupt"
         case NotFoundError() if tier is TierName.OBJECT:
             return "NotFound"
+    if not isinstance(error, HoldfastError | OSError):
+        return "UnexpectedError"
     match tier:
         case TierName.PEER:
             return "PeerUnreachable"

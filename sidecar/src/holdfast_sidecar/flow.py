@@ -12,7 +12,6 @@ from dataclasses import replace
 from holdfast_core.clock import Clock
 from holdfast_core.errors import (
     CorruptionError,
-    HoldfastError,
     NotFoundError,
     RefusedError,
     StaleRoundError,
@@ -209,7 +208,7 @@ class Flow:
             self._failed(action, error)
         except CorruptionError as error:
             await self._accused(action, error)
-        except (HoldfastError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - else the shard stops here and no one hears of it
             self._failed(action, error)
         finally:
             self._running.discard(action)
@@ -250,7 +249,7 @@ class Flow:
             return
         try:
             own = await self._pools.read.run(self._damage, shard)
-        except (HoldfastError, OSError) as failure:
+        except Exception as failure:  # noqa: BLE001 - as in _run
             self._failed(action, failure)
             return
         if own is None:

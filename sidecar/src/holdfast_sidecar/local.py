@@ -35,6 +35,7 @@ from holdfast_sidecar.intake import Connection
 from holdfast_sidecar.parts import Parts
 from holdfast_sidecar.rounds import RoundState, fence
 from holdfast_sidecar.slot_writes import Outcome
+from holdfast_sidecar.tasks import Tasks
 from holdfast_sidecar.verbs import STOP
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class Local:
     parts: Parts
 
     def __init__(self) -> None:
+        self._tasks = Tasks()
         self._released = asyncio.Event()
         self._asked: list[SaveRequested | StopRequested] = []
         self._levels: dict[Step, LevelReached] = {}
@@ -66,11 +68,10 @@ class Local:
         hello = connection.hello
         if hello is not None:
             # After the reply, which the other side waits for before it reads pushes.
-            loop = asyncio.get_running_loop()
             if hello.role is LocalRole.LAUNCHER:
-                loop.call_soon(self.parts.starter.hello, hello)
+                self._tasks.soon(lambda: self.parts.starter.hello(hello), "launcher hello")
             else:
-                loop.call_soon(self._tell_again, connection)
+                self._tasks.soon(lambda: self._tell_again(connection), "rank hello")
         return HelloReply(state.round, None if state.held is None else state.held.policy)
 
     def gone(self, connection: Connection) -> None:

@@ -44,6 +44,11 @@ def configure(**fixed: Any) -> None:
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
 
 
+def flush() -> None:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
 def info(message: str, **fields: Any) -> None:
     LOGGER.info(message, extra={"fields": fields})
 

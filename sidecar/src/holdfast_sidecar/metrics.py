@@ -85,6 +85,18 @@ class Metrics:
             "Saves that ranks skipped because no slot was free",
             registry=self._registry,
         )
+        self._failed = Counter(
+            "holdfast_saves_failed",
+            "Shards of this pod that could not be written to the node tier",
+            ["reason"],
+            registry=self._registry,
+        )
+        self._unexpected = Counter(
+            "holdfast_unexpected_errors",
+            "Exceptions that no code expected; of a task or a thread they end the sidecar",
+            ["kind"],
+            registry=self._registry,
+        )
         self._dropped = Counter(
             "holdfast_steps_dropped",
             "Steps that this pod held in shared memory and gave up for newer ones before they were "
@@ -198,6 +210,13 @@ class Metrics:
             self._stall.inc(seconds)
         if saves_skipped > 0:
             self._skipped.inc(saves_skipped)
+
+    def save_failed(self, reason: str) -> None:
+        self._failed.labels(reason).inc()
+
+    def unexpected(self, kind: str) -> None:
+        """`kind`: task, thread, connection or callback."""
+        self._unexpected.labels(kind).inc()
 
     def dropped(self, steps: int) -> None:
         self._dropped.inc(steps)

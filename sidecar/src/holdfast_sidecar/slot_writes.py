@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast_core.clock import Clock
-from holdfast_core.errors import CorruptionError, HoldfastError
+from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import Level, TierName
 from holdfast_core.tiers.base import NodeTier, ShardHeader, ShardRecord
 from holdfast_core.transfer.messages import SaveFailed, Stage
@@ -51,7 +51,7 @@ class SlotWrites:
         """What the bytes in memory are; nothing is written."""
         try:
             record = await self._pools.digest.run(digest_slot, self._header(owned), owned.slot)
-        except (HoldfastError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - else the slot stays owned and no one hears of it
             return self._failed(owned, error)
         return Outcome(owned.stage, record)
 
@@ -67,7 +67,7 @@ class SlotWrites:
                 )
                 await self._pools.meta.run(self._node.quarantine, record.ref, str(error))
                 raise error
-        except (HoldfastError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - else the slot stays owned and no one hears of it
             return self._failed(owned, error)
         self._failures.healthy(_subject(owned))
         self._metrics.stored(
@@ -115,9 +115,10 @@ class SlotWrites:
             message.payload_bytes,
         )
 
-    def _failed(self, owned: OwnedSlot, error: HoldfastError | OSError) -> Outcome:
+    def _failed(self, owned: OwnedSlot, error: Exception) -> Outcome:
         stage = owned.stage
         failure = self._failures.note(_subject(owned), TierName.NODE, error, step=stage.step)
+        self._metrics.save_failed(failure.reason)
         failed = SaveFailed(stage.step, stage.round, Level.LOCAL, failure.reason, failure.message)
         return Outcome(stage, None, failed, isinstance(error, CorruptionError))
 

@@ -1,12 +1,17 @@
-"""Background tasks of a component: kept alive, cancelled together, never silent when they die."""
+"""Background tasks of a component: kept alive, cancelled together, never silent when they die.
+
+An exception that a task does not handle goes to the event loop's exception handler, as one of a
+callback does. The handler of a sidecar process is `deaths.Deaths`: it ends the process.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from holdfast_sidecar import logs
+BACKGROUND_TASK = "holdfast background task"
+"""Key in the context of the loop's exception handler: the name of the task that died."""
 
 
 class Tasks:
@@ -19,10 +24,24 @@ class Tasks:
         task.add_done_callback(self._ended)
         return task
 
+    def soon(self, call: Callable[[], object], name: str) -> None:
+        """Run `call` on the loop after what runs now; its exceptions are handled as a task's."""
+
+        async def work() -> None:
+            call()
+
+        self.spawn(work(), name)
+
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logs.failure(f"task {task.get_name()} died", error)
+            task.get_loop().call_exception_handler(
+                {
+                    "message": f"background task {task.get_name()!r} died",
+                    "exception": error,
+                    BACKGROUND_TASK: task.get_name(),
+                }
+            )
 
     def __len__(self) -> int:
         return len(self._tasks)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
-from holdfast_core.errors import AlreadyExistsError, FormatError, HoldfastError, NotFoundError
+from holdfast_core.errors import AlreadyExistsError, FormatError, NotFoundError
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.pack import MAX_EARLIER
 from holdfast_core.format.references import References, parse_references
@@ -172,7 +172,7 @@ class Uploads:
             except AlreadyExistsError as error:
                 self._note(entry, error)
                 self._ledger.upload_ended(entry.step, persisted=False)
-            except HoldfastError as error:
+            except Exception as error:  # noqa: BLE001 - else uploads stop and no one hears of it
                 self._note(entry, error)
                 await self._clock.sleep(backoff.next_seconds())
             else:
@@ -180,7 +180,7 @@ class Uploads:
                 self._persisted(entry)
             self._on_change()
 
-    def _note(self, entry: StepEntry, error: HoldfastError) -> None:
+    def _note(self, entry: StepEntry, error: Exception) -> None:
         self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
 
     async def _request_for(self, entry: StepEntry) -> PersistRequest | None:

@@ -1,7 +1,8 @@
-"""Turns failpoints on in a process under test: `name=panic|sleep:SECONDS|err|wait:PATH[@n]`, by commas.
+"""Turns failpoints on in a process under test: `name=ACTION[@n]`, separated by commas.
 
-`panic` ends the process at once (as SIGKILL would), `sleep` blocks the thread, `err` raises an
-OSError EIO, `wait` blocks the thread while there is no file of that path. `@n` means the n-th time
+ACTION is `panic|sleep:SECONDS|err|bug|wait:PATH`. `panic` ends the process at once (as SIGKILL
+would), `sleep` blocks the thread, `err` raises an OSError EIO, `bug` raises a RuntimeError that no
+code expects, `wait` blocks the thread while there is no file of that path. `@n` means the n-th time
 only (from 1); without it, every time.
 """
 
@@ -30,6 +31,7 @@ class Action(StrEnum):
     PANIC = "panic"
     SLEEP = "sleep"
     ERR = "err"
+    BUG = "bug"
     WAIT = "wait"
 
 
@@ -117,7 +119,7 @@ def _rule(part: str) -> Rule:
         )
     except ValueError as error:
         raise ConfigError(
-            f"{VARIABLE}: {part!r} is no rule; expected name=panic|sleep:SECONDS|err|wait:/PATH[@n]"
+            f"{VARIABLE}: {part!r} is no rule; expected name=panic|sleep:SECONDS|err|bug|wait:/PATH[@n]"
         ) from error
 
 
@@ -132,3 +134,5 @@ def _act(rule: Rule) -> None:
                 time.sleep(_POLL_SECONDS)
         case Action.ERR:
             raise OSError(errno.EIO, f"failpoint {rule.name}")
+        case Action.BUG:
+            raise RuntimeError(f"failpoint {rule.name}")

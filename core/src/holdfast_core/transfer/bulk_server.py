@@ -52,6 +52,8 @@ from holdfast_core.transfer.bulk_line import Line
 from holdfast_core.transfer.bulk_table import receive_table, send_table
 from holdfast_core.transfer.equal_chunks import Run
 
+CONNECTION_THREAD = "bulk"
+"""Name of each thread that serves one connection."""
 _DRAIN_BYTES = 16 << 20
 _DRAIN_SECONDS = 2.0
 
@@ -172,7 +174,7 @@ class BulkServer:
                 continue
             line = Line(sock, self._wrap)
             thread = threading.Thread(
-                target=self._serve, args=(line, sock), name="bulk", daemon=True
+                target=self._serve, args=(line, sock), name=CONNECTION_THREAD, daemon=True
             )
             with self._lock:
                 self._open[thread] = line
