@@ -30,6 +30,10 @@ class UnsupportedStateError(HoldfastError):
     """A state dict holds something that cannot be saved; the message names its path."""
 
 
+class StateDictError(HoldfastError):
+    """The state_dict() of a part of the state raised; the message names its path and the error."""
+
+
 class StateMismatchError(HoldfastError):
     """A restored state does not fit the one that is there (missing key, shape, dtype)."""
 

@@ -273,12 +273,6 @@ def test_a_default_device_is_not_for_new_memory() -> None:
     assert torch.equal(found.saved["t"], torch.ones(5))
 
 
-def not_writable() -> np.ndarray[Any, Any]:
-    array = np.zeros(6, dtype=np.float32)
-    array.flags.writeable = False
-    return array
-
-
 class Loader:
     """Neither module nor optimizer: what it gives may be used by others."""
 
@@ -316,15 +310,6 @@ def test_what_is_not_written_in_place() -> None:
     assert np.array_equal(state["array"], values.numpy())
     assert loader.seen is not None
     assert loader.seen.data_ptr() != loader.kept.data_ptr()
-
-
-def test_an_array_that_may_not_be_written_stays_as_it_is() -> None:
-    payload = stored({"array": np.ones(6, dtype=np.float32)})
-    array = not_writable()
-    found = destinations(payload, {"array": array})
-    put_all(found, payload)
-    assert not array.any()
-    assert found.saved["array"].all()
 
 
 def test_the_count_of_writes_rises() -> None:

@@ -37,6 +37,7 @@ from holdfast_core.errors import (
     CorruptionError,
     HoldfastError,
     SaveFailedError,
+    StateDictError,
 )
 from holdfast_core.ids import Level, RestartRound, Step
 from holdfast_core.transfer.messages import Policy, Progress
@@ -121,7 +122,7 @@ class Checkpointer:
         self._saves_skipped = 0
         self._found_no_slot = False
         self._saves_failed = 0
-        self._warned_failure = False
+        self._said_failure = ""
         self._stopping = False
         self._verdicts: tuple[int, Verdict] | None = None
         self._left_out: int | None = None
@@ -210,7 +211,11 @@ class Checkpointer:
         `stopping` set, when the gang was asked to stop. `before_rng`: see `restore`.
         """
         start = self.restore(state, before_rng=before_rng) or 0
-        self.allocate(state)
+        try:
+            self.allocate(state)
+        except StateDictError as error:
+            # The state's own code may succeed later: as for every save, training goes on.
+            logger.warning("memory for saves is taken at the first save, not now: %s", error)
         self._begin(start)
         for index in range(start, total):
             yield index
@@ -317,7 +322,7 @@ class Checkpointer:
     def allocate(self, state: Mapping[str, Any]) -> None:
         """Take and touch the shared memory for this state now, before the first step. `steps` does it.
 
-        Raises CapacityError, UnsupportedStateError."""
+        Raises CapacityError, UnsupportedStateError, StateDictError."""
         self._opened()
         wish = Wish(state, self._settings.rank, strict=self._strict)
         self._saver.ensure_slots(wish.needed_bytes(), self._round())
@@ -353,9 +358,10 @@ class Checkpointer:
             self._last_saved = handle.step
         except SaveFailedError:
             raise
-        except (HoldfastError, OSError) as error:
+        # A state's own code may raise anything, and a failed save never ends training.
+        except Exception as error:  # noqa: BLE001 - see above
             handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
-            self._failed(error)
+            self._failed(error, step)
         finally:
             spent = time.monotonic() - started
             self._blocked_seconds += spent
@@ -455,16 +461,23 @@ class Checkpointer:
                 waiting.append(handle)
             elif not handle.overtaken and not handle.durable:
                 self._handles = [h for h in self._handles if h is not handle]
-                self._failed(SaveFailedError(f"save of step {handle.step}: {handle.failure}"))
+                self._failed(
+                    SaveFailedError(f"save of step {handle.step}: {handle.failure}"), handle.step
+                )
         self._handles = waiting
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, step: Step) -> None:
         self._saves_failed += 1
         if self._on_save_error == "raise":
-            raise error
-        if isinstance(error, CapacityError) or not self._warned_failure:
-            self._warned_failure = True
-            logger.warning("a save failed, training goes on: %s", error)
+            if isinstance(error, HoldfastError | OSError):
+                raise error
+            raise SaveFailedError(
+                f"save of step {step}: {type(error).__name__}: {error}"
+            ) from error
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, CapacityError) or reason != self._said_failure:
+            self._said_failure = reason
+            logger.warning("save of step %d failed, training goes on: %s", step, reason)
 
 
 def _let_go(pid: int, session: Session, place: Place, stop_signal: StopSignal) -> None:

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -156,6 +158,8 @@ def _compare(current: Any, saved: Any, path: str, out: _Comparison, *, exact: bo
         if not isinstance(saved, dict):
             out.note(path, "a dict", type(saved).__name__)
             return
+        if path and _is_data(current, saved):
+            return
         for key, value in current.items():
             if key in saved:
                 _compare(value, saved[key], _join(path, key), out, exact=False)
@@ -227,12 +231,16 @@ def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own
         copy_in(current, saved)
         return current
     if isinstance(current, dict | MutableMapping) and isinstance(saved, dict):
+        if path and _is_data(current, saved):
+            current.clear()
         for key, value in saved.items():
             inner = _join(path, key)
             if key in current:
                 current[key] = _merge(current[key], value, inner, skip, tasks, own)
             elif inner not in skip:
                 current[key] = own(value)
+        if path:
+            _order_as(current, saved)
         return current
     if isinstance(current, list | tuple) and _holds_arrays(current):
         items = [
@@ -250,15 +258,38 @@ def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own
     return kept
 
 
+def _is_data(current: Any, saved: dict[Any, Any]) -> bool:
+    """Whether the keys are values, as in a Counter, and not names that a script expects.
+
+    Such a dict is restored as it was saved: keys that were added since are removed again."""
+    if _holds_arrays(current) or _holds_arrays(saved):
+        return False
+    if isinstance(current, Counter | defaultdict):
+        return True
+    return any(not isinstance(key, str) for key in (*current, *saved))
+
+
+def _order_as(current: Any, saved: dict[Any, Any]) -> None:
+    """Give the keys of a built-in dict the order in which they were saved, the others behind them."""
+    wanted = [key for key in saved if key in current]
+    wanted += [key for key in current if key not in saved]
+    if type(current) in (dict, OrderedDict, Counter, defaultdict) and list(current) != wanted:
+        for key in wanted:
+            current[key] = current.pop(key)
+
+
 def _copied(value: Any) -> Any:
     """The same value in memory of its own."""
     if _is_array(value):
         return clone(value)
     if isinstance(value, dict):
-        return {k: _copied(v) for k, v in value.items()}
+        kept = copy.copy(value)  # a Counter stays a Counter
+        for key, item in value.items():
+            kept[key] = _copied(item)
+        return kept
     if isinstance(value, list):
         return [_copied(v) for v in value]
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return tuple(_copied(v) for v in value)
     return value
 
@@ -287,6 +318,10 @@ def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: 
         for name, value in current.items():
             if name in fitting and is_tensor(value):
                 copy_in(value, fitting.pop(name))
+    for name, value in current.items():
+        # load_state_dict writes outside of inference mode, which torch refuses.
+        if name in fitting and is_tensor(value) and value.is_inference():
+            copy_in(value, fitting.pop(name))
     # Tensors are copied by load_state_dict itself; anything else must not keep views.
     kept = {k: v if is_tensor(v) else own(v) for k, v in fitting.items()}
     module.load_state_dict(kept, strict=False)

@@ -89,7 +89,8 @@ class SavePlan:
 
 
 def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
-    """Raises UnsupportedStateError naming the path of what cannot be saved."""
+    """Raises UnsupportedStateError naming the path of what cannot be saved, and StateDictError naming
+    that of a part whose own state_dict() raised."""
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
             f"state: expected a dict from names to parts, found {type(state).__name__}"

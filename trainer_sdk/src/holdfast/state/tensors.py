@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.state.loadable import require_array, require_tensor
 from holdfast_core.errors import UnsupportedStateError
 
 _NAMES = {
@@ -98,28 +99,33 @@ def local_part(value: Any) -> Any:
 
 
 def make_leaf(
-    name: str, value: Any, path: str, owner: Any | None = None, *, is_private: bool = False
+    name: str,
+    value: Any,
+    path: str,
+    owner: Any | None = None,
+    *,
+    is_private: bool = False,
+    in_place: bool = True,
 ) -> tuple[Leaf, dict[str, Any]]:
-    """A leaf and what its reference must say besides the name. Raises UnsupportedStateError."""
+    """A leaf and what its reference must say besides the name.
+
+    `in_place`: loading copies into `value`; False where an object's own code loads it. Raises
+    UnsupportedStateError.
+    """
     extra: dict[str, Any] = {}
+    if is_tensor(value):
+        require_tensor(value, path, in_place=in_place)
+    else:
+        require_array(value, path, in_place=in_place)
     global_shape, offsets = placement(value, path)
     local = local_part(value)
     whole = None if local is value else value
     if is_tensor(local):
-        if local.layout is not torch_module().strided or local.is_quantized:  # type: ignore[union-attr]
-            raise UnsupportedStateError(
-                f"{path}: a {local.layout} tensor of {local.dtype}: only dense, unquantised tensors "
-                "can be saved; convert it with to_dense() or dequantize()"
-            )
-        if local.is_meta:
-            raise UnsupportedStateError(f"{path}: a meta tensor has no data to save")
+        if whole is not None:
+            require_tensor(local, path, in_place=in_place)
         local = local.detach()
         byte_count = local.numel() * local.element_size()
     else:
-        if local.dtype.hasobject or local.dtype.names or local.dtype.kind in "USMm":
-            raise UnsupportedStateError(
-                f"{path}: a numpy array of dtype {local.dtype}: only numbers and booleans can be saved"
-            )
         if not local.dtype.isnative:
             local = local.astype(local.dtype.newbyteorder("="))
         byte_count = local.nbytes
@@ -189,7 +195,7 @@ def copy_from_device(leaf: Leaf, target: np.ndarray[Any, Any], *, non_blocking: 
 
     source, dtype = leaf.source, leaf.source.dtype
     if leaf.is_raw:
-        source, dtype = source.contiguous().view(-1).view(torch.uint8), torch.uint8
+        source, dtype = _plain(source).view(-1).view(torch.uint8), torch.uint8
     _torch_view(target, dtype, tuple(source.shape)).copy_(source, non_blocking=non_blocking)
 
 
@@ -224,9 +230,14 @@ def _copy_raw(target: np.ndarray[Any, Any], source: Any) -> None:
     if is_tensor(source):
         import torch
 
-        target[:] = source.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        target[:] = _plain(source.cpu()).view(-1).view(torch.uint8).numpy()
     else:
         target[:] = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+
+
+def _plain(source: Any) -> Any:
+    """The values in one piece. A conjugate or negative view has other values than its bytes."""
+    return source.resolve_conj().resolve_neg().contiguous()
 
 
 def own_name(stored_dtype: str) -> str:
@@ -298,7 +309,8 @@ def copy_in(current: Any, saved: Any) -> None:
             if not target.is_inference():
                 torch.autograd.graph.increment_version(target)
             return
-        with torch.no_grad():
+        # torch writes into a tensor of inference mode only there; others may be written there, too.
+        with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(source)
     else:
         np.copyto(current, saved if isinstance(saved, np.ndarray) else saved.numpy())

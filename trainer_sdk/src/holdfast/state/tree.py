@@ -1,12 +1,18 @@
 """A nested state as JSON with references to tensors, and back: exact, in both directions.
 
 JSON knows fewer values than Python, so what it cannot say is an object with one key that starts with
-a dollar sign. Types come back exactly: int keys stay ints, tuples stay tuples, NaN keeps its bits.
+a dollar sign. Types come back exactly: int keys stay ints, tuples stay tuples, a Counter stays a
+Counter, NaN keeps its bits.
 
   {"$tensor": name, ...}  a tensor or array; "array", "dtype", "local" say more
   {"$tuple": [...]}       a tuple
   {"$map": [[k, v], ...]} a dict whose keys are not plain strings in sorted order
-  {"$bytes": base64}      bytes
+  {"$odict": [[k, v], ...]} a collections.OrderedDict; "$counter": a collections.Counter
+  {"$defaultdict": [factory, [[k, v], ...]]} with the name of a built-in type, or null
+  {"$size": [...]}        a torch.Size
+  {"$bytes": base64}      bytes; "$bytearray": a bytearray
+  {"$str": hex}           a str that UTF-8 cannot say: lone surrogates
+  {"$int": hex}           an int of more digits than Python reads from text
   {"$float": hex}         NaN and the infinities, as the 8 bytes of the double
   {"$numpy": [dtype, hex]} a numpy scalar
 No pickle: a type that is not listed here is an error that names its path.
@@ -15,18 +21,35 @@ No pickle: a type that is not listed here is an error that names its path.
 from __future__ import annotations
 
 import base64
+import collections
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from holdfast.state.tensors import Leaf, is_tensor, make_leaf, torch_module
-from holdfast_core.errors import FormatError, UnsupportedStateError
+from holdfast_core.errors import (
+    FormatError,
+    HoldfastError,
+    StateDictError,
+    UnsupportedStateError,
+)
 
 _MAX_DEPTH = 200
+_MAX_INT_BITS = 4096
+"""Python refuses to read longer ones from decimal text: int() has a limit of 4,300 digits."""
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, str, tuple)
+}
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "$map": dict,
+    "$odict": collections.OrderedDict,
+    # Not Counter(pairs), which would count the pairs.
+    "$counter": lambda pairs: collections.Counter(dict(pairs)),
+}
 
 
 def is_stateful(value: object) -> bool:
@@ -49,6 +72,38 @@ def unwrap(value: Any) -> Any:
             value = value._orig_mod
         else:
             return value
+
+
+def _state_dict_of(value: Any, path: str) -> Any:
+    """Raises StateDictError for whatever the object's own code raises."""
+    try:
+        return value.state_dict()
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise StateDictError(
+            f"{path}: {type(value).__qualname__}.state_dict() raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 can say it."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _surrogates(value: str) -> str:
+    return value.encode(errors="surrogatepass").hex()
+
+
+def _is_size(kind: type[Any]) -> bool:
+    torch = torch_module()
+    return torch is not None and kind is torch.Size
 
 
 @dataclass(slots=True)
@@ -81,26 +136,37 @@ class Encoder:
         if isinstance(value, np.generic):
             return self._numpy_scalar(value, path)
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if value is None or kind is bool:
             return value
+        if kind is int:
+            return value if value.bit_length() <= _MAX_INT_BITS else {"$int": hex(value)}
+        if kind is str:
+            return value if _is_text(value) else {"$str": _surrogates(value)}
         if kind is float:
             if math.isfinite(value):
                 return value
             return {"$float": struct.pack(">d", value).hex()}
         if kind in (bytes, bytearray):
-            return {"$bytes": base64.b64encode(value).decode()}
+            return {f"${kind.__name__}": base64.b64encode(value).decode()}
         if kind is list:
-            return [self.encode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value)]
-        if kind is tuple or kind.__module__ == "torch":  # torch.Size is a tuple
-            if isinstance(value, tuple):
-                items = [self.encode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value)]
-                return {"$tuple": items}
-        elif isinstance(value, dict):
+            return self._items(value, path, depth)
+        if kind is tuple:
+            return {"$tuple": self._items(value, path, depth)}
+        if kind is dict:
             return self._dict(value, path, depth)
+        if kind is collections.OrderedDict:
+            return {"$odict": self._pairs(value, path, depth)}
+        if kind is collections.Counter:
+            return {"$counter": self._pairs(value, path, depth)}
+        if kind is collections.defaultdict:
+            factory = self._factory(value, path)
+            return {"$defaultdict": [factory, self._pairs(value, path, depth)]}
+        if _is_size(kind):
+            return {"$size": list(value)}
         raise UnsupportedStateError(
             f"{path}: {kind.__module__}.{kind.__qualname__} cannot be saved; expected tensors, numpy "
-            "arrays, None, bool, int, float, str, bytes, list, tuple, dict, or an object with "
-            "state_dict and load_state_dict"
+            "arrays, None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, defaultdict, "
+            "Counter, or an object with state_dict and load_state_dict"
         )
 
     def _object(self, value: Any, path: str, depth: int) -> Any:
@@ -117,22 +183,43 @@ class Encoder:
             # Not its param_groups: a schedule writes a learning rate that is a tensor.
             self._optimizer, self._owned = value, f"{path}.state."
         try:
-            return self.encode(plain.state_dict(), path, depth + 1)
+            held = _state_dict_of(plain, path)
+            if torch is not None and isinstance(plain, torch.nn.Module) and isinstance(held, dict):
+                # An OrderedDict by its type; a module loads from any dict.
+                return self._dict(held, path, depth + 1)
+            return self.encode(held, path, depth + 1)
         finally:
             self._rank_local, self._optimizer, self._owned = before
 
+    def _items(self, value: Iterable[Any], path: str, depth: int) -> list[Any]:
+        return [self.encode(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value)]
+
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         keys = list(value)
-        plain = all(type(k) is str and not k.startswith("$") for k in keys)
+        plain = all(type(k) is str and not k.startswith("$") and _is_text(k) for k in keys)
         if plain and keys == sorted(keys):
             return {k: self.encode(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
+        return {"$map": self._pairs(value, path, depth)}
+
+    def _factory(self, value: collections.defaultdict[Any, Any], path: str) -> str | None:
+        if value.default_factory is None:
+            return None
+        for name, factory in _FACTORIES.items():
+            if value.default_factory is factory:
+                return name
+        raise UnsupportedStateError(
+            f"{path}: a defaultdict whose default_factory is {value.default_factory!r}: only None and "
+            f"{', '.join(_FACTORIES)} can be saved; save dict(value)"
+        )
+
+    def _pairs(self, value: dict[Any, Any], path: str, depth: int) -> list[Any]:
         pairs = []
         for key, item in value.items():
             if is_tensor(key) or isinstance(key, np.ndarray) or is_stateful(key):
                 raise UnsupportedStateError(f"{path}: a tensor as a key cannot be saved")
             encoded = self.encode(key, f"{path}.<key>", depth + 1)
             pairs.append([encoded, self.encode(item, f"{path}.{key}", depth + 1)])
-        return {"$map": pairs}
+        return pairs
 
     def _numpy_scalar(self, value: np.generic, path: str) -> Any:
         if value.dtype.kind not in "biufc":
@@ -153,7 +240,14 @@ class Encoder:
         # Loading keeps the tensors that are direct entries of a parameter's state, and no others.
         is_kept = owner is not None and path.removeprefix(self._owned).count(".") == 1
         is_private = self._rank_local or (self._optimizer is not None and not is_kept)
-        leaf, extra = make_leaf(name, value, path, owner, is_private=is_private)
+        try:
+            leaf, extra = make_leaf(
+                name, value, path, owner, is_private=is_private, in_place=not self._rank_local
+            )
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise UnsupportedStateError(
+                f"{path}: {type(value).__module__}.{type(value).__qualname__} cannot be saved: {error}"
+            ) from error
         self.leaves.append(leaf)
         if leaf.whole is not None:
             extra["local"] = True
@@ -185,10 +279,26 @@ class Decoder:
             return self.resolve(value)
         if tag == "$tuple":
             return tuple(self.decode(v) for v in body)
-        if tag == "$map":
-            return {self.decode(k): self.decode(v) for k, v in body}
+        if tag in ("$map", "$odict", "$counter"):
+            return _MAPPINGS[tag]((self.decode(k), self.decode(v)) for k, v in body)
+        if tag == "$defaultdict":
+            name, pairs = body
+            factory = None if name is None else _FACTORIES[name]
+            return collections.defaultdict(
+                factory, ((self.decode(k), self.decode(v)) for k, v in pairs)
+            )
         if tag == "$bytes":
             return base64.b64decode(body, validate=True)
+        if tag == "$bytearray":
+            return bytearray(base64.b64decode(body, validate=True))
+        if tag == "$size":
+            import torch
+
+            return torch.Size(body)
+        if tag == "$int":
+            return int(body, 16)
+        if tag == "$str":
+            return bytes.fromhex(body).decode(errors="surrogatepass")
         if tag == "$float":
             return struct.unpack(">d", bytes.fromhex(body))[0]
         if tag == "$numpy":
