@@ -28,9 +28,24 @@ async def task_fails() -> None:
     fails()
 
 
-async def installed() -> tuple[Deaths, list[str]]:
-    counted: list[str] = []
-    deaths = Deaths(counted.append)
+class Counted(list[str]):
+    """What was counted, and a wait for the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._any = asyncio.Event()
+
+    def count(self, kind: str) -> None:
+        self.append(kind)
+        self._any.set()
+
+    async def first(self) -> None:
+        await asyncio.wait_for(self._any.wait(), 60)
+
+
+async def installed() -> tuple[Deaths, Counted]:
+    counted = Counted()
+    deaths = Deaths(counted.count)
     deaths.install(asyncio.get_running_loop())
     return deaths, counted
 
@@ -79,8 +94,7 @@ def test_a_thread_that_dies(name: str, kind: str, fatal: bool) -> None:
         deaths, counted = await installed()
         thread = threading.Thread(target=fails, name=name)
         thread.start()
-        while not counted:
-            await asyncio.sleep(0)
+        await counted.first()
         assert counted == [kind]
         assert deaths.is_fatal is fatal
 
@@ -91,8 +105,7 @@ def test_a_callback_that_raises_is_counted_and_not_fatal() -> None:
     async def scenario() -> None:
         deaths, counted = await installed()
         asyncio.get_running_loop().call_soon(fails)
-        while not counted:
-            await asyncio.sleep(0)
+        await counted.first()
         assert counted == ["callback"]
         assert not deaths.is_fatal
 

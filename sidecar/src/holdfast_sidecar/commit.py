@@ -21,6 +21,7 @@ from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_core.transfer.messages import (
     Ask,
     CoordinatorState,
+    Failure,
     Holding,
     HoldingReply,
     Inventory,
@@ -38,6 +39,7 @@ from holdfast_core.transfer.messages import (
     WorkerReport,
 )
 from holdfast_sidecar import logs
+from holdfast_sidecar.alarm import CommitAlarm
 from holdfast_sidecar.choice import choose
 from holdfast_sidecar.client import Peers
 from holdfast_sidecar.documents import Builder, shard_infos
@@ -91,6 +93,7 @@ class Coordinator:
         )
         self._gathered = Gathered(frozenset(workers), world_size, clock.monotonic())
         self._builder = Builder(self._contract, message)
+        self._alarm = CommitAlarm(settings, self._ledger, self._gathered, clock, self._changed)
         self._older: set[CheckpointId] = set()
         """Committed in older rounds, on this round's lineage: what retention counts besides."""
         self._done_at: float | None = None
@@ -238,6 +241,7 @@ class Coordinator:
         if before is not None and before.instance != message.instance:
             self._outbox.repeat(message.worker)
         urgent = self._gathered.heard(message, self._clock.monotonic())
+        self._alarm.look(self._message.policy.interval_steps)
         self._changed(urgent=urgent)
         return Ok(message.round, self.instance, holds=True)
 
@@ -313,7 +317,7 @@ class Coordinator:
             dead=gathered.dead,
             progress=gathered.progress,
             tiers=gathered.tiers,
-            failures=tuple(dict.fromkeys((*gathered.failures, *self._failures.current))),
+            failures=self._all_failures(),
             times=gathered.times,
             running=gathered.running,
             cannot_restore=gathered.cannot_restore,
@@ -322,6 +326,17 @@ class Coordinator:
             last_memory=_point(self._ledger.newest(Level.MEMORY)),
             steps_dropped=self._dropped,
         )
+
+    def _all_failures(self) -> tuple[Failure, ...]:
+        """Those of node tiers first, which explain why nothing is committed; then that it is not."""
+        found = tuple(dict.fromkeys((*self._gathered.failures, *self._failures.current)))
+        nodes = tuple(f for f in found if f.tier is TierName.NODE)
+        return (*nodes, *self._alarm.failures, *(f for f in found if f not in nodes))
+
+    @property
+    def overdue_seconds(self) -> float:
+        """See CommitAlarm.seconds."""
+        return self._alarm.seconds
 
     def _changed(self, *, urgent: bool = True) -> None:
         self._versioned.bump(urgent=urgent)

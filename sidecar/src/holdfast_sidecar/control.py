@@ -115,6 +115,7 @@ class Control:
         parts.metrics.gang(parts.reporter.now())
         if parts.coordinator is not None:
             parts.metrics.committed(parts.coordinator.levels())
+            parts.metrics.overdue(parts.coordinator.overdue_seconds)
         parts.metrics.buffers(*parts.node.buffer_bytes())
         return parts.metrics.render()
 

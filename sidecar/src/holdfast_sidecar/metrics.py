@@ -137,6 +137,12 @@ class Metrics:
             "Newest step at the level, as the coordinator knows it",
             "level",
         )
+        self._overdue = Gauge(
+            "holdfast_commit_overdue_seconds",
+            "Time since the last commit while training goes on and commits are overdue; 0 while they "
+            "come as expected. Only the coordinator knows it",
+            registry=self._registry,
+        )
         self._limit = Gauge(
             "holdfast_background_limit_bytes_per_second",
             "Rate to which saves are held so that steps are not slowed down; 0: no limit",
@@ -184,6 +190,9 @@ class Metrics:
         for level, step in levels.items():
             if step is not None:
                 self._committed.labels(level.value).set(step)
+
+    def overdue(self, seconds: float) -> None:
+        self._overdue.set(seconds)
 
     def stored(self, tier: TierName, payload_bytes: int, seconds: float) -> None:
         self._bytes.labels(tier.value).inc(payload_bytes)

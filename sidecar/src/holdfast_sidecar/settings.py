@@ -46,6 +46,10 @@ class Settings:
     restore_patience_seconds: float = 60.0
     """How long a rank's restore waits for a source that is busy or restarting before anybody hears
     of it: a new round would ask the same sources again, all ranks at once."""
+    no_commit_intervals: int = 3
+    """Intervals of saves without a commit after which the status of the job reports it."""
+    no_commit_seconds: float = 60.0
+    """It does so after this time at the earliest: a disk may be slower than many short intervals."""
     finish_give_up_seconds: float = 600.0
     """How long a finished job waits for uploads before it gives them up with a Failure."""
     release_seconds: float = 20.0
