@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.errors import NotFoundError, UnavailableError
-from holdfast_core.ids import JobUid, Rank, RestartRound, Worker
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step, Worker
 from holdfast_core.transfer.messages import (
     PROTOCOL_VERSION,
     Hello,
     HelloReply,
     LocalRole,
+    Progress,
     Refusal,
     Refused,
     Restore,
@@ -91,3 +92,54 @@ def test_a_request_that_fails_is_answered(
     assert isinstance(reply.message, Refused)
     assert reply.id == 2
     assert (reply.message.code, reply.message.message) == expected
+
+
+class Listening(Failing):
+    """LocalHandler that keeps what ranks push."""
+
+    def __init__(self) -> None:
+        super().__init__(UnavailableError("no request is expected"))
+        self.heard: list[object] = []
+
+    def notify(self, connection: Connection, message: object) -> None:
+        self.heard.append(message)
+
+
+def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) -> None:
+    """Finish comes on the launcher's connection, and may overtake a rank's last Progress."""
+
+    async def scenario() -> list[object]:
+        handler = Listening()
+        intake = Intake(socket_path, JOB, handler)
+        await intake.start()
+        reader, writer = await asyncio.open_unix_connection(str(socket_path))
+        writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1))
+        await read_frame(reader)
+        ended = asyncio.create_task(intake.ranks_ended(120))
+        await asyncio.sleep(0)
+        assert not ended.done()
+        writer.write(write_frame(Progress(RestartRound(1), Rank(0), Step(7)), 0))
+        writer.close()
+        assert await ended
+        heard = list(handler.heard)
+        await intake.close()
+        return heard
+
+    assert asyncio.run(scenario()) == [Progress(RestartRound(1), Rank(0), Step(7))]
+
+
+def test_a_connection_that_outlives_its_rank_does_not_hold_up_the_end(socket_path: Path) -> None:
+    """A data loader's worker inherits the socket of the rank that forked it."""
+
+    async def scenario() -> bool:
+        intake = Intake(socket_path, JOB, Listening())
+        await intake.start()
+        reader, writer = await asyncio.open_unix_connection(str(socket_path))
+        writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1))
+        await read_frame(reader)
+        ended = await intake.ranks_ended(0.05)
+        writer.close()
+        await intake.close()
+        return ended
+
+    assert asyncio.run(scenario()) is False

@@ -36,6 +36,9 @@ class Pacing:
         self._monotonic = monotonic
         self._pace = Pace()
         self._last: float | None = None
+        self._step: int | None = None
+        self._blocked_since = 0.0
+        """What saves after the newest step have cost: not yet taken off a step."""
         self._moved = 0
         self._bytes_each_step = 0.0
         self._hurrying = False
@@ -56,7 +59,8 @@ class Pacing:
     def begin(self) -> None:
         """A round starts: nothing is in a hurry, and the next step is the first one."""
         self._hurrying = False
-        self._last = None
+        self._last = self._step = None
+        self._blocked_since = 0.0
         self._apply()
 
     def expect(self, bytes_each_step: float) -> None:
@@ -68,8 +72,17 @@ class Pacing:
         self._hurrying = True
         self._apply()
 
-    def step_done(self, blocked_seconds: float) -> None:
-        """A step ended now, of which saving blocked so much (that is the save's cost, not ours)."""
+    def step_done(self, step: int, blocked_seconds: float) -> None:
+        """`step` ended now, of which saving blocked so much (that is the save's cost, not ours).
+
+        A step may be reported again, when a save after it has cost time: that is taken off the next
+        step, and is no step of its own.
+        """
+        if step == self._step:
+            self._blocked_since += blocked_seconds
+            return
+        blocked_seconds, self._blocked_since = blocked_seconds + self._blocked_since, 0.0
+        self._step = step
         now, moved = self._monotonic(), self._throttle.moved_bytes
         if self._last is not None:
             seconds = max(0.0, now - self._last - blocked_seconds)

@@ -99,6 +99,7 @@ class Intake:
         self._tasks: set[asyncio.Task[None]] = set()
         self._requests = Tasks()
         self._connections: set[Connection] = set()
+        self._left = asyncio.Event()
         self.launcher: Connection | None = None
         self.ranks: dict[Rank, Connection] = {}
 
@@ -124,6 +125,20 @@ class Intake:
     def push_rank(self, rank: Rank, message: Any) -> bool:
         connection = self.ranks.get(rank)
         return connection is not None and connection.push(message)
+
+    async def ranks_ended(self, seconds: float) -> bool:
+        """Wait until no rank is connected, which means that everything they sent was handled.
+
+        Returns False after `seconds`: a process that a rank forked may keep its connection open.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                while self.ranks:
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(writer)
@@ -214,5 +229,6 @@ class Intake:
             self.launcher = None
         if connection.rank is not None and self.ranks.get(connection.rank) is connection:
             del self.ranks[connection.rank]
+            self._left.set()
         if connection.hello is not None:
             self._handler.gone(connection)

@@ -30,6 +30,7 @@ from holdfast_core.transfer.messages import (
     StopRequested,
     StoreAddress,
 )
+from holdfast_sidecar import logs
 from holdfast_sidecar.flow import own_shard
 from holdfast_sidecar.intake import Connection
 from holdfast_sidecar.parts import Parts
@@ -41,6 +42,8 @@ from holdfast_sidecar.verbs import STOP
 T = TypeVar("T")
 
 _LEVELS_KEPT = 16
+_LAST_WORDS_SECONDS = 5.0
+"""How long Finish waits for the ends of the ranks' connections."""
 
 
 class Local:
@@ -101,6 +104,13 @@ class Local:
         refused = fence(self.state, message.round)
         if refused is not None:
             raise RefusedError(refused.code, refused.message)
+        # The ranks have exited. Their last Progress may still wait on their own connections, and the
+        # operator takes the state that says done for the last one.
+        if not await self.parts.intake.ranks_ended(_LAST_WORDS_SECONDS):
+            logs.warning("a rank's connection outlives it", seconds=_LAST_WORDS_SECONDS)
+        refused = fence(self.state, message.round)
+        if refused is not None:
+            raise RefusedError(refused.code, refused.message)
         self.parts.gang.done = True
         self.parts.pacing.hurry()
         self.parts.reporter.changed()
@@ -120,7 +130,7 @@ class Local:
                 parts.metrics.trained(message.round)
                 if message.rank == self.state.own_ranks[0]:
                     # The ranks of a gang step together: one of them tells for all.
-                    parts.pacing.step_done(message.blocked_seconds)
+                    parts.pacing.step_done(message.step, message.blocked_seconds)
                     parts.metrics.limited(parts.pacing.limit)
                 parts.metrics.stalled(message.blocked_seconds, message.saves_skipped)
             case Exited() if message.round == self.state.round and self._own(message.rank):

@@ -177,6 +177,8 @@ def test_the_gang_finishes_once_the_operator_has_recorded_the_last_step(
         async with gangs(2, **store) as gang:
             await gang.start(policy=Policy(interval_steps=1, peer_copies=1))
             await gang.commit(3, Level.REPLICATED)
+            for rank in gang.ranks.values():
+                rank.close()  # a launcher asks for Finish when its ranks have exited
             waiting = [
                 asyncio.create_task(launcher.finish(0)) for launcher in gang.launchers.values()
             ]

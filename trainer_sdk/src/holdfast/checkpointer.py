@@ -8,7 +8,6 @@ exception in the loop, unless the caller asked for it.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import weakref
@@ -22,6 +21,7 @@ from holdfast.gang_store import GangStore, connect_store
 from holdfast.handle import SaveHandle
 from holdfast.layouts import LayoutFiles
 from holdfast.places import DirectoryPlace, Place, PodPlace
+from holdfast.progress import ProgressReporter
 from holdfast.restoring import Restorer
 from holdfast.saving import Saver
 from holdfast.session import Session
@@ -40,7 +40,7 @@ from holdfast_core.errors import (
     StateDictError,
 )
 from holdfast_core.ids import Level, RestartRound, Step
-from holdfast_core.transfer.messages import Policy, Progress
+from holdfast_core.transfer.messages import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +116,8 @@ class Checkpointer:
         self._dropped: weakref.finalize[..., Checkpointer] | None = None
         self._layouts = LayoutFiles(self._place.layouts_dir)
         self._saver = Saver(self._session, self._ring, self._layouts, self._settings.rank)
-        self._metrics: dict[str, float] = {}
+        self._progress = ProgressReporter(self._session, self._settings.rank)
         self._blocked_seconds = 0.0
-        self._unreported_seconds = 0.0
         self._saves_skipped = 0
         self._found_no_slot = False
         self._saves_failed = 0
@@ -174,6 +173,7 @@ class Checkpointer:
         link = self._session.link
         if link is None:
             return
+        self._progress.tell(self._round())
         copies_seconds = _COPIES_SECONDS if wait else _COPIES_AFTER_ERROR_SECONDS
         copied = self._saver.wait(copies_seconds)
         if wait:
@@ -225,10 +225,7 @@ class Checkpointer:
 
     def report(self, **metrics: Any) -> None:
         """Numbers or scalar tensors of the step being done (loss=...): shown in the job's status."""
-        for name, value in metrics.items():
-            number = float(value.detach() if hasattr(value, "detach") else value)
-            if math.isfinite(number):
-                self._metrics[name] = number
+        self._progress.measured(metrics)
 
     @property
     def stopping(self) -> bool:
@@ -260,19 +257,10 @@ class Checkpointer:
     def should_save(self, step: int) -> bool:
         """Whether every rank saves after `step` optimizer steps. Ask once after each step, on every
         rank; sets `stopping` too. `steps` does it itself."""
-        self._opened()
-        if not self._began:
-            self._begin(step - 1)
-        verdict = self._verdict(Step(step))
-        if verdict.stop:
-            self._stopping = True
-        asked = verdict.save or verdict.stop
-        due = self._is_due(step)
-        if due and not asked and self._is_left_out(step):
-            due = False
-        if not (due or asked):
-            self._foresee(step + 1)
-        return due or asked
+        due = self._wants_save(Step(step))
+        if not due:  # otherwise the save reports the step, with what it cost
+            self._progress.tell(self._round())
+        return due
 
     # ------------------------------------------------------------------ restore and save
 
@@ -365,7 +353,9 @@ class Checkpointer:
         finally:
             spent = time.monotonic() - started
             self._blocked_seconds += spent
-            self._unreported_seconds += spent
+            self._progress.blocked(spent)
+            self._progress.finished(step)
+            self._progress.tell(self._round())
         self._foresee(step + 1)
         return handle
 
@@ -404,6 +394,7 @@ class Checkpointer:
         if self._left_out != step:
             self._left_out = step
             self._saves_skipped += 1
+            self._progress.skipped()
             logger.info("save of step %d left out: a rank's slots are still being written", step)
         return True
 
@@ -418,30 +409,31 @@ class Checkpointer:
             self._verdicts = (step, verdict)
         return self._verdicts[1]
 
+    def _wants_save(self, step: Step) -> bool:
+        self._opened()
+        if not self._began:
+            self._begin(step - 1)
+        verdict = self._verdict(step)
+        if verdict.stop:
+            self._stopping = True
+        asked = verdict.save or verdict.stop
+        due = self._is_due(step)
+        if due and not asked and self._is_left_out(step):
+            due = False
+        self._progress.finished(step)
+        if not (due or asked):
+            self._foresee(step + 1)
+        return due or asked
+
     def _after_step(self, step: Step, state: Mapping[str, Any], *, last: bool) -> None:
-        due = self.should_save(step)
+        due = self._wants_save(step)
         verdict = self._verdict(step)
         if due or last:
             # What was asked for, and the last one, is worth waiting for a slot.
             wanted = last or verdict.save or verdict.stop or self._when_busy == "wait"
             self._save(step, state, wait=wanted)
-        self._report_progress(step)
-
-    def _report_progress(self, step: Step) -> None:
-        link = self._session.link
-        if link is not None:
-            sent = link.notify(
-                Progress(
-                    self._round(),
-                    self._settings.rank,
-                    step,
-                    dict(self._metrics),
-                    self._unreported_seconds,
-                    self._saves_skipped,
-                )
-            )
-            if sent:
-                self._unreported_seconds = 0.0
+        else:
+            self._progress.tell(self._round())
 
     def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], *, wait: bool) -> None:
         if self._saver.save(handle, state, _BUSY_WAIT_SECONDS if wait else 0.0):
@@ -450,6 +442,7 @@ class Checkpointer:
             return
         self._found_no_slot = True
         self._saves_skipped += 1
+        self._progress.skipped()
         handle.fail(Level.LOCAL, "skipped: every slot is still being written")
         logger.info("save of step %d skipped: every slot is still being written", handle.step)
 

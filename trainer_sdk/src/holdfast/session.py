@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from holdfast_core.transfer.messages import (
     LevelReached,
     LocalRole,
     Policy,
+    Progress,
     SaveFailed,
     SaveRequested,
     Stage,
@@ -62,6 +63,8 @@ class Session:
         self._save_wanted = False
         self._stop_wanted = False
         self._said_lost = False
+        self._progress: Progress | None = None
+        """The newest, sent again after a reconnect: a sidecar that restarted knows no step."""
         self.losses = 0
         """Connections that ended or did not come about, since one was answered."""
         self.lost_because = ""
@@ -92,6 +95,9 @@ class Session:
             if self._said_lost:
                 logger.warning("connected to the sidecar again: saves go on")
                 self._said_lost = False
+            progress = self._progress
+        if progress is not None and self.link is not None:
+            self.link.notify(replace(progress, blocked_seconds=0.0, saves_skipped=0))
         for save in again:
             # A slot that is FREE by now was written by an earlier life; its level is still to come.
             # One that holds a newer save by now is that save's.
@@ -143,6 +149,12 @@ class Session:
             while len(self._saves) > _MAX_HANDLES:
                 self._saves.pop(next(iter(self._saves)))
         self._submit(save)
+
+    def progress(self, message: Progress) -> bool:
+        """Send the newest finished step; False when there is no connection to send it over."""
+        with self._lock:
+            self._progress = message
+        return self.link is not None and self.link.notify(message)
 
     def take_save_request(self) -> bool:
         with self._lock:

@@ -311,7 +311,10 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Rank -> sidecar, no reply: the step just finished."""
+    """Rank -> sidecar, no reply: the step just finished.
+
+    The same step may come again, with the cost of a save after it, or after a reconnect with no costs.
+    """
 
     round: RestartRound
     rank: Rank
@@ -320,6 +323,7 @@ class Progress:
     blocked_seconds: float = 0.0
     """Trainer time that saves cost since the last Progress."""
     saves_skipped: int = 0
+    """Saves that this rank left out since the last Progress."""
 
 
 @dataclass(frozen=True, slots=True)

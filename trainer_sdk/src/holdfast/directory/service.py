@@ -185,7 +185,7 @@ class DirectoryService:
     def progressed(self, message: Progress) -> None:
         """A rank finished a step: if steps suffer from what is being written, that gives way."""
         if message.rank == self._options.own_ranks[0]:
-            self._pacing.step_done(message.blocked_seconds)
+            self._pacing.step_done(message.step, message.blocked_seconds)
 
     def hello_reply(self) -> HelloReply:
         return HelloReply(self.round, self._options.policy)
