@@ -43,15 +43,6 @@ with holdfast.Checkpointer(dir=directory, interval_steps=1, keep_last=2) as ckpt
 """
 
 
-@pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Shared memory of this test's own: others run at the same time and use the machine's."""
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    monkeypatch.setattr(places, "SHARED_MEMORY", directory)
-    return directory
-
-
 def saved(tmp_path: Path, state: dict[str, Any], *steps: int, **options: Any) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt", **options) as ckpt:
         for step in steps:

@@ -117,6 +117,7 @@ class Checkpointer:
         self._layouts = LayoutFiles(self._place.layouts_dir)
         self._saver = Saver(self._session, self._ring, self._layouts, self._settings.rank)
         self._progress = ProgressReporter(self._session, self._settings.rank)
+        self._pid = os.getpid()
         self._blocked_seconds = 0.0
         self._saves_skipped = 0
         self._found_no_slot = False
@@ -148,9 +149,11 @@ class Checkpointer:
     def open(self) -> None:
         """Connect. Called by `with`; once. Raises ConfigError after `close`."""
         if self._session.link is not None:
+            self._require_own()
             return
         if self._restorer is not None:
             raise ConfigError("Checkpointer: it was closed; make another one")
+        self._pid = os.getpid()
         self._place.open()
         self._ring.directory = self._place.slots_dir
         self._layouts.directory = self._place.layouts_dir
@@ -168,7 +171,10 @@ class Checkpointer:
 
     def close(self, *, wait: bool = True) -> None:
         """End the connection. `wait`: what was saved is safe in the sidecar's hands (in a pod) or
-        durable (in a directory) when this returns."""
+        durable (in a directory) when this returns. Does nothing in a forked child: the connection, the
+        slots and the persister are the parent's."""
+        if os.getpid() != self._pid:
+            return
         self._signal.restore()
         link = self._session.link
         if link is None:
@@ -358,6 +364,14 @@ class Checkpointer:
             self._progress.tell(self._round())
         self._foresee(step + 1)
         return handle
+
+    def _require_own(self) -> None:
+        """Raises ConfigError in a forked child."""
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"Checkpointer: process {self._pid} opened it and this is its forked child "
+                f"{os.getpid()}: save and restore in the process that trains"
+            )
 
     def _opened(self) -> Restorer:
         self.open()

@@ -23,6 +23,7 @@ from holdfast.directory.choice import JOB_UID
 from holdfast.directory.claims import Claim, claim
 from holdfast.directory.options import format_options
 from holdfast.directory.processes import Process, wait_for_writers
+from holdfast.own_socket import OwnSocket
 from holdfast.settings import RankSettings
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import ConfigError
@@ -95,7 +96,7 @@ class PodPlace:
         except OSError:
             connection.close()
             raise
-        return connection
+        return OwnSocket.of(connection)
 
     def close(self, *, wait: bool) -> None:
         """The sidecar outlives the ranks: nothing to wait for."""
@@ -186,7 +187,8 @@ class DirectoryPlace:
         name = f"rank{self.settings.rank:06d}-{secrets.token_hex(8)}"
         process = Process(self.processes_dir, name)
         self._claim = claim(process.trainer)
-        ours, theirs = socket.socketpair()
+        plain, theirs = socket.socketpair()
+        ours = OwnSocket.of(plain)
         with theirs:
             words = format_options(
                 root=self.root,

@@ -1,0 +1,153 @@
+"""Forked children, such as a data loader's workers, neither hold a Checkpointer's connection open nor
+ignore SIGTERM."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing.context import ForkContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.testing import committed_step
+from holdfast.testing.launched import children_of
+from holdfast_core.errors import ConfigError
+
+FORK: ForkContext = multiprocessing.get_context("fork")
+_HANG_GUARD_SECONDS = 60.0
+
+
+@contextmanager
+def living_child() -> Iterator[Any]:
+    """A forked child that lives until it is killed."""
+    began = FORK.Event()
+
+    def live() -> None:
+        began.set()
+        signal.pause()
+
+    child = FORK.Process(target=live, daemon=True)
+    child.start()
+    try:
+        assert began.wait(_HANG_GUARD_SECONDS)
+        yield child
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_close_does_not_wait_for_a_child_that_lives(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        ckpt.save(1, {"t": torch.ones(4)})
+        with living_child() as child:
+            persisters = {pid for pid in children_of(os.getpid()) if pid != child.pid}
+            ckpt.close()
+            assert child.is_alive()
+            assert not persisters & set(children_of(os.getpid()))
+            assert list(memory.iterdir()) == []
+    assert "still being written" not in caplog.text
+    assert committed_step(tmp_path / "ckpt") == 1
+
+
+def test_close_with_the_workers_of_a_data_loader(tmp_path: Path, memory: Path) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(64.0))
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=2, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+    )
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=2) as ckpt:
+        state = {"t": torch.zeros(1)}
+        batches = iter(loader)
+        for _ in ckpt.steps(5, state):
+            state["t"] += next(batches)[0].sum()
+    assert list(memory.iterdir()) == []
+    assert committed_step(tmp_path / "ckpt") == 5
+    del batches
+
+
+def test_the_persister_ends_with_its_trainer_although_a_child_lives(tmp_path: Path) -> None:
+    """The connection of a killed trainer ends with it."""
+    read, write = os.pipe()
+
+    def train() -> None:
+        ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt")
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=_HANG_GUARD_SECONDS)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        (persister,) = set(children_of(os.getpid())) - {child}
+        os.write(write, f"{persister} {child}\n".encode())
+        signal.pause()
+
+    trainer = FORK.Process(target=train)
+    trainer.start()
+    persister, child = (int(word) for word in os.read(read, 64).split())
+    try:
+        watched = os.pidfd_open(persister)
+        trainer.kill()
+        trainer.join()
+        poller = select.poll()
+        poller.register(watched, select.POLLIN)
+        assert poller.poll(1000 * _HANG_GUARD_SECONDS), "the persister lives on"
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("from_thread", [False, True])
+def test_sigterm_ends_a_forked_child(tmp_path: Path, from_thread: bool) -> None:
+    with (
+        holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt,
+        ExitStack() as stack,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        if from_thread:
+            child = pool.submit(stack.enter_context, living_child()).result()
+        else:
+            child = stack.enter_context(living_child())
+        child.terminate()
+        child.join(_HANG_GUARD_SECONDS)
+        assert child.exitcode == -signal.SIGTERM
+        assert not ckpt.stopping
+        os.kill(os.getpid(), signal.SIGTERM)  # the parent's handler is still there
+        assert ckpt.should_save(1)
+        assert ckpt.stopping
+
+
+def test_a_handler_of_the_users_own_stays_in_the_child(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt"):
+        previous = signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+        try:
+            with living_child() as child:
+                child.terminate()
+                child.join(_HANG_GUARD_SECONDS)
+                assert child.exitcode == 7
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def test_a_child_that_leaves_the_block_closes_nothing(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=_HANG_GUARD_SECONDS)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                with pytest.raises(ConfigError, match="forked child"):
+                    ckpt.save(2, {"t": torch.ones(4)})
+                ckpt.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        ckpt.save(2, {"t": torch.ones(4)}).wait(timeout=_HANG_GUARD_SECONDS)
+    assert committed_step(tmp_path / "ckpt") == 2
