@@ -77,14 +77,14 @@ class LocalPod:
     def address(self) -> str | None:
         """ip:control:bulk once the sidecar has bound its ports."""
         try:
-            ports = json.loads((self.shared / "ports.json").read_text())
+            ports = json.loads((self.node / "ports.json").read_text())
         except (OSError, ValueError):
             return None
         return f"127.0.0.1:{ports['control']}:{ports['bulk']}"
 
     def metrics_port(self) -> int | None:
         try:
-            return int(json.loads((self.shared / "ports.json").read_text())["metrics"])
+            return int(json.loads((self.node / "ports.json").read_text())["metrics"])
         except (OSError, ValueError, KeyError):
             return None
 

@@ -1,8 +1,8 @@
 """Slots of shared memory as their reader sees them: files read by pread and written by pwrite.
 
 Never mmap: the trainer may truncate a file at any moment, which must be an error here and not a
-SIGBUS. Names come from the trainer and are hostile until they match the pattern; opening follows no
-symlink.
+SIGBUS. Names come from the trainer and are hostile until they match the pattern; files are opened as
+`shared_files` does it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from holdfast_core.errors import FormatError, NotFoundError, UnavailableError
@@ -24,7 +25,11 @@ from holdfast_core.format.slot import (
 )
 from holdfast_core.format.stream import TableDigester
 from holdfast_core.ids import Digest, Rank
+from holdfast_core.shared_files import open_regular, opened_directory
 
+MAX_SLOTS = 1024
+"""Of one volume. A pod has a few ranks with a few slots each."""
+_MAX_ENTRIES = 16 * MAX_SLOTS
 _READ_BYTES = 4 << 20
 _NAME = re.compile(r"rank(\d{6})\.(\d{1,3})\.slot")
 
@@ -52,7 +57,8 @@ class SlotFile:
         if rank_of_slot(name) is None:
             raise FormatError(f"slot name {name!r}: expected rank<6 digits>.<index>.slot")
         try:
-            fd = os.open(directory / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with opened_directory(directory) as above:
+                fd = open_regular(above, name, os.O_RDWR)
         except FileNotFoundError as error:
             raise NotFoundError(f"slot {name} is not in {directory}") from error
         except OSError as error:
@@ -63,6 +69,14 @@ class SlotFile:
         """Raises FormatError when it is torn, or promises more than the file holds."""
         header = SlotHeader.unpack(self._read_head())
         held_bytes = os.fstat(self.fd).st_size - HEADER_BYTES
+        volume = os.fstatvfs(self.fd)
+        volume_bytes = volume.f_blocks * volume.f_frsize
+        if 0 < volume_bytes < header.capacity_bytes:
+            # A sparse file costs its writer nothing and its reader every byte that it claims.
+            raise FormatError(
+                f"slot {self.name}: header says {header.capacity_bytes} bytes, the volume has "
+                f"{volume_bytes}"
+            )
         if header.capacity_bytes > held_bytes or header.rank != rank_of_slot(self.name):
             raise FormatError(
                 f"slot {self.name}: header says rank {header.rank} and "
@@ -131,10 +145,18 @@ class SlotFile:
 
 
 def list_slots(directory: Path) -> tuple[str, ...]:
-    """Names of all slot files, sorted; whatever else lies there is not ours. None where the directory
-    is not there, or goes meanwhile."""
+    """Names of slot files, sorted; other entries are left out.
+
+    A directory that is missing or cannot be listed (its owner may replace it or take its rights away
+    at any time) holds no slots: a seal must not fail because of it. At most `MAX_SLOTS` names are
+    returned, since every one of them is opened.
+    """
+    names: list[str] = []
     try:
-        names = [path.name for path in directory.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
+        with opened_directory(directory) as above, os.scandir(above) as entries:
+            for entry in islice(entries, _MAX_ENTRIES):
+                if rank_of_slot(entry.name) is not None and len(names) < MAX_SLOTS:
+                    names.append(entry.name)
+    except OSError:
         return ()
-    return tuple(sorted(name for name in names if rank_of_slot(name) is not None))
+    return tuple(sorted(names))

@@ -15,7 +15,13 @@ import sys
 from holdfast_core.errors import HoldfastError
 from holdfast_sidecar import logs
 from holdfast_sidecar.hooks import healthz, pre_stop
-from holdfast_sidecar.settings import Settings, shared_dir, store_environment, termination_log
+from holdfast_sidecar.settings import (
+    Settings,
+    node_dir,
+    shared_dir,
+    store_environment,
+    termination_log,
+)
 
 
 def _serve() -> int:
@@ -64,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
             case "healthz":
                 return healthz(shared_dir())
             case "pre-stop":
-                return pre_stop(shared_dir(), timeout_seconds=options.timeout)
+                return pre_stop(node_dir(), timeout_seconds=options.timeout)
             case "probe-store":
                 return _probe_store()
             case _:

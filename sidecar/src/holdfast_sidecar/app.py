@@ -13,12 +13,12 @@ import json
 import signal
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.ids import RestartRound, TierName
 from holdfast_core.pacing import Pacing
+from holdfast_core.shared_files import opened_directory, replace_file
 from holdfast_core.tiers.base import ObjectTier
 from holdfast_core.tiers.directory import DirectoryObjectTier, directory_of
 from holdfast_core.tiers.node import DiskNodeTier
@@ -36,6 +36,7 @@ from holdfast_sidecar.fill import Filler
 from holdfast_sidecar.flow import Flow
 from holdfast_sidecar.gang import LocalGang
 from holdfast_sidecar.holding import HoldTeller
+from holdfast_sidecar.hook_server import HookServer
 from holdfast_sidecar.intake import Intake
 from holdfast_sidecar.layouts import RankLayouts
 from holdfast_sidecar.lifecycle import Lifecycle
@@ -119,6 +120,9 @@ class Sidecar:
         parts.reporter.start()
         self._stack.push_async_callback(parts.reporter.close)
         _write_ports(settings, control_port, bulk_port, metrics_port)
+        hooks = HookServer(settings.node_dir, control.flushed)
+        await hooks.start()
+        self._stack.push_async_callback(hooks.close)
         await parts.intake.start()
         self._stack.push_async_callback(parts.intake.close)
         logs.info(
@@ -309,11 +313,10 @@ def _first_state(settings: Settings, node: DiskNodeTier) -> RoundState:
 
 
 def _write_ports(settings: Settings, control: int, bulk: int, metrics: int) -> None:
-    """For the exec probes, and for whoever had ports chosen by asking for port 0."""
-    path = settings.shared / PORTS_FILE
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(json.dumps({"control": control, "bulk": bulk, "metrics": metrics}))
-    temporary.replace(path)
+    """For callers of a sidecar that chose its ports itself, because it was given port 0."""
+    ports = json.dumps({"control": control, "bulk": bulk, "metrics": metrics})
+    with opened_directory(settings.node_dir) as directory:
+        replace_file(directory, PORTS_FILE, ports.encode())
 
 
 async def serve(settings: Settings) -> int:

@@ -21,6 +21,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.ids import JobUid, Rank
+from holdfast_core.shared_files import listen_unix
 from holdfast_core.transfer.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -105,9 +106,8 @@ class Intake:
 
     async def start(self) -> None:
         """Mode 0660: trainer and sidecar share the volume's group, not their uid."""
-        self._path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, str(self._path))
-        self._path.chmod(0o660)
+        listener = listen_unix(self._path.parent, self._path.name, mode=0o660)
+        self._server = await asyncio.start_unix_server(self._serve, sock=listener)
 
     async def close(self) -> None:
         if self._server is not None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from holdfast_core.errors import (
     CorruptionError,
-    FormatError,
     HoldfastError,
     NotFoundError,
     UnavailableError,
@@ -20,6 +19,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.format.layout import parse_layout, rank_layout_of
 from holdfast_core.ids import Digest, Rank, ShardRef
+from holdfast_core.shared_files import opened_directory, read_regular, replace_file
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.pools import Pools
 
@@ -71,7 +71,7 @@ class RankLayouts:
         return self._node.get_layout(record.header.layout)
 
     def _checked(self, digest: Digest) -> bytes:
-        document = self._read(self._directory / f"{hex_of(digest)}.json")
+        document = self._read(digest)
         found = digest_of(document)
         if found != digest:
             raise CorruptionError(f"layout {digest}: the document's digest is {found}")
@@ -83,31 +83,37 @@ class RankLayouts:
             # A volume that is full takes no more, and need not: every rank of the pod asks for it.
             self._checked(digest)
             return digest
-        path = self._directory / f"{hex_of(digest)}.json"
-        temporary = path.with_name(f".{path.name}.sidecar")
         try:
-            if not self._directory.exists():
-                self._directory.mkdir(parents=True, exist_ok=True)
-                self._directory.chmod(0o2770)  # ranks may have another uid and the same group
-            temporary.write_bytes(document)
-            temporary.chmod(0o660)
-            temporary.replace(path)
+            self._write(_name(digest), document)
         except OSError as error:
-            raise UnavailableError(f"writing layout {path}: {error}") from error
+            raise UnavailableError(f"writing layout {digest}: {error}") from error
         return digest
 
-    def _read(self, path: Path) -> bytes:
+    def _write(self, name: str, document: bytes) -> None:
+        with (
+            opened_directory(self._directory.parent) as above,
+            contextlib.suppress(FileExistsError),
+        ):
+            os.mkdir(self._directory.name, 0o700, dir_fd=above)
+            with opened_directory(self._directory) as created:
+                # Ranks may have another uid and the same group. Of the descriptor, and only if it
+                # was created here: a path could be a link to a directory of the sidecar by now.
+                os.fchmod(created, 0o2770)
+        with opened_directory(self._directory) as directory:
+            replace_file(directory, name, document, mode=0o660)
+
+    def _read(self, digest: Digest) -> bytes:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with opened_directory(self._directory) as directory:
+                return read_regular(directory, _name(digest), MAX_LAYOUT_BYTES)
         except FileNotFoundError as error:
-            raise NotFoundError(f"layout {path.name} is not in {path.parent}") from error
+            raise NotFoundError(f"layout {digest} is not in {self._directory}") from error
         except OSError as error:
-            raise UnavailableError(f"opening layout {path}: {error}") from error
-        with os.fdopen(fd, "rb") as file:
-            document = file.read(MAX_LAYOUT_BYTES + 1)
-        if len(document) > MAX_LAYOUT_BYTES:
-            raise FormatError(f"layout {path.name}: more than {MAX_LAYOUT_BYTES} bytes")
-        return document
+            raise UnavailableError(f"reading layout {digest}: {error}") from error
+
+
+def _name(digest: Digest) -> str:
+    return f"{hex_of(digest)}.json"
 
 
 def _part(document: bytes, rank: Rank) -> bytes:

@@ -60,8 +60,6 @@ class Handler(Protocol):
 
     def metrics(self) -> bytes: ...
 
-    def flushed(self) -> bool: ...
-
 
 def caller_of(names: tuple[str, ...], job_uid: str) -> Caller | None:
     """Who a certificate's dNSNames speak for in this job; None for a stranger."""
@@ -177,8 +175,8 @@ class ControlServer:
 
 
 class PlainServer:
-    """/healthz, /metrics and /flushed (for the preStop hook) without TLS: neither the kubelet nor
-    Prometheus has a certificate. All of them only look."""
+    """/healthz and /metrics without TLS: neither the kubelet nor Prometheus has a certificate.
+    Neither changes any state."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -194,12 +192,7 @@ class PlainServer:
                 headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
             )
 
-        async def flushed(request: web.Request) -> web.Response:
-            done = self._handler.flushed()
-            return web.Response(status=200 if done else 503, text=f"{done}\n")
-
         app = web.Application(client_max_size=1024)
-        app.router.add_get("/flushed", flushed)
         app.router.add_get("/healthz", healthz)
         app.router.add_get("/metrics", metrics)
         self._runner, bound = await _serve(app, host, port, None)

@@ -9,12 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, SidecarContract
+from holdfast_core.contract import (
+    LAYOUTS_DIR,
+    NODE_DIR,
+    SHARED_DIR,
+    SLOTS_DIR,
+    SOCKET_NAME,
+    SidecarContract,
+)
 
 TERMINATION_LOG = "HOLDFAST_TERMINATION_LOG"
 DEFAULT_TERMINATION_LOG = "/dev/termination-log"
 PORTS_FILE = "ports.json"
-"""In the shared volume: the ports that this sidecar listens on."""
+"""In the node volume, where the trainer cannot replace it: the ports that this sidecar listens on."""
+HOOKS_SOCKET = "hooks.sock"
+"""In the node volume: what the pod's preStop hook connects to. The trainer cannot reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +102,13 @@ def termination_log() -> Path:
 
 
 def shared_dir() -> Path:
-    """For the exec probes, which need no more of the contract than the socket's folder."""
-    return Path(os.environ.get("HOLDFAST_SHARED_DIR", "/holdfast/shared"))
+    """For the startup probe, which needs no more of the contract than the socket's folder."""
+    return Path(os.environ.get("HOLDFAST_SHARED_DIR", SHARED_DIR))
+
+
+def node_dir() -> Path:
+    """For the preStop hook, which needs no more of the contract than this folder."""
+    return Path(os.environ.get("HOLDFAST_NODE_DIR", NODE_DIR))
 
 
 def inherited() -> dict[str, str]:

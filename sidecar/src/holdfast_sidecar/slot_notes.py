@@ -7,42 +7,62 @@ An owned slot without a note is done with: the note goes before the slot is free
 from __future__ import annotations
 
 from collections.abc import Container
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast_core.errors import FormatError, HoldfastError
+from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound
+from holdfast_core.shared_files import own_directory, read_regular, remove, replace_file
 from holdfast_core.slot_file import SlotFile, list_slots
 from holdfast_core.tiers.base import NodeTier
 from holdfast_core.transfer.codec import dumps, loads
 from holdfast_core.transfer.messages import Stage
 from holdfast_sidecar import logs
 
+_MAX_NOTE_BYTES = 64 << 10
+
 
 class SlotNotes:
-    """One file for each slot that is owned."""
+    """One file for each slot that is owned, in a directory that only the sidecar's user may write to.
+
+    The trainer can rename that directory, since the volume above it is shared. Then the notes in it
+    are lost, as the slots are that it truncates; `shared_files` sees to it that nothing else is."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def write(self, message: Stage) -> None:
-        self._directory.mkdir(mode=0o770, exist_ok=True)
-        self._path(message.slot).write_bytes(dumps(message))
+        """Raises UnavailableError: the volume is full."""
+        try:
+            with self._opened() as directory:
+                replace_file(directory, _name(message.slot), dumps(message))
+        except OSError as error:
+            raise UnavailableError(f"writing the note of slot {message.slot}: {error}") from error
 
     def remove(self, slot: str) -> None:
-        self._path(slot).unlink(missing_ok=True)
+        try:
+            with self._opened() as directory:
+                remove(directory, _name(slot))
+        except OSError as error:
+            logs.warning("the note of a slot was not removed", slot=slot, error=str(error))
 
     def read(self, slot: str) -> Stage | None:
-        """Raises FormatError."""
+        """Raises FormatError, OSError."""
         try:
-            return loads(Stage, self._path(slot).read_bytes())
+            with self._opened() as directory:
+                return loads(Stage, read_regular(directory, _name(slot), _MAX_NOTE_BYTES))
         except FileNotFoundError:
             return None
 
-    def _path(self, slot: str) -> Path:
-        return self._directory / f"{slot}.json"
+    def _opened(self) -> AbstractContextManager[int]:
+        return own_directory(self._directory.parent, self._directory.name)
+
+
+def _name(slot: str) -> str:
+    return f"{slot}.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ class Gang:
         return {line.split('"')[1]: int(float(line.split()[-1])) for line in found}
 
     def metrics_url(self, worker: int) -> str:
-        ports = json.loads((self.sidecars[worker].shared / PORTS_FILE).read_text())
+        ports = json.loads((self.sidecars[worker].node / PORTS_FILE).read_text())
         return f"http://127.0.0.1:{ports['metrics']}/metrics"
 
     def lose(self, worker: int) -> None:

@@ -37,7 +37,7 @@ def tier(minio: MinioServer, store: dict[str, Any]) -> Iterator[S3ObjectTier]:
 
 
 def counted(gang: Any, worker: int, name: str) -> int:
-    port = json.loads((gang.sidecars[worker].shared / "ports.json").read_text())["metrics"]
+    port = json.loads((gang.sidecars[worker].node / "ports.json").read_text())["metrics"]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
         text = reply.read().decode()
     found = re.search(rf'^{name}_total{{tier="object"}} (\S+)$', text, re.MULTILINE)

@@ -45,7 +45,7 @@ def replica(rank: int, size: int, dtype: str = "U8") -> bytes:
 
 def sent_bytes(gang: Any, worker: int) -> int:
     """To the store, as this worker's sidecar counts them."""
-    port = json.loads((gang.sidecars[worker].shared / "ports.json").read_text())["metrics"]
+    port = json.loads((gang.sidecars[worker].node / "ports.json").read_text())["metrics"]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
         text = reply.read().decode()
     found = re.search(r'^holdfast_sent_bytes_total{tier="object"} (\S+)$', text, re.MULTILINE)

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -136,11 +137,13 @@ def test_probes_hooks_and_the_end(gangs: Gangs) -> None:
             await gang.start()
             await gang.commit(1, Level.LOCAL)
             assert (await asyncio.to_thread(hook, gang, "healthz")).returncode == 0
-            ports = json.loads((gang.sidecars[0].shared / "ports.json").read_text())
+            ports = json.loads((gang.sidecars[0].node / "ports.json").read_text())
             text = await asyncio.to_thread(read, f"http://127.0.0.1:{ports['metrics']}/metrics")
             assert 'holdfast_checkpoint_bytes_total{tier="node"} 100001.0' in text
             assert "holdfast_restart_round 0.0" in text
             assert "holdfast_background_limit_bytes_per_second 0.0" in text
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                await asyncio.to_thread(read, f"http://127.0.0.1:{ports['metrics']}/flushed")
             busy = await asyncio.to_thread(hook, gang, "pre-stop", "--timeout", "0.5")
             assert busy.returncode == 0
             assert "not everything was safe" in busy.stderr

@@ -37,7 +37,7 @@ class SidecarProcess:
     def start(self, extra: dict[str, str] | None = None) -> None:
         for directory in (self.shared, self.node):
             directory.mkdir(parents=True, exist_ok=True)
-        (self.shared / PORTS_FILE).unlink(missing_ok=True)
+        (self.node / PORTS_FILE).unlink(missing_ok=True)
         self.launches += 1
         failing = VARIABLE in (extra or {})
         module = "holdfast_sidecar.testing.failing" if failing else "holdfast_sidecar"
@@ -51,7 +51,7 @@ class SidecarProcess:
 
     async def address(self) -> str:
         """`ip:control:bulk`, once the process listens."""
-        path = self.shared / PORTS_FILE
+        path = self.node / PORTS_FILE
 
         def ready() -> bool:
             if self.process is not None and self.process.poll() is not None:

@@ -1,0 +1,210 @@
+"""Open, create and replace files in a directory that an untrusted process may change at any time.
+
+The trainer can rename, replace and truncate everything in the volume that it shares with the
+sidecar. A path that is resolved twice may mean two files, a symbolic link may lead into the
+sidecar's own volume, and opening a FIFO waits for a writer that never comes. Every access therefore
+goes through a directory descriptor, follows no link, never waits, and accepts regular files only.
+
+The parent of each directory that is named here must be a path that the untrusted process cannot
+replace, such as a mount point.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast_core.errors import FormatError
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+@contextmanager
+def opened_directory(path: Path) -> Iterator[int]:
+    """Yield a descriptor of the directory; its last component may not be a symbolic link.
+
+    Raises:
+        OSError: There is no such directory, or something else has its name.
+    """
+    descriptor = os.open(path, _DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def own_directory(parent: Path, name: str) -> Iterator[int]:
+    """Yield a descriptor of a directory of this process's user that no other user may write to.
+
+    It is created where it is missing. Anything else with that name is moved aside, never followed:
+    a trainer that renames or replaces the directory loses what was in it and reaches nothing else.
+
+    Raises:
+        OSError: `parent` cannot be opened or written to.
+    """
+    with opened_directory(parent) as above:
+        try:
+            descriptor = os.open(name, _DIRECTORY, dir_fd=above)
+            if not _is_own(descriptor):
+                os.close(descriptor)
+                raise NotADirectoryError(name)
+        except FileNotFoundError:
+            descriptor = _made(above, name)
+        except OSError:
+            move_aside(above, name)
+            descriptor = _made(above, name)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _made(above: int, name: str) -> int:
+    os.mkdir(name, 0o700, dir_fd=above)
+    descriptor = os.open(name, _DIRECTORY, dir_fd=above)
+    if not _is_own(descriptor):
+        os.close(descriptor)
+        raise PermissionError(f"{name}: another user replaced the directory while it was created")
+    return descriptor
+
+
+def _is_own(descriptor: int) -> bool:
+    found = os.fstat(descriptor)
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def open_regular(directory: int, name: str, flags: int) -> int:
+    """Open an existing regular file of the directory, without waiting and without following a link.
+
+    A file that is opened for writing must have no second name: a hard link could make it one of the
+    sidecar's own files.
+
+    Raises:
+        FormatError: The name belongs to something else.
+        OSError: It cannot be opened.
+    """
+    descriptor = os.open(name, flags | _FILE, dir_fd=directory)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
+        raise FormatError(f"{name} is {kind}: expected a regular file")
+    if flags & (os.O_WRONLY | os.O_RDWR) and found.st_nlink > 1:
+        os.close(descriptor)
+        raise FormatError(f"{name} has {found.st_nlink} hard links: expected one name for one file")
+    return descriptor
+
+
+def read_regular(directory: int, name: str, limit_bytes: int) -> bytes:
+    """Read a whole file of at most `limit_bytes`.
+
+    Raises:
+        FormatError: It is larger, or no regular file.
+        OSError: It cannot be opened or read.
+    """
+    descriptor = open_regular(directory, name, os.O_RDONLY)
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        # A sparse file may claim any size: it is refused before anything is allocated for it.
+        document = file.read(limit_bytes + 1) if size <= limit_bytes else b""
+    if size > limit_bytes or len(document) > limit_bytes:
+        raise FormatError(f"{name}: more than {limit_bytes} bytes")
+    return document
+
+
+def replace_file(directory: int, name: str, data: bytes, *, mode: int = 0o600) -> None:
+    """Put a new file in place of whatever has the name, which is neither opened nor followed.
+
+    The temporary name cannot be guessed, so nothing can lie in wait there.
+
+    Raises:
+        OSError: The volume is full, or a directory has the name.
+    """
+    temporary = _hidden(name)
+    descriptor = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=directory
+    )
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(descriptor, mode)
+        os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        remove(directory, temporary)
+        raise
+
+
+def remove(directory: int, name: str) -> None:
+    """Remove the name if it is there. Raises OSError (IsADirectoryError for a directory)."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return
+
+
+def move_aside(directory: int, name: str) -> None:
+    """Give whatever has the name another, hidden one. Raises OSError."""
+    os.rename(name, _hidden(name), src_dir_fd=directory, dst_dir_fd=directory)
+
+
+def listen_unix(directory: Path, name: str, *, mode: int) -> socket.socket:
+    """Listen on a new Unix socket that takes the place of whatever has the name.
+
+    Both the address and the change of mode go through descriptors: a long path does not exceed the
+    107 bytes of an address, and a link that takes the name meanwhile is not followed.
+
+    Raises:
+        OSError: `directory` cannot be opened or written to.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with opened_directory(directory) as above:
+            try:
+                remove(above, name)
+            except IsADirectoryError:
+                move_aside(above, name)
+            listener.bind(f"/proc/self/fd/{above}/{name}")
+            found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+            try:
+                if stat.S_ISSOCK(os.fstat(found).st_mode):
+                    Path(f"/proc/self/fd/{found}").chmod(mode)
+            finally:
+                os.close(found)
+        listener.listen(128)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def connect_unix(directory: Path, name: str, *, timeout_seconds: float) -> socket.socket:
+    """Connect to a Unix socket of the directory. Raises OSError."""
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        client.settimeout(timeout_seconds)
+        with opened_directory(directory) as above:
+            client.connect(f"/proc/self/fd/{above}/{name}")
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _hidden(name: str) -> str:
+    return f".{name}.{secrets.token_hex(16)}"
