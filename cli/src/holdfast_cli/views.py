@@ -9,6 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 TIERS = ("memory", "node", "peer", "object")
+RECOVERY_PHASES = {
+    "detectSeconds": "detect",
+    "backOffSeconds": "back off",
+    "sealSeconds": "seal",
+    "scheduleSeconds": "schedule",
+    "rehydrateSeconds": "rehydrate",
+    "rendezvousSeconds": "rendezvous",
+    "firstStepSeconds": "first step",
+}
 BAR_CELLS = 24
 
 
@@ -83,17 +92,17 @@ def goodput_bar(ratio: float | None) -> str:
 
 
 def recovery_line(recovery: dict[str, Any] | None) -> str:
+    """The total and the phases that it consists of, in the order in which they follow each other."""
     if not recovery:
         return "none"
-    phases = ", ".join(
-        f"{key.removesuffix('Seconds')} {value:.1f} s"
-        for key, value in recovery.items()
-        if key.endswith("Seconds")
-    )
-    lost = recovery.get("lostSteps")
-    return f"{recovery.get('reason', '')}: {phases}" + (
-        "" if lost is None else f"; {lost} steps lost"
-    )
+    phases = [
+        f"{words} {recovery[field]:.1f} s"
+        for field, words in RECOVERY_PHASES.items()
+        if recovery.get(field) is not None
+    ]
+    total, lost = recovery.get("totalSeconds"), recovery.get("lostSteps")
+    line = f"{recovery.get('reason', '')}: " + ("" if total is None else f"{total:.1f} s: ")
+    return line + ", ".join(phases) + ("" if lost is None else f"; {lost} steps lost")
 
 
 def checkpoints_view(items: list[dict[str, Any]]) -> Table:

@@ -27,7 +27,7 @@ class Metrics:
         )
         self._recovery = Histogram(
             "holdfast_recovery_seconds",
-            "Seconds that each phase of a recovery took.",
+            "Seconds that each phase of a recovery took, and all of them (total).",
             ("phase",),
             buckets=_SECONDS,
             registry=self.registry,
@@ -104,16 +104,11 @@ class Metrics:
         old = job.status.last_recovery
         if old is None or old.round != new.round:
             old = RecoveryView(new.round, new.reason)
-        phases = (
-            ("detect", old.detect_seconds, new.detect_seconds),
-            ("seal", old.seal_seconds, new.seal_seconds),
-            ("schedule", old.schedule_seconds, new.schedule_seconds),
-            ("rehydrate", old.rehydrate_seconds, new.rehydrate_seconds),
-            ("rendezvous", old.rendezvous_seconds, new.rendezvous_seconds),
-            ("first_step", old.first_step_seconds, new.first_step_seconds),
-        )
-        for phase, before, after in phases:
-            if before is None and after is not None:
-                self._recovery.labels(phase).observe(after)
+        known = old.phases()
+        for phase, seconds in new.phases().items():
+            if phase not in known:
+                self._recovery.labels(phase).observe(seconds)
+        if old.total_seconds is None and new.total_seconds is not None:
+            self._recovery.labels("total").observe(new.total_seconds)
         if old.lost_steps is None and new.lost_steps:
             self._lost_steps.labels(job.namespace, job.name).inc(new.lost_steps)

@@ -133,18 +133,36 @@ class LineageEntry:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryView:
-    """status.lastRecovery; a duration that nobody measured is None."""
+    """status.lastRecovery; a duration that was not measured is None. See decide/recovery.py."""
 
     round: RestartRound
     """The round that it began."""
     reason: str
+    begun_at: datetime | None = None
+    """When the round began (UTC)."""
     detect_seconds: float | None = None
+    back_off_seconds: float | None = None
     seal_seconds: float | None = None
     schedule_seconds: float | None = None
     rehydrate_seconds: float | None = None
     rendezvous_seconds: float | None = None
     first_step_seconds: float | None = None
+    total_seconds: float | None = None
+    """From the fault to the first step of the round; None until then."""
     lost_steps: int | None = None
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase that was measured, in their order."""
+        named = {
+            "detect": self.detect_seconds,
+            "back_off": self.back_off_seconds,
+            "seal": self.seal_seconds,
+            "schedule": self.schedule_seconds,
+            "rehydrate": self.rehydrate_seconds,
+            "rendezvous": self.rendezvous_seconds,
+            "first_step": self.first_step_seconds,
+        }
+        return {name: seconds for name, seconds in named.items() if seconds is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +263,8 @@ class PodView:
     ready: bool = False
     trainer_exit_code: int | None = None
     """Of a trainer container that is terminated now; None while it waits or runs."""
+    trainer_finished_at: datetime | None = None
+    """The kubelet's stamp of the newest end of the trainer container. Decides no order."""
     trainer_restarts: int = 0
     waiting_reason: str | None = None
     """The kubelet's word for a container that cannot start (ErrImagePull, CreateContainerError,
@@ -297,6 +317,8 @@ class SidecarView:
     acked: AckedRound | None = None
     unreachable_since: float | None = None
     """Since when every call failed; None while reachable or not asked."""
+    heard_at: float | None = None
+    """When it last answered a call; None: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +327,8 @@ class NodeView:
     ready: bool = True
     lost: bool = False
     """Its lease did not change for suspect_after while the watch was known to work."""
+    renewed_at: float | None = None
+    """When this process saw the lease change last."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -382,8 +406,20 @@ class JobMemory:
     """Every member's sidecar had started."""
     chosen_seen_at: float | None = None
     failure_seen_at: float | None = None
-    failure_before_round_at: float | None = None
-    """failure_seen_at of the failure that led to `round`."""
+    failure_seen_utc: datetime | None = None
+    """The same moment as a stamp, to compare with the kubelet's."""
+    sound_at: float | None = None
+    """The newest pass that found no failure."""
+    progress_at: float | None = None
+    """When the gang's ranks were last seen to have finished a step of `round`."""
+    trained: int | None = None
+    """Sum of the ranks' steps at that moment."""
+    begins: RestartRound | None = None
+    """The round that this process tries to begin."""
+    begins_at: float | None = None
+    """When it last tried."""
+    begun_at: float | None = None
+    """When this process began `round`; None: another process did."""
     terminating_since: tuple[tuple[str, float], ...] = ()
     """(pod uid, first seen terminating)."""
     asked: tuple[AskedSave, ...] = ()

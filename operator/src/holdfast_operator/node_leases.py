@@ -36,6 +36,11 @@ class NodeLeases:
     def forget(self, node: str) -> None:
         self._seen.pop(node, None)
 
+    def changed_at(self, node: str) -> float | None:
+        """When the lease was last seen to change; None for a node without a lease."""
+        known = self._seen.get(node)
+        return None if known is None else known.changed_at
+
     def stale_seconds(self, node: str, now: float) -> float | None:
         """Since when nothing changed; None for a node without a lease."""
         known = self._seen.get(node)

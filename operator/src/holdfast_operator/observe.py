@@ -109,7 +109,13 @@ class Observer:
         for name in {p.node for p in pods if p.node is not None}:
             node = self._cache.node(name)
             if node is not None:
-                nodes[name] = NodeView(name, node.ready, name in silent, node.labels)
+                nodes[name] = NodeView(
+                    name,
+                    node.ready,
+                    name in silent,
+                    renewed_at=self._cache.leases.changed_at(name),
+                    labels=node.labels,
+                )
         return nodes
 
     def _checkpoints(self, job: JobView) -> tuple[CheckpointView, ...]:

@@ -164,12 +164,15 @@ def status_view(status: TrainingJobStatus) -> JobStatusView:
         else RecoveryView(
             round=RestartRound(0) if recovery.round is None else recovery.round,
             reason=recovery.reason,
+            begun_at=_stamp_or_none(recovery.begun_at),
             detect_seconds=recovery.detect_seconds,
+            back_off_seconds=recovery.back_off_seconds,
             seal_seconds=recovery.seal_seconds,
             schedule_seconds=recovery.schedule_seconds,
             rehydrate_seconds=recovery.rehydrate_seconds,
             rendezvous_seconds=recovery.rendezvous_seconds,
             first_step_seconds=recovery.first_step_seconds,
+            total_seconds=recovery.total_seconds,
             lost_steps=recovery.lost_steps,
         ),
         goodput=None
@@ -249,12 +252,15 @@ def status_to_dict(status: JobStatusView) -> dict[str, Any]:
         else {
             "round": recovery.round,
             "reason": recovery.reason,
+            "begunAt": None if recovery.begun_at is None else stamp(recovery.begun_at),
             "detectSeconds": recovery.detect_seconds,
+            "backOffSeconds": recovery.back_off_seconds,
             "sealSeconds": recovery.seal_seconds,
             "scheduleSeconds": recovery.schedule_seconds,
             "rehydrateSeconds": recovery.rehydrate_seconds,
             "rendezvousSeconds": recovery.rendezvous_seconds,
             "firstStepSeconds": recovery.first_step_seconds,
+            "totalSeconds": recovery.total_seconds,
             "lostSteps": recovery.lost_steps,
         },
         "goodput": None
@@ -380,6 +386,7 @@ def pod_view(raw: Mapping[str, Any]) -> PodView | None:
         terminating=meta.get("deletionTimestamp") is not None,
         ready=_is_true(conditions.get("Ready")),
         trainer_exit_code=ended.get("exitCode"),
+        trainer_finished_at=_finished_at(trainer),
         trainer_restarts=int(trainer.get("restartCount") or 0),
         waiting_reason=waiting.get("reason"),
         waiting_message=str(waiting.get("message") or ""),
@@ -393,6 +400,15 @@ def pod_view(raw: Mapping[str, Any]) -> PodView | None:
 
 def _container(statuses: Any, name: str) -> Mapping[str, Any]:
     return next((s for s in statuses or [] if s.get("name") == name), {})
+
+
+def _finished_at(container: Mapping[str, Any]) -> datetime | None:
+    """The newest end of a container; None where it has not ended, or nothing says when."""
+    for key in ("state", "lastState"):
+        ended = (container.get(key) or {}).get("terminated") or {}
+        if ended.get("finishedAt"):
+            return _stamp_or_none(str(ended["finishedAt"]))
+    return None
 
 
 def _first_waiting(status: Mapping[str, Any]) -> Mapping[str, Any]:

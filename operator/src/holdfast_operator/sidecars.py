@@ -79,6 +79,8 @@ class _Pod:
     target: Target
     answered: bool = False
     """Ever, while this operator runs."""
+    heard_at: float | None = None
+    """When it last answered. Not in `view`, whose changes ask for a pass."""
     failures: int = 0
     failing_since: float | None = None
     not_before: float = 0.0
@@ -137,7 +139,11 @@ class Sidecars:
 
     def views(self, uid: JobUid) -> tuple[SidecarView, ...]:
         job = self._jobs.get(uid)
-        return () if job is None else tuple(p.view for p in job.pods.values())
+        return (
+            ()
+            if job is None
+            else tuple(replace(p.view, heard_at=p.heard_at) for p in job.pods.values())
+        )
 
     def coordinator_state(self, uid: JobUid) -> CoordinatorState | None:
         """The newest reply of the coordinator that is followed now."""
@@ -363,6 +369,7 @@ class Sidecars:
         if self._said.forget(pod.view.pod_uid):
             logs.info("sidecar answers again", pod=pod.target.pod)
         pod.answered = True
+        pod.heard_at = self._clock.monotonic()
         pod.failures = 0
         pod.failing_since = None
         pod.not_before = 0.0

@@ -112,29 +112,49 @@ class LineageEntry(ApiModel):
 
 
 class RecoveryStatus(ApiModel):
-    """The newest recovery, phase by phase; times in seconds."""
+    """The newest recovery. Its phases follow each other: those that are set add up to the total.
+
+    A phase that was not measured is missing, as after a restart of the operator.
+    """
 
     round: Annotated[RoundField | None, Field(description="Restart round that it began.")] = None
     reason: Annotated[
         str, Field(max_length=128, description="What was lost, in one CamelCase word.")
     ]
+    begun_at: Annotated[Timestamp | None, Field(description="When the round began (UTC).")] = None
     detect_seconds: Annotated[
-        float | None, Field(ge=0, description="Failure to its detection, seconds.")
+        float | None,
+        Field(
+            ge=0,
+            description="From the fault, as far as it is known, until the operator saw it, seconds.",
+        ),
+    ] = None
+    back_off_seconds: Annotated[
+        float | None, Field(ge=0, description="Until the round began, seconds.")
     ] = None
     seal_seconds: Annotated[
-        float | None, Field(ge=0, description="Until all survivors were sealed, seconds.")
+        float | None,
+        Field(
+            ge=0,
+            description="Until the survivors had stopped and the restore point was chosen, seconds.",
+        ),
     ] = None
     schedule_seconds: Annotated[
-        float | None, Field(ge=0, description="Until replacement pods ran, seconds.")
+        float | None,
+        Field(ge=0, description="Until the sidecars of replacement pods ran, seconds."),
     ] = None
     rehydrate_seconds: Annotated[
-        float | None, Field(ge=0, description="Until their shards were on the node, seconds.")
+        float | None, Field(ge=0, description="Until the shards were on the nodes, seconds.")
     ] = None
     rendezvous_seconds: Annotated[
         float | None, Field(ge=0, description="Until all ranks had met, seconds.")
     ] = None
     first_step_seconds: Annotated[
-        float | None, Field(ge=0, description="Until the first step was done, seconds.")
+        float | None, Field(ge=0, description="Until every rank had done a step, seconds.")
+    ] = None
+    total_seconds: Annotated[
+        float | None,
+        Field(ge=0, description="From the fault to the first step of every rank, seconds."),
     ] = None
     lost_steps: Annotated[
         int | None, Field(ge=0, description="Last trained step minus the restore point.")

@@ -31,6 +31,7 @@ from holdfast_operator.decide import (
     failure,
     gang,
     lifecycle,
+    recovery,
     restore_point,
     times,
 )
@@ -167,6 +168,10 @@ def _restart(world: World, memory: JobMemory, now: Now, failures: tuple[Failure,
     if end is not None:
         return _fail(world, memory, now, end)
     status = gang.next_round(world, failures, now)
+    fault = recovery.fault_at(world, failures, memory)
+    if status.last_recovery is not None:
+        begun = recovery.begun(status.last_recovery, fault, memory, now)
+        status = replace(status, last_recovery=begun)
     gone = tuple(f.confirm_gone for f in failures if f.confirm_gone is not None)
     cause = failures[0]
     words = f"round {status.restart_round} begins: {cause.message}"
@@ -191,6 +196,7 @@ def _begun(
     event: EmitEvent,
 ) -> Decision:
     status = _stamped(world, memory, now, status)
+    memory = replace(memory, begins=status.restart_round, begins_at=now.monotonic)
     action = BeginRound(world.observed.job.resource_version, status, gone)
     return Decision((action, event), 0.0, event.message, after_write(memory, world, now))
 
@@ -235,9 +241,9 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> JobStatusView:
     lost = None
     if status.step is not None:
         lost = max(0, status.step - (own or 0))
-    recovery = status.last_recovery
-    if recovery is not None and recovery.round == world.round:
-        recovery = replace(recovery, lost_steps=lost)
+    record = status.last_recovery
+    if record is not None and record.round == world.round:
+        record = replace(record, lost_steps=lost)
     replicated = status.last_replicated_step
     return replace(
         status,
@@ -249,7 +255,7 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> JobStatusView:
         last_replicated_step=None if replicated is None or own is None else min(replicated, own),
         last_memory_step=own,
         steps_dropped=0,
-        last_recovery=recovery,
+        last_recovery=record,
         goodput=_less_lost_work(status.goodput, lost, status.step),
     )
 

@@ -105,7 +105,7 @@ def resumed_round(world: World, now: Now) -> JobStatusView:
         members=(round_,) * job.spec.workers,
         restore_point=None,
         coordinator=None,
-        last_recovery=RecoveryView(round=round_, reason=Reason.RESUMED),
+        last_recovery=RecoveryView(round_, Reason.RESUMED, begun_at=now.utc),
     )
     status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)

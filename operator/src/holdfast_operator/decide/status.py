@@ -6,11 +6,13 @@ a pass carries everything. Levels alone are written at most every LEVELS_EVERY_S
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from holdfast_core.api import JobCondition, JobPhase
 from holdfast_core.ids import Step, TierName
-from holdfast_core.transfer.messages import CoordinatorState, RestorePoint
+from holdfast_core.transfer.messages import RestorePoint
+from holdfast_operator.decide import recovery
 from holdfast_operator.decide.world import World
 from holdfast_operator.model import (
     Condition,
@@ -18,7 +20,6 @@ from holdfast_operator.model import (
     JobMemory,
     JobStatusView,
     Now,
-    RecoveryView,
 )
 from holdfast_operator.reasons import Reason
 
@@ -83,6 +84,7 @@ def refresh(
     job = world.observed.job
     status = with_levels(status, world)
     status = _with_goodput(status, world, memory, now)
+    status = _with_recovery_closed(status, world, memory, now)
     status = _with_running(status, world, memory, now, note)
     status = _with_tier_conditions(status, world, now)
     ready = sum(1 for m in world.members if m.pod is not None and m.pod.ready and m.alive)
@@ -139,8 +141,6 @@ def _with_running(
     state = world.coordinator
     begun = status.restart_round == world.status.restart_round
     if begun and state is not None and state.running and status.restore_point is not None:
-        if not status.is_true(JobCondition.RUNNING):
-            status = replace(status, last_recovery=_recovery(status, state, memory))
         words = f"round {status.restart_round}: every rank has finished a step"
         status = set_condition(
             status, JobCondition.RUNNING, True, Note(Reason.TRAINING, words), now, generation
@@ -156,47 +156,55 @@ def _with_running(
     return set_condition(status, JobCondition.RUNNING, False, why, now, generation)
 
 
-def _recovery(
-    status: JobStatusView, state: CoordinatorState, memory: JobMemory
-) -> RecoveryView | None:
-    """Durations of the round that has just begun to run. Round 0 recovers from nothing."""
+def _with_recovery_closed(
+    status: JobStatusView, world: World, memory: JobMemory, now: Now
+) -> JobStatusView:
+    """Record what the recovery took, once every rank has finished a step, or has returned 0.
+
+    Round 0 recovers from nothing.
+    """
     begun = status.last_recovery
-    if begun is None or begun.round != status.restart_round:
-        return begun
-    known = memory if memory.round == status.restart_round else JobMemory()
-    return replace(
-        begun,
-        detect_seconds=_between(known.failure_before_round_at, known.round_seen_at),
-        seal_seconds=_between(known.round_seen_at, known.sealed_at),
-        schedule_seconds=_between(known.round_seen_at, known.scheduled_at),
-        rehydrate_seconds=state.times.rehydrate_seconds,
-        rendezvous_seconds=state.times.rendezvous_seconds,
-        first_step_seconds=state.times.first_step_seconds,
-    )
-
-
-def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else round(max(0.0, end - start), 3)
+    state = world.coordinator
+    if begun is None or begun.round != status.restart_round or begun.total_seconds is not None:
+        return status
+    if state is None or state.round != begun.round or status.restore_point is None:
+        return status
+    if not (state.running or state.finished):
+        return status
+    return replace(status, last_recovery=recovery.closed(begun, state, memory, now))
 
 
 def _with_goodput(
     status: JobStatusView, world: World, memory: JobMemory, now: Now
 ) -> JobStatusView:
-    """Time since the last count goes to training while Running holds, else to recovery."""
-    if status.restart_round is None or status.completion_time is not None:
+    """Time since the last count goes to training while Running holds, else to recovery.
+
+    The write that ends the job counts, too: a job of a few seconds may have no other.
+    """
+    if status.restart_round is None or world.status.completion_time is not None:
         return status
     old = status.goodput or GoodputView()
     elapsed = 0.0 if memory.counted_at is None else max(0.0, now.monotonic - memory.counted_at)
-    running = world.status.is_true(JobCondition.RUNNING)
+    trained = min(elapsed, _training_seconds(world, memory, now))
     blocked = blocked_seconds(world)
     new = replace(
         old,
-        training_seconds=old.training_seconds + (elapsed if running else 0.0),
-        recovery_seconds=old.recovery_seconds + (0.0 if running else elapsed),
+        training_seconds=old.training_seconds + trained,
+        recovery_seconds=old.recovery_seconds + elapsed - trained,
         checkpoint_seconds=old.checkpoint_seconds
         + (0.0 if blocked is None else max(0.0, blocked - memory.blocked_counted_seconds)),
     )
     return replace(status, goodput=with_ratio(new))
+
+
+def _training_seconds(world: World, memory: JobMemory, now: Now) -> float:
+    """For how long the gang has trained in this round, at the least."""
+    if world.status.is_true(JobCondition.RUNNING):
+        return math.inf
+    state = world.coordinator
+    if state is None or world.status.restore_point is None:
+        return 0.0
+    return now.monotonic - recovery.started_training_at(state, memory, now)
 
 
 def with_ratio(goodput: GoodputView) -> GoodputView:

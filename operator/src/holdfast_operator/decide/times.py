@@ -21,7 +21,7 @@ def advance(world: World, now: Now) -> JobMemory:
         memory = JobMemory(
             round=status.restart_round,
             round_seen_at=at,
-            failure_before_round_at=old.failure_seen_at,
+            begun_at=old.begins_at if old.begins == status.restart_round else None,
             levels_written_at=old.levels_written_at,
             counted_at=old.counted_at,
             asked=old.asked,
@@ -44,17 +44,25 @@ def advance(world: World, now: Now) -> JobMemory:
         m.pod is not None and (m.pod.sidecar_started or m.reachable) for m in members
     ):
         memory = replace(memory, scheduled_at=at)
+    trained = _trained(world)
+    if trained is not None and trained != memory.trained:
+        memory = replace(memory, trained=trained, progress_at=at)
     if memory.chosen_seen_at is None and status.restore_point is not None:
         memory = replace(memory, chosen_seen_at=at)
     return memory
 
 
+def _trained(world: World) -> int | None:
+    state = world.coordinator
+    return None if state is None or not state.progress else sum(p.step for p in state.progress)
+
+
 def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:
     """Stamp the first sight of a failure; forget one that went away by itself."""
-    if failing and memory.failure_seen_at is None:
-        return replace(memory, failure_seen_at=now.monotonic)
-    if not failing and memory.failure_seen_at is not None:
-        return replace(memory, failure_seen_at=None)
+    if not failing:
+        return replace(memory, failure_seen_at=None, failure_seen_utc=None, sound_at=now.monotonic)
+    if memory.failure_seen_at is None:
+        return replace(memory, failure_seen_at=now.monotonic, failure_seen_utc=now.utc)
     return memory
 
 

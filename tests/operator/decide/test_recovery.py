@@ -1,0 +1,352 @@
+"""The phases of a recovery: they count from the fault, are disjoint, and add up to the total."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
+from holdfast_core.transfer.messages import (
+    CoordinatorState,
+    DeadRank,
+    RankProgress,
+    RestorePoint,
+    RoundTimes,
+)
+from holdfast_operator.actions import StatusWrite
+from holdfast_operator.decide import decide, recovery
+from holdfast_operator.decide.failure import Failure
+from holdfast_operator.decide.world import World
+from holdfast_operator.model import (
+    JobMemory,
+    JobStatusView,
+    NodeView,
+    Now,
+    Observed,
+    PodPhase,
+    Reachable,
+    RecoveryView,
+    SidecarView,
+)
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.builders import (
+    held,
+    job,
+    manifest,
+    manifest_digest,
+    now,
+    pod,
+    sidecar,
+    status,
+)
+
+PODS = (pod(0), pod(1))
+
+
+def progress(step: int) -> tuple[RankProgress, ...]:
+    return tuple(RankProgress(Rank(r), Step(step)) for r in range(2))
+
+
+def state(round_: int = 0, step: int = 0, **changes: object) -> CoordinatorState:
+    found = CoordinatorState(
+        version=1,
+        round=RestartRound(round_),
+        progress=progress(step) if step else (),
+        running=step > 0,
+        last_local=RestorePoint(Step(10), RestartRound(0), manifest_digest(10, 0)),
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Timeline:
+    """Passes of one operator process over one job; every status write succeeds."""
+
+    observed: Observed
+    memory: JobMemory = field(default_factory=JobMemory)
+
+    def at(self, seconds: float, **seen: object) -> JobStatusView:
+        """What is `seen` from now on, and passes until the status rests."""
+        self.observed = replace(self.observed, **seen)  # type: ignore[arg-type]
+        for _ in range(4):
+            decision = decide(replace(self.observed, memory=self.memory), now(seconds))
+            self.memory = decision.memory
+            writes = [a for a in decision.actions if isinstance(a, StatusWrite)]
+            if not writes:
+                break
+            known = self.observed.job
+            self.observed = replace(self.observed, job=replace(known, status=writes[0].status))
+        return self.observed.job.status
+
+    def restart_operator(self) -> None:
+        self.memory = JobMemory()
+
+
+def holders(round_: int) -> tuple[SidecarView, ...]:
+    return tuple(
+        sidecar(p, round_, manifests=(manifest(10, 0),), shards=(held(10, 0, p.worker),))
+        for p in PODS
+    )
+
+
+def trained() -> Timeline:
+    """A gang of two in round 0, whose newest step was seen at 120 s."""
+    timeline = Timeline(Observed(job=job(2), pods=PODS))
+    timeline.at(100.0)
+    timeline.at(101.0, sidecars=holders(0))
+    timeline.at(110.0, coordinator=state(0, 5))
+    timeline.at(120.0, coordinator=state(0, 12))
+    assert timeline.observed.job.status.is_true(JobCondition.RUNNING)
+    return timeline
+
+
+DEAD = DeadRank(Rank(1), Worker(1), -9, "")
+TIMES = RoundTimes(rehydrate_seconds=0.5, rendezvous_seconds=1.2, first_step_seconds=0.25)
+
+
+def restarted(timeline: Timeline, seen_at: float) -> JobStatusView:
+    """From the pass that sees the fault on: sealed after 2 s, and trained again 3 s later."""
+    timeline.at(seen_at + 2.0, sidecars=holders(1), coordinator=None)
+    return timeline.at(seen_at + 5.0, coordinator=state(1, 11, times=TIMES))
+
+
+def assert_adds_up(record: RecoveryView | None) -> RecoveryView:
+    assert record is not None
+    assert record.total_seconds == pytest.approx(sum(record.phases().values()), abs=1e-6)
+    assert all(seconds >= 0.0 for seconds in record.phases().values())
+    return record
+
+
+def test_a_killed_rank_counts_from_the_last_sound_pass() -> None:
+    timeline = trained()
+    timeline.at(121.0)
+    timeline.at(121.5, coordinator=state(0, 12, dead=(DEAD,)))
+    record = assert_adds_up(restarted(timeline, 121.5).last_recovery)
+    assert record.phases() == {
+        "detect": 0.5,
+        "back_off": 0.0,
+        "seal": 2.0,
+        "schedule": 0.0,
+        "rehydrate": 0.5,
+        "rendezvous": 2.25,
+        "first_step": 0.25,
+    }
+    assert record.total_seconds == 5.5
+
+
+@pytest.mark.parametrize(
+    ("renewed_at", "heard_at", "expected"),
+    [
+        pytest.param(115.0, 118.0, 20.0, id="the newest step"),
+        pytest.param(124.0, 118.0, 16.0, id="the lease"),
+        pytest.param(115.0, 126.0, 14.0, id="the sidecar's last answer"),
+        pytest.param(None, None, 20.0, id="neither lease nor answer"),
+        pytest.param(150.0, None, 0.0, id="a sign after it was seen counts as then"),
+    ],
+)
+def test_a_silent_node_counts_from_its_last_sign_of_life(
+    renewed_at: float | None, heard_at: float | None, expected: float
+) -> None:
+    timeline = trained()
+    timeline.at(130.0)
+    lost = NodeView("node-1", ready=False, lost=True, renewed_at=renewed_at)
+    there, gone = holders(0)
+    silent = replace(gone, reachable=Reachable.NO, unreachable_since=130.0, heard_at=heard_at)
+    timeline.at(140.0, nodes={"node-1": lost}, sidecars=(there, silent))
+    record = timeline.observed.job.status.last_recovery
+    assert record is not None
+    assert record.reason == Reason.NODE_LOST
+    assert record.detect_seconds == expected
+
+
+@pytest.mark.parametrize(
+    ("stamp_age", "expected"),
+    [
+        pytest.param(3.0, 3.0, id="the kubelet's stamp"),
+        pytest.param(-60.0, 0.0, id="a kubelet whose clock is ahead"),
+        pytest.param(3600.0, 10.0, id="a kubelet whose clock is behind"),
+    ],
+)
+def test_a_failed_pod_counts_from_its_end_within_what_is_possible(
+    stamp_age: float, expected: float
+) -> None:
+    timeline = trained()
+    timeline.at(129.0)
+    moment = now(130.0)
+    failed = replace(
+        PODS[1],
+        phase=PodPhase.FAILED,
+        reason="Error",
+        trainer_exit_code=1,
+        trainer_finished_at=moment.utc - timedelta(seconds=stamp_age),
+    )
+    timeline.at(130.0, pods=(PODS[0], failed))
+    record = timeline.observed.job.status.last_recovery
+    assert record is not None
+    assert record.detect_seconds == expected
+
+
+def test_a_deleted_pod_counts_from_the_end_of_training_not_of_its_grace() -> None:
+    """The gang may save and stop first: what it trains meanwhile is no outage."""
+    timeline = trained()
+    leaving = (PODS[0], replace(PODS[1], terminating=True))
+    timeline.at(125.0, pods=leaving)
+    timeline.at(131.0, coordinator=state(0, 14))
+    timeline.at(141.0)
+    record = timeline.observed.job.status.last_recovery
+    assert record is not None
+    assert record.reason == Reason.POD_LOST
+    assert record.detect_seconds == 10.0
+
+
+def test_back_off_is_a_phase_of_its_own() -> None:
+    """A gang that fails again and again from the same step waits before the next round."""
+    timeline = trained()
+    timeline.observed = replace(
+        timeline.observed,
+        job=replace(timeline.observed.job, spec=job(2, interval_steps=0).spec),
+        coordinator=state(0, 12, last_local=None),
+    )
+    base = 121.0
+    for round_ in range(4):
+        dead = state(round_, 12, dead=(DEAD,), last_local=None)
+        timeline.at(base, coordinator=dead)
+        timeline.at(base + 70.0)
+        timeline.at(base + 71.0, coordinator=None, sidecars=holders(round_ + 1))
+        running = state(round_ + 1, 12, times=TIMES, last_local=None)
+        record = timeline.at(base + 80.0, coordinator=running).last_recovery
+        assert_adds_up(record)
+        base += 100.0
+    assert record is not None
+    assert record.back_off_seconds == 70.0
+
+
+def test_an_operator_that_restarts_in_between_knows_the_total_and_no_more_than_it_saw() -> None:
+    timeline = trained()
+    timeline.at(121.0)
+    timeline.at(121.5, coordinator=state(0, 12, dead=(DEAD,)))
+    timeline.restart_operator()
+    record = restarted(timeline, 121.5).last_recovery
+    assert record is not None
+    assert record.phases() == {
+        "detect": 0.5,
+        "back_off": 0.0,
+        "rehydrate": 0.5,
+        "rendezvous": 0.7,
+        "first_step": 0.25,
+    }
+    assert record.total_seconds == 5.5
+
+
+def test_a_gang_that_finishes_before_it_was_seen_to_run_closes_its_recovery() -> None:
+    """The last seconds of a job: the pass that sees the end is the first that sees the new round."""
+    timeline = trained()
+    timeline.at(121.0)
+    timeline.at(121.5, coordinator=state(0, 12, dead=(DEAD,)))
+    timeline.at(123.5, sidecars=holders(1), coordinator=None)
+    ended = timeline.at(160.0, coordinator=state(1, 40, times=TIMES, finished=True))
+    assert ended.is_true(JobCondition.COMPLETE)
+    assert ended.step == 40
+    record = assert_adds_up(ended.last_recovery)
+    assert record.total_seconds == 0.5 + 2.0 + 1.2 + 0.25
+    assert ended.goodput is not None
+    assert ended.goodput.recovery_seconds + ended.goodput.training_seconds == pytest.approx(60.0)
+    assert ended.goodput.training_seconds == pytest.approx(160.0 - 123.5 - 1.45 + 11.5, abs=0.01)
+
+
+def test_the_status_of_a_job_of_twenty_seconds_is_final() -> None:
+    """Levels are written every ten seconds at most; the last write carries them all the same."""
+    timeline = Timeline(Observed(job=job(2), pods=PODS))
+    timeline.at(100.0)
+    timeline.at(101.0, sidecars=holders(0))
+    timeline.at(103.0, coordinator=state(0, 1))
+    timeline.at(104.0, coordinator=state(0, 20))
+    done = RestorePoint(Step(320), RestartRound(0), Digest("b3:last"))
+    ended = timeline.at(120.0, coordinator=state(0, 320, finished=True, last_local=done))
+    assert ended.is_true(JobCondition.COMPLETE)
+    assert (ended.step, ended.last_committed_step, ended.phase) == (320, 320, "Succeeded")
+    assert ended.goodput is not None
+    assert ended.goodput.training_seconds == pytest.approx(17.0)
+    assert ended.goodput.ratio == pytest.approx(17.0 / 20.0)
+
+
+SECONDS = st.floats(0.0, 1e4, allow_nan=False)
+MAYBE = st.none() | SECONDS
+
+
+@given(
+    before=st.tuples(MAYBE, SECONDS),
+    marks=st.tuples(SECONDS, MAYBE, MAYBE, MAYBE),
+    times=st.tuples(MAYBE, MAYBE, MAYBE),
+    end=SECONDS,
+    finished=st.booleans(),
+    here=st.booleans(),
+)
+def test_whatever_was_measured_the_phases_add_up(
+    before: tuple[float | None, float],
+    marks: tuple[float, float | None, float | None, float | None],
+    times: tuple[float | None, float | None, float | None],
+    end: float,
+    finished: bool,
+    here: bool,
+) -> None:
+    """Also where the coordinator's durations are longer than what was waited for them."""
+    begin, *after = marks
+    sealed, scheduled, chosen = (None if m is None else begin + m for m in after)
+    moment = Now(begin + end + max(m or 0.0 for m in after), now(begin + end).utc)
+    memory = JobMemory(
+        round=RestartRound(1),
+        begun_at=begin if here else None,
+        sealed_at=sealed,
+        scheduled_at=scheduled,
+        chosen_seen_at=chosen,
+    )
+    begun = RecoveryView(
+        RestartRound(1),
+        "RankFailed",
+        begun_at=now(begin).utc,
+        detect_seconds=before[0],
+        back_off_seconds=before[1],
+    )
+    found = state(1, 11, times=RoundTimes(*times), finished=finished)
+    record = recovery.closed(begun, found, memory, moment)
+    assert record.total_seconds is not None
+    assert all(seconds >= 0.0 for seconds in record.phases().values())
+    known = sum(record.phases().values())
+    if here:
+        assert record.total_seconds == pytest.approx(known, abs=0.01)
+        longest = moment.monotonic - begin + sum(b or 0.0 for b in before)
+        assert record.total_seconds <= longest + 0.01
+    else:
+        assert record.total_seconds >= known - 0.01
+
+
+@given(
+    seen=SECONDS,
+    signs=st.tuples(MAYBE, MAYBE, MAYBE, MAYBE),
+    reason=st.sampled_from([Reason.NODE_LOST, Reason.RANK_FAILED, Reason.POD_LOST]),
+)
+def test_no_fault_lies_after_it_was_seen(
+    seen: float,
+    signs: tuple[float | None, float | None, float | None, float | None],
+    reason: Reason,
+) -> None:
+    progress_at, sound_at, renewed_at, heard_at = signs
+    memory = JobMemory(failure_seen_at=seen, progress_at=progress_at, sound_at=sound_at)
+    observed = Observed(
+        job=job(2, status(0)),
+        pods=PODS,
+        sidecars=(replace(sidecar(PODS[1], 0), heard_at=heard_at),),
+        nodes={"node-1": NodeView("node-1", renewed_at=renewed_at)},
+    )
+    failure = Failure(reason, "lost", Worker(1))
+    fault = recovery.fault_at(World(observed), (failure,), memory)
+    assert fault is None or fault <= seen
+    if progress_at is not None:
+        assert fault is not None
+        assert fault >= min(progress_at, seen)
