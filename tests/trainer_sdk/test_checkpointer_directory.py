@@ -206,7 +206,11 @@ def test_a_slow_persister_is_waited_for_and_that_is_said(
     monkeypatch.setattr(places.sys, "executable", str(slow))
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
-    said = [r.message for r in caplog.records if "still waiting for the persister" in r.message]
+    said = [
+        r.message
+        for r in caplog.records
+        if "still waiting for the process that writes" in r.message
+    ]
     assert len(said) == 1
 
 

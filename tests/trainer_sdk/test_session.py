@@ -74,7 +74,8 @@ def test_only_the_save_that_is_in_the_slot_is_handed_over_again(slot: Slot) -> N
     session = session_with(words)
     save(session, slot, 1)
     save(session, slot, 2)
-    session.connected(HelloReply(ROUND))
+    session.greeted(HelloReply(ROUND))
+    session.connected()
     assert words.steps == [1, 2, 2]
 
 
@@ -112,7 +113,8 @@ def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
     words.sent[0][1].set_result(Staged(Step(1)))
     sidecars = SlotFile.open(tmp_path, slot.name)
     sidecars.set_state(SlotState.OWNED)
-    session.connected(HelloReply(ROUND))
+    session.greeted(HelloReply(ROUND))
+    session.connected()
     assert words.steps == [1, 1]
     words.sent[1][1].set_exception(RefusedError(Refusal.SEALED, "waits for its ROUND"))
     header = slot.header()

@@ -34,7 +34,7 @@ def test_a_bug_in_a_write_is_a_counted_failure_of_that_save(gangs: Gangs, slots:
     async def scenario() -> None:
         async with gangs(2) as gang:
             gang.slots = slots
-            gang.failpoints[1] = "node.mid_write=bug@1"
+            gang.failpoints[1] = "node.mid_write=raise:RuntimeError@1"
             await gang.start()
             await gang.save(1)
             rank = gang.ranks[1]
@@ -56,7 +56,7 @@ def test_a_task_that_dies_ends_the_process_and_the_next_one_resumes(gangs: Gangs
 
     async def scenario() -> None:
         async with gangs(2) as gang:
-            gang.failpoints[1] = "memory.before_free=bug@1"
+            gang.failpoints[1] = "memory.before_free=raise:RuntimeError@1"
             await gang.start()
             await gang.save(1)
             process = gang.sidecars[1].process

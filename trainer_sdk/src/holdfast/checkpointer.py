@@ -20,6 +20,7 @@ from holdfast.agreement import StepAgreement, Verdict
 from holdfast.gang_store import GangStore, connect_store
 from holdfast.handle import SaveHandle
 from holdfast.layouts import LayoutFiles
+from holdfast.outcomes import Outcomes
 from holdfast.places import DirectoryPlace, Place, PodPlace
 from holdfast.progress import ProgressReporter
 from holdfast.restoring import Restorer
@@ -38,6 +39,7 @@ from holdfast_core.errors import (
     HoldfastError,
     SaveFailedError,
     StateDictError,
+    UnavailableError,
 )
 from holdfast_core.ids import Level, RestartRound, Step
 from holdfast_core.transfer.messages import Policy
@@ -107,7 +109,13 @@ class Checkpointer:
                 'is not set), so say where checkpoints go: holdfast.Checkpointer(dir="ckpt")'
             )
         round_ = self._settings.round if isinstance(self._place, PodPlace) else None
-        self._session = Session(self._place.job_uid, self._settings.rank, round_)
+        self._session = Session(
+            self._place.job_uid,
+            self._settings.rank,
+            round_,
+            self._place.peer,
+            knows_what_is_durable=isinstance(self._place, DirectoryPlace),
+        )
         self._ring = SlotRing(self._place.slots_dir, self._settings.rank, self._place.slots)
         self._signal = StopSignal(self._session.want_stop)
         self._store: GangStore | None = None
@@ -128,7 +136,7 @@ class Checkpointer:
         self._left_out: int | None = None
         self._began = False
         self._last_saved: Step | None = None
-        self._handles: list[SaveHandle] = []
+        self._outcomes = Outcomes()
         self.skipped: tuple[str, ...] = ()
         """What the last restore with strict=False left alone, one line each."""
 
@@ -171,8 +179,13 @@ class Checkpointer:
 
     def close(self, *, wait: bool = True) -> None:
         """End the connection. `wait`: what was saved is safe in the sidecar's hands (in a pod) or
-        durable (in a directory) when this returns. Does nothing in a forked child: the connection, the
-        slots and the persister are the parent's."""
+        durable (in a directory) when this returns, or has failed and is counted in `saves_failed`.
+
+        With on_save_error="raise" and `wait`, raises SaveFailedError for such a save, after everything
+        is closed. Without `wait` nothing is raised: an exception is on its way already.
+
+        Does nothing in a forked child: the connection, the slots and the persister are the parent's.
+        """
         if os.getpid() != self._pid:
             return
         self._signal.restore()
@@ -187,6 +200,7 @@ class Checkpointer:
                 self._session.wait_acknowledged(_ACKNOWLEDGE_SECONDS)
             else:
                 self._session.wait_settled(_SETTLE_SECONDS)
+        failure = self._count_last()
         link.close()
         self._saver.close()
         if copied:
@@ -200,6 +214,8 @@ class Checkpointer:
         self._session.link = None
         if self._dropped is not None:
             self._dropped.detach()
+        if failure is not None and wait and self._on_save_error == "raise":
+            raise failure
 
     # ------------------------------------------------------------------ the loop
 
@@ -259,6 +275,18 @@ class Checkpointer:
     @property
     def saves_failed(self) -> int:
         return self._saves_failed
+
+    @property
+    def last_committed_step(self) -> int | None:
+        """The newest step saved by this Checkpointer that is known to be durable; None before the first.
+        Up to date after each save and after `close`."""
+        return self._outcomes.watch.last_committed
+
+    @property
+    def saves_since_commit(self) -> int:
+        """Saves that were due since one became durable, failed and skipped ones included. A number that
+        only rises says that nothing is saved any more; a warning says so, too, after a minute."""
+        return self._outcomes.watch.saves_since_commit
 
     def should_save(self, step: int) -> bool:
         """Whether every rank saves after `step` optimizer steps. Ask once after each step, on every
@@ -362,6 +390,7 @@ class Checkpointer:
             self._progress.blocked(spent)
             self._progress.finished(step)
             self._progress.tell(self._round())
+            self._watch_commits()
         self._foresee(step + 1)
         return handle
 
@@ -409,6 +438,7 @@ class Checkpointer:
             self._left_out = step
             self._saves_skipped += 1
             self._progress.skipped()
+            self._watch_commits()
             logger.info("save of step %d left out: a rank's slots are still being written", step)
         return True
 
@@ -451,10 +481,15 @@ class Checkpointer:
 
     def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], *, wait: bool) -> None:
         if self._saver.save(handle, state, _BUSY_WAIT_SECONDS if wait else 0.0):
-            self._handles.append(handle)
+            self._outcomes.add(handle)
             self._found_no_slot = False
             return
         self._found_no_slot = True
+        if wait:
+            raise UnavailableError(
+                f"save of step {handle.step}: no slot became free within {_BUSY_WAIT_SECONDS} s: "
+                f"{self._place.where_to_look}"
+            )
         self._saves_skipped += 1
         self._progress.skipped()
         handle.fail(Level.LOCAL, "skipped: every slot is still being written")
@@ -462,16 +497,47 @@ class Checkpointer:
 
     def _raise_older(self) -> None:
         """With on_save_error="raise": a save that failed after it was handed over is raised here."""
-        waiting: list[SaveHandle] = []
-        for handle in self._handles:
-            if not handle.settled:
-                waiting.append(handle)
-            elif not handle.overtaken and not handle.durable:
-                self._handles = [h for h in self._handles if h is not handle]
-                self._failed(
-                    SaveFailedError(f"save of step {handle.step}: {handle.failure}"), handle.step
-                )
-        self._handles = waiting
+        while (handle := self._outcomes.next_failed(time.monotonic())) is not None:
+            self._failed(
+                SaveFailedError(f"save of step {handle.step}: {handle.failure}"), handle.step
+            )
+
+    def _count_last(self) -> SaveFailedError | None:
+        """What failed, or is not durable, when the connection is about to end; counted and logged."""
+        failed: list[tuple[Step, str]] = []
+        while (handle := self._outcomes.next_failed(time.monotonic())) is not None:
+            failed.append((handle.step, handle.failure or "unknown"))
+        in_pod = isinstance(self._place, PodPlace)
+        for handle in self._outcomes.take_unfinished(
+            lambda handle: in_pod and self._session.was_taken(handle)
+        ):
+            failed.append((handle.step, f"not durable yet: {self._place.where_to_look}"))
+        if not failed:
+            return None
+        self._saves_failed += len(failed)
+        step, why = failed[-1]
+        error = SaveFailedError(
+            f"{len(failed)} of the last saves did not become durable, the newest is step {step}: {why}. "
+            f"The newest durable step of this run is {self.last_committed_step}"
+        )
+        logger.warning("%s", error)
+        return error
+
+    def _watch_commits(self) -> None:
+        watch, now = self._outcomes.watch, time.monotonic()
+        watch.saved(now)
+        seconds = watch.stalled_seconds(now)
+        if seconds is not None:
+            logger.error(
+                "no save has become durable for %.0f s and %d saves; the newest durable step of this run "
+                "is %s, %d saves failed, %d were skipped: %s",
+                seconds,
+                watch.saves_since_commit,
+                watch.last_committed,
+                self._saves_failed,
+                self._saves_skipped,
+                self._place.where_to_look,
+            )
 
     def _failed(self, error: Exception, step: Step) -> None:
         self._saves_failed += 1

@@ -14,6 +14,7 @@ Life of a save's copies:
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import weakref
@@ -25,6 +26,8 @@ from holdfast.device import Device, Mark
 from holdfast.state.snapshot import DeviceCopy
 from holdfast.state.writers import Writers
 from holdfast_core.errors import DeviceError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +120,10 @@ class DeviceCopies:
                     done()
                 else:
                     failed(failure)
+            except BaseException as error:
+                # It would end the thread, and no later save would be handed over.
+                logger.exception("the copies of a save from its device")
+                failed(f"{type(error).__name__}: {error}")
             finally:
                 self._remove(pending)
 
@@ -162,7 +169,10 @@ class DeviceCopies:
 
     def _run(self) -> None:
         while (finish := self._to_finish.get()) is not None:
-            finish()
+            try:
+                finish()
+            except BaseException:
+                logger.exception("the end of a save's copies from its device")
 
     def _outcome(self, pending: PendingCopies) -> str | None:
         """Waits. Why the bytes must not be used; None when they are the step's."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 from holdfast.frames import FrameDecoder
@@ -41,7 +42,13 @@ class LinkEvents(Protocol):
 
     def hello(self) -> Hello: ...
 
-    def connected(self, reply: HelloReply) -> None: ...
+    def greeted(self, reply: HelloReply) -> None:
+        """Before any request of this connection can be sent."""
+        ...
+
+    def connected(self) -> None:
+        """Requests can be sent."""
+        ...
 
     def disconnected(self, reason: str) -> None: ...
 
@@ -54,14 +61,20 @@ class LinkEvents(Protocol):
 
 class Link:
     """`connect` opens a socket or raises OSError; it is called again after every end, and where a
-    greeting is not answered within `hello_seconds`."""
+    greeting is not answered within `hello_seconds`. `peer` names the other side in messages.
+
+    The thread outlives every exception: one of `connect` or of a connection ends that connection, one of
+    a callback is logged, and the callbacks that follow are called.
+    """
 
     def __init__(
         self,
         connect: Callable[[], socket.socket],
         events: LinkEvents,
         hello_seconds: float | None = 10.0,
+        peer: str = "the sidecar",
     ) -> None:
+        self._peer = peer
         self._connect = connect
         self._hello_seconds = hello_seconds
         self._events = events
@@ -90,18 +103,27 @@ class Link:
         return self._ready.wait(timeout_seconds)
 
     def submit(self, message: Any) -> Future[Any]:
-        """The reply, later. The future raises RefusedError, StaleRoundError for a refusal of the
-        round, UnavailableError when there is no connection or it ends first."""
+        """The reply, later. The future raises RefusedError (also where too much waits to be sent),
+        StaleRoundError for a refusal of the round, UnavailableError when there is no connection or it
+        ends first."""
         future: Future[Any] = Future()
+        name = type(message).__name__
+        error: HoldfastError
         with self._lock:
             self._next_id += 1
             id_ = self._next_id
-            if self._ready.is_set() and self._enqueue(write_frame(message, id_)):
+            if not self._ready.is_set():
+                error = UnavailableError(f"{name}: there is no connection to {self._peer}")
+            elif self._enqueue(write_frame(message, id_)):
                 self._waiting[id_] = future
                 return future
-        future.set_exception(
-            UnavailableError(f"{type(message).__name__}: there is no connection to the sidecar")
-        )
+            else:
+                error = RefusedError(
+                    Refusal.BUSY,
+                    f"{name}: {self._queued_bytes} bytes wait to be sent to {self._peer}, which does "
+                    "not read them",
+                )
+        future.set_exception(error)
         return future
 
     def request(self, message: Any, timeout_seconds: float) -> Any:
@@ -110,7 +132,7 @@ class Link:
             return self.submit(message).result(timeout_seconds)
         except TimeoutError as error:
             raise UnavailableError(
-                f"{type(message).__name__}: no answer from the sidecar within {timeout_seconds} s"
+                f"{type(message).__name__}: no answer from {self._peer} within {timeout_seconds} s"
             ) from error
 
     def notify(self, message: Any) -> bool:
@@ -148,28 +170,43 @@ class Link:
     def _run(self) -> None:
         pause = _FIRST_PAUSE_SECONDS
         while not self._closing:
-            try:
-                connection = self._connect()
-            except OSError as error:
-                self._events.disconnected(f"cannot connect: {error}")
-            else:
-                try:
-                    with connection:
-                        self._serve(connection)
-                    reason = "it closed the connection"
-                except (OSError, HoldfastError) as error:
-                    reason = f"{type(error).__name__}: {error}"
-                if self._ready.is_set():
-                    pause = _FIRST_PAUSE_SECONDS
-                self._drop(reason)
-                if not self._closing:
-                    self._events.disconnected(reason)
+            reason = self._live()
+            if self._ready.is_set():
+                pause = _FIRST_PAUSE_SECONDS
+            self._drop(reason)
             if not self._closing:
+                self._call(partial(self._events.disconnected, reason))
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         if self._wakers is not None:
             for waker in self._wakers:
                 waker.close()
+
+    def _live(self) -> str:
+        """One connection, from its opening to its end; why it ended."""
+        try:
+            connection = self._connect()
+        except OSError as error:
+            return f"cannot connect: {error}"
+        except BaseException as error:
+            logger.exception("connecting to %s failed in an unexpected way", self._peer)
+            return f"cannot connect: {type(error).__name__}: {error}"
+        try:
+            with connection:
+                self._serve(connection)
+            return "it closed the connection"
+        except (OSError, HoldfastError) as error:
+            return f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            logger.exception("the connection to %s failed in an unexpected way", self._peer)
+            return f"{type(error).__name__}: {error}"
+
+    def _call(self, callback: Callable[[], object]) -> None:
+        """An exception here would end the thread, and with it every later save."""
+        try:
+            callback()
+        except BaseException:
+            logger.exception("a message of %s could not be handled", self._peer)
 
     def _serve(self, connection: socket.socket) -> None:
         decoder = FrameDecoder()
@@ -215,9 +252,11 @@ class Link:
                         raise error
                     if not isinstance(reply, HelloReply):
                         raise FormatError(f"Hello was answered with {type(reply).__name__}")
+                    # Whoever waits for the connection reads the round as soon as it is ready.
+                    self._events.greeted(reply)
                     with self._lock:
                         self._ready.set()
-                    self._events.connected(reply)
+                    self._events.connected()
                     return frames[:position] + frames[position + 1 :]
 
     def _send(self, connection: socket.socket, pending: bytes) -> bytes:
@@ -246,16 +285,16 @@ class Link:
 
     def _handle(self, frame: Frame) -> None:
         if frame.id == 0:
-            self._events.push(frame.message)
+            self._call(partial(self._events.push, frame.message))
             return
         with self._lock:
             future = self._waiting.pop(frame.id, None)
         if future is None:
             return
         if isinstance(frame.message, Refused):
-            future.set_exception(_refusal(frame.message))
+            self._call(partial(future.set_exception, _refusal(frame.message)))
         else:
-            future.set_result(frame.message)
+            self._call(partial(future.set_result, frame.message))
 
     def _drop(self, reason: str) -> None:
         with self._lock:
@@ -264,7 +303,8 @@ class Link:
             self._outgoing.clear()
             self._queued_bytes = 0
         for future in waiting.values():
-            future.set_exception(UnavailableError(f"the connection to the sidecar ended: {reason}"))
+            error = UnavailableError(f"the connection to {self._peer} ended: {reason}")
+            self._call(partial(future.set_exception, error))
 
 
 def _refusal(refused: Refused) -> HoldfastError:

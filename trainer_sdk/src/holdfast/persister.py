@@ -16,13 +16,14 @@ import sys
 from collections.abc import Sequence
 
 from holdfast.directory.claims import claim
-from holdfast.directory.connection import Connection
+from holdfast.directory.connection import Connection, in_words
 from holdfast.directory.options import parse_options
 from holdfast.directory.service import DirectoryService
-from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import RestartRound
 from holdfast_core.transfer.messages import Refusal, Refused
 from holdfast_core.transfer.socket_frames import receive_frame, send_frame
+
+logger = logging.getLogger(__name__)
 
 _NICENESS = 10
 """Where cores are scarce the trainer's threads come first, nine times out of ten."""
@@ -30,37 +31,40 @@ _COMMIT_SECONDS = 30.0
 """How long the last checkpoint may wait for the shards of ranks that still write."""
 
 
+_WRITER_ENDED = 70
+"""Exit status (EX_SOFTWARE): the trainer starts another process, and hands over again what it holds."""
+
+
 def main(argv: Sequence[str]) -> int:
-    """0 when everything that was staged is durable."""
+    """0 when everything that was staged has been committed."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are the trainer's; its end is ours
     os.nice(_NICENESS)
     logging.basicConfig(level=logging.WARNING, format="[holdfast] %(message)s", stream=sys.stderr)
     sock = socket.socket(fileno=int(argv[0]))
     options = parse_options(argv[1])
-    service = DirectoryService(options)
+    service = DirectoryService(options, on_worker_end=lambda error: os._exit(_WRITER_ENDED))
     writing = None if options.writer is None else claim(options.writer)
     try:
         service.start()
-    except (HoldfastError, OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - the trainer logs it
         _refuse_hello(sock, error)
         return 1
-    Connection(sock, service).serve()
+    try:
+        Connection(sock, service).serve()
+    except Exception:
+        logger.exception("the connection to the trainer failed; what it has handed over is written")
     service.write_out()
     if writing is not None:  # what all ranks have written, the next run may commit itself
         writing.release()
-    service.finish(_COMMIT_SECONDS)
-    return 0
+    return 0 if service.finish(_COMMIT_SECONDS) else 1
 
 
 def _refuse_hello(sock: socket.socket, error: Exception) -> None:
     """The trainer hears why, in the reply to its Hello."""
     frame = receive_frame(sock)
     if frame is not None:
-        words = (
-            str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
-        )
-        refused = Refused(Refusal.NOT_FOUND, words, RestartRound(0))
+        refused = Refused(Refusal.NOT_FOUND, in_words(error), RestartRound(0))
         send_frame(sock, refused, frame.id)
 
 

@@ -48,6 +48,16 @@ class Place(Protocol):
     hello_seconds: float | None
     """How long to wait for the answer to a greeting; None: as long as the other side lives."""
 
+    @property
+    def peer(self) -> str:
+        """Names the other side in messages."""
+        ...
+
+    @property
+    def where_to_look(self) -> str:
+        """What to look at when saves do not become durable."""
+        ...
+
     def open(self) -> None:
         """Before the first connection. The directories are right from then on."""
         ...
@@ -74,6 +84,14 @@ class PodPlace:
 
     def __str__(self) -> str:
         return f"the sidecar at {self.socket_path}"
+
+    @property
+    def peer(self) -> str:
+        return "the sidecar"
+
+    @property
+    def where_to_look(self) -> str:
+        return "look at the log of the sidecar container and at the conditions of the TrainingJob"
 
     def open(self) -> None:
         """The sidecar was there before."""
@@ -152,7 +170,19 @@ class DirectoryPlace:
         )
 
     def __str__(self) -> str:
-        return f"the persister of {self.root}"
+        return self.peer
+
+    @property
+    def peer(self) -> str:
+        return f"the process that writes to {self.root}"
+
+    @property
+    def where_to_look(self) -> str:
+        number = "" if self._process is None else f" (process {self._process.pid})"
+        return (
+            f"look whether {self.root} is mounted, writable and has room, and what the process that "
+            f"writes to it{number} wrote to standard error"
+        )
 
     @property
     def processes_dir(self) -> Path:

@@ -213,7 +213,7 @@ class Restorer:
 
     def _request(self, message: Any, kind: type[Any] | tuple[type[Any], ...]) -> Any:
         if self._session.link is None:
-            raise UnavailableError("there is no connection to the sidecar")
+            raise UnavailableError(f"there is no connection to {self._place.peer}")
         reply = self._session.link.request(message, _ANSWER_SECONDS)
         if not isinstance(reply, kind):
             raise UnavailableError(
@@ -242,7 +242,8 @@ class Restorer:
                     raise error from self._session.greeting_error
 
     def _open_link(self) -> None:
-        link = Link(self._place.connect, self._session, self._place.hello_seconds)
+        place = self._place
+        link = Link(place.connect, self._session, place.hello_seconds, place.peer)
         self._session.link = link
         link.start()
 

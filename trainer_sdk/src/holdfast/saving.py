@@ -78,7 +78,7 @@ class Saver:
         """
         link = self._session.link
         if link is None or not link.is_connected:
-            raise UnavailableError("there is no connection to the sidecar")
+            raise UnavailableError(f"there is no connection to {self._session.peer}")
         snapshot = take_snapshot(state, self._rank)
         if self._plan is None or not self._plan.fits(snapshot):
             self._plan = plan_save(snapshot, self._rank)
@@ -164,8 +164,12 @@ class Saver:
         """In the thread of `DeviceCopies`: nobody is there to raise to."""
         try:
             self._hand_over(slot, stage, handle)
-        except UnavailableError as error:  # it came later than the end waits
-            handle.fail(Level.LOCAL, str(error))
+        except BaseException as error:
+            if not isinstance(
+                error, UnavailableError
+            ):  # that is one that came later than the end waits
+                logger.exception("handing over the save of step %d", handle.step)
+            handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
 
 
 def _give_up(slot: Slot, handle: SaveHandle, why: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.handle import SaveHandle
 from holdfast.link import Link
 from holdfast.staging import Slot
-from holdfast_core.errors import HoldfastError, UnavailableError
+from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import JobUid, Level, Rank, RestartRound
 from holdfast_core.transfer.messages import (
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_HANDLES = 64
 """Handles of older saves are forgotten: their levels may come very late, or never."""
+_LOSSES_AT_THE_END = 5
+"""Connections in a row that did not come about, after which the end waits no longer."""
 
 
 @dataclass(slots=True)
@@ -52,10 +54,25 @@ class _Staged:
 
 
 class Session:
-    """Thread-safe: the training thread and the link's thread meet here. Set `link` before use."""
+    """Thread-safe: the training thread and the link's thread meet here. Set `link` before use.
 
-    def __init__(self, job_uid: JobUid, rank: Rank, round_: RestartRound | None) -> None:
+    peer: names the other side in messages.
+    knows_what_is_durable: the other side answers for saves whose slots it has freed, so that it is asked
+      about every save that is not settled when it comes back.
+    """
+
+    def __init__(
+        self,
+        job_uid: JobUid,
+        rank: Rank,
+        round_: RestartRound | None,
+        peer: str = "the sidecar",
+        *,
+        knows_what_is_durable: bool = False,
+    ) -> None:
         self._job_uid = job_uid
+        self.peer = peer
+        self._knows_what_is_durable = knows_what_is_durable
         self._rank = rank
         self._lock = threading.Condition()
         self._saves: dict[tuple[int, int], _Staged] = {}
@@ -85,15 +102,19 @@ class Session:
             memory_level=True,
         )
 
-    def connected(self, reply: HelloReply) -> None:
+    def greeted(self, reply: HelloReply) -> None:
         with self._lock:
             self.losses = 0
+            self.greeting_error = None
             if self.round is None:
                 self.round = reply.round
             self.policy = reply.policy or self.policy
+
+    def connected(self) -> None:
+        with self._lock:
             again = [s for s in self._saves.values() if not s.handle.settled]
             if self._said_lost:
-                logger.warning("connected to the sidecar again: saves go on")
+                logger.warning("connected to %s again: saves go on", self.peer)
                 self._said_lost = False
             progress = self._progress
         if progress is not None and self.link is not None:
@@ -101,18 +122,20 @@ class Session:
         for save in again:
             # A slot that is FREE by now was written by an earlier life; its level is still to come.
             # One that holds a newer save by now is that save's.
-            if _is_in_slot(save) and save.slot.header().state is not SlotState.FREE:
+            if self._knows_what_is_durable or _state_of(save) not in (None, SlotState.FREE):
                 self._submit(save)
 
     def disconnected(self, reason: str) -> None:
         with self._lock:
             self.losses += 1
             self.lost_because = reason
+            self._lock.notify_all()
             if self._said_lost:
                 return
             self._said_lost = True
         logger.warning(
-            "no connection to the sidecar (%s): training goes on, saves fail until it is back",
+            "no connection to %s (%s): training goes on, saves fail until it is back",
+            self.peer,
             reason,
         )
 
@@ -146,8 +169,7 @@ class Session:
         save = _Staged(stage, slot, handle)
         with self._lock:
             self._saves[(stage.step, stage.round)] = save
-            while len(self._saves) > _MAX_HANDLES:
-                self._saves.pop(next(iter(self._saves)))
+            self._forget_old()
         self._submit(save)
 
     def progress(self, message: Progress) -> bool:
@@ -178,35 +200,62 @@ class Session:
             )
 
     def wait_settled(self, timeout_seconds: float) -> bool:
-        """Every save is local, or has failed."""
+        """Every save is local, or has failed. Returns early when the other side cannot be reached again."""
         with self._lock:
-            return self._lock.wait_for(
-                lambda: all(s.handle.settled for s in self._saves.values()), timeout_seconds
+            self._lock.wait_for(
+                lambda: self.losses >= _LOSSES_AT_THE_END or self._all_settled(), timeout_seconds
             )
+            return self._all_settled()
+
+    def was_taken(self, handle: SaveHandle) -> bool:
+        """The other side has said that it holds this save."""
+        with self._lock:
+            return any(s.handle is handle and s.acknowledged for s in self._saves.values())
 
     # ------------------------------------------------------------------ inside
 
     def _submit(self, save: _Staged) -> None:
         if self.link is None:
-            raise UnavailableError("the session has no link")
+            raise UnavailableError(f"there is no connection to {self.peer}")
         self.link.submit(save.stage).add_done_callback(partial(self._answered, save))
 
+    def _all_settled(self) -> bool:
+        return all(s.handle.settled for s in self._saves.values())
+
+    def _forget_old(self) -> None:
+        """The oldest of those that are settled first. One that is not has been overtaken by so many that
+        it has failed."""
+        while len(self._saves) > _MAX_HANDLES:
+            settled = (key for key, save in self._saves.items() if save.handle.settled)
+            forgotten = self._saves.pop(next(settled, next(iter(self._saves))))
+            why = f"{self.peer} did not say what became of it, nor of {_MAX_HANDLES} later saves"
+            forgotten.handle.fail(Level.LOCAL, why)
+
     def _answered(self, save: _Staged, future: Future[Any]) -> None:
+        try:
+            self._take_answer(save, future)
+        except BaseException as error:
+            # concurrent.futures swallows it, and the save would wait for its answer for ever.
+            logger.exception("the answer to the save of step %d", save.stage.step)
+            save.handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
+        self._settled()
+
+    def _take_answer(self, save: _Staged, future: Future[Any]) -> None:
         try:
             reply = future.result()
         except UnavailableError:
             return  # repeated when the connection is back
         except HoldfastError as error:
-            if _is_in_slot(save) and save.slot.header().state is SlotState.OWNED:
+            state = _state_of(save)
+            if state is SlotState.OWNED and not self._knows_what_is_durable:
                 # An earlier life of the sidecar took it; this one takes it up, or frees it.
                 save.acknowledged = True
             else:
-                if _is_in_slot(save):
+                if state is not None:
                     save.slot.abandon()  # it was refused: nobody else will free it
                 save.handle.fail(Level.LOCAL, str(error))
         else:
             save.acknowledged = isinstance(reply, Staged)
-        self._settled()
 
     def _settled(self) -> None:
         with self._lock:
@@ -227,6 +276,11 @@ class Session:
                 self._save_wanted = True
 
 
-def _is_in_slot(save: _Staged) -> bool:
-    header = save.slot.header()
-    return (header.step, header.round) == (save.stage.step, save.stage.round)
+def _state_of(save: _Staged) -> SlotState | None:
+    """Of the slot; None where it holds another save by now, or is not mapped any more."""
+    try:
+        header = save.slot.header()
+    except (FormatError, ValueError):
+        return None
+    is_its = (header.step, header.round) == (save.stage.step, save.stage.round)
+    return header.state if is_its else None

@@ -1,13 +1,14 @@
-"""Turns failpoints on in a process under test: `name=ACTION[@n]`, separated by commas.
+"""Turns failpoints on in a process under test, by rules that commas separate:
+`name=panic|sleep:SECONDS|err|wait:PATH|raise:EXCEPTION[@n]`.
 
-ACTION is `panic|sleep:SECONDS|err|bug|wait:PATH`. `panic` ends the process at once (as SIGKILL
-would), `sleep` blocks the thread, `err` raises an OSError EIO, `bug` raises a RuntimeError that no
-code expects, `wait` blocks the thread while there is no file of that path. `@n` means the n-th time
-only (from 1); without it, every time.
+`panic` ends the process at once (as SIGKILL would), `sleep` blocks the thread, `err` raises an
+OSError EIO, `wait` blocks the thread while there is no file of that path, `raise` raises the built-in
+exception of that name. `@n` means the n-th time only (from 1); without it, every time.
 """
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import threading
@@ -31,8 +32,8 @@ class Action(StrEnum):
     PANIC = "panic"
     SLEEP = "sleep"
     ERR = "err"
-    BUG = "bug"
     WAIT = "wait"
+    RAISE = "raise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Rule:
     action: Action
     seconds: float = 0.0
     path: str = ""
+    exception: type[BaseException] = OSError
     at: int | None = None
     """Which hit of the failpoint, from 1; None: every one."""
 
@@ -113,14 +115,23 @@ def _rule(part: str) -> Rule:
         return Rule(
             name.strip(),
             known,
-            0.0 if known is Action.WAIT or not argument else float(argument),
+            float(argument) if known is Action.SLEEP else 0.0,
             argument if known is Action.WAIT else "",
+            _exception(argument) if known is Action.RAISE else OSError,
             int(at) if at else None,
         )
     except ValueError as error:
         raise ConfigError(
-            f"{VARIABLE}: {part!r} is no rule; expected name=panic|sleep:SECONDS|err|bug|wait:/PATH[@n]"
+            f"{VARIABLE}: {part!r} is no rule; expected "
+            "name=panic|sleep:SECONDS|err|wait:/PATH|raise:EXCEPTION[@n]"
         ) from error
+
+
+def _exception(name: str) -> type[BaseException]:
+    found = getattr(builtins, name, None)
+    if not isinstance(found, type) or not issubclass(found, BaseException):
+        raise ValueError(name)
+    return found
 
 
 def _act(rule: Rule) -> None:
@@ -132,7 +143,7 @@ def _act(rule: Rule) -> None:
         case Action.WAIT:
             while not Path(rule.path).exists():
                 time.sleep(_POLL_SECONDS)
+        case Action.RAISE:
+            raise rule.exception(f"failpoint {rule.name}")
         case Action.ERR:
             raise OSError(errno.EIO, f"failpoint {rule.name}")
-        case Action.BUG:
-            raise RuntimeError(f"failpoint {rule.name}")

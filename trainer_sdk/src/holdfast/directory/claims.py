@@ -30,8 +30,8 @@ class Claim:
     def release(self) -> None:
         """The file is gone, and its directory, if nothing else is in it."""
         if self._descriptor is not None:
-            self._path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the folder may be gone, and the lock ends anyhow
+                self._path.unlink(missing_ok=True)
                 self._path.parent.rmdir()
             self.forget()
 

@@ -24,7 +24,7 @@ from holdfast.directory.choice import JOB_UID, candidates
 from holdfast_core.errors import HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.record import ShardRecord
-from holdfast_core.ids import CheckpointId, Digest, RestartRound, Step
+from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
 from holdfast_core.store import build_manifest, commit_local, merge_layouts
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer import codec
@@ -62,6 +62,9 @@ class Committer:
         temporary = directory / f".{record.header.rank}.{os.getpid()}.tmp"
         temporary.write_bytes(codec.dumps(Prepared(record, self.parent)))
         temporary.replace(_file(directory, record.header.rank))
+
+    def is_prepared(self, checkpoint: CheckpointId, rank: Rank) -> bool:
+        return _file(self._directory(checkpoint), rank).exists()
 
     def is_complete(self, checkpoint: CheckpointId) -> bool:
         directory = self._directory(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -20,6 +21,16 @@ from holdfast_core.errors import (
 from holdfast_core.ids import RestartRound
 from holdfast_core.transfer.messages import Hello, HelloReply, Progress, Refusal, Refused
 from holdfast_core.transfer.socket_frames import receive_frame, send_frame
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WORDS = 2000
+
+
+def in_words(error: BaseException) -> str:
+    """For a message to the trainer. Errors of Holdfast say what was tried; of others the type says most."""
+    text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+    return text[:_LONGEST_WORDS]
 
 
 class Service(Protocol):
@@ -111,6 +122,10 @@ class Connection:
             return self._refused(Refusal.BAD_REQUEST, error)
         except HoldfastError as error:
             return self._refused(Refusal.BUSY, error)
+        except BaseException as error:
+            # It would end the process, and the trainer would send the same request to the next one.
+            logger.exception("%s could not be served", type(message).__name__)
+            return self._refused(Refusal.BUSY, error)
 
-    def _refused(self, code: Refusal, error: HoldfastError) -> Refused:
-        return Refused(code, str(error), self._service.current_round)
+    def _refused(self, code: Refusal, error: BaseException) -> Refused:
+        return Refused(code, in_words(error), self._service.current_round)

@@ -1,8 +1,8 @@
 """The messages of a sidecar, answered from a directory: restore, fill, stage, levels.
 
 One instance serves one rank (`holdfast.persister`) or all ranks of a test. Calls come from the
-connections' threads; one worker thread writes and commits, in order. A failed save is told to the
-rank and never ends the service.
+connections' threads; one worker thread writes and commits, in order. Whatever exception a save meets, it
+fails that save, is reported to its rank, and ends neither the thread nor the service.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice, next_round
 from holdfast.directory.commit import Committer
+from holdfast.directory.connection import in_words
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.resharding import assemble_payload
 from holdfast.layouts import LayoutFiles
@@ -29,6 +30,7 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
+from holdfast_core.failpoint import failpoint
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.slot import SlotHeader, SlotState
@@ -80,8 +82,16 @@ class _Job:
 class DirectoryService:
     """Call `start` before anything else, `finish` at the end."""
 
-    def __init__(self, options: ServiceOptions) -> None:
+    def __init__(
+        self,
+        options: ServiceOptions,
+        on_worker_end: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """`on_worker_end` is called in the worker thread when an exception has ended it."""
         self._options = options
+        self._on_worker_end = on_worker_end
+        self._worker_error: BaseException | None = None
+        self._failures = 0
         self._layouts = LayoutFiles(options.layouts_dir)
         self._tier = DiskNodeTier(options.root / "tier", fill_limit=1.0)
         self._pacing = Pacing(options.slots_dir)
@@ -142,15 +152,17 @@ class DirectoryService:
         with self._lock:
             self._lock.wait_for(lambda: not self._queue and not self._busy)
 
-    def finish(self, commit_seconds: float) -> None:
-        """Write what is staged, wait a bounded time for the other ranks' shards, then stop."""
+    def finish(self, commit_seconds: float) -> bool:
+        """Write what is staged, wait a bounded time for the other ranks' shards, then stop. Whether every
+        save of this service was committed."""
         self.write_out()
         with self._lock:
-            self._lock.wait_for(lambda: not self._pending, commit_seconds)
+            all_committed = self._lock.wait_for(lambda: not self._pending, commit_seconds)
             self._closing = True
             self._lock.notify_all()
         if self._thread is not None:
             self._thread.join()
+        return all_committed and not self._failures
 
     def abort(self) -> None:
         """Stop as a kill would: what is staged stays staged."""
@@ -320,9 +332,10 @@ class DirectoryService:
 
     def _stage(self, message: Stage, push: Push) -> Staged:
         with self._lock:
+            if self._worker_error is not None:
+                raise RefusedError(Refusal.BUSY, f"the writer has ended: {self._worker_error!r}")
             if any(job.stage == message for job in self._queue):
                 return Staged(message.step)
-        self._store_layout(message.layout)
         slot = self._slot(message.slot)
         try:
             header = slot.header()
@@ -330,10 +343,14 @@ class DirectoryService:
             ready = (SlotState.FULL, SlotState.OWNED)
             wanted = (message.round, message.step, message.payload_bytes)
             if header.state not in ready or found[1:] != wanted:
+                if self._was_made_durable(message, push):
+                    slot.close()
+                    return Staged(message.step)
                 raise FormatError(
                     f"slot {message.slot}: state, round, step, bytes are {found}, the message says "
                     f"{wanted}"
                 )
+            self._store_layout(message.layout)
             slot.set_state(SlotState.OWNED)
         except BaseException:
             slot.close()
@@ -343,99 +360,190 @@ class DirectoryService:
             self._lock.notify_all()
         return Staged(message.step)
 
+    def _was_made_durable(self, message: Stage, push: Push) -> bool:
+        """By an earlier life of this process, which freed the slot then and was killed before the trainer
+        heard of the commit. What is left is to commit it and to say so."""
+        checkpoint = CheckpointId(message.step, message.round)
+        committer = self._committer
+        if committer is None or not (
+            committer.is_prepared(checkpoint, message.rank) or committer.is_committed(checkpoint)
+        ):
+            return False
+        self._await_commit(checkpoint, push)
+        return True
+
+    def _await_commit(self, checkpoint: CheckpointId, push: Push) -> None:
+        with self._lock:
+            self._pending.setdefault(checkpoint, _Pending(checkpoint)).pushes.append(push)
+            self._lock.notify_all()
+
     def _store_layout(self, digest: Digest) -> None:
         self._tier.put_layout(self._layouts.read(digest))
 
     # ------------------------------------------------------------------ the worker
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue and not self._closing:
-                    self._lock.wait(_POLL_SECONDS if self._pending else None)
-                if self._closing:
-                    return
-                job = self._queue.popleft() if self._queue else None
-                self._busy = job is not None
-            if job is not None:
-                self._write(job)
-            self._advance()
-            with self._lock:
-                self._busy = False
-                self._lock.notify_all()
+        try:
+            while self._work_once():
+                pass
+        except BaseException as error:
+            logger.critical("the writer has ended, nothing is saved any more", exc_info=True)
+            self._fail_all(error)
+            self._on_worker_end(error)
+
+    def _work_once(self) -> bool:
+        """False when the service is closing."""
+        with self._lock:
+            if not self._queue and not self._closing:
+                self._lock.wait(_POLL_SECONDS if self._pending else None)
+            if self._closing:
+                return False
+            job = self._queue.popleft() if self._queue else None
+            self._busy = job is not None
+        if job is not None:
+            self._write(job)
+        self._advance()
+        with self._lock:
+            self._busy = False
+            self._lock.notify_all()
+        return True
+
+    def _fail_all(self, error: BaseException) -> None:
+        words = f"the writer has ended: {type(error).__name__}: {error}"
+        with self._lock:
+            self._worker_error = error
+            self._busy = False
+            queue, pending = tuple(self._queue), tuple(self._pending)
+            self._queue.clear()
+        for job in queue:
+            job.slot.close()
+            checkpoint = CheckpointId(job.stage.step, job.stage.round)
+            self._fail(_Pending(checkpoint, [job.push]), "WriterEnded", words)
+        for checkpoint in pending:
+            self._give_up(checkpoint, "WriterEnded", words)
 
     def _write(self, job: _Job) -> None:
+        """Any exception is a failed save: one that ended this thread would be the end of all later ones."""
         stage, slot = job.stage, job.slot
         checkpoint = CheckpointId(stage.step, stage.round)
         try:
             try:
-                header = ShardHeader(
-                    JOB_UID,
-                    stage.round,
-                    stage.step,
-                    stage.rank,
-                    self._options.world_size,
-                    stage.layout,
-                    stage.payload_bytes,
-                )
-                slot.throttle = self._pacing.take
-                self._pacing.expect(
-                    bytes_each_step(
-                        stage.payload_bytes, self._options.policy.interval_steps, 0, None
-                    )
-                )
-                record = self._tier.write_shard(header, slot)
+                self._write_shard(stage, slot)
             finally:
+                # After the record: a slot that is free and has no record is a save that failed.
                 slot.set_state(SlotState.FREE)
                 slot.close()
-            if self._committer is not None:
-                self._committer.prepare(record)
-            with self._lock:
-                pending = self._pending.setdefault(checkpoint, _Pending(checkpoint))
-                pending.pushes.append(job.push)
-        except (HoldfastError, OSError) as error:
-            logger.warning("save of step %d failed: %s", stage.step, error)
-            job.push(_failed(checkpoint, Level.LOCAL, type(error).__name__, str(error)))
+            failpoint("directory.slot_freed")
+        except BaseException as error:
+            logger.warning(
+                "save of step %d failed: %s",
+                stage.step,
+                in_words(error),
+                exc_info=_unexpected(error),
+            )
+            self._fail(_Pending(checkpoint, [job.push]), type(error).__name__, in_words(error))
+        else:
+            self._await_commit(checkpoint, job.push)
+
+    def _write_shard(self, stage: Stage, slot: SlotFile) -> None:
+        header = ShardHeader(
+            JOB_UID,
+            stage.round,
+            stage.step,
+            stage.rank,
+            self._options.world_size,
+            stage.layout,
+            stage.payload_bytes,
+        )
+        slot.throttle = self._pacing.take
+        self._pacing.expect(
+            bytes_each_step(stage.payload_bytes, self._options.policy.interval_steps, 0, None)
+        )
+        failpoint("directory.write_shard")
+        record = self._tier.write_shard(header, slot)
+        if self._committer is not None:
+            self._committer.prepare(record)
 
     def _advance(self) -> None:
         """Commit what is complete (rank 0), tell who waits, prune, forget what was overtaken."""
         committer = self._committer
         if committer is None:
             return
-        leader = 0 in self._options.own_ranks
         for checkpoint in sorted(self._pending, key=lambda c: (c.round, c.step)):
             try:
-                if leader and committer.is_complete(checkpoint):
-                    committer.commit(checkpoint)
-                if not committer.is_committed(checkpoint):
+                if not self._commit(committer, checkpoint):
                     continue
-            except (HoldfastError, OSError) as error:
-                logger.warning("commit of %s failed: %s", checkpoint, error)
-                self._conclude(
-                    checkpoint, [_failed(checkpoint, Level.LOCAL, "CommitFailed", str(error))]
+            except BaseException as error:
+                logger.warning(
+                    "commit of %s failed: %s",
+                    checkpoint,
+                    in_words(error),
+                    exc_info=_unexpected(error),
                 )
+                self._give_up(checkpoint, "CommitFailed", in_words(error))
                 continue
             self._conclude(checkpoint, _levels(checkpoint))
             self._forget_older(checkpoint)
             try:
                 point = None if self._choice is None else self._choice.manifest.checkpoint
-                committer.prune(checkpoint, point, leader=leader)
-            except (HoldfastError, OSError) as error:
-                logger.warning("pruning after %s: %s; tried again later", checkpoint, error)
+                committer.prune(checkpoint, point, leader=self._leads)
+            except BaseException as error:
+                logger.warning(
+                    "pruning after %s failed, it is tried again after the next save: %s",
+                    checkpoint,
+                    in_words(error),
+                    exc_info=_unexpected(error),
+                )
+
+    @property
+    def _leads(self) -> bool:
+        return 0 in self._options.own_ranks
+
+    def _commit(self, committer: Committer, checkpoint: CheckpointId) -> bool:
+        """Whether it is committed now."""
+        failpoint("directory.before_commit")
+        if self._leads and committer.is_complete(checkpoint):
+            committer.commit(checkpoint)
+        return committer.is_committed(checkpoint)
 
     def _forget_older(self, newest: CheckpointId) -> None:
         for checkpoint in list(self._pending):
             if (checkpoint.round, checkpoint.step) < (newest.round, newest.step):
                 words = f"step {newest.step} was committed before all ranks had saved this one"
-                self._conclude(checkpoint, [_failed(checkpoint, Level.LOCAL, "Superseded", words)])
+                self._give_up(checkpoint, "Superseded", words)
 
     def _conclude(self, checkpoint: CheckpointId, messages: list[Any]) -> None:
         with self._lock:
             pending = self._pending.pop(checkpoint, None)
             self._lock.notify_all()
-        for push in pending.pushes if pending is not None else []:
+        if pending is not None:
+            _push_all(pending, messages)
+
+    def _give_up(self, checkpoint: CheckpointId, reason: str, words: str) -> None:
+        with self._lock:
+            pending = self._pending.pop(checkpoint, None)
+            self._lock.notify_all()
+        if pending is not None:
+            self._fail(pending, reason, words)
+
+    def _fail(self, pending: _Pending, reason: str, words: str) -> None:
+        self._failures += 1
+        _push_all(pending, [_failed(pending.checkpoint, Level.LOCAL, reason, words)])
+
+
+def _push_all(pending: _Pending, messages: list[Any]) -> None:
+    """A trainer that cannot be told asks again: its connection, not this thread, is what ends."""
+    for push in pending.pushes:
+        try:
             for message in messages:
                 push(message)
+        except BaseException:
+            logger.exception("what became of %s could not be told", pending.checkpoint)
+
+
+def _unexpected(error: BaseException) -> bool:
+    """Whether the log needs a traceback."""
+    return not isinstance(error, HoldfastError | OSError)
 
 
 def _levels(checkpoint: CheckpointId) -> list[Any]:

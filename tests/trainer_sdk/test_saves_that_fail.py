@@ -1,0 +1,266 @@
+"""A save that fails is counted, logged and reported; later saves work, and `close` ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.directory.options import ServiceOptions
+from holdfast.directory.service import DirectoryService
+from holdfast.layouts import LayoutFiles
+from holdfast.staging import SlotRing
+from holdfast.testing import FakeSidecar, committed_step, until
+from holdfast.testing.launched import children_of
+from holdfast_core.errors import SaveFailedError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import Level, Rank, Step
+from holdfast_core.testing.builders import payload, rank_layout_and_plan
+from holdfast_core.testing.failpoints import failpoints, in_every_python
+from holdfast_core.transfer.messages import LevelReached, Policy, Refusal, SaveFailed, Stage
+
+LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=100)
+SIZE = PLAN.total_bytes
+
+
+class Writer:
+    """A DirectoryService with one rank, in this process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.ended: list[BaseException] = []
+        self.said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        slots = directory / "slots"
+        policy = Policy(interval_steps=1, keep_last=3)
+        self.service = DirectoryService(
+            ServiceOptions(directory / "ckpt", slots, directory / "layouts", 1, range(1), policy),
+            self.ended.append,
+        )
+        self.service.start()
+        LayoutFiles(directory / "layouts").ensure(LAYOUT, digest_of(LAYOUT))
+        self.ring = SlotRing(slots, Rank(0), 2)
+        self.ring.ensure(SIZE, self.service.round)
+
+    def stage(self, step: int, push: Callable[[Any], None] | None = None) -> None:
+        slot = self.ring.acquire(60)
+        assert slot is not None, "no slot is free any more"
+        round_ = self.service.round
+        slot.begin(round_, Step(step), SIZE)
+        slot.payload[:SIZE] = list(payload(SIZE, seed=step))
+        slot.complete()
+        message = Stage(round_, Step(step), Rank(0), slot.name, SIZE, digest_of(LAYOUT))
+        self.service.handle(message, push or self.said.put)
+
+    def outcome(self, step: int) -> str:
+        """The word "committed", or why it was not."""
+        while True:
+            message = self.said.get(timeout=60)
+            if isinstance(message, LevelReached) and message.level is Level.LOCAL:
+                assert message.step == step
+                return "committed"
+            if isinstance(message, SaveFailed) and message.level is Level.LOCAL:
+                assert message.step == step
+                return f"{message.reason}: {message.message}"
+
+
+@pytest.mark.parametrize("kind", ["MemoryError", "ValueError", "OSError", "SystemExit"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "node.before_fsync",
+        "node.after_rename",
+        "directory.slot_freed",
+        "directory.before_commit",
+        "node.before_tombstone",
+    ],
+)
+def test_an_exception_of_the_writer_is_a_failed_save(
+    tmp_path: Path, where: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = Writer(tmp_path)
+    for step in (1, 2, 3):
+        writer.stage(step)
+        assert writer.outcome(step) == "committed"
+    with failpoints(f"{where}=raise:{kind}"):
+        writer.stage(4)
+        # What is committed stays so, whatever pruning meets after it.
+        pruning = where == "node.before_tombstone"
+        assert ("committed" if pruning else f"failpoint {where}") in writer.outcome(4)
+        writer.service.write_out()
+    for step in (5, 6, 7):  # more than there are slots
+        writer.stage(step)
+        assert writer.outcome(step) == "committed"
+    writer.service.finish(60)
+    assert not writer.ended
+    assert where in caplog.text
+
+
+def test_a_callback_that_raises_does_not_end_the_writer(tmp_path: Path) -> None:
+    def broken(message: Any) -> None:
+        raise SystemExit("the trainer cannot be told")
+
+    writer = Writer(tmp_path)
+    for step in (1, 2, 3):
+        writer.stage(step, broken)
+    writer.stage(4)
+    assert writer.outcome(4) == "committed"
+    assert writer.service.finish(60)
+
+
+def test_the_status_of_the_writer_says_that_a_save_failed(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    with failpoints("directory.write_shard=raise:MemoryError"):
+        writer.stage(1)
+        assert "MemoryError" in writer.outcome(1)
+    assert not writer.service.finish(60)
+
+
+@pytest.fixture
+def go(tmp_path: Path) -> Path:
+    return tmp_path / "go"
+
+
+def in_writers(monkeypatch: pytest.MonkeyPatch, directory: Path, rules: str) -> None:
+    """For the writing processes that this test starts."""
+    for name, value in in_every_python(directory, rules).items():
+        monkeypatch.setenv(name, value)
+
+
+def writer_of_this_process() -> int:
+    (pid,) = children_of(os.getpid())
+    return pid
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["node.before_fsync", "node.after_rename", "directory.slot_freed", "directory.before_commit"],
+)
+def test_a_killed_writer_costs_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path, where: str
+) -> None:
+    """It waits at `where` when it is killed: the next one goes on with what this one had begun."""
+    folder = tmp_path / "ckpt"
+    in_writers(monkeypatch, tmp_path, f"{where}=wait:{go}")
+    go.touch()
+    with holdfast.Checkpointer(dir=folder, on_save_error="raise") as ckpt:
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+        go.unlink()
+        handle = ckpt.save(2, {"t": torch.full((4,), 2.0)})
+        assert ckpt._session.wait_acknowledged(60)
+        if where in ("directory.slot_freed", "directory.before_commit"):
+            until(lambda: all(s.header().state.name == "FREE" for s in ckpt._ring.slots), "freed")
+        os.kill(writer_of_this_process(), signal.SIGKILL)
+        go.touch()
+        handle.wait(timeout=60)
+    assert ckpt.saves_failed == 0
+    assert ckpt.last_committed_step == committed_step(folder) == 2
+
+
+def test_a_writer_that_cannot_come_back_does_not_hang_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path
+) -> None:
+    folder = tmp_path / "ckpt"
+    in_writers(monkeypatch, tmp_path, f"node.before_fsync=wait:{go}")
+    go.touch()
+    ckpt = holdfast.Checkpointer(dir=folder, on_save_error="raise")
+    ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+    go.unlink()
+    ckpt.save(2, {"t": torch.ones(4)})
+    assert ckpt._session.wait_acknowledged(60)
+    folder.rename(tmp_path / "away")
+    folder.write_text("not a folder any more")
+    os.kill(writer_of_this_process(), signal.SIGKILL)
+    with pytest.raises(SaveFailedError, match="step 2: not durable yet"):
+        ckpt.close()
+    assert ckpt.saves_failed == 1
+    assert ckpt.last_committed_step == 1
+
+
+FULL = "directory.write_shard=err"
+
+
+@pytest.mark.parametrize("how", ["warn", "raise"])
+def test_the_last_save_is_counted_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: Any
+) -> None:
+    """Its disk fails after `save` has returned, and no later save is there to report it."""
+    in_writers(monkeypatch, tmp_path, FULL)
+    ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=2, on_save_error=how)
+
+    def train() -> None:
+        with ckpt:
+            for _ in ckpt.steps(3, {"t": torch.ones(4)}):
+                pass
+
+    if how == "raise":
+        with pytest.raises(SaveFailedError):
+            train()
+    else:
+        train()
+        assert "did not become durable, the newest is step 3" in caplog.text
+    assert ckpt.saves_failed == (2 if how == "warn" else ckpt.saves_failed)
+    assert ckpt.saves_failed >= 1
+    assert ckpt.last_committed_step is None
+    assert committed_step(tmp_path / "ckpt") == 0
+
+
+def test_a_script_that_asked_for_errors_ends_with_one(tmp_path: Path) -> None:
+    """Run as a program: what a batch system sees is the exit status."""
+    program = (
+        "import sys, numpy as np, holdfast\n"
+        "with holdfast.Checkpointer(dir=sys.argv[1], on_save_error=sys.argv[2]) as ckpt:\n"
+        "    ckpt.save(1, {'t': np.ones(4)})\n"
+    )
+    ended = {
+        how: subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / how), how],
+            env={**os.environ, **in_every_python(tmp_path, FULL)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for how in ("warn", "raise")
+    }
+    assert ended["warn"].returncode == 0
+    assert "did not become durable" in ended["warn"].stderr
+    assert ended["raise"].returncode == 1
+    assert "SaveFailedError" in ended["raise"].stderr
+
+
+def test_an_exception_of_the_script_is_not_hidden_by_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_writers(monkeypatch, tmp_path, FULL)
+    ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt", on_save_error="raise")
+    with pytest.raises(ZeroDivisionError), ckpt:
+        handle = ckpt.save(1, {"t": torch.ones(4)})
+        with pytest.raises(SaveFailedError):
+            handle.wait(timeout=60)
+        1 / 0  # noqa: B018
+    assert ckpt.saves_failed == 1
+
+
+def test_in_a_pod_only_what_the_sidecar_did_not_take_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeSidecar(tmp_path / "shared", tmp_path / "node") as sidecar:
+        for name, value in sidecar.environment(HOLDFAST_ROUND="0").items():
+            monkeypatch.setenv(name, value)
+        with holdfast.Checkpointer() as ckpt:
+            ckpt.save(1, {"t": torch.ones(4)})
+        assert ckpt.saves_failed == 0
+        sidecar.faults.refuse["Stage"] = Refusal.SEALED
+        with (
+            pytest.raises(SaveFailedError, match="step 2: Sealed"),
+            holdfast.Checkpointer(on_save_error="raise") as ckpt,
+        ):
+            ckpt.save(2, {"t": torch.ones(4)})
+        assert ckpt.saves_failed == 1

@@ -1,0 +1,45 @@
+"""Notices that saves are made and none of them becomes durable. Pure: the caller passes the time."""
+
+from __future__ import annotations
+
+from holdfast_core.ids import Step
+
+STALLED_SAVES = 5
+STALLED_SECONDS = 60.0
+
+
+class CommitWatch:
+    """Counts saves since the newest that became durable.
+
+    A stall is at least `STALLED_SAVES` saves (failed and skipped ones included) over at least
+    `STALLED_SECONDS`: a slow disk under a short interval skips more saves than that between two commits.
+    """
+
+    def __init__(self) -> None:
+        self.last_committed: Step | None = None
+        self.saves_since_commit = 0
+        self._since: float | None = None
+        self._reported = False
+
+    def saved(self, now: float) -> None:
+        """A save was due: handed over, failed or skipped. `now`: monotonic seconds."""
+        if self._since is None:
+            self._since = now
+        self.saves_since_commit += 1
+
+    def committed(self, step: Step, now: float) -> None:
+        if self.last_committed is None or step > self.last_committed:
+            self.last_committed = step
+        self.saves_since_commit = 0
+        self._since = now
+        self._reported = False
+
+    def stalled_seconds(self, now: float) -> float | None:
+        """How long nothing became durable, once for each stall; None otherwise."""
+        if self._reported or self._since is None or self.saves_since_commit < STALLED_SAVES:
+            return None
+        seconds = now - self._since
+        if seconds < STALLED_SECONDS:
+            return None
+        self._reported = True
+        return seconds
