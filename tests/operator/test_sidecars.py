@@ -84,6 +84,9 @@ class Bench:
     sidecars: Sidecars
     port: int
     enqueued: list[Key] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    defects: list[Exception] = field(default_factory=list)
+    """Each is raised once by what takes the news, as a defect of the operator would be."""
     servers: dict[int, FakeSidecar] = field(default_factory=dict)
 
     async def serve(self, pod: PodView, leaf: Leaf | None = None) -> FakeSidecar:
@@ -107,6 +110,7 @@ class Bench:
             pods,
             None if coordinator is None else Worker(coordinator),
             suspects,
+            ranks=8,
         )
 
     def view(self, pod: PodView) -> SidecarView:
@@ -124,7 +128,16 @@ async def bench() -> AsyncIterator[Bench]:
     client = SidecarClient(port)
     await client.start()
     keys: list[Key] = []
-    found = Bench(Sidecars(client, Identity(), SystemClock(), keys.append), port, keys)
+    errors: list[str] = []
+    defects: list[Exception] = []
+
+    def enqueue(key: Key) -> None:
+        if defects:
+            raise defects.pop()
+        keys.append(key)
+
+    sidecars = Sidecars(client, Identity(), SystemClock(), enqueue, errors.append)
+    found = Bench(sidecars, port, keys, errors, defects)
     try:
         yield found
     finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.transfer.messages import RankProgress, WorkerReport
+from holdfast_core.transfer.codec import loads
+from holdfast_core.transfer.messages import Progress, RankProgress, WorkerReport
 from holdfast_sidecar.metrics import Metrics
 
 
@@ -27,6 +28,24 @@ def test_a_seal_is_no_step_of_the_new_round() -> None:
     )
     assert sample(metrics, "holdfast_trained_round") == 4
     assert sample(metrics, 'holdfast_step{rank="0"}') == 30
+
+
+def test_names_that_a_script_reports_neither_break_nor_fill_the_page() -> None:
+    metrics = Metrics()
+    for step in range(100):
+        frame = f'{{"round":5,"rank":0,"step":{step},"metrics":{{"n{step}":1,"\\ud800":NaN}}}}'
+        progress = loads(Progress, frame.encode())
+        metrics.gang(
+            WorkerReport(
+                round=RestartRound(5),
+                worker=Worker(0),
+                progress=(RankProgress(Rank(0), progress.step, progress.metrics),),
+                instance="a",
+            )
+        )
+    page = metrics.render().decode()
+    assert page.count("holdfast_reported{") == 2
+    assert 'holdfast_reported{name="?",rank="0"} NaN' in page
 
 
 def test_the_process_itself_is_watched() -> None:

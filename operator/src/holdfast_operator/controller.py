@@ -87,7 +87,9 @@ class Controller:
         )
         self._certificates = Certificates(self._cluster, settings.operator_namespace, clock)
         self._client = SidecarClient()
-        self._sidecars = Sidecars(self._client, self._certificates, clock, self._queue.add)
+        self._sidecars = Sidecars(
+            self._client, self._certificates, clock, self._queue.add, metrics.unexpected
+        )
         events = Events(self._cluster, clock)
         self._effects = JobEffects(
             self._cluster,
@@ -230,18 +232,27 @@ class Controller:
             silent: set[str] = set()
             unproven: set[str] = set()
             for job in self._cache.jobs():
-                pods = self._cache.pods(job.uid)
-                if not pods:
-                    continue
-                self._observer.follow_sidecars(job, pods)
-                quiet = self._observer.silent_nodes(job, pods)
-                if quiet - self._silent:
-                    self._queue.add(job_key(job.namespace, job.name))
-                silent |= quiet
-                unproven |= self._observer.unproven_nodes(job, pods)
+                try:
+                    self._look_after(job, silent, unproven)
+                except Exception as error:  # noqa: BLE001 - one job must not end the care for all
+                    self._metrics.unexpected("tick")
+                    if self._said.is_new(f"tick {job.uid}", repr(error)):
+                        logs.failure("no look at the job between passes", error, **_fields(job))
             self._silent = frozenset(silent)
             for node in sorted(unproven):
                 await self._confirm(node)
+
+    def _look_after(self, job: JobView, silent: set[str], unproven: set[str]) -> None:
+        """Between passes: calls that no decision asks for, and the job's silent nodes."""
+        pods = self._cache.pods(job.uid)
+        if not pods:
+            return
+        self._observer.follow_sidecars(job, pods)
+        quiet = self._observer.silent_nodes(job, pods)
+        if quiet - self._silent:
+            self._queue.add(job_key(job.namespace, job.name))
+        silent |= quiet
+        unproven |= self._observer.unproven_nodes(job, pods)
 
     async def _confirm(self, node: str) -> None:
         """Our watch of leases is silent as well: ask the API server directly."""

@@ -67,11 +67,11 @@ class Changed:
         self._limit = limit
 
     def info(self, subject: str, message: str, **fields: Any) -> None:
-        if self._is_new(subject, message):
+        if self.is_new(subject, message):
             info(message, **fields)
 
     def warning(self, subject: str, message: str, **fields: Any) -> None:
-        if self._is_new(subject, message):
+        if self.is_new(subject, message):
             warning(message, **fields)
 
     def warning_once(self, subject: str, message: str, **fields: Any) -> None:
@@ -83,7 +83,8 @@ class Changed:
         """The subject is well again, or gone. True if something had been said."""
         return self._said.pop(subject, None) is not None
 
-    def _is_new(self, subject: str, message: str) -> bool:
+    def is_new(self, subject: str, message: str) -> bool:
+        """Remember the message; True if it differs from the one before about this subject."""
         if self._said.get(subject) == message:
             return False
         if len(self._said) >= self._limit:

@@ -57,6 +57,13 @@ class Metrics:
             ("kind",),
             registry=self.registry,
         )
+        self._unexpected = Counter(
+            "holdfast_unexpected_errors",
+            "Errors that no part of the operator expects; the part goes on, and the log has the "
+            "traceback.",
+            ("part",),
+            registry=self.registry,
+        )
         self._depth = Gauge(
             "holdfast_queue_depth", "Keys that wait for a worker.", registry=self.registry
         )
@@ -72,6 +79,9 @@ class Metrics:
 
     def failed(self, kind: str) -> None:
         self._failures.labels(kind).inc()
+
+    def unexpected(self, part: str) -> None:
+        self._unexpected.labels(part).inc()
 
     def depth(self, read: Callable[[], float]) -> None:
         self._depth.set_function(read)

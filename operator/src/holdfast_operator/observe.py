@@ -74,6 +74,7 @@ class Observer:
             others,
             coordinator,
             self.suspects(job, pods),
+            ranks=job.spec.workers * job.spec.procs_per_worker,
         )
 
     def suspects(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:

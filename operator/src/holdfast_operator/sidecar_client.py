@@ -5,6 +5,7 @@ Connects by pod IP and verifies the pod's name in the certificate. Remembers not
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ import aiohttp
 
 from holdfast_core.contract import CONTROL_PORT, peer_dns_name
 from holdfast_core.errors import FormatError, UnavailableError
+from holdfast_core.transfer.bounds import reply_limit_bytes
 from holdfast_core.transfer.codec import dumps, loads
 from holdfast_core.transfer.messages import (
     Ask,
@@ -38,7 +40,8 @@ SEAL_SECONDS = 8.0
 PRUNE_SECONDS = 60.0
 """It lists and deletes in the object store."""
 POLL_SECONDS = 25
-MAX_REPLY_BYTES = 64 << 20
+INLINE_BYTES = 32 << 10
+"""A larger reply is parsed in a thread: the loop serves all jobs."""
 
 
 class SidecarRefused(Exception):
@@ -65,6 +68,8 @@ class Target:
     pod: str
     address: str
     """Pod IP."""
+    ranks: int
+    """Of the job: bounds what its sidecars may answer."""
 
 
 class SidecarClient:
@@ -74,12 +79,17 @@ class SidecarClient:
     def __init__(self, port: int = CONTROL_PORT) -> None:
         self._port = port
         self._session: aiohttp.ClientSession | None = None
+        # One large reply at a time: what is read and parsed at once bounds memory and time.
+        self._large = asyncio.Lock()
 
     async def start(self) -> None:
         # One connection a call: a pooled one to a pod that died costs the whole time-out, and the
         # pool does not know which certificate a connection was verified for.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+        # No sidecar compresses: a small body must not grow in memory.
+        self._session = aiohttp.ClientSession(
+            connector=connector, trust_env=False, auto_decompress=False
+        )
 
     async def close(self) -> None:
         if self._session is not None:
@@ -147,7 +157,8 @@ class SidecarClient:
                 timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
                 allow_redirects=False,
             ) as response:
-                data = await _bounded(response)
+                kind = reply if response.status == 200 else Refused
+                data = await _bounded(response, reply_limit_bytes(kind, target.ranks))
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             # aiohttp's own words for a failed connect show the TLS context's address in memory.
@@ -158,7 +169,7 @@ class SidecarClient:
                 f"{target.address} failed: {words}"
             ) from error
         if status == 200:
-            return loads(reply, data)
+            return await self._parsed(reply, data, target)
         try:
             refused = loads(Refused, data)
         except FormatError as error:
@@ -167,6 +178,13 @@ class SidecarClient:
                 f"{status}, and the answer is none of the protocol"
             ) from error
         raise SidecarRefused(refused)
+
+    async def _parsed(self, reply: type[R], data: bytes, target: Target) -> R:
+        limit_bytes = reply_limit_bytes(reply, target.ranks)
+        if len(data) <= INLINE_BYTES:
+            return loads(reply, data, limit_bytes=limit_bytes)
+        async with self._large:
+            return await asyncio.to_thread(loads, reply, data, limit_bytes=limit_bytes)
 
 
 def _unavailable(error: Exception) -> type[UnavailableError]:
@@ -177,12 +195,15 @@ def _unavailable(error: Exception) -> type[UnavailableError]:
     return LeafOutOfTimeError if expired else UnavailableError
 
 
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+async def _bounded(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for chunk in response.content.iter_chunked(1 << 16):
         size += len(chunk)
-        if size > MAX_REPLY_BYTES:
-            raise FormatError(f"a sidecar's reply is larger than {MAX_REPLY_BYTES} bytes")
+        if size > limit_bytes:
+            raise FormatError(
+                f"the reply of a sidecar is larger than {limit_bytes} bytes, more than its job has "
+                "reason to send"
+            )
         parts.append(chunk)
     return b"".join(parts)

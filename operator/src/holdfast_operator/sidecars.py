@@ -5,6 +5,7 @@
 2. A reply becomes part of the pod's SidecarView, and the job's key is put on the queue.
 3. Two failures in a row make a sidecar unreachable; any answer, also a refusal, makes it reachable.
 4. One long poll a job follows the coordinator's state, `since` the version that is durably acted on.
+   Whatever an answer does to it, the poll goes on: an unexpected error is logged once and counted.
 Decides nothing.
 """
 
@@ -25,6 +26,8 @@ from holdfast_core.transfer.messages import (
     Ask,
     Certificate,
     CoordinatorState,
+    Inventory,
+    ManifestInfo,
     Prune,
     PruneReply,
     Refusal,
@@ -33,6 +36,7 @@ from holdfast_core.transfer.messages import (
 )
 from holdfast_operator import logs
 from holdfast_operator.actions import round_digest
+from holdfast_operator.call_slots import CallSlots, Standing
 from holdfast_operator.certificates import LEAF_LIFE, RENEW_AT
 from holdfast_operator.keys import Key
 from holdfast_operator.model import AckedRound, PodView, Reachable, SidecarView
@@ -55,8 +59,12 @@ PROBE_SECONDS = 2.0
 KNOWLEDGE_SECONDS = 1800.0
 """A sidecar that nobody called for so long is asked for its inventory."""
 POLL_AGAIN_SECONDS = 0.2
+POLL_SECONDS_PER_ENTRY = 200e-6
+"""Parsing and comparing an entry of the state costs about 10 us: a coordinator that answers at once
+each time gets a twentieth of one processor, whatever it sends."""
 ASK_AGAIN_SECONDS = 1.0
-CONCURRENT_CALLS = 64
+URGENT = frozenset({"seal", "round"})
+"""Calls that a recovery waits for."""
 
 
 class Identity(Protocol):
@@ -119,14 +127,16 @@ class Sidecars:
         identity: Identity,
         clock: Clock,
         enqueue: Callable[[Key], None],
+        count_error: Callable[[str], None],
     ) -> None:
         self._client = client
         self._identity = identity
         self._clock = clock
         self._enqueue = enqueue
+        self._count_error = count_error
         self._jobs: dict[JobUid, _Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._slots = asyncio.Semaphore(CONCURRENT_CALLS)
+        self._slots = CallSlots()
         self._said = logs.Changed()
 
     async def close(self) -> None:
@@ -160,6 +170,8 @@ class Sidecars:
         pods: Iterable[PodView],
         coordinator: Worker | None,
         suspects: frozenset[str],
+        *,
+        ranks: int,
     ) -> None:
         """The pods of now, the worker that coordinates, and the nodes whose leases are late.
 
@@ -172,7 +184,7 @@ class Sidecars:
         for gone in [u for u in job.pods if u not in present]:
             del job.pods[gone]
         for pod_uid, pod in present.items():
-            target = Target(uid, pod.name, pod.ip or "")
+            target = Target(uid, pod.name, pod.ip or "", ranks)
             known = job.pods.get(pod_uid)
             if known is None:
                 job.pods[pod_uid] = _Pod(SidecarView(pod.worker, pod_uid), target)
@@ -207,6 +219,7 @@ class Sidecars:
     def seal(self, uid: JobUid, pod_uid: str, round_: RestartRound) -> None:
         async def call(context: SSLContext, pod: _Pod) -> None:
             inventory = await self._client.seal(context, pod.target, Seal(round_))
+            inventory = self._shared(uid, inventory)
             self._alive(pod)
             pod.view = replace(pod.view, inventory=inventory, sealed_round=inventory.round)
 
@@ -215,6 +228,7 @@ class Sidecars:
     def send_round(self, uid: JobUid, pod_uid: str, message: Round, sidecar_restarts: int) -> None:
         async def call(context: SSLContext, pod: _Pod) -> None:
             inventory = await self._client.round(context, pod.target, message)
+            inventory = self._shared(uid, inventory)
             self._alive(pod)
             pod.view = replace(
                 pod.view,
@@ -268,8 +282,19 @@ class Sidecars:
 
     async def _inventory(self, context: SSLContext, pod: _Pod) -> None:
         inventory = await self._client.inventory(context, pod.target)
+        inventory = self._shared(JobUid(pod.target.job_uid), inventory)
         self._alive(pod)
         pod.view = replace(pod.view, inventory=inventory)
+
+    def _shared(self, uid: JobUid, inventory: Inventory) -> Inventory:
+        """The inventory with the manifests that other pods listed before: each worker lists all of
+        them, and a copy for each worker would take memory by the square of the gang."""
+        job = self._jobs.get(uid)
+        views = () if job is None else (p.view.inventory for p in job.pods.values())
+        known = {_identity(m): m for i in views if i is not None for m in i.manifests}
+        same = (known.get(_identity(m)) for m in inventory.manifests)
+        shared = (k if k == m else m for k, m in zip(same, inventory.manifests, strict=True))
+        return replace(inventory, manifests=tuple(m for m in shared if m is not None))
 
     def _renew(self, uid: JobUid, known: _Pod) -> None:
         async def call(context: SSLContext, pod: _Pod) -> None:
@@ -324,7 +349,24 @@ class Sidecars:
     ) -> None:
         before = pod.view
         try:
-            async with self._slots:
+            await self._attempt(job, pod, name, call)
+            if pod.view != before or name.startswith("prune "):
+                self._enqueue(job.key)
+        except Exception as error:  # noqa: BLE001 - the next pass tries it again
+            self._unexpected(f"{name} to the sidecar of pod {pod.target.pod}", error)
+            self._hold_off(pod)
+        finally:
+            pod.under_way.discard(name)
+
+    async def _attempt(
+        self,
+        job: _Job,
+        pod: _Pod,
+        name: str,
+        call: Callable[[SSLContext, _Pod], Awaitable[None]],
+    ) -> None:
+        try:
+            async with self._slots.hold(job.uid, _standing(pod), urgent=name in URGENT):
                 pod.called_at = self._clock.monotonic()
                 await self._call(job.uid, pod, lambda context: call(context, pod))
         except SidecarRefused as refusal:
@@ -333,13 +375,9 @@ class Sidecars:
             self._failed(pod, error)
         except FormatError as error:
             self._failed(pod, error)
-        except HoldfastError as error:  # the authority cannot be read: nothing the pod can help
+        except HoldfastError as error:  # the authority cannot be read: no fault of the pod
             self._said.warning(f"identity {job.uid}", f"no certificate to call with: {error}")
             self._hold_off(pod)
-        finally:
-            pod.under_way.discard(name)
-        if pod.view != before or name.startswith("prune "):
-            self._enqueue(job.key)
 
     async def _refused(self, job: _Job, pod: _Pod, name: str, refusal: SidecarRefused) -> None:
         """An answer all the same; where it knows of a newer round, what it holds is asked for."""
@@ -364,6 +402,12 @@ class Sidecars:
             return
         except HoldfastError as error:
             self._failed(pod, error)
+
+    def _unexpected(self, what: str, error: Exception) -> None:
+        """A defect of the operator that an answer brought out: it must end no task for good."""
+        self._count_error("sidecars")
+        if self._said.is_new(f"unexpected {what}", repr(error)):
+            logs.failure(f"{what} ended with an unexpected error", error)
 
     def _alive(self, pod: _Pod) -> None:
         if self._said.forget(pod.view.pod_uid):
@@ -412,6 +456,8 @@ class Sidecars:
                         return
                 except HoldfastError as error:
                     self._said.info(name, f"{path} is tried again: {error}")
+                except Exception as error:  # noqa: BLE001 - it is tried again
+                    self._unexpected(f"{path} to the sidecar of pod {pod}", error)
                 await self._clock.sleep(ASK_AGAIN_SECONDS)
         finally:
             job.asks.discard(name)
@@ -450,33 +496,45 @@ class Sidecars:
             pod = job.pods.get(pod_uid)
             if pod is None:
                 return
-            job.acted.clear()
             try:
-                state = await self._call(
-                    job.uid,
-                    pod,
-                    partial(self._client.state, target=pod.target, since=job.since),
-                )
-            except SidecarRefused as refusal:
-                self._alive(pod)
-                self._said.info(f"poll {job.uid}", f"the coordinator's state: {refusal}")
-            except HoldfastError as error:
-                before = pod.view
-                self._failed(pod, error)
-                job.since = 0
-                if pod.view != before:
-                    self._enqueue(job.key)
-            else:
+                answered = await self._poll_once(job, pod)
+            except Exception as error:  # noqa: BLE001 - without its poll a job is blind for ever
+                self._unexpected(f"the poll of coordinator {pod.target.pod}", error)
+                answered = False
+            if answered:
                 pause = FIRST_BACKOFF_SECONDS
-                self._alive(pod)
-                self._said.forget(f"poll {job.uid}")
-                if state != job.state:
-                    job.state = state
-                    self._enqueue(job.key)
-                await self._until_acted(job, state.version)
                 continue
             await self._clock.sleep(pause)
             pause = min(pause * 2, MAX_BACKOFF_SECONDS)
+
+    async def _poll_once(self, job: _Job, pod: _Pod) -> bool:
+        """True where there is a state, and it was acted on or had its time to be."""
+        job.acted.clear()
+        try:
+            state = await self._call(
+                job.uid,
+                pod,
+                partial(self._client.state, target=pod.target, since=job.since),
+            )
+        except SidecarRefused as refusal:
+            self._alive(pod)
+            self._said.info(f"poll {job.uid}", f"the coordinator's state: {refusal}")
+            return False
+        except HoldfastError as error:
+            before = pod.view
+            self._failed(pod, error)
+            job.since = 0
+            if pod.view != before:
+                self._enqueue(job.key)
+            return False
+        self._alive(pod)
+        self._said.forget(f"poll {job.uid}")
+        if state != job.state:
+            job.state = state
+            self._enqueue(job.key)
+        await self._until_acted(job, state.version)
+        await self._clock.sleep(_entries(state) * POLL_SECONDS_PER_ENTRY)
+        return True
 
     async def _until_acted(self, job: _Job, version: int) -> None:
         """Let the pass act on what was just delivered: the next poll says so by `since`. A state
@@ -488,3 +546,18 @@ class Sidecars:
                     await job.acted.wait()
         except TimeoutError:
             return
+
+
+def _standing(pod: _Pod) -> Standing:
+    if pod.failures:
+        return Standing.SILENT
+    return Standing.ANSWERS if pod.answered else Standing.UNKNOWN
+
+
+def _identity(manifest: ManifestInfo) -> tuple[object, ...]:
+    return (manifest.step, manifest.round, manifest.manifest)
+
+
+def _entries(state: CoordinatorState) -> int:
+    lists = (state.steps, state.dead, state.progress, state.tiers, state.failures)
+    return sum(len(entries) for entries in lists)

@@ -12,6 +12,7 @@ see a new life of it (`instance`), and inventories show which manifests exist.
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, RefusedError
@@ -315,7 +316,8 @@ class Coordinator:
             last_persisted=self._uploads.last,
             last_persisted_bytes=self._uploads.last_bytes,
             dead=gathered.dead,
-            progress=gathered.progress,
+            # What scripts report is for each pod's own metrics page.
+            progress=tuple(replace(p, metrics={}) for p in gathered.progress),
             tiers=gathered.tiers,
             failures=self._all_failures(),
             times=gathered.times,

@@ -172,6 +172,7 @@ class Metrics:
 
     def gang(self, report: WorkerReport) -> None:
         """This pod's ranks as the coordinator is told of them; what is unknown is not shown."""
+        self._reported.clear()  # a script that reports new names for ever must not fill memory
         for progress in report.progress:
             self._step.labels(progress.rank).set(progress.step)
             for name, value in progress.metrics.items():

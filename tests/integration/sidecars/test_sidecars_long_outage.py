@@ -47,7 +47,7 @@ async def operator_of(gang: Any, worker: int) -> AsyncIterator[tuple[Sidecars, P
     await client.start()
     clock = SystemClock()
     certificates = Certificates(OperatorNamespace(gang), "holdfast-system", clock)  # type: ignore[arg-type]
-    sidecars = Sidecars(client, certificates, clock, lambda key: None)
+    sidecars = Sidecars(client, certificates, clock, lambda key: None, lambda part: None)
     pod = PodView(
         name=member.pod,
         uid=f"uid-{worker}",
@@ -69,7 +69,7 @@ async def operator_of(gang: Any, worker: int) -> AsyncIterator[tuple[Sidecars, P
 async def seal(gang: Any, worker: int, round_: int) -> SidecarView:
     uid = gang.operator.job_uid
     async with operator_of(gang, worker) as (sidecars, pod):
-        sidecars.follow(job_key("team-a", "gpt"), uid, None, (pod,), None, frozenset())
+        sidecars.follow(job_key("team-a", "gpt"), uid, None, (pod,), None, frozenset(), ranks=2)
 
         def view() -> SidecarView:
             return sidecars.views(uid)[0]

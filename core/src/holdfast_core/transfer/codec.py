@@ -2,7 +2,8 @@
 
 Field names are snake_case in Python and camelCase on the wire. Unknown fields are ignored (a newer
 sender), missing fields without a default and wrong types are refused, with the path in the message.
-Integers are bounded to 2^63. Nothing here knows a particular message.
+Every number, text, list and the depth are bounded (transfer.bounds). Nothing here knows a
+particular message.
 """
 
 from __future__ import annotations
@@ -10,18 +11,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import types
 import typing
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Any, TypeVar, Union
+from typing import Annotated, Any, TypeVar, Union
 
 from holdfast_core.errors import FormatError
+from holdfast_core.transfer.bounds import OF_NEW_TYPE, Bounds, body_limit_bytes
 
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_CONTROL_BYTES = 64 << 20
-_MAX_INT = (1 << 63) - 1
+MAX_DEPTH = 32
+"""Objects and lists within one another, in fields that are not known here, too."""
+_PLAIN = Bounds()
+
+Decoder = Callable[[Any], Any]
+
+
+class _MismatchError(Exception):
+    """A value is not what its type says. `path` is filled from its end while the error travels up."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words)
+        self.words = words
+        self.path: list[str] = []
 
 
 @functools.lru_cache(maxsize=4096)
@@ -50,77 +67,169 @@ def dumps(message: Any) -> bytes:
     return json.dumps(to_json(message), separators=(",", ":"), allow_nan=True).encode()
 
 
-def loads(cls: type[T], data: bytes, *, limit_bytes: int = MAX_CONTROL_BYTES) -> T:
-    """Parse bytes into a message. Raises FormatError naming the message, the path and what is wrong."""
+def loads(cls: type[T], data: bytes, *, limit_bytes: int | None = None) -> T:
+    """Parse bytes into a message. Raises FormatError naming the message, the path and what is wrong.
+
+    Args:
+        limit_bytes: Largest body; None: what transfer.bounds says of the message.
+    """
+    return from_json(cls, parse_json(data, cls.__name__, limit_bytes or body_limit_bytes(cls)))
+
+
+def parse_json(data: bytes, what: str, limit_bytes: int) -> Any:
+    """The JSON value in `data`, whose depth is bounded. Raises FormatError."""
     if len(data) > limit_bytes:
-        raise FormatError(f"{cls.__name__}: {len(data)} bytes, at most {limit_bytes} are accepted")
+        raise FormatError(f"{what}: {len(data)} bytes, at most {limit_bytes} are accepted")
     try:
         value = json.loads(data, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{cls.__name__}: not valid JSON: {error}") from error
-    return from_json(cls, value)
+        raise FormatError(f"{what}: not valid JSON: {error}") from error
+    if _is_too_deep(value):
+        raise FormatError(f"{what}: more than {MAX_DEPTH} objects and lists within one another")
+    return value
 
 
 def from_json(cls: type[T], value: Any) -> T:
-    return typing.cast(T, _decode(cls, value, cls.__name__))
+    """The message that a JSON value stands for. Raises FormatError."""
+    kind: Any = cls
+    try:
+        return typing.cast(T, _decoder(kind)(value))
+    except _MismatchError as error:
+        path = "".join(reversed(error.path))
+        raise FormatError(f"{cls.__name__}{path}: {error.words}") from error
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"duplicate key {key!r}")
-        result[key] = value
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"duplicate key {key[:80]!r}")
+            seen.add(key)
     return result
 
 
-@functools.lru_cache(maxsize=512)
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _is_too_deep(value: Any) -> bool:
+    level = _containers((value,))
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return False
+        level = [
+            child
+            for item in level
+            for child in _containers(item.values() if type(item) is dict else item)
+        ]
+    return bool(level)
 
 
-def _decode(kind: Any, value: Any, path: str) -> Any:
+def _containers(values: Iterable[Any]) -> list[Any]:
+    return [v for v in values if type(v) is dict or type(v) is list]
+
+
+@functools.lru_cache(maxsize=2048)
+def _decoder(kind: Any, bounds: Bounds = _PLAIN) -> Decoder:
+    """How a value of this type is read; made once a type."""
     while hasattr(kind, "__supertype__"):  # NewType
+        bounds = OF_NEW_TYPE.get(kind, bounds)
         kind = kind.__supertype__
-    if kind is Any:
-        return value
     origin = typing.get_origin(kind)
+    if origin is Annotated:
+        inner, *notes = typing.get_args(kind)
+        return _decoder(inner, next((n for n in notes if isinstance(n, Bounds)), bounds))
     if origin in (Union, types.UnionType):
-        members = [m for m in typing.get_args(kind) if m is not type(None)]
-        if value is None and len(members) < len(typing.get_args(kind)):
-            return None
-        if len(members) != 1:
-            raise FormatError(f"{path}: unions of several types are not part of the protocol")
-        return _decode(members[0], value, path)
+        return _optional(kind, bounds)
     if origin is tuple:
-        (item, *_) = typing.get_args(kind)
-        if not isinstance(value, list):
-            raise FormatError(f"{path}: expected a list, found {type(value).__name__}")
-        return tuple(_decode(item, v, f"{path}[{i}]") for i, v in enumerate(value))
+        return _list(_decoder(typing.get_args(kind)[0]), bounds)
     if origin is dict:
-        key_kind, item = typing.get_args(kind)
-        if not isinstance(value, dict):
-            raise FormatError(f"{path}: expected an object, found {type(value).__name__}")
-        return {_key(key_kind, k, path): _decode(item, v, f"{path}.{k}") for k, v in value.items()}
+        key, item = typing.get_args(kind)
+        return _object(_decoder(key), _decoder(item), bounds)
     if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(kind, value, path)
-    return _scalar(kind, value, path)
+        return _dataclass(kind)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return _enum(kind)
+    simple = {int: _int, float: _float, str: _text, bool: _bool}.get(kind)
+    if simple is None:
+        raise TypeError(f"{kind} is no type of the protocol")
+    return functools.partial(simple, bounds)
 
 
-def _decode_dataclass(kind: Any, value: Any, path: str) -> Any:
-    if not isinstance(value, dict):
-        raise FormatError(f"{path}: expected an object, found {type(value).__name__}")
-    hints = _hints(kind)
-    arguments: dict[str, Any] = {}
+def _optional(kind: Any, bounds: Bounds) -> Decoder:
+    members = [m for m in typing.get_args(kind) if m is not type(None)]
+    if len(members) != 1:
+        raise TypeError(f"{kind}: unions of several types are no part of the protocol")
+    decode = _decoder(members[0], bounds)
+    return lambda value: None if value is None else decode(value)
+
+
+def _list(decode: Decoder, bounds: Bounds) -> Decoder:
+    def read(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise _MismatchError(f"expected a list, found {type(value).__name__}")
+        if len(value) > bounds.items:
+            raise _MismatchError(f"{len(value)} entries, at most {bounds.items} are accepted")
+        items = []
+        try:
+            for item in value:
+                items.append(decode(item))
+        except _MismatchError as error:
+            error.path.append(f"[{len(items)}]")
+            raise
+        return tuple(items)
+
+    return read
+
+
+def _object(key: Decoder, decode: Decoder, bounds: Bounds) -> Decoder:
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _MismatchError(f"expected an object, found {type(value).__name__}")
+        if len(value) > bounds.items and not bounds.clip:
+            raise _MismatchError(f"{len(value)} entries, at most {bounds.items} are accepted")
+        result: dict[Any, Any] = {}
+        for name, item in value.items():
+            if len(result) == bounds.items:
+                break
+            try:
+                result[key(name)] = decode(item)
+            except _MismatchError as error:
+                error.path.append(f".{_shown(name)}")
+                raise
+        return result
+
+    return read
+
+
+def _dataclass(kind: Any) -> Decoder:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields: list[tuple[str, str, Decoder, bool, bool]] = []
     for field in dataclasses.fields(kind):
-        name = camel(field.name)
-        if name in value:
-            arguments[field.name] = _decode(hints[field.name], value[name], f"{path}.{name}")
-        elif _is_optional(hints[field.name]):
-            arguments[field.name] = None  # to_json leaves out what is None
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise FormatError(f"{path}: field {name} is missing")
-    return kind(**arguments)
+        hint = hints[field.name]
+        has_default = not (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        fields.append(
+            (field.name, camel(field.name), _decoder(hint), _is_optional(hint), has_default)
+        )
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _MismatchError(f"expected an object, found {type(value).__name__}")
+        arguments: dict[str, Any] = {}
+        for name, wire, decode, optional, has_default in fields:
+            if wire in value:
+                try:
+                    arguments[name] = decode(value[wire])
+                except _MismatchError as error:
+                    error.path.append(f".{wire}")
+                    raise
+            elif optional:
+                arguments[name] = None  # to_json leaves out what is None
+            elif not has_default:
+                raise _MismatchError(f"field {wire} is missing")
+        return kind(**arguments)
+
+    return read
 
 
 def _is_optional(kind: Any) -> bool:
@@ -129,30 +238,73 @@ def _is_optional(kind: Any) -> bool:
     )
 
 
-def _key(kind: Any, text: str, path: str) -> Any:
-    while hasattr(kind, "__supertype__"):
-        kind = kind.__supertype__
-    if kind is int:
-        try:
-            return int(text)
-        except ValueError as error:
-            raise FormatError(f"{path}: key {text!r} is not a whole number") from error
-    return text
+def _enum(kind: type[StrEnum]) -> Decoder:
+    known = {str(member): member for member in kind}
+
+    def read(value: Any) -> Any:
+        found = known.get(value) if isinstance(value, str) else None
+        if found is None:
+            words = ", ".join(sorted(known))
+            raise _MismatchError(f"{_shown(value)} is not one of {words}")
+        return found
+
+    return read
 
 
-def _scalar(kind: Any, value: Any, path: str) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        try:
-            return kind(value)
-        except ValueError as error:
-            known = ", ".join(sorted(kind))
-            raise FormatError(f"{path}: {value!r} is not one of {known}") from error
-    if type(value) is not kind:
-        raise FormatError(
-            f"{path}: expected {getattr(kind, '__name__', kind)}, found {type(value).__name__}"
-        )
-    if kind is int and abs(value) > _MAX_INT:
-        raise FormatError(f"{path}: {value} does not fit 64 bits")
+def _int(bounds: Bounds, value: Any) -> int:
+    if type(value) is not int:
+        raise _MismatchError(f"expected int, found {type(value).__name__}")
+    if not bounds.low <= value <= bounds.high:
+        # Not the value itself: it may have thousands of digits.
+        raise _MismatchError(f"the number is not within {bounds.low}..{bounds.high}")
     return value
+
+
+def _float(bounds: Bounds, value: Any) -> float:
+    if type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError:
+            raise _MismatchError("the number is too large for a float") from None
+    if type(value) is not float:
+        raise _MismatchError(f"expected float, found {type(value).__name__}")
+    if bounds.any_float:
+        return value
+    if not math.isfinite(value) or not bounds.low <= value <= bounds.high:
+        raise _MismatchError(f"{value} is not a number within {bounds.low}..{bounds.high}")
+    return value
+
+
+def _text(bounds: Bounds, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _MismatchError(f"expected str, found {type(value).__name__}")
+    if bounds.clip:
+        text = value[: bounds.characters]
+        return text if text.isascii() else text.encode(errors="replace").decode()
+    if len(value) > bounds.characters:
+        raise _MismatchError(f"{len(value)} characters, at most {bounds.characters} are accepted")
+    if not value.isascii() and not _is_unicode(value):
+        raise _MismatchError("the text has a surrogate without its pair")
+    if bounds.pattern is not None and bounds.pattern.fullmatch(value) is None:
+        raise _MismatchError(f"{_shown(value)} does not match {bounds.pattern.pattern}")
+    return value
+
+
+def _bool(bounds: Bounds, value: Any) -> bool:
+    if type(value) is not bool:
+        raise _MismatchError(f"expected bool, found {type(value).__name__}")
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    """What a peer sent, for an error: short and printable."""
+    text = value[:80] if isinstance(value, str) else type(value).__name__
+    return ascii(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
 from holdfast_core.ids import (
     CheckpointId,
@@ -21,6 +22,19 @@ from holdfast_core.ids import (
     Step,
     TierName,
     Worker,
+)
+from holdfast_core.transfer.bounds import (
+    Document,
+    ManyShards,
+    Name,
+    Natural,
+    Pem,
+    PerRank,
+    PerWorker,
+    Reason,
+    Reported,
+    Seconds,
+    Words,
 )
 
 PROTOCOL_VERSION = 1
@@ -62,7 +76,7 @@ class Refused:
     """Body of every refusal (HTTP 409, or a socket frame of type `refused`)."""
 
     code: Refusal
-    message: str
+    message: Words
     round: RestartRound
     version: int = 0
 
@@ -142,7 +156,7 @@ class ShardInfo:
     """One shard that somebody holds or that a manifest names."""
 
     rank: Rank
-    payload_bytes: int
+    payload_bytes: Natural
     blake3: Digest
     """BLAKE3 of the payload."""
     chunk_table: Digest
@@ -156,8 +170,8 @@ class ManifestInfo:
     step: Step
     round: RestartRound
     manifest: Digest
-    world_size: int
-    shards: tuple[ShardInfo, ...]
+    world_size: Natural
+    shards: Annotated[tuple[ShardInfo, ...], PerRank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +179,7 @@ class HeldShard:
     step: Step
     round: RestartRound
     rank: Rank
-    payload_bytes: int
+    payload_bytes: Natural
     blake3: Digest
     tier: TierName
     """MEMORY (a digested slot in shared memory) or NODE (own shard or a peer's copy)."""
@@ -177,9 +191,9 @@ class Failure:
 
     step: Step | None
     tier: TierName
-    reason: str
+    reason: Reason
     """CamelCase, e.g. NodeVolumeFull, StoreUnavailable, AccessDenied, PeerUnreachable."""
-    message: str
+    message: Words
 
 
 # --------------------------------------------------------------------------- Unix socket
@@ -239,7 +253,7 @@ class Restore:
 @dataclass(frozen=True, slots=True)
 class RestoreReply:
     restore_point: RestorePoint
-    payload_bytes: int = 0
+    payload_bytes: Natural = 0
     """Of this rank's shard; the rank offers slots of at least this capacity in Fill. 0 where another
     number of ranks saved the checkpoint: the rank plans its own payload."""
     world_size: int = 0
@@ -272,7 +286,7 @@ class Fill:
 @dataclass(frozen=True, slots=True)
 class Filled:
     slot: str
-    payload_bytes: int
+    payload_bytes: Natural
     tier: TierName
     """Which tier the bytes came from."""
 
@@ -299,7 +313,7 @@ class Stage:
     step: Step
     rank: Rank
     slot: str
-    payload_bytes: int
+    payload_bytes: Natural
     layout: Digest
     """BLAKE3 of the rank's layout; its document lies in <shared_dir>/layouts/<hex>.json."""
 
@@ -319,10 +333,10 @@ class Progress:
     round: RestartRound
     rank: Rank
     step: Step
-    metrics: dict[str, float] = field(default_factory=dict)
-    blocked_seconds: float = 0.0
+    metrics: Reported = field(default_factory=dict)
+    blocked_seconds: Seconds = 0.0
     """Trainer time that saves cost since the last Progress."""
-    saves_skipped: int = 0
+    saves_skipped: Natural = 0
     """Saves that this rank left out since the last Progress."""
 
 
@@ -343,7 +357,7 @@ class SaveFailed:
     round: RestartRound
     level: Level
     reason: str
-    message: str
+    message: Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +429,7 @@ class Exited:
     rank: Rank
     code: int
     """Exit code; -N for signal N."""
-    message: str = ""
+    message: Words = ""
     """Last words: the tail of the traceback, bounded to 2 KiB."""
 
 
@@ -430,7 +444,7 @@ class Finish:
 @dataclass(frozen=True, slots=True)
 class FinishReply:
     released: bool
-    message: str = ""
+    message: Words = ""
 
 
 # --------------------------------------------------------------------------- HTTPS, control
@@ -450,13 +464,13 @@ class Inventory:
     """Reply of POST /v1/seal and GET /v1/inventory."""
 
     worker: Worker
-    pod: str
+    pod: Name
     round: RestartRound
-    version: int
+    version: Natural
     """Version of the newest ROUND held for `round`; 0 if none."""
     manifests: tuple[ManifestInfo, ...] = ()
-    shards: tuple[HeldShard, ...] = ()
-    free_bytes: int = 0
+    shards: Annotated[tuple[HeldShard, ...], ManyShards] = ()
+    free_bytes: Natural = 0
     running_round: RestartRound | None = None
     """Round whose ranks run in this pod now."""
 
@@ -466,14 +480,14 @@ class Round:
     """POST /v1/round, operator -> sidecar; reply Inventory."""
 
     round: RestartRound
-    version: int
+    version: Natural
     restore_point: RestorePoint
     coordinator: Worker
     store_host: Worker
     """Whose launcher hosts the TCPStore of this round."""
-    workers: int
-    members: tuple[Member, ...]
-    copies: tuple[CopyAssignment, ...]
+    workers: Natural
+    members: Annotated[tuple[Member, ...], PerWorker]
+    copies: Annotated[tuple[CopyAssignment, ...], PerRank]
     policy: Policy
     holds: tuple[Step, ...] = ()
     """Steps that must not be pruned."""
@@ -487,12 +501,12 @@ class StepState:
     step: Step
     round: RestartRound
     level: Level | None
-    prepared: int
-    replicated: int
-    uploaded: int
-    world_size: int
+    prepared: Natural
+    replicated: Natural
+    uploaded: Natural
+    world_size: Natural
     manifest: Digest | None = None
-    payload_bytes: int = 0
+    payload_bytes: Natural = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,7 +514,7 @@ class DeadRank:
     rank: Rank
     worker: Worker
     code: int
-    message: str = ""
+    message: Words = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,8 +534,8 @@ class RankTiers:
 class RankProgress:
     rank: Rank
     step: Step
-    metrics: dict[str, float] = field(default_factory=dict)
-    blocked_seconds: float = 0.0
+    metrics: Reported = field(default_factory=dict)
+    blocked_seconds: Seconds = 0.0
     """Sum over this round."""
 
 
@@ -529,11 +543,11 @@ class RankProgress:
 class RoundTimes:
     """Seconds that each part of this round's start took, as the coordinator saw it."""
 
-    rehydrate_seconds: float | None = None
-    rendezvous_seconds: float | None = None
+    rehydrate_seconds: Seconds | None = None
+    rendezvous_seconds: Seconds | None = None
     """Barrier open on the slowest worker -> first Progress of every rank is first_step; this one is
     ROUND complete -> TCPStore address known and barrier open."""
-    first_step_seconds: float | None = None
+    first_step_seconds: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,30 +558,30 @@ class CoordinatorState:
     releases `Finish`.
     """
 
-    version: int
+    version: Natural
     round: RestartRound
     steps: tuple[StepState, ...] = ()
     """Steps of this round that are on their way or committed, oldest first, bounded to 16."""
     last_local: RestorePoint | None = None
     last_replicated: RestorePoint | None = None
     last_persisted: RestorePoint | None = None
-    last_persisted_bytes: int = 0
-    dead: tuple[DeadRank, ...] = ()
-    progress: tuple[RankProgress, ...] = ()
-    tiers: tuple[RankTiers, ...] = ()
+    last_persisted_bytes: Natural = 0
+    dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
+    progress: Annotated[tuple[RankProgress, ...], PerRank] = ()
+    tiers: Annotated[tuple[RankTiers, ...], PerRank] = ()
     failures: tuple[Failure, ...] = ()
     times: RoundTimes = RoundTimes()
     running: bool = False
     """Every rank has finished a step of this round."""
-    cannot_restore: str = ""
+    cannot_restore: Words = ""
     """Set when a worker could not get its shards of the restore point: what was tried."""
     finished: bool = False
     """All ranks returned 0 and nothing is on its way any more."""
-    saves_skipped: int = 0
+    saves_skipped: Natural = 0
     last_memory: RestorePoint | None = None
     """Newest step of this round whose shards are all digested, in shared memory or on the nodes. It
     is no promise: it goes with a pod."""
-    steps_dropped: int = 0
+    steps_dropped: Natural = 0
     """Steps that gave way to newer ones before nodes could write or peers could copy them, since this
     coordinator began."""
 
@@ -584,8 +598,8 @@ class Ask:
 class Certificate:
     """POST /v1/certificate, operator -> sidecar: a new leaf (PEM)."""
 
-    certificate: str
-    key: str
+    certificate: Pem
+    key: Pem
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,7 +614,7 @@ class Prepared:
     worker: Worker
     shard: ShardInfo
     layout: Digest
-    rank_layout: str | None = None
+    rank_layout: Document | None = None
     resent: bool = False
 
 
@@ -628,7 +642,7 @@ class Reference:
 
     step: Step
     round: RestartRound
-    payload_bytes: int = 0
+    payload_bytes: Natural = 0
     """Of the later one, stored in the earlier."""
 
 
@@ -654,18 +668,18 @@ class WorkerReport:
 
     round: RestartRound
     worker: Worker
-    progress: tuple[RankProgress, ...] = ()
-    dead: tuple[DeadRank, ...] = ()
+    progress: Annotated[tuple[RankProgress, ...], PerRank] = ()
+    dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
     failures: tuple[Failure, ...] = ()
-    tiers: tuple[RankTiers, ...] = ()
-    rehydrate_seconds: float | None = None
+    tiers: Annotated[tuple[RankTiers, ...], PerRank] = ()
+    rehydrate_seconds: Seconds | None = None
     barrier_open: bool = False
-    cannot_restore: str = ""
+    cannot_restore: Words = ""
     done: bool = False
     """All ranks of the pod returned 0."""
     idle: bool = False
     """Nothing is staged, being copied or uploaded here."""
-    saves_skipped: int = 0
+    saves_skipped: Natural = 0
     instance: str = ""
     """Names this life of the sender: when it changes, the coordinator tells it everything again."""
     holds: bool = False
@@ -723,7 +737,7 @@ class Holding:
     round: RestartRound
     worker: Worker
     ranks: tuple[RankHolding, ...]
-    layouts: tuple[str, ...] = ()
+    layouts: tuple[Document, ...] = ()
     """Rank layouts that the coordinator asked for."""
 
 
@@ -754,9 +768,9 @@ class ManifestPut:
 
     round: RestartRound
     step: Step
-    manifest: str
+    manifest: Document
     """Canonical JSON text."""
-    layout: str | None = None
+    layout: Document | None = None
     """The layout's canonical JSON, where the receiver lacked it before."""
     held: bool = False
     """Some shards may lie in shared memory only: the receiver may hold its own there, and copies wait
@@ -838,5 +852,5 @@ class PruneReply:
 # GET /v1/manifest?step=&round=[&jobUid=]  -> ManifestDocument (reads are served in any state)
 @dataclass(frozen=True, slots=True)
 class ManifestDocument:
-    manifest: str
-    layout: str | None = None
+    manifest: Document
+    layout: Document | None = None

@@ -19,7 +19,7 @@ from typing import Any
 
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.transfer import messages
-from holdfast_core.transfer.codec import MAX_MESSAGE_BYTES, from_json, to_json
+from holdfast_core.transfer.codec import MAX_MESSAGE_BYTES, from_json, parse_json, to_json
 
 _LENGTH = struct.Struct("!I")
 
@@ -85,10 +85,7 @@ def write_frame(message: Any, id: int = 0) -> bytes:
 
 def parse_body(body: bytes) -> Frame:
     """The frame in `body`, without its length. Raises FormatError."""
-    try:
-        value = json.loads(body, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"frame: not valid JSON: {error}") from error
+    value = parse_json(body, "frame", MAX_MESSAGE_BYTES)
     if not isinstance(value, dict):
         raise FormatError(f"frame: expected an object, found {type(value).__name__}")
     name, id_ = value.get("type"), value.get("id", 0)
@@ -168,12 +165,3 @@ def _receive(sock: socket.socket, length: int) -> bytes | None:
 
 def _is_unknown_push(frame: Frame) -> bool:
     return frame.id == 0 and isinstance(frame.message, UnknownMessage)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"duplicate key {key!r}")
-        result[key] = value
-    return result

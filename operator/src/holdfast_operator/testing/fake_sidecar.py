@@ -47,6 +47,9 @@ class FakeSidecar:
     state: CoordinatorState | None = None
     since: int = 0
     """The newest `since` that a poll said."""
+    raw_state: bytes | None = None
+    """Set: the body of each answer to a poll, whatever it is."""
+    raw_inventory: bytes | None = None
     calls: list[tuple[str, Any]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
 
@@ -122,10 +125,15 @@ class FakeSidecar:
 
     async def _inventory(self, request: web.Request) -> web.Response:
         self.calls.append(("inventory", None))
+        if self.raw_inventory is not None:
+            return web.Response(body=self.raw_inventory, content_type="application/json")
         return _json(self.inventory)
 
     async def _state(self, request: web.Request) -> web.Response:
         self.since = int(request.query["since"])
+        self.calls.append(("state", self.since))
+        if self.raw_state is not None:
+            return web.Response(body=self.raw_state, content_type="application/json")
         state = self.state
         if state is None:
             return self._refuse(Refusal.NOT_COORDINATOR, "not the coordinator")

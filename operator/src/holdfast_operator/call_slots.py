@@ -1,0 +1,109 @@
+"""Which call to a sidecar goes next: limits in all, for each job, and for pods that do not answer.
+
+1. Pods that answered the last call, pods that were never called, and silent pods have slots of their
+   own: thousands of silent pods cannot take the slots of a job that is well.
+2. Within one kind, recoveries (SEAL, ROUND) go before all else, and jobs take turns, each with a
+   limited number of calls at once: one large or hostile job delays another by one call at most.
+Decides nothing about jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from enum import Enum
+from types import MappingProxyType
+
+from holdfast_core.ids import JobUid
+
+
+class Standing(Enum):
+    """What is known of the pod that is to be called."""
+
+    ANSWERS = "answers"
+    UNKNOWN = "unknown"
+    SILENT = "silent"
+
+
+SLOTS: Mapping[Standing, int] = MappingProxyType(
+    {Standing.ANSWERS: 128, Standing.UNKNOWN: 256, Standing.SILENT: 64}
+)
+"""Calls at once; each is one connection, and a silent pod holds its own for seconds."""
+JOB_SHARE = 8
+"""No job has more than this part of the slots of a kind."""
+
+
+class CallSlots:
+    """`async with slots.hold(...)` around each call."""
+
+    def __init__(self, slots: Mapping[Standing, int] = SLOTS) -> None:
+        self._kinds = {standing: _Kind(count) for standing, count in slots.items()}
+
+    @asynccontextmanager
+    async def hold(self, job: JobUid, standing: Standing, *, urgent: bool) -> AsyncIterator[None]:
+        kind = self._kinds[standing]
+        await kind.acquire(job, urgent)
+        try:
+            yield
+        finally:
+            kind.release(job)
+
+
+class _Kind:
+    """The slots of one standing."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._per_job = max(1, count // JOB_SHARE)
+        self._held: dict[JobUid, int] = {}
+        self._waiting: tuple[_Turns, _Turns] = ({}, {})
+        """Urgent calls, then the others."""
+
+    async def acquire(self, job: JobUid, urgent: bool) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[0 if urgent else 1]
+        waiting.setdefault(job, deque()).append(turn)
+        self._serve()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release(job)  # it was given a slot in the very moment of its cancellation
+            raise
+
+    def release(self, job: JobUid) -> None:
+        self._free += 1
+        self._held[job] -= 1
+        if not self._held[job]:
+            del self._held[job]
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._free > 0:
+            turn = self._next(self._waiting[0]) or self._next(self._waiting[1])
+            if turn is None:
+                return
+            job, future = turn
+            self._free -= 1
+            self._held[job] = self._held.get(job, 0) + 1
+            future.set_result(None)
+
+    def _next(self, turns: _Turns) -> tuple[JobUid, asyncio.Future[None]] | None:
+        """The next call of the first job in turn that may have another one; the job goes last."""
+        for job in list(turns):
+            if self._held.get(job, 0) >= self._per_job:
+                continue
+            queue = turns.pop(job)
+            while queue:
+                future = queue.popleft()
+                if not future.done():
+                    if queue:
+                        turns[job] = queue
+                    return job, future
+        return None
+
+
+_Turns = dict[JobUid, deque[asyncio.Future[None]]]
+"""Calls that wait, by job, in the order in which the jobs have their turns."""
