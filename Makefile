@@ -2,7 +2,10 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+# uv of the machine, or one of this checkout, which `prerequisites` installs.
+UV_FOLDER := $(CURDIR)/.tools/uv
 UV ?= uv
+export PATH := $(PATH):$(UV_FOLDER)/bin
 RUN := $(UV) run --frozen
 PY := $(RUN) python
 # Files of tests side by side. Some wait more than they compute: a third worker pays on two cores, too.
@@ -17,6 +20,7 @@ help: ## what each target does
 .PHONY: prerequisites
 prerequisites:
 	@tools/prerequisites.sh base
+	@command -v $(UV) >/dev/null || python3 tools/install_uv.py $(UV_FOLDER)
 
 .PHONY: prerequisites-cluster
 prerequisites-cluster:

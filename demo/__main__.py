@@ -3,52 +3,79 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import traceback
 from pathlib import Path
 
-from demo.story import StoryFailed, Teller, Timing
+from demo.story import Teller
+from demo.waits import DemoFailed
+
+ROOT = Path(__file__).resolve().parents[1]
+INTERRUPTED = 130
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("stage", choices=["cluster", "local"])
     parser.add_argument("--picture", type=Path, default=None, help="where the PNG goes")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build/demo-local", help="files of `local`"
+    )
+    parser.add_argument("--steps", type=int, default=None, help="steps of training of `local`")
     arguments = parser.parse_args()
     picture = arguments.picture or Path("build") / f"demo-{arguments.stage}.png"
-    if arguments.stage == "cluster":
-        return _cluster(picture)
-    return _local(picture)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
+    log = picture.with_suffix(".log")
+    try:
+        if arguments.stage == "cluster":
+            return _cluster(picture)
+        return _local(picture, arguments.folder.resolve(), arguments.steps)
+    except KeyboardInterrupt:
+        print("The demo was interrupted; what it had started is ended.", file=sys.stderr)
+        return INTERRUPTED
+    except DemoFailed as failure:
+        print(f"The demo stopped. {failure}", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001 - a person sees three lines, the log has everything
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(traceback.format_exc())
+        first = str(error).partition("\n")[0]
+        print(
+            f"The demo stopped. {DemoFailed(f'{type(error).__name__} ended it.', first, str(log))}",
+            file=sys.stderr,
+        )
+    return 1
 
 
 def _cluster(picture: Path) -> int:
+    from testbed.driver.kube import Kube
+
     from demo.cluster import ClusterStage, wait_nodes_ready
 
-    stage = ClusterStage()
+    kube = Kube()
+    wait_nodes_ready(kube)
+    stage = ClusterStage(kube)
     try:
-        wait_nodes_ready(stage.kube)
-        title = "Holdfast on a kind cluster: 4 workers, GPT on text, four failures"
-        return _tell(Teller(stage, title, picture, Timing()))
+        title = "Holdfast on a kind cluster: 4 workers, a small GPT, four failures"
+        return 0 if Teller(stage, title, picture).tell() else 1
+    except KeyboardInterrupt:
+        stage.delete_jobs()
+        raise
     finally:
         stage.close()
 
 
-def _local(picture: Path) -> int:
-    from demo.local import LocalStage
+def _local(picture: Path, folder: Path, steps: int | None) -> int:
+    from demo.leftovers import Claim
+    from demo.local import STEPS, LocalStage, memory_of
 
-    stage = LocalStage()
-    try:
-        title = "Holdfast as processes on this machine: 4 workers, GPT on text, four failures"
-        return _tell(Teller(stage, title, picture, Timing()))
-    finally:
-        stage.close()
-
-
-def _tell(teller: Teller) -> int:
-    try:
-        return 0 if teller.tell() else 1
-    except StoryFailed as failure:
-        print(f"the demo did not go on: {failure}", file=sys.stderr)
-        return 1
+    with Claim(folder, memory_of(folder)):
+        stage = LocalStage(folder, STEPS if steps is None else steps)
+        try:
+            title = "Holdfast on this machine: 4 workers, a small GPT, four failures"
+            return 0 if Teller(stage, title, picture).tell() else 1
+        finally:
+            stage.close()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from testbed import faults
 from testbed.driver import metrics
@@ -14,7 +15,9 @@ from testbed.driver.install import ensure_installed
 from testbed.driver.jobs import Job, Training, job_manifest, prepare_namespace
 from testbed.driver.kube import Kube, is_true, kubeconfig_path
 
-from demo.recorder import Act, Sample
+from demo.recorder import Act, Recovery, Sample
+from demo.waits import DemoFailed, wait_while_moving
+from holdfast_cli.views import RECOVERY_PHASES
 
 NAMESPACE = "holdfast-demo"
 TRAINING = Training(workers=4, steps=400, sleep_per_step=0.02)
@@ -26,8 +29,8 @@ REFERENCE = Path(kubeconfig_path()).parent / "demo-reference.json"
 class ClusterStage:
     total_steps = TRAINING.steps
 
-    def __init__(self) -> None:
-        self.kube = Kube()
+    def __init__(self, kube: Kube) -> None:
+        self.kube = kube
         ensure_installed(self.kube)
         prepare_namespace(self.kube, NAMESPACE)
         self.job = Job(self.kube, NAMESPACE, "gpt")
@@ -45,11 +48,15 @@ class ClusterStage:
         say("an uninterrupted run first, to compare with (once, then remembered)")
         job = self._fresh("reference")
         job.start(self._manifest("reference"))
-        try:
-            job.wait_complete(300)
-            digests = job.final_digests()
-        finally:
-            job.delete()
+        self.job = job
+        wait_while_moving(
+            "the end of the uninterrupted run",
+            self.is_complete,
+            lambda: self.sample().sign,
+            self.failed,
+        )
+        digests = job.final_digests()
+        job.delete()
         REFERENCE.write_text(json.dumps({"key": key, "digests": digests}))
         return digests
 
@@ -80,37 +87,47 @@ class ClusterStage:
             committed=_newest(seen.committed, status.get("lastCommittedStep")),
             persisted=(status.get("lastPersisted") or {}).get("step"),
             tiers=seen.tiers,
+            pods=tuple(sorted(_pod_words(pod) for pod in self.job.pods())),
         )
 
-    def recovery(self) -> tuple[int | None, str, dict[str, float]]:
-        status = self.job.wait(
-            "the record of the recovery", lambda: self._recorded(), timeout_seconds=20
-        )
-        point = status.get("restorePoint") or {}
-        last = status.get("lastRecovery") or {}
+    def recovery(self) -> Recovery | None:
+        status = self.job.status
+        point, last = status.get("restorePoint") or {}, status.get("lastRecovery") or {}
+        if last.get("round") != status.get("restartRound") or "totalSeconds" not in last:
+            return None
         sources = {k: v for k, v in (point.get("sources") or {}).items() if v}
         served = metrics.served_by(metrics.gang(self.job, status, self._pool))
-        return (
-            point.get("step", 0),
+        return Recovery(
+            int(point.get("step", 0)),
             served or ", ".join(f"{k} x{v}" for k, v in sources.items()),
-            {k.removesuffix("Seconds"): float(v) for k, v in last.items() if k.endswith("Seconds")},
+            {
+                words: float(last[field])
+                for field, words in RECOVERY_PHASES.items()
+                if last.get(field) is not None
+            },
+            float(last["totalSeconds"]),
         )
-
-    def _recorded(self) -> dict[str, object] | None:
-        status = self.job.status
-        return status if "firstStepSeconds" in (status.get("lastRecovery") or {}) else None
 
     def is_complete(self) -> bool:
         item = self.job.read()
         if is_true(item, "Failed"):
-            raise AssertionError(self.job.describe())
+            raise self.failed(f"The job {self.job.name} failed.")
         return is_true(item, "Complete")
 
     def final_digests(self) -> dict[int, str]:
         return self.job.final_digests()
 
-    def explain(self) -> str:
-        return self.job.describe()
+    def failed(self, happened: str) -> DemoFailed:
+        log = Path("build/demo-cluster.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(self.job.describe())
+        pods = f"kubectl --namespace {NAMESPACE} logs --all-containers POD"
+        return DemoFailed(happened, self.sample().words(), f"{log}; {pods}")
+
+    def delete_jobs(self) -> None:
+        """After an interruption: nothing trains on. The next demo waits until they are gone."""
+        for name in ("gpt", "reference"):
+            self.kube.delete("TrainingJob", NAMESPACE, name)
 
     # ------------------------------------------------------------ breaking
 
@@ -149,6 +166,18 @@ class ClusterStage:
         self._pool.shutdown(cancel_futures=True)
         if self._killed_node:
             faults.start_node(self._killed_node)
+
+
+def _pod_words(pod: dict[str, Any]) -> str:
+    """A pod's phase, and why it waits. Without its name, which changes with every round."""
+    status = pod.get("status") or {}
+    states = [
+        (c.get("state") or {}).get("waiting") or {}
+        for key in ("initContainerStatuses", "containerStatuses")
+        for c in status.get(key) or []
+    ]
+    why = [str(s["reason"]) for s in states if s.get("reason")]
+    return " ".join([str(status.get("phase", "Pending")), *why[:1]])
 
 
 def _newest(*steps: int | None) -> int | None:

@@ -8,6 +8,7 @@ cluster is played (local_cluster.py). "A node" here is a pod that is killed with
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import shutil
 import signal
@@ -26,7 +27,8 @@ from testbed.driver import metrics
 from testbed.driver.digests import find_digests
 
 from demo.local_cluster import LocalCluster, Place
-from demo.recorder import Act, Sample
+from demo.recorder import Act, Recovery, Sample
+from demo.waits import DemoFailed, wait_while_moving
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import JobUid
@@ -43,11 +45,19 @@ TRAIN = ROOT / "examples/gpt"
 
 
 SLEEP_PER_STEP = 0.05
-REFERENCE_SECONDS = 180
 
 
-def _command(launcher: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
-    size = ["--steps", str(STEPS), "--layers", "2", "--width", "64", "--final-digest", "-"]
+def memory_of(folder: Path) -> Path:
+    """Where the pods of a demo in `folder` have their shared memory: the same for each of its runs, so
+    that the next one frees what an interrupted one has left."""
+    tmpfs = Path("/dev/shm")
+    root = tmpfs if tmpfs.is_dir() else Path(tempfile.gettempdir())
+    name = hashlib.sha256(f"{os.getuid()} {folder}".encode()).hexdigest()[:10]
+    return root / f"holdfast-demo-{name}"
+
+
+def _command(steps: int, launcher: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
+    size = ["--steps", str(steps), "--layers", "2", "--width", "64", "--final-digest", "-"]
     start = [sys.executable, "-m", "holdfast", "run", *launcher, "--"]
     return (*start, sys.executable, str(TRAIN / "train.py"), *size, *arguments)
 
@@ -55,7 +65,7 @@ def _command(launcher: Sequence[str], arguments: Sequence[str]) -> tuple[str, ..
 class Run:
     """One job on one local cluster, driven by a loop in a thread of its own."""
 
-    def __init__(self, base: Path, shm: Path, name: str):
+    def __init__(self, base: Path, shm: Path, name: str, steps: int = STEPS) -> None:
         self.base = base / name
         self.memory = shm / name
         clock = SystemClock()
@@ -90,7 +100,7 @@ class Run:
             self.base / "logs",
             TRAIN,
         )
-        command = _command([], ["--sleep-per-step", str(SLEEP_PER_STEP)])
+        command = _command(steps, [], ["--sleep-per-step", str(SLEEP_PER_STEP)])
         self.cluster = LocalCluster(job, place, command, view, Authority())
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
@@ -135,39 +145,61 @@ class Run:
 
 
 class LocalStage:
-    total_steps = STEPS
+    """Use it inside of a `Claim` of its folder."""
 
-    def __init__(self) -> None:
-        self.base = ROOT / "build" / "demo-local"
-        shutil.rmtree(self.base, ignore_errors=True)
-        tmpfs = Path("/dev/shm")
-        self.shm = Path(
-            tempfile.mkdtemp(prefix="holdfast-demo-", dir=tmpfs if tmpfs.is_dir() else None)
-        )
-        self.run = Run(self.base, self.shm, "gpt")
+    def __init__(self, base: Path, steps: int = STEPS) -> None:
+        self.base = base
+        self.total_steps = steps
+        self.run = Run(self.base, memory_of(base), "gpt", steps)
 
     def reference_digests(self, say: Callable[[str], None]) -> dict[int, str]:
         say("an uninterrupted run first, to compare with: one launcher, no pods")
         folder = self.base / "reference"
-        command = _command(["--nproc", str(WORKERS)], ["--dir", str(folder), "--interval", "0"])
-        done = subprocess.run(
-            command,
-            cwd=TRAIN,
-            capture_output=True,
-            text=True,
-            timeout=REFERENCE_SECONDS,
-            check=False,
+        progress = folder / "progress"
+        progress.mkdir(parents=True)
+        arguments = ["--dir", str(folder / "ckpt"), "--interval", "0"]
+        command = _command(
+            self.total_steps,
+            ["--nproc", str(WORKERS)],
+            [*arguments, "--progress-dir", str(progress)],
         )
-        if done.returncode != 0:
-            raise AssertionError(
-                f"the uninterrupted run ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        output, errors = folder / "out.log", folder / "err.log"
+        with output.open("wb") as out, errors.open("wb") as err:
+            process = subprocess.Popen(
+                command, cwd=TRAIN, stdout=out, stderr=err, stdin=subprocess.DEVNULL
             )
-        return find_digests([done.stdout])
+
+        def steps() -> tuple[str, ...]:
+            files = sorted(progress.iterdir())
+            return tuple(file.read_text().partition(" ")[0] for file in files)
+
+        def failed(happened: str) -> DemoFailed:
+            shown = ", ".join(steps()) or "none"
+            return DemoFailed(happened, f"steps done by the ranks: {shown}", f"{errors}, {output}")
+
+        try:
+            wait_while_moving(
+                "the end of the uninterrupted run",
+                lambda: process.poll() is not None,
+                steps,
+                failed,
+            )
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode != 0:
+            raise failed(f"The uninterrupted run ended with exit code {process.returncode}.")
+        return find_digests([output.read_text()])
 
     def start(self) -> None:
         self.run.start()
 
     def sample(self) -> Sample:
+        if self.run.failed:
+            raise self.failed("The part of the demo that plays the operator ended.")
+        return self._sample()
+
+    def _sample(self) -> Sample:
         status = self.run.cluster.job.status
         seen = metrics.GangMetrics()
         for pod in list(self.run.cluster.pods.values()):
@@ -190,6 +222,7 @@ class LocalStage:
             committed=max(committed, default=None),
             persisted=None if persisted is None else persisted.step,
             tiers=seen.tiers,
+            pods=tuple(sorted(str(p.phase) for p in list(self.run.cluster.pods.values()))),
         )
 
     def acts(self) -> list[tuple[Act, Callable[[], None]]]:
@@ -229,17 +262,15 @@ class LocalStage:
         for name in list(self.run.cluster.pods):
             self.run.cluster.delete(name)
 
-    def recovery(self) -> tuple[int | None, str, dict[str, float]]:
+    def recovery(self) -> Recovery | None:
         status = self.run.cluster.job.status
         point, last = status.restore_point, status.last_recovery
-        phases: dict[str, float] = {}
-        if last is not None:
-            for name in ("detect", "seal", "schedule", "rehydrate", "rendezvous", "first_step"):
-                value = getattr(last, f"{name}_seconds")
-                if value is not None:
-                    phases[name.replace("_", " ")] = value
-        seen = self.sample_tiers()
-        return (None if point is None else point.step or 0, seen, phases)
+        if point is None or last is None or last.round != status.restart_round:
+            return None
+        if last.total_seconds is None:
+            return None
+        phases = {name.replace("_", " "): value for name, value in last.phases().items()}
+        return Recovery(point.step or 0, self.sample_tiers(), phases, last.total_seconds)
 
     def sample_tiers(self) -> str:
         seen = metrics.GangMetrics()
@@ -251,16 +282,17 @@ class LocalStage:
         return metrics.served_by(seen)
 
     def is_complete(self) -> bool:
-        if self.run.failed or self.run.cluster.job.status.phase == "Failed":
-            raise AssertionError(self.run.explain())
+        if self.run.cluster.job.status.phase == "Failed":
+            raise self.failed("The job failed.")
         return self.run.cluster.job.status.phase == "Succeeded"
 
     def final_digests(self) -> dict[int, str]:
         return self.run.digests()
 
-    def explain(self) -> str:
-        return self.run.explain()
+    def failed(self, happened: str) -> DemoFailed:
+        log = self.base / "failure.log"
+        log.write_text(self.run.explain())
+        return DemoFailed(happened, self._sample().words(), f"{log}, {self.base / 'gpt' / 'logs'}")
 
     def close(self) -> None:
         self.run.close()
-        shutil.rmtree(self.shm, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -14,14 +15,16 @@ from demo.recorder import Recorder
 FAILURE = "#c0392b"
 RECOVERY = "#f5b7b1"
 LOSS = "#1f5fa8"
+PHASES = ("#c0392b", "#7f8c8d", "#e67e22", "#f1c40f", "#27ae60", "#2980b9", "#8e44ad")
 LEVELS = {"committed": "#27ae60", "persisted": "#8e44ad"}
 
 
 def draw(recorder: Recorder, path: Path, *, title: str, verdict: str) -> None:
     """Write a PNG. Upper panel: loss against seconds. Lower: steps trained, committed, persisted."""
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(11, 6.4), sharex=True, height_ratios=(3, 2), layout="constrained"
+    figure, (top, bottom, phases) = plt.subplots(
+        3, 1, figsize=(11, 8.2), height_ratios=(3, 2, 1.6), layout="constrained"
     )
+    bottom.sharex(top)
     points = recorder.losses()
     for segment in _segments(points):
         top.plot([p[0] for p in segment], [p[2] for p in segment], color=LOSS, linewidth=1.4)
@@ -41,12 +44,13 @@ def draw(recorder: Recorder, path: Path, *, title: str, verdict: str) -> None:
     bottom.grid(alpha=0.25)
 
     for number, act in enumerate(recorder.acts):
-        end = act.ended_seconds if act.ended_seconds is not None else act.began_seconds
+        end = act.ended_seconds
+        source = act.source if act.recovery is None else act.recovery.served_by or act.source
         for axis in (top, bottom):
             axis.axvspan(act.began_seconds, end, color=RECOVERY, alpha=0.6, linewidth=0)
             axis.axvline(act.began_seconds, color=FAILURE, linewidth=1)
         top.annotate(
-            f"{act.title}\n{end - act.began_seconds:.1f} s, from {act.served_by or act.source}",
+            f"{act.title}\n{end - act.began_seconds:.1f} s, from {source}",
             xy=(act.began_seconds, 0.98 - 0.12 * (number % 3)),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),
@@ -57,10 +61,31 @@ def draw(recorder: Recorder, path: Path, *, title: str, verdict: str) -> None:
             bbox={"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1},
         )
     bottom.legend(loc="lower right", fontsize=8)
+    _draw_phases(phases, recorder)
     figure.suptitle(f"{title}\n{verdict}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _draw_phases(axis: Any, recorder: Recorder) -> None:
+    """One bar a failure, cut into the phases of its recovery."""
+    names = list(dict.fromkeys(name for act in recorder.acts for name in act.phases()))
+    for row, act in enumerate(recorder.acts):
+        passed = 0.0
+        for name, seconds in act.phases().items():
+            color = PHASES[names.index(name) % len(PHASES)]
+            axis.barh(row, seconds, left=passed, color=color, height=0.7)
+            passed += seconds
+        axis.text(passed, row, f" {passed:.1f} s", va="center", fontsize=8)
+    for index, name in enumerate(names):
+        axis.barh(0, 0, color=PHASES[index % len(PHASES)], label=name)
+    axis.set_yticks(range(len(recorder.acts)), [act.title for act in recorder.acts], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds of a recovery")
+    axis.margins(x=0.12)
+    if names:
+        axis.legend(loc="lower right", fontsize=7, ncols=2)
 
 
 def _segments(points: list[tuple[float, int, float]]) -> list[list[tuple[float, int, float]]]:

@@ -9,12 +9,13 @@ from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from demo.recorder import Act, Recorder
+from demo.recorder import Act, Recorder, Sample
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 TIERS = ("memory", "node", "peer", "object")
@@ -26,7 +27,7 @@ class Screen:
         self.title = title
         self.console = Console()
         self._live = Live(console=self.console, refresh_per_second=4, transient=False)
-        self._said = ""
+        self._said: tuple[str, int, int] | None = None
 
     def __enter__(self) -> Screen:
         if self.console.is_terminal:
@@ -56,14 +57,11 @@ class Screen:
         latest = self.recorder.latest
         if latest is None or latest.step is None:
             return
-        line = (
-            f"  {latest.phase:<10} round {latest.round}  "
-            f"step {latest.step // 10 * 10}+/{self.recorder.total_steps}  "
-            f"committed {latest.committed}  persisted {latest.persisted}"
-        )
-        if line != self._said:
-            self._said = line
-            self.console.print(line, highlight=False)
+        tenth = max(1, self.recorder.total_steps // 10)
+        key = (latest.phase, latest.round, latest.step // tenth)
+        if key != self._said:
+            self._said = key
+            self.console.print(status_line(latest, self.recorder.total_steps), highlight=False)
 
     def _render(self) -> Panel:
         latest = self.recorder.latest
@@ -78,8 +76,11 @@ class Screen:
                 ),
                 f"round {latest.round}",
                 f"step {step}/{self.recorder.total_steps}",
-                ProgressBar(total=self.recorder.total_steps, completed=step, width=28),
+                ProgressBar(total=self.recorder.total_steps, completed=step, width=24),
+            )
+            head.add_row(
                 f"loss {latest.loss:.4f}" if latest.loss is not None else "loss -",
+                "",
                 f"committed {latest.committed if latest.committed is not None else '-'}",
                 f"persisted {latest.persisted if latest.persisted is not None else '-'}",
             )
@@ -92,24 +93,35 @@ class Screen:
         return Panel(Group(*parts), title=self.title, border_style="blue")
 
     def summary(self) -> None:
-        """What was lost, what came back from where, how long each phase took."""
-        table = Table(title="What was lost, and what it cost", show_lines=False)
-        for column in ("failure", "lost", "restored from", "step", "recovery", "of which"):
-            table.add_column(column)
+        """What was lost, what came back from where, how long each phase took. Fits 80 columns."""
+        self.console.print("What was lost, and what it cost", style="bold", highlight=False)
         for act in self.recorder.acts:
-            table.add_row(
-                act.title,
-                act.lost,
-                act.served_by or act.source,
-                f"{act.step_before} -> {act.restored_step}",
-                f"{act.recovery_seconds:.1f} s" if act.recovery_seconds is not None else "-",
-                _phases(act),
-            )
-        self.console.print(table)
+            self.console.print(Text(act_line(act)), highlight=False)
+            for line in (act.lost, phases_line(act)):
+                self.console.print(Padding(Text(line, style="dim"), (0, 0, 0, 4)))
 
 
-def _phases(act: Act) -> str:
-    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in act.phases.items()) or "-"
+def status_line(sample: Sample, total_steps: int) -> str:
+    """What a log shows now and then."""
+    return (
+        f"  {sample.phase:<10} round {sample.round}  step {sample.step}/{total_steps}  "
+        f"committed {sample.committed}  persisted {sample.persisted}"
+    )
+
+
+def act_line(act: Act) -> str:
+    """The failure, where its bytes came from, and how long the gang did not train."""
+    recovery = act.recovery
+    if recovery is None:
+        return f"  {act.title:<19}step {act.step_before}: not recovered"
+    source = recovery.served_by or act.source
+    steps = f"step {act.step_before} -> {recovery.restored_step}"
+    return f"  {act.title:<19}{steps:<18}from {source:<22}{recovery.total_seconds:>6.1f} s"
+
+
+def phases_line(act: Act) -> str:
+    """The phases that took a tenth of a second or more; they add up to the total."""
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in act.phases().items()) or "-"
 
 
 def _tier_map(tiers: dict[int, dict[str, int]]) -> Table:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from demo.picture import draw
-from demo.recorder import Act, Recorder, Sample
-from demo.screen import Screen
+from demo.recorder import Act, Recorder, Recovery, Sample
+from demo.screen import Screen, phases_line
+from demo.waits import DemoFailed, wait_while_moving
+
+T = TypeVar("T")
 
 
 class Stage(Protocol):
@@ -22,7 +25,7 @@ class Stage(Protocol):
     total_steps: int
 
     def reference_digests(self, say: Callable[[str], None]) -> dict[int, str]:
-        """Rank -> digest of an uninterrupted run (made once, then remembered)."""
+        """Rank -> digest of an uninterrupted run. Raises DemoFailed."""
         ...
 
     def start(self) -> None: ...
@@ -35,39 +38,28 @@ class Stage(Protocol):
         """The failures in order, each with the function that causes it."""
         ...
 
-    def recovery(self) -> tuple[int | None, str, dict[str, float]]:
-        """Of the last recovery: restored step, the tiers that served it, seconds of each phase."""
+    def recovery(self) -> Recovery | None:
+        """The record of the current round's recovery; None while it is not closed."""
         ...
 
     def is_complete(self) -> bool:
-        """Raises with everything a person needs if the job failed."""
+        """Raises DemoFailed if the job failed."""
         ...
 
     def final_digests(self) -> dict[int, str]: ...
 
-    def explain(self) -> str:
-        """State for a person when something took too long."""
+    def failed(self, happened: str) -> DemoFailed:
+        """The failure for a person; everything that is known goes to a log that it names."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    recovery_timeout_seconds: float = 120.0
-    finish_timeout_seconds: float = 300.0
-
-
-class StoryFailed(Exception):
-    """The story did not go on: what was waited for, and the state."""
-
-
 class Teller:
-    def __init__(self, stage: Stage, title: str, picture: Path, timing: Timing) -> None:
+    def __init__(self, stage: Stage, title: str, picture: Path) -> None:
         self.stage = stage
         self.settle_steps = stage.total_steps // 6
         """Steps to train after a recovery before the next failure: four of them over the run."""
         self.title = title
         self.picture = picture
-        self.timing = timing
         self.recorder = Recorder(stage.total_steps)
         self.began = time.monotonic()
 
@@ -78,13 +70,11 @@ class Teller:
             self.began = time.monotonic()
             screen.note("starting the job")
             self.stage.start()
-            self._until(screen, "the first committed step", self._first_commit, 240)
+            self._until(screen, "the first committed step", self._first_commit)
             for act, cause in self.stage.acts():
                 self._play(screen, act, cause)
             screen.note("no more failures: training to the end")
-            self._until(
-                screen, "completion", self.stage.is_complete, self.timing.finish_timeout_seconds
-            )
+            self._until(screen, "completion", self.stage.is_complete)
             final = self.stage.final_digests()
             elapsed = time.monotonic() - self.began
         same = bool(reference) and final == reference
@@ -116,7 +106,6 @@ class Teller:
                 screen,
                 "a step in the object store",
                 lambda: (s := self.recorder.latest) is not None and s.persisted is not None,
-                self.timing.recovery_timeout_seconds,
             )
         before = self.stage.sample()
         act.began_seconds = time.monotonic() - self.began
@@ -129,39 +118,35 @@ class Teller:
             screen,
             f"training to go on after: {act.title}",
             lambda: self._trains_in_later_round(round_before),
-            self.timing.recovery_timeout_seconds,
         )
-        act.ended_seconds = time.monotonic() - self.began
-        act.restored_step, act.served_by, act.phases = self.stage.recovery()
-        phases = ", ".join(f"{k} {v:.1f} s" for k, v in act.phases.items())
+        recovery = self._until(
+            screen, f"the record of the recovery from: {act.title}", self.stage.recovery
+        )
+        act.recovery = recovery
         screen.note(
-            f"✓ back at step {act.restored_step} from {act.served_by or act.source} "
-            f"in {act.recovery_seconds:.1f} s ({phases})"
+            f"✓ back at step {recovery.restored_step} from {recovery.served_by or act.source} "
+            f"in {recovery.total_seconds:.1f} s\n    {phases_line(act)}"
         )
-        floor = (act.restored_step or 0) + self.settle_steps
+        floor = recovery.restored_step + self.settle_steps
         self._until(
             screen,
             f"step {floor}",
             lambda: (s := self.recorder.latest) is not None and (s.step or 0) >= floor,
-            self.timing.recovery_timeout_seconds,
         )
 
     def _trains_in_later_round(self, round_before: int) -> bool:
         latest = self.recorder.latest
         return latest is not None and latest.round > round_before and latest.phase == "Running"
 
-    def _until(
-        self, screen: Screen, what: str, done: Callable[[], bool], timeout_seconds: float
-    ) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        while True:
+    def _until(self, screen: Screen, what: str, done: Callable[[], T | None]) -> T:
+        """Show what happens until `done`; every look is a sample of the picture."""
+
+        def look() -> T | None:
             sample = replace(self.stage.sample(), at_seconds=time.monotonic() - self.began)
             self.recorder.samples.append(sample)
             screen.refresh()
-            if done():
-                return
-            if time.monotonic() > deadline:
-                raise StoryFailed(
-                    f"waited {timeout_seconds:.0f} s for {what}\n{self.stage.explain()}"
-                )
-            time.sleep(0.25)
+            return done()
+
+        return wait_while_moving(
+            what, look, lambda: self.recorder.samples[-1].sign, self.stage.failed
+        )

@@ -7,7 +7,6 @@ need() { # need COMMAND WHY INSTALL
     echo "missing: $1 ($2). Install it with:  $3" >&2
     missing=1
 }
-need uv "resolves and runs the Python workspace from uv.lock" "python3 -m pip install uv"
 if ! command -v python3 >/dev/null 2>&1 || ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     echo "missing: Python >= 3.11. Install it with:  apt-get install python3   (or: uv python install 3.11)" >&2
     missing=1

@@ -1,0 +1,125 @@
+"""`make demo-local`, and again after it was interrupted in the middle."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from demo.leftovers import marked
+from demo.local import memory_of
+
+from holdfast.testing import until
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 80
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "demo"
+    assert marked(tmp_path / "demo") == []
+    assert not memory_of(tmp_path / "demo").exists()
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    """The demo without a terminal, its output in a file beside the folder."""
+    command = [sys.executable, "-m", "demo", "local", "--folder", str(folder)]
+    command += ["--steps", str(STEPS), "--picture", str(folder.parent / "demo.png")]
+    with output_of(folder).open("wb") as output:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "COLUMNS": "80"},
+        )
+
+
+def output_of(folder: Path) -> Path:
+    return folder.parent / "out.log"
+
+
+def text_of(folder: Path) -> str:
+    return output_of(folder).read_text()
+
+
+def interrupt_in_the_middle(folder: Path, with_signal: signal.Signals) -> int:
+    """After the first failure of the story, while the job recovers from it."""
+    process = start(folder)
+    try:
+        until(
+            lambda: "✗ pod deleted" in text_of(folder) or process.poll() is not None,
+            "the first failure of the story",
+            seconds=900,
+        )
+        assert process.poll() is None, text_of(folder)
+        assert marked(folder) != []
+        process.send_signal(with_signal)
+        return process.wait(120)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_it_completes_after_it_was_interrupted_and_after_it_was_killed(folder: Path) -> None:
+    assert interrupt_in_the_middle(folder, signal.SIGINT) == 130
+    assert text_of(folder).rstrip().endswith("what it had started is ended.")
+    assert marked(folder) == []
+    assert not memory_of(folder).exists()
+
+    assert interrupt_in_the_middle(folder, signal.SIGKILL) == -9
+    until(lambda: not marked(folder), "the guardian to end what the demo had started")
+
+    process = start(folder)
+    assert process.wait(1500) == 0, text_of(folder)
+    said = text_of(folder)
+    assert "bit-identical to an uninterrupted run" in said
+    lines = said.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    repeated = [a for a, b in itertools.pairwise(lines) if a == b]
+    assert repeated == []
+    assert_phases_add_up(said)
+    assert (folder.parent / "demo.png").stat().st_size > 0
+
+
+def assert_phases_add_up(said: str) -> None:
+    """In the table at the end, as it is printed."""
+    table = said.partition("What was lost, and what it cost")[2]
+    totals = [float(found) for found in re.findall(r"from .* ([0-9.]+) s$", table, re.MULTILINE)]
+    rows = re.findall(r"^    detect [0-9.].*(?:\n    [a-z ]+ [0-9.].*)?$", table, re.MULTILINE)
+    sums = [sum(float(number) for number in re.findall(r"[0-9]+\.[0-9]", row)) for row in rows]
+    assert len(totals) == 4
+    assert [round(total, 1) for total in sums] == totals
+
+
+def test_a_second_demo_in_the_same_folder_is_refused(folder: Path) -> None:
+    """It would delete the files of the first one under its processes."""
+    first = start(folder)
+    try:
+        until(lambda: memory_of(folder).exists(), "the first demo to begin")
+        second = subprocess.run(
+            [sys.executable, "-m", "demo", "local", "--folder", str(folder)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert second.returncode == 1
+        happened, seen, logs = second.stderr.splitlines()
+        assert "Another demo runs" in happened
+        assert str(first.pid) in seen
+        assert logs.startswith("Logs: ")
+        assert first.poll() is None
+    finally:
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(120) == 130
