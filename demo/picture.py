@@ -85,7 +85,7 @@ def _draw_phases(axis: Any, recorder: Recorder) -> None:
     axis.set_xlabel("seconds of a recovery")
     axis.margins(x=0.12)
     if names:
-        axis.legend(loc="lower right", fontsize=7, ncols=2)
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7)
 
 
 def _segments(points: list[tuple[float, int, float]]) -> list[list[tuple[float, int, float]]]:

@@ -9,7 +9,6 @@ from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -97,8 +96,8 @@ class Screen:
         self.console.print("What was lost, and what it cost", style="bold", highlight=False)
         for act in self.recorder.acts:
             self.console.print(Text(act_line(act)), highlight=False)
-            for line in (act.lost, phases_line(act)):
-                self.console.print(Padding(Text(line, style="dim"), (0, 0, 0, 4)))
+            for line in (act.lost, *phases_lines(act)):
+                self.console.print(Text(f"    {line}", style="dim"))
 
 
 def status_line(sample: Sample, total_steps: int) -> str:
@@ -119,9 +118,16 @@ def act_line(act: Act) -> str:
     return f"  {act.title:<19}{steps:<18}from {source:<22}{recovery.total_seconds:>6.1f} s"
 
 
-def phases_line(act: Act) -> str:
+def phases_lines(act: Act) -> list[str]:
     """The phases that took a tenth of a second or more; they add up to the total."""
-    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in act.phases().items()) or "-"
+    lines: list[str] = []
+    for name, seconds in act.phases().items():
+        words = f"{name} {seconds:.1f}"
+        if lines and len(lines[-1]) + len(words) + 2 <= 72:
+            lines[-1] += f", {words}"
+        else:
+            lines.append(words)
+    return lines or ["-"]
 
 
 def _tier_map(tiers: dict[int, dict[str, int]]) -> Table:

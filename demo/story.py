@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from demo.picture import draw
 from demo.recorder import Act, Recorder, Recovery, Sample
-from demo.screen import Screen, phases_line
+from demo.screen import Screen, phases_lines
 from demo.waits import DemoFailed, wait_while_moving
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Teller:
             elapsed = time.monotonic() - self.began
         same = bool(reference) and final == reference
         screen.summary()
-        verdict = f"final weights, optimizer, RNG and data position of {len(final)} ranks: " + (
+        verdict = f"weights, optimizer, RNG and data of {len(final)} ranks: " + (
             "bit-identical to an uninterrupted run"
             if same
             else "DIFFERENT from an uninterrupted run"
@@ -125,8 +125,10 @@ class Teller:
         act.recovery = recovery
         screen.note(
             f"✓ back at step {recovery.restored_step} from {recovery.served_by or act.source} "
-            f"in {recovery.total_seconds:.1f} s\n    {phases_line(act)}"
+            f"in {recovery.total_seconds:.1f} s"
         )
+        for line in phases_lines(act):
+            screen.note(f"    {line}")
         floor = recovery.restored_step + self.settle_steps
         self._until(
             screen,
