@@ -261,5 +261,5 @@ def test_metrics_count_what_a_write_says_anew() -> None:
     assert 'holdfast_lost_steps_total{job="gpt",namespace="team"} 3.0' in text
     assert 'holdfast_goodput_ratio{job="gpt",namespace="team"} 0.25' in text
     assert "process_resident_memory_bytes" in text
-    metrics.forget(job())
+    metrics.forget("team", "gpt")
     assert "holdfast_goodput_ratio{" not in generate_latest(metrics.registry).decode()

@@ -30,7 +30,8 @@ from holdfast_operator.observe_views import (
     status_to_dict,
     status_view,
 )
-from holdfast_operator.testing.builders import START, raw_job
+from holdfast_operator.ownership import WorkerIdentity
+from holdfast_operator.testing.builders import START, UID, raw_job
 from holdfast_operator.testing.fake_cluster import FakeCluster
 
 FULL = JobStatusView(
@@ -129,12 +130,14 @@ def test_spec_in_full() -> None:
     assert spec.ttl_after_finished == timedelta(0)
 
 
+IDENTITY = WorkerIdentity("job", UID, Worker(1), RestartRound(3))
+
+
 def raw_pod(status: dict[str, Any], **meta: Any) -> dict[str, Any]:
     return {
         "metadata": {
             "name": "job-l2msg4-1-r3",
             "uid": "u",
-            "labels": {labels.WORKER: "1", labels.BIRTH_ROUND: "3"},
             **meta,
         },
         "spec": {"nodeName": "node-1"},
@@ -228,14 +231,9 @@ def trainer(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_pods(raw: dict[str, Any], expected: dict[str, Any]) -> None:
-    view = pod_view(raw)
-    assert view is not None
+    view = pod_view(raw, IDENTITY)
     assert (view.worker, view.birth_round, view.node) == (1, 3, "node-1")
     assert {name: getattr(view, name) for name in expected} == expected
-
-
-def test_a_pod_without_our_labels_is_no_worker() -> None:
-    assert pod_view({"metadata": {"name": "x", "uid": "u"}}) is None
 
 
 def test_nodes() -> None:

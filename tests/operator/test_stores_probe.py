@@ -79,6 +79,7 @@ def pod(**changes: Any) -> ProbePod:
         "name": "holdfast-probe-main-x",
         "uid": "p",
         "store": "main",
+        "store_uid": "u",
         "phase": "Pending",
         "terminating": False,
         "waiting_reason": None,

@@ -50,7 +50,7 @@ def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> Render
         parts.append(tier_map(tiers))
     for condition in status.get("conditions", []):
         if (
-            condition["type"] in ("Accepted", "RemoteTierHealthy")
+            condition["type"] in ("Accepted", "Readable", "RemoteTierHealthy")
             and condition["status"] == "False"
         ):
             parts.append(

@@ -5,7 +5,10 @@
 3. A leaf lives LEAF_LIFE; at two thirds of it the operator sends a new one to the sidecar. A sidecar
    that shows a leaf outside of its validity period gets a new one as well: the operator may have been
    away for any time. For that call alone the period is not verified; chain and name always are.
-4. An authority does not expire: its life is that of its job.
+4. An authority does not expire: its life is that of its job. One is created only when the leaves of a
+   round are issued, and only for a job that the API server has before and after it: a call that comes
+   late for a job that was deleted creates none. `sweep` deletes what an operator left that died in
+   between.
 The operator's own leaf for a job lives in memory. Keys are never logged.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -30,6 +33,7 @@ from holdfast_core.transfer.messages import Certificate
 from holdfast_core.transfer.tls import ignore_validity_period, load_leaf
 from holdfast_operator import labels, logs
 from holdfast_operator.cluster import Cluster
+from holdfast_operator.model import JobView
 from holdfast_operator.render.names import certificate_items
 
 LEAF_LIFE = timedelta(hours=24)
@@ -142,6 +146,10 @@ def renewal_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
     return context
 
 
+class JobGoneError(HoldfastError):
+    """The job that an authority was wanted for does not exist any more."""
+
+
 def ca_secret_name(job_uid: str) -> str:
     return f"holdfast-ca-{job_uid}"
 
@@ -164,11 +172,16 @@ class Certificates:
         self._clients: dict[str, _Client] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def round_data(self, job_uid: JobUid, pods: Iterable[str]) -> dict[str, str]:
-        """Contents of the Secret with the leaves of these pods."""
-        authority = await self._authority(job_uid)
+    async def round_data(self, job: JobView, pods: Iterable[str]) -> dict[str, str]:
+        """Contents of the Secret with the leaves of these pods; the job's first one creates its
+        authority."""
+        async with self._lock(job.uid):
+            authority = await self._known(job.uid)
+            if authority is None:
+                authority = await self._create(job)
+                self._authorities[job.uid] = authority
         now = self._clock.utc_now()
-        return await asyncio.to_thread(secret_data, authority, job_uid, tuple(pods), now)
+        return await asyncio.to_thread(secret_data, authority, job.uid, tuple(pods), now)
 
     async def renewed(self, job_uid: JobUid, pod: str) -> Certificate:
         """A new leaf for a pod, as the sidecar takes it."""
@@ -203,26 +216,49 @@ class Certificates:
 
     async def forget(self, job_uid: JobUid) -> None:
         """The job is gone: its authority goes too. Raises ApiError."""
-        self._authorities.pop(job_uid, None)
-        self._clients.pop(job_uid, None)
+        async with self._lock(job_uid):
+            await self._cluster.delete_secret(self._namespace, ca_secret_name(job_uid))
+            self._authorities.pop(job_uid, None)
+            self._clients.pop(job_uid, None)
         self._locks.pop(job_uid, None)
-        await self._cluster.delete_secret(self._namespace, ca_secret_name(job_uid))
 
-    async def sweep(self, living: set[str]) -> None:
-        """Delete authorities of jobs that vanished while no operator ran. Raises ApiError."""
-        wanted = {ca_secret_name(uid) for uid in living}
-        for name in await self._cluster.secret_names(self._namespace, f"{_CA_LABEL}=true"):
-            if name not in wanted:
-                logs.info(f"deleting Secret {name}: its job is gone")
-                await self._cluster.delete_secret(self._namespace, name)
+    async def sweep(self, living: Set[str]) -> None:
+        """Delete authorities of jobs that vanished while no operator ran, or while one was being
+        created. What is known to live is spared; the others are looked for on the server first, as
+        this operator's watch may be behind. Raises ApiError."""
+        found = await self._cluster.secret_labels(self._namespace, f"{_CA_LABEL}=true")
+        for name, marks in found.items():
+            uid = JobUid(marks.get(labels.JOB_UID, ""))
+            namespace, job = marks.get(labels.JOB_NAMESPACE), marks.get(labels.JOB_NAME)
+            if uid in living or namespace is None or job is None or name != ca_secret_name(uid):
+                continue
+            if not await self._cluster.job_exists(namespace, job, uid):
+                logs.info(f"deleting Secret {name}: job {namespace}/{job} is gone")
+                await self.forget(uid)
 
     async def _authority(self, job_uid: JobUid) -> Authority:
-        async with self._locks.setdefault(job_uid, asyncio.Lock()):
-            known = self._authorities.get(job_uid)
-            if known is None:
-                known = await self._read(job_uid) or await self._create(job_uid)
+        """Of a job whose pods were given leaves; creates none."""
+        async with self._lock(job_uid):
+            known = await self._known(job_uid)
+        if known is None:
+            self._locks.pop(job_uid, None)
+            raise HoldfastError(
+                f"Secret {self._namespace}/{ca_secret_name(job_uid)} with the authority of job "
+                f"{job_uid} is not there: the job was deleted, or the Secret was. In the second case "
+                "its sidecars cannot be called; delete its pods, so that they are created anew"
+            )
+        return known
+
+    def _lock(self, job_uid: JobUid) -> asyncio.Lock:
+        return self._locks.setdefault(job_uid, asyncio.Lock())
+
+    async def _known(self, job_uid: JobUid) -> Authority | None:
+        known = self._authorities.get(job_uid)
+        if known is None:
+            known = await self._read(job_uid)
+            if known is not None:
                 self._authorities[job_uid] = known
-            return known
+        return known
 
     async def _read(self, job_uid: JobUid) -> Authority | None:
         name = ca_secret_name(job_uid)
@@ -236,13 +272,33 @@ class Certificates:
             )
         return Authority(data["ca.crt"], data["ca.key"])
 
-    async def _create(self, job_uid: JobUid) -> Authority:
-        name = ca_secret_name(job_uid)
-        fresh = await asyncio.to_thread(new_authority, job_uid)
+    async def _create(self, job: JobView) -> Authority:
+        """Nothing but the job says when its authority may be deleted, so it must exist when the
+        Secret does: it is looked for afterwards as well, because it may go meanwhile."""
+        await self._require(job)
+        authority = await self._create_secret(job)
+        try:
+            await self._require(job)
+        except JobGoneError:
+            await self._cluster.delete_secret(self._namespace, ca_secret_name(job.uid))
+            raise
+        return authority
+
+    async def _require(self, job: JobView) -> None:
+        if not await self._cluster.job_exists(job.namespace, job.name, job.uid):
+            raise JobGoneError(
+                f"job {job.namespace}/{job.name} (uid {job.uid}) was deleted: no authority is created"
+            )
+
+    async def _create_secret(self, job: JobView) -> Authority:
+        name = ca_secret_name(job.uid)
+        fresh = await asyncio.to_thread(new_authority, job.uid)
         metadata = {
             "labels": {
                 labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
-                labels.JOB_UID: job_uid,
+                labels.JOB_NAMESPACE: job.namespace,
+                labels.JOB_NAME: job.name,
+                labels.JOB_UID: job.uid,
                 _CA_LABEL: "true",
             }
         }
@@ -250,7 +306,7 @@ class Certificates:
         created = await self._cluster.create_secret(self._namespace, name, data, metadata)
         if not created.existed:
             return fresh
-        found = await self._read(job_uid)  # another operator was faster: its authority counts
+        found = await self._read(job.uid)  # another operator was faster: its authority counts
         if found is None:
             raise HoldfastError(f"Secret {self._namespace}/{name} was there and is gone again")
         return found

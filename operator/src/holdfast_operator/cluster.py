@@ -1,7 +1,8 @@
 """The only code that writes to Kubernetes, and the few direct reads that must not come from a cache.
 
-Creates tolerate that the object exists, deletes that it is gone or has another uid; what is left is
-an ApiError, or ConflictError where somebody else was faster. Decides nothing.
+Creates tolerate that the object exists where the same owner controls it, deletes that it is gone or
+has another uid; what is left is an ApiError, ConflictError where somebody else was faster, or
+NameTakenError where an object of another owner has the name. Decides nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from holdfast_core.api import (
     TrainingJob,
 )
 from holdfast_operator import labels
-from holdfast_operator.effects import ConflictError
+from holdfast_operator.effects import ConflictError, NameTakenError
 from holdfast_operator.kube_api import ApiError, KubeApi
+from holdfast_operator.ownership import controller_of, whose
 
 NOT_FOUND, CONFLICT, INVALID, BAD_REQUEST, FORBIDDEN = 404, 409, 422, 400, 403
 _MANAGER = {"fieldManager": labels.FIELD_MANAGER}
@@ -31,7 +33,7 @@ _MANAGER = {"fieldManager": labels.FIELD_MANAGER}
 class Created:
     uid: str
     existed: bool
-    """An object of that name was there already; uid is "" then, it was not read."""
+    """The object was there already; uid is "" where it may not be read (Secrets)."""
 
 
 class Cluster:
@@ -41,10 +43,12 @@ class Cluster:
     # ------------------------------------------------------------------ pods, services
 
     async def create_pod(self, namespace: str, body: Mapping[str, Any]) -> Created:
-        return await self._create(f"/api/v1/namespaces/{namespace}/pods", body)
+        """Raises NameTakenError, ApiError."""
+        return await self._create_owned(f"/api/v1/namespaces/{namespace}/pods", body)
 
     async def create_service(self, namespace: str, body: Mapping[str, Any]) -> Created:
-        return await self._create(f"/api/v1/namespaces/{namespace}/services", body)
+        """Raises NameTakenError, ApiError."""
+        return await self._create_owned(f"/api/v1/namespaces/{namespace}/services", body)
 
     async def refusal_of_pod(self, namespace: str, body: Mapping[str, Any]) -> str | None:
         """Ask the server, without creating anything, whether it would take this pod: its words if
@@ -63,14 +67,17 @@ class Cluster:
             raise
         return None
 
-    async def pod_is_gone(self, namespace: str, name: str) -> bool:
-        """A direct read: True if there is no such pod, or it is being deleted."""
+    async def pod_is_gone(self, namespace: str, name: str, owner_uid: str) -> bool:
+        """A direct read: True if this owner has no such pod, or it is being deleted."""
         try:
             pod = await self._api.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
         except ApiError as error:
             if error.status == NOT_FOUND:
                 return True
             raise
+        owner = controller_of(pod)
+        if owner is None or owner.uid != owner_uid:
+            return True
         return pod["metadata"].get("deletionTimestamp") is not None
 
     async def delete_pod(self, namespace: str, name: str, uid: str, *, force: bool) -> None:
@@ -108,7 +115,22 @@ class Cluster:
         path = _ours(namespace, Checkpoint.PLURAL, name)
         return await self._patch(path, {**patch, "metadata": metadata})
 
+    async def job_exists(self, namespace: str, name: str, uid: str) -> bool:
+        """A direct read: whether this very job, and no later one of its name, is there now."""
+        try:
+            job = await self._api.get(_ours(namespace, TrainingJob.PLURAL, name))
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return False
+            raise
+        return str(job["metadata"]["uid"]) == uid
+
+    async def get_job(self, namespace: str, name: str) -> Any:
+        """As the server has it, unparsed. Raises ApiError."""
+        return await self._api.get(_ours(namespace, TrainingJob.PLURAL, name))
+
     async def create_checkpoint(self, namespace: str, body: Mapping[str, Any]) -> Created:
+        """Where one exists, the caller compares whose record it is: Checkpoints have no owner."""
         return await self._create(_ours(namespace, Checkpoint.PLURAL), body)
 
     async def get_checkpoint(self, namespace: str, name: str) -> Any | None:
@@ -136,7 +158,8 @@ class Cluster:
         data: Mapping[str, str],
         metadata: Mapping[str, Any],
     ) -> Created:
-        """An immutable Secret with these texts."""
+        """An immutable Secret with these texts. One that exists is not read: in namespaces of
+        tenants the operator may not, so the name must be one that no other object has."""
         body = {
             "apiVersion": "v1",
             "kind": "Secret",
@@ -157,11 +180,12 @@ class Cluster:
             raise
         return {k: base64.b64decode(v).decode() for k, v in (raw.get("data") or {}).items()}
 
-    async def secret_names(self, namespace: str, selector: str) -> tuple[str, ...]:
-        """Only in the operator's own namespace."""
+    async def secret_labels(self, namespace: str, selector: str) -> dict[str, dict[str, str]]:
+        """Labels by name, only in the operator's own namespace. Raises ApiError."""
         path = f"/api/v1/namespaces/{namespace}/secrets"
         raw = await self._api.get(path, {"labelSelector": selector})
-        return tuple(str(item["metadata"]["name"]) for item in raw.get("items") or [])
+        metadata = [item["metadata"] for item in raw.get("items") or []]
+        return {str(m["name"]): dict(m.get("labels") or {}) for m in metadata}
 
     async def delete_secret(self, namespace: str, name: str) -> None:
         await self._delete(f"/api/v1/namespaces/{namespace}/secrets/{name}", {})
@@ -182,6 +206,23 @@ class Cluster:
         return str((raw.get("spec") or {}).get("renewTime"))
 
     # ------------------------------------------------------------------ parts
+
+    async def _create_owned(self, path: str, body: Mapping[str, Any]) -> Created:
+        """Create, or meet what is there: "exists" is not "ours", so the controllers are compared."""
+        created = await self._create(path, body)
+        if not created.existed:
+            return created
+        meta, ours = body["metadata"], controller_of(body)
+        found = await self._api.get(f"{path}/{meta['name']}")
+        theirs = controller_of(found)
+        if ours is not None and theirs is not None and theirs.uid == ours.uid:
+            return Created(str(found["metadata"]["uid"]), existed=True)
+        state = "is being deleted" if found["metadata"].get("deletionTimestamp") else "exists"
+        wanted = "its creator" if ours is None else f"{ours.kind} {ours.name} (uid {ours.uid})"
+        raise NameTakenError(
+            f"{body['kind']} {meta['namespace']}/{meta['name']} cannot be created for {wanted}: one of "
+            f"that name {state}, and {whose(found)}; it is left alone, delete it if it is not needed"
+        )
 
     async def _create(self, path: str, body: Mapping[str, Any]) -> Created:
         try:

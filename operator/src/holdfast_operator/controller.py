@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, assert_never
 
+from holdfast_core.api import CheckpointStore, TrainingJob
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, RestartRound, Worker
@@ -28,7 +30,7 @@ from holdfast_operator.job_effects import JobEffects
 from holdfast_operator.keys import Key, KeyKind, job_key, store_key
 from holdfast_operator.kube_api import ApiError, KubeApi
 from holdfast_operator.metrics import Metrics
-from holdfast_operator.model import JobMemory, JobView, Now
+from holdfast_operator.model import JobMemory, JobView, Now, Unreadable
 from holdfast_operator.observe import Observer
 from holdfast_operator.reflectors_cache import LEASES_PATH, ClusterCache
 from holdfast_operator.render.pod import SidecarSettings, render_pod
@@ -36,6 +38,7 @@ from holdfast_operator.settings import Settings
 from holdfast_operator.sidecar_client import SidecarClient
 from holdfast_operator.sidecars import Sidecars
 from holdfast_operator.stores import Stores
+from holdfast_operator.unreadable_reports import UnreadableReports
 from holdfast_operator.workqueue import WorkQueue
 
 TICK_SECONDS = 1.0
@@ -100,6 +103,7 @@ class Controller:
             metrics,
             clock,
         )
+        self._reports = UnreadableReports(self._cluster, events, clock)
         self._observer = Observer(self._cache, self._sidecars, self._effects, clock)
         self._stores = Stores(self._cluster, self._cache, events, self._sidecar, clock)
         self._memory: dict[JobUid, JobMemory] = {}
@@ -145,6 +149,9 @@ class Controller:
             case KeyKind.JOB:
                 await self._job(key)
             case KeyKind.STORE:
+                hidden = self._cache.unreadable(CheckpointStore.KIND, key.namespace, key.name)
+                if hidden is not None:
+                    await self._reports.report(hidden)
                 again = await self._stores.reconcile(key.namespace, key.name)
                 if again is not None:
                     self._queue.add_after(key, again)
@@ -155,6 +162,9 @@ class Controller:
     async def _job(self, key: Key) -> None:
         job = self._cache.job(key.namespace, key.name)
         if job is None:
+            hidden = self._cache.unreadable(TrainingJob.KIND, key.namespace, key.name)
+            if hidden is not None:
+                await self._reports.report(hidden)
             self._queue.forget(key)
             return
         wait = self._expectations.wait_seconds(job.uid, self._clock.monotonic())
@@ -229,6 +239,9 @@ class Controller:
             for reflector in self._cache.reflectors:
                 if reflector.last_contact is not None:
                     self._metrics.watch_age(reflector.collection.name, now - reflector.last_contact)
+            self._metrics.foreign_pods(self._cache.foreign_pods())
+            hidden = self._cache.unreadable_objects()
+            self._metrics.unreadable(Counter(u.kind for u in hidden))
             silent: set[str] = set()
             unproven: set[str] = set()
             for job in self._cache.jobs():
@@ -244,7 +257,7 @@ class Controller:
 
     def _look_after(self, job: JobView, silent: set[str], unproven: set[str]) -> None:
         """Between passes: calls that no decision asks for, and the job's silent nodes."""
-        pods = self._cache.pods(job.uid)
+        pods = self._cache.pods(job)
         if not pods:
             return
         self._observer.follow_sidecars(job, pods)
@@ -268,22 +281,24 @@ class Controller:
         """Authorities of jobs that vanished while no operator ran; stores that became due."""
         while True:
             try:
-                await self._certificates.sweep({j.uid for j in self._cache.jobs()})
+                await self._certificates.sweep(self._cache.job_uids())
             except HoldfastError as error:
                 self._said.warning("sweep", f"authorities of vanished jobs stay: {error}")
             for store in self._cache.stores():
                 self._queue.add(store_key(store.namespace, store.name))
             await self._clock.sleep(SWEEP_SECONDS)
 
-    def _job_gone(self, job: JobView) -> None:
+    def _job_gone(self, job: JobView | Unreadable) -> None:
+        uid = JobUid(job.uid)
         for known in (self._memory, self._refusals):
-            known.pop(job.uid, None)
-        self._expectations.forget(job.uid)
-        self._effects.forget(job.uid)
-        self._sidecars.forget(job.uid)
-        self._metrics.forget(job)
+            known.pop(uid, None)
+        self._expectations.forget(uid)
+        self._effects.forget(uid)
+        self._sidecars.forget(uid)
+        self._reports.forget(uid)
+        self._metrics.forget(job.namespace, job.name)
         self._said.forget(str(job_key(job.namespace, job.name)))
-        self._spawn(self._forget_authority(job.uid))
+        self._spawn(self._forget_authority(uid))
 
     async def _forget_authority(self, uid: JobUid) -> None:
         try:

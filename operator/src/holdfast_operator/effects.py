@@ -1,9 +1,10 @@
 """What `apply` needs from the outside world: the Kubernetes client, the sidecar client, Events.
 
 The edges implement it; tests implement it over an in-memory cluster. Methods raise only errors of
-holdfast_core.errors and ConflictError. Creates return normally if the object exists, deletes if it
-is gone or has another uid. Replies of sidecars are kept by the implementation and come back in the
-next Observed (inventory, AckedRound, reachability): `apply` does not look into them.
+holdfast_core.errors, ConflictError and NameTakenError. Creates return normally if the object exists
+and is the job's own, deletes if it is gone or has another uid. Replies of sidecars are kept by the
+implementation and come back in the next Observed (inventory, AckedRound, reachability): `apply` does
+not look into them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class ConflictError(HoldfastError):
     """The object changed since it was read (409 on resourceVersion): observe, decide again."""
 
 
+class NameTakenError(HoldfastError):
+    """An object that is not ours has the name that ours would get: nothing is done to it."""
+
+
 class Effects(Protocol):
     async def write_job_status(
         self, job: JobView, resource_version: str, status: JobStatusView
@@ -40,7 +45,7 @@ class Effects(Protocol):
     async def delete_job(self, job: JobView) -> None: ...
 
     async def pod_is_gone(self, job: JobView, name: str) -> bool:
-        """A direct GET, not the cache: True if there is no such pod, or it is on its way out."""
+        """A direct GET, not the cache: True if the job has no such pod, or it is on its way out."""
         ...
 
     async def create_pod(self, job: JobView, body: Mapping[str, Any]) -> None: ...
@@ -60,7 +65,8 @@ class Effects(Protocol):
     async def create_checkpoint(
         self, job: JobView, body: Mapping[str, Any], record: CheckpointRecord
     ) -> None:
-        """Create the object (if it is not there), then write its status."""
+        """Create the object (if it is not there), then write its status. Raises NameTakenError
+        where an object of that name is no record of this commit of this job."""
         ...
 
     async def update_checkpoint(

@@ -20,17 +20,19 @@ from holdfast_operator.actions import (
     CheckpointRecord,
     CreateCertificates,
     EmitEvent,
+    EventKind,
     PruneObject,
     SealWorker,
     SendRound,
 )
 from holdfast_operator.certificates import Certificates
 from holdfast_operator.cluster import Cluster
-from holdfast_operator.effects import ConflictError
+from holdfast_operator.effects import ConflictError, NameTakenError
 from holdfast_operator.events import Events, Subject
 from holdfast_operator.metrics import Metrics
 from holdfast_operator.model import JobStatusView, JobView
 from holdfast_operator.observe_views import status_to_dict
+from holdfast_operator.reasons import Reason
 from holdfast_operator.reflectors_cache import ClusterCache
 from holdfast_operator.render.metadata import job_labels, owner_reference
 from holdfast_operator.sidecars import Sidecars
@@ -93,24 +95,29 @@ class JobEffects:
     # ------------------------------------------------------------------ pods and what they need
 
     async def pod_is_gone(self, job: JobView, name: str) -> bool:
-        return await self._cluster.pod_is_gone(job.namespace, name)
+        return await self._cluster.pod_is_gone(job.namespace, name, job.uid)
 
     async def create_pod(self, job: JobView, body: Mapping[str, Any]) -> None:
         created = await self._cluster.create_pod(job.namespace, body)
         if not created.existed:
-            self._cache.expect_created(job.uid, created.uid)
+            self._cache.expect_created(job, created.uid)
 
     async def delete_pod(self, job: JobView, name: str, uid: str, *, force: bool) -> None:
         await self._cluster.delete_pod(job.namespace, name, uid, force=force)
-        self._cache.expect_deleted(job.uid, uid)
+        self._cache.expect_deleted(job, uid)
 
     async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
-        await self._cluster.create_service(job.namespace, body)
+        """A Service of another owner under this name does not stop the job: its DNS names are for
+        people, and the gang finds its addresses in ROUND."""
         name = str(body["metadata"]["name"])
+        try:
+            await self._cluster.create_service(job.namespace, body)
+        except NameTakenError as error:
+            await self._warn(job, Reason.NAME_TAKEN, str(error))
         self._services.setdefault(job.uid, {})[name] = self._clock.monotonic()
 
     async def create_certificates(self, job: JobView, action: CreateCertificates) -> None:
-        data = await self._certificates.round_data(job.uid, action.pods)
+        data = await self._certificates.round_data(job, action.pods)
         metadata = {"labels": job_labels(job), "ownerReferences": [owner_reference(job)]}
         await self._cluster.create_secret(job.namespace, action.secret, data, metadata)
         self._secrets.setdefault(job.uid, set()).add(action.secret)
@@ -124,11 +131,15 @@ class JobEffects:
     async def create_checkpoint(
         self, job: JobView, body: Mapping[str, Any], record: CheckpointRecord
     ) -> None:
-        """The object, then its status. One that was there already gets its status only if nobody
-        wrote one: an operator may have died between the two."""
+        """The object, then its status. One that was there already must be the record of this very
+        commit, and gets its status only if it has none: an operator may have died between the two."""
         name = str(body["metadata"]["name"])
         await self._cluster.create_checkpoint(job.namespace, body)
-        await self._write_record(job, name, None, record)
+        try:
+            await self._write_record(job, name, None, record)
+        except NameTakenError as error:
+            await self._warn(job, Reason.NAME_TAKEN, str(error))
+            raise
 
     async def update_checkpoint(
         self, job: JobView, name: str, resource_version: str, record: CheckpointRecord
@@ -146,6 +157,12 @@ class JobEffects:
             raise ConflictError(
                 f"Checkpoint {job.namespace}/{name}: expected resourceVersion {expected}, found "
                 f"{version or 'no such object'}"
+            )
+        if expected is None and not _is_record_of(raw, job, record):
+            raise NameTakenError(
+                f"Checkpoint {job.namespace}/{name} cannot record {record.checkpoint} of job {job.name} "
+                f"(uid {job.uid}): an object of that name exists that is no record of this commit; it "
+                "is left alone, delete it or rename it so that the job can go on"
             )
         patch = _spec_patch(raw, record)
         if patch:
@@ -192,9 +209,29 @@ class JobEffects:
         message = Prune(action.round, (action.checkpoint,))
         return self._sidecars.prune(job.uid, action.pod, action.name, message)
 
+    async def _warn(self, job: JobView, reason: Reason, message: str) -> None:
+        await self.emit(job, EmitEvent(EventKind.WARNING, reason, message))
+
     async def emit(self, job: JobView, event: EmitEvent) -> None:
         subject = Subject(API_VERSION, TrainingJob.KIND, job.namespace, job.name, job.uid)
         await self._events.emit(subject, event.kind, event.reason, event.message)
+
+
+def _is_record_of(raw: Mapping[str, Any], job: JobView, record: CheckpointRecord) -> bool:
+    """Whether a Checkpoint that exists may hold this record: our label, this job, this step, and
+    a status that is empty or says the same. Only the operator may write that status."""
+    marks = raw["metadata"].get("labels") or {}
+    spec, status = raw.get("spec") or {}, raw.get("status") or {}
+    checkpoint = record.checkpoint
+    return (
+        marks.get(labels.JOB_UID) == job.uid
+        and (spec.get("jobRef") or {}).get("name") == job.name
+        and checkpoint is not None
+        and spec.get("step") == checkpoint.step
+        and status.get("jobUid") in (None, job.uid)
+        and status.get("round") in (None, checkpoint.round)
+        and status.get("manifest") in (None, record.manifest)
+    )
 
 
 def _spec_patch(raw: Mapping[str, Any], record: CheckpointRecord) -> dict[str, Any]:

@@ -7,8 +7,12 @@ from holdfast_core.api import GROUP
 JOB_NAME = f"{GROUP}/job"
 """Name of the TrainingJob; what people select by."""
 
+JOB_NAMESPACE = f"{GROUP}/job-namespace"
+"""Its namespace, on objects that lie in another one."""
+
 JOB_UID = f"{GROUP}/job-uid"
-"""Its uid: a re-created job of the same name never adopts the pods of the old one."""
+"""Its uid: what the Service and the spreading of pods select by. It decides no ownership: anybody
+who may create a pod can copy it (ownership.py)."""
 
 WORKER = f"{GROUP}/worker"
 """Index of the pod in the gang."""

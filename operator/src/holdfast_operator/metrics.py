@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
@@ -74,6 +74,19 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._foreign_pods = Gauge(
+            "holdfast_foreign_pods",
+            "Pods with Holdfast's label that no TrainingJob or CheckpointStore controls; ignored.",
+            registry=self.registry,
+        )
+        self._unreadable = Gauge(
+            "holdfast_unreadable_objects",
+            "Objects that exist and hold a value that this version cannot read; left alone.",
+            ("kind",),
+            registry=self.registry,
+        )
+        self._unreadable_kinds: set[str] = set()
+
     def passed(self, kind: str, seconds: float) -> None:
         self._reconcile.labels(kind).observe(seconds)
 
@@ -102,11 +115,20 @@ class Metrics:
         if new.goodput is not None:
             self._goodput.labels(job.namespace, job.name).set(new.goodput.ratio)
 
-    def forget(self, job: JobView) -> None:
+    def foreign_pods(self, count: int) -> None:
+        self._foreign_pods.set(count)
+
+    def unreadable(self, counts: Mapping[str, int]) -> None:
+        """Objects that cannot be read now, by kind."""
+        for kind in self._unreadable_kinds | set(counts):
+            self._unreadable.labels(kind).set(counts.get(kind, 0))
+        self._unreadable_kinds |= set(counts)
+
+    def forget(self, namespace: str, job: str) -> None:
         """The job is gone: its series end."""
         for metric in (self._goodput, self._lost_steps):
             try:
-                metric.remove(job.namespace, job.name)
+                metric.remove(namespace, job)
             except KeyError:
                 continue  # it never had one
 

@@ -242,6 +242,34 @@ class JobView:
 # --------------------------------------------------------------------------- cluster
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The controller in an object's ownerReferences."""
+
+    kind: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """An object that exists and that this version cannot parse. It is not gone: nothing may be
+    concluded from its absence among the views."""
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    problem: str
+    """The first field that could not be read, and why."""
+    owner: Owner | None = None
+    job: str | None = None
+    """Label with the job's name; for the queue only, it proves nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.namespace}/{self.name}"
+
+
 class PodPhase(StrEnum):
     PENDING = "Pending"
     RUNNING = "Running"
@@ -438,7 +466,7 @@ class Observed:
 
     job: JobView
     pods: tuple[PodView, ...] = ()
-    """All pods that carry the job's uid, obsolete ones too."""
+    """All pods of the job's namespace that the job controls, obsolete ones too."""
     sidecars: tuple[SidecarView, ...] = ()
     """At most one per pod uid."""
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
@@ -454,9 +482,17 @@ class Observed:
     secrets: frozenset[str] = frozenset()
     """Certificate Secrets that this process created or found there (they cannot be read)."""
     memory: JobMemory = JobMemory()
+    unreadable: tuple[Unreadable, ...] = ()
+    """What exists and cannot be parsed: pods of the job, its store, its Checkpoints and the one that
+    spec.restoreFrom names."""
     template_refusal: str | None = None
     """The API server's words on a dry run of the first pod; None: it would take it, or was not
     asked because the first round has begun."""
+
+    def cannot_read(self, kind: str, name: str) -> Unreadable | None:
+        """What is known of that object if it exists and cannot be parsed."""
+        found = (u for u in self.unreadable if u.kind == kind and u.name == name)
+        return next(found, None)
 
     def pod(self, worker: Worker, birth_round: RestartRound) -> PodView | None:
         """The pod that the member list means; None if it is not there."""

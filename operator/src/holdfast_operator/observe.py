@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from holdfast_core.api import CheckpointStore
 from holdfast_core.clock import Clock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import Worker
+from holdfast_core.names import job_prefix
 from holdfast_operator.job_effects import JobEffects
 from holdfast_operator.keys import job_key
 from holdfast_operator.model import (
@@ -20,6 +22,7 @@ from holdfast_operator.model import (
     Observed,
     PodView,
     StoreView,
+    Unreadable,
 )
 from holdfast_operator.reflectors_cache import ClusterCache
 from holdfast_operator.reflectors_records import StoreRecord
@@ -42,7 +45,7 @@ class Observer:
     def observe(
         self, job: JobView, memory: JobMemory, template_refusal: str | None = None
     ) -> Observed:
-        pods = self._cache.pods(job.uid)
+        pods = self._cache.pods(job)
         self.follow_sidecars(job, pods)
         return Observed(
             job=job,
@@ -55,6 +58,7 @@ class Observer:
             services=self._effects.services(job.uid),
             secrets=self._effects.secrets(job.uid),
             memory=memory,
+            unreadable=self._unreadable(job),
             template_refusal=template_refusal,
         )
 
@@ -126,6 +130,21 @@ class Observer:
             return own
         found = self._cache.checkpoint(job.namespace, source)
         return own if found is None else (*own, found)
+
+    def _unreadable(self, job: JobView) -> tuple[Unreadable, ...]:
+        """What exists of this job's world and cannot be parsed."""
+        found = list(self._cache.unreadable_pods(job.namespace, job.uid))
+        prefix = f"{job_prefix(job.name, job.uid)}-"
+        found.extend(
+            c
+            for c in self._cache.unreadable_checkpoints(job.namespace)
+            if c.name == job.spec.restore_from or c.name.startswith(prefix)
+        )
+        if job.spec.store is not None:
+            kind = CheckpointStore.KIND
+            store = self._cache.unreadable(kind, job.namespace, job.spec.store)
+            found.extend(() if store is None else (store,))
+        return tuple(found)
 
     def _store(self, job: JobView) -> StoreView | None:
         if job.spec.store is None:

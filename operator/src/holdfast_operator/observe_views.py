@@ -25,7 +25,7 @@ from holdfast_core.api import condition as find_condition
 from holdfast_core.clock import stamp
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.ids import JobUid, RestartRound
 from holdfast_operator import labels
 from holdfast_operator.model import (
     CheckpointView,
@@ -45,6 +45,7 @@ from holdfast_operator.model import (
     RestorePointView,
     Sources,
 )
+from holdfast_operator.ownership import WorkerIdentity
 
 _CONDITION_VALUES = {
     ConditionStatus.TRUE: True,
@@ -362,12 +363,9 @@ def _never_started(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def pod_view(raw: Mapping[str, Any]) -> PodView | None:
-    """None for a pod without our labels: it is no worker."""
+def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
+    """`identity` is what the pod's name and controller say; labels can be changed."""
     meta = raw.get("metadata") or {}
-    marks = meta.get("labels") or {}
-    if labels.WORKER not in marks or labels.BIRTH_ROUND not in marks:
-        return None
     status = raw.get("status") or {}
     trainer = _container(status.get("containerStatuses"), TRAINER_CONTAINER)
     sidecar = _container(status.get("initContainerStatuses"), SIDECAR_CONTAINER)
@@ -378,8 +376,8 @@ def pod_view(raw: Mapping[str, Any]) -> PodView | None:
     return PodView(
         name=str(meta.get("name")),
         uid=str(meta.get("uid")),
-        worker=Worker(int(marks[labels.WORKER])),
-        birth_round=RestartRound(int(marks[labels.BIRTH_ROUND])),
+        worker=identity.worker,
+        birth_round=identity.birth_round,
         phase=PodPhase(status.get("phase") or "Pending"),
         ip=status.get("podIP") or None,
         node=(raw.get("spec") or {}).get("nodeName") or None,

@@ -49,7 +49,7 @@ class Reason(StrEnum):
     POD_SUCCEEDED_EARLY = "PodSucceededEarly"
     """A member's pod ended well while the gang has not finished."""
     STATUS_BEHIND = "StatusBehind"
-    """A sidecar is sealed for a higher round than the status knows (etcd was restored)."""
+    """A sidecar or a pod is of a higher round than the status knows (etcd was restored)."""
     RESUMED = "Resumed"
     """spec.suspend went back to false."""
 
@@ -74,6 +74,13 @@ class Reason(StrEnum):
     """A lower step was chosen because all copies of a shard of the newest are gone."""
     RESTORE_POINT_CHOSEN = "RestorePointChosen"
     ROUND_BEGAN = "RoundBegan"
+
+    NAME_TAKEN = "NameTaken"
+    """An object that is not the job's has the name that one of the job's objects would get."""
+    CANNOT_READ = "CannotRead"
+    """The object, or a pod of it, holds a value that this version cannot read."""
+    READ_AGAIN = "ReadAgain"
+    """What could not be read can be read again."""
 
     # --- Suspended, Complete, Failed
     SUSPENDED = "Suspended"

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from holdfast_core.clock import Clock
-from holdfast_core.errors import HoldfastError
 from holdfast_operator import logs
 from holdfast_operator.kube_api import ApiError, KubeApi
+from holdfast_operator.model import Unreadable
+from holdfast_operator.unreadable import unreadable
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ class Collection:
     """For logs and metrics."""
     path: str
     selector: str | None = None
+    kind: str = "Object"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,9 @@ class Reflector(Generic[T]):
     """Items by uid. `on_change(old, new)` is called for each difference: old None for an add, new
     None for a delete; never for an object that parses to an equal value.
 
-    `parse` returns None for an object that does not concern us; what it raises as ValueError or
-    HoldfastError leaves that object out and is logged, once.
+    `parse` returns None for an object that does not concern us. An object for which it raises exists
+    as an Unreadable: it is neither left out nor reported as deleted, and one object that cannot be
+    parsed does not stop the watch of all others.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Reflector(Generic[T]):
         api: KubeApi,
         collection: Collection,
         parse: Callable[[Mapping[str, Any]], T | None],
-        on_change: Callable[[T | None, T | None], None],
+        on_change: Callable[[T | Unreadable | None, T | Unreadable | None], None],
         clock: Clock,
         timings: Timings | None = None,
     ) -> None:
@@ -79,7 +82,7 @@ class Reflector(Generic[T]):
         self._timings = timings or Timings()
         self._version: str | None = None
         self._list_due = 0.0
-        self._items: dict[str, T] = {}
+        self._items: dict[str, T | Unreadable] = {}
         self._said = logs.Changed()
         self._backoff = self._timings.first_backoff_seconds
         self.synced = asyncio.Event()
@@ -89,8 +92,12 @@ class Reflector(Generic[T]):
         self.lists = 0
 
     @property
-    def items(self) -> Mapping[str, T]:
+    def items(self) -> Mapping[str, T | Unreadable]:
         return self._items
+
+    async def relist(self) -> None:
+        """Bring the copy up to date with one LIST. Raises ApiError, WatchGone."""
+        await self._list()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -131,7 +138,7 @@ class Reflector(Generic[T]):
         return {} if selector is None else {"labelSelector": selector}
 
     async def _list(self) -> None:
-        seen: dict[str, T] = {}
+        seen: dict[str, T | Unreadable] = {}
         token: str | None = None
         while True:
             params = {**self._params(), "limit": str(self._timings.page)}
@@ -207,21 +214,21 @@ class Reflector(Generic[T]):
         self.last_contact = self._clock.monotonic()
         self._well()
 
-    def _read(self, raw: Mapping[str, Any]) -> T | None:
+    def _read(self, raw: Mapping[str, Any]) -> T | Unreadable | None:
         meta = raw["metadata"]
         subject = f"{meta.get('namespace', '')}/{meta['name']}"
         try:
             item = self._parse(raw)
-        except (ValueError, HoldfastError) as error:
+        except Exception as error:  # noqa: BLE001 - any value may stand in an object of another release
+            found = unreadable(self.collection.kind, raw, error)
             self._said.warning(
-                subject,
-                f"{self.collection.name} {subject} cannot be read and is left alone: {error}",
+                subject, f"{found} cannot be read and is left alone: {found.problem}"
             )
-            return None
+            return found
         self._said.forget(subject)
         return item
 
-    def _put(self, uid: str, item: T) -> None:
+    def _put(self, uid: str, item: T | Unreadable) -> None:
         old = self._items.get(uid)
         if old != item:
             self._items[uid] = item

@@ -22,9 +22,10 @@ from holdfast_operator.expectations import (
 )
 from holdfast_operator.keys import Key, job_key, store_key
 from holdfast_operator.kube_api import KubeApi
-from holdfast_operator.model import CheckpointView, JobView, NodeView, PodView
+from holdfast_operator.model import CheckpointView, JobView, NodeView, PodView, Unreadable
 from holdfast_operator.node_leases import NodeLeases
 from holdfast_operator.reflectors import Collection, Reflector
+from holdfast_operator.reflectors_pods import PodCache, key_of
 from holdfast_operator.reflectors_records import (
     CheckpointRecordItem,
     Lease,
@@ -41,6 +42,7 @@ from holdfast_operator.reflectors_records import (
 )
 
 T = TypeVar("T")
+_NamedT = TypeVar("_NamedT", JobView, StoreRecord)
 
 LEASES_PATH = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
@@ -55,7 +57,7 @@ class ClusterCache:
         namespaces: tuple[str, ...],
         expectations: Expectations,
         enqueue: Callable[[Key], None],
-        on_job_gone: Callable[[JobView], None],
+        on_job_gone: Callable[[JobView | Unreadable], None],
     ) -> None:
         self._clock = clock
         self._expectations = expectations
@@ -63,8 +65,9 @@ class ClusterCache:
         self._on_job_gone = on_job_gone
         self._jobs: dict[tuple[str, str], JobView] = {}
         self._written: dict[JobUid, str] = {}
-        self._pods: dict[JobUid, dict[str, WorkerPod]] = {}
-        self._probes: dict[tuple[str, str], dict[str, ProbePod]] = {}
+        self._pods = PodCache()
+        self._unreadable: dict[tuple[str, str, str], Unreadable] = {}
+        """Objects of our own kinds, by kind, namespace and name."""
         self._checkpoints: dict[tuple[str, str], CheckpointView] = {}
         self._checkpoints_of: dict[tuple[str, str], dict[str, CheckpointView]] = {}
         self._stores: dict[tuple[str, str], StoreRecord] = {}
@@ -76,29 +79,29 @@ class ClusterCache:
         ours = f"/apis/{GROUP}/{VERSION}"
         mine = f"{labels.MANAGED_BY}={labels.MANAGED_BY_VALUE}"
         for scope in [f"/namespaces/{n}" for n in namespaces] or [""]:
-            watch(api, "jobs", f"{ours}{scope}/{TrainingJob.PLURAL}", read_job, self._job)
-            watch(
-                api,
-                "checkpoints",
-                f"{ours}{scope}/{Checkpoint.PLURAL}",
-                read_checkpoint,
-                self._ckpt,
+            jobs, checkpoints, stores = (
+                Collection(name, f"{ours}{scope}/{kind.PLURAL}", kind=kind.KIND)
+                for name, kind in (
+                    ("jobs", TrainingJob),
+                    ("checkpoints", Checkpoint),
+                    ("stores", CheckpointStore),
+                )
             )
-            watch(api, "stores", f"{ours}{scope}/{CheckpointStore.PLURAL}", read_store, self._store)
-            watch(api, "pods", f"/api/v1{scope}/pods", read_pod, self._pod, mine)
-        watch(api, "nodes", "/api/v1/nodes", read_node, self._node)
-        self._lease_watch = watch(api, "leases", LEASES_PATH, read_lease, self._lease)
+            watch(api, jobs, read_job, self._job)
+            watch(api, checkpoints, read_checkpoint, self._ckpt)
+            watch(api, stores, read_store, self._store)
+            watch(api, Collection("pods", f"/api/v1{scope}/pods", mine, "Pod"), read_pod, self._pod)
+        watch(api, Collection("nodes", "/api/v1/nodes", kind="Node"), read_node, self._node)
+        leases = Collection("leases", LEASES_PATH, kind="Lease")
+        self._lease_watch = watch(api, leases, read_lease, self._lease)
 
     def _watch(
         self,
         api: KubeApi,
-        name: str,
-        path: str,
+        collection: Collection,
         parse: Callable[[Mapping[str, Any]], T | None],
-        on_change: Callable[[T | None, T | None], None],
-        selector: str | None = None,
+        on_change: Callable[[T | Unreadable | None, T | Unreadable | None], None],
     ) -> Reflector[T]:
-        collection = Collection(name, path, selector)
         reflector = Reflector(api, collection, parse, on_change, self._clock)
         self.reflectors.append(reflector)
         return reflector
@@ -120,21 +123,40 @@ class ClusterCache:
     def jobs(self) -> Iterable[JobView]:
         return tuple(self._jobs.values())
 
-    def pods(self, job_uid: JobUid) -> tuple[PodView, ...]:
-        return tuple(p.view for p in self._pods.get(job_uid, {}).values())
+    def job_uids(self) -> set[JobUid]:
+        """Of all jobs that exist, also of those that cannot be read."""
+        hidden = {JobUid(u.uid) for u in self._unreadable.values() if u.kind == TrainingJob.KIND}
+        return hidden | {j.uid for j in self._jobs.values()}
+
+    def unreadable(self, kind: str, namespace: str, name: str) -> Unreadable | None:
+        """An object of our own kinds that exists and cannot be parsed."""
+        return self._unreadable.get((kind, namespace, name))
+
+    def unreadable_objects(self) -> tuple[Unreadable, ...]:
+        return tuple(self._unreadable.values())
+
+    def unreadable_checkpoints(self, namespace: str) -> tuple[Unreadable, ...]:
+        return tuple(
+            u
+            for u in self._unreadable.values()
+            if u.kind == Checkpoint.KIND and u.namespace == namespace
+        )
+
+    def pods(self, job: JobView) -> tuple[PodView, ...]:
+        """The workers of this very job: in its namespace, and controlled by it."""
+        return self._pods.workers(job.namespace, job.uid)
+
+    def unreadable_pods(self, namespace: str, owner_uid: str) -> tuple[Unreadable, ...]:
+        return self._pods.unreadable(namespace, owner_uid)
+
+    def foreign_pods(self) -> int:
+        """Pods with our label that are not ours."""
+        return self._pods.foreign_count()
 
     def jobs_on_node(self, node: str) -> set[Key]:
         return {
-            job_key(p.namespace, p.job)
-            for pods in self._pods.values()
-            for p in pods.values()
-            if p.view.node == node
+            job_key(p.namespace, p.job) for p in self._pods.all_workers() if p.view.node == node
         }
-
-    def nodes_in_use(self) -> set[str]:
-        """Nodes that have worker pods."""
-        pods = (p.view.node for pods in self._pods.values() for p in pods.values())
-        return {node for node in pods if node is not None}
 
     def checkpoints(self, namespace: str, job: str) -> tuple[CheckpointView, ...]:
         return tuple(self._checkpoints_of.get((namespace, job), {}).values())
@@ -153,8 +175,9 @@ class ClusterCache:
             j for j in self._jobs.values() if j.namespace == namespace and j.spec.store == store
         )
 
-    def probe_pods(self, namespace: str, store: str) -> tuple[ProbePod, ...]:
-        return tuple(self._probes.get((namespace, store), {}).values())
+    def probe_pods(self, store: StoreRecord) -> tuple[ProbePod, ...]:
+        """The probes of this very store; those of a store that was deleted go with it."""
+        return self._pods.probes(store.namespace, store.uid)
 
     def node(self, name: str) -> NodeView | None:
         return self._nodes.get(name)
@@ -166,14 +189,14 @@ class ClusterCache:
 
     # ------------------------------------------------------------------ our own writes
 
-    def expect_created(self, job_uid: JobUid, uid: str) -> None:
-        if uid not in self._pods.get(job_uid, {}):
-            self._expectations.expect(job_uid, created(uid), self._clock.monotonic())
+    def expect_created(self, job: JobView, uid: str) -> None:
+        if self._pods.worker(job.namespace, job.uid, uid) is None:
+            self._expectations.expect(job.uid, created(uid), self._clock.monotonic())
 
-    def expect_deleted(self, job_uid: JobUid, uid: str) -> None:
-        pod = self._pods.get(job_uid, {}).get(uid)
+    def expect_deleted(self, job: JobView, uid: str) -> None:
+        pod = self._pods.worker(job.namespace, job.uid, uid)
         if pod is not None and not pod.view.terminating:
-            self._expectations.expect(job_uid, deleted(uid), self._clock.monotonic())
+            self._expectations.expect(job.uid, deleted(uid), self._clock.monotonic())
 
     def expect_written(self, job: JobView, resource_version: str) -> None:
         seen = self._jobs.get((job.namespace, job.name))
@@ -184,84 +207,118 @@ class ClusterCache:
 
     # ------------------------------------------------------------------ changes
 
-    def _job(self, old: JobView | None, new: JobView | None) -> None:
+    def _job(self, old: JobView | Unreadable | None, new: JobView | Unreadable | None) -> None:
         job = new or old
         if job is None:
             return
         name = (job.namespace, job.name)
-        if new is not None:
+        if isinstance(old, JobView) and self._is_known(self._jobs, old):
+            del self._jobs[name]
+        self._note_unreadable(old, new)
+        if isinstance(new, JobView):
             self._jobs[name] = new
             expected = self._written.get(new.uid)
             if expected is not None and is_at_least(new.resource_version, expected):
                 del self._written[new.uid]
                 self._expectations.met(new.uid, written(expected))
-        elif old is not None:
-            known = self._jobs.get(name)
-            if known is not None and known.uid == old.uid:
-                del self._jobs[name]
-            self._written.pop(old.uid, None)
-            self._on_job_gone(old)
+        if new is None:
+            self._written.pop(JobUid(job.uid), None)
+            self._on_job_gone(job)
         self._enqueue(job_key(*name))
-        if job.spec.store is not None and (old is None or new is None):
-            self._enqueue(store_key(job.namespace, job.spec.store))
+        self._enqueue_stores_of(old, new)
 
-    def _pod(self, old: ManagedPod | None, new: ManagedPod | None) -> None:
-        pod = new or old
-        if isinstance(pod, ProbePod):
-            probes = self._probes.setdefault((pod.namespace, pod.store), {})
-            if isinstance(new, ProbePod):
-                probes[new.uid] = new
-            else:
-                probes.pop(pod.uid, None)
-            self._enqueue(store_key(pod.namespace, pod.store))
-        elif isinstance(pod, WorkerPod):
-            self._worker_pod(pod, gone=new is None)
-
-    def _worker_pod(self, pod: WorkerPod, *, gone: bool) -> None:
-        pods = self._pods.setdefault(pod.job_uid, {})
-        uid = pod.view.uid
-        if gone:
-            pods.pop(uid, None)
-            if not pods:
-                del self._pods[pod.job_uid]
-        else:
-            pods[uid] = pod
-        self._expectations.met(pod.job_uid, created(uid))
-        if gone or pod.view.terminating:
-            self._expectations.met(pod.job_uid, deleted(uid))
-        self._enqueue(job_key(pod.namespace, pod.job))
-
-    def _ckpt(self, old: CheckpointRecordItem | None, new: CheckpointRecordItem | None) -> None:
-        item = new or old
-        if item is None:
+    def _enqueue_stores_of(
+        self, old: JobView | Unreadable | None, new: JobView | Unreadable | None
+    ) -> None:
+        """A store is probed when a job begins to use it."""
+        stores = {
+            (j.namespace, j.spec.store)
+            for j in (old, new)
+            if isinstance(j, JobView) and j.spec.store is not None
+        }
+        if isinstance(old, JobView) and isinstance(new, JobView):
             return
-        view = item.view
-        known = self._checkpoints_of.setdefault((item.namespace, view.job), {})
-        if new is not None:
-            self._checkpoints[item.namespace, view.name] = view
-            known[view.name] = view
-        elif known.get(view.name) is None or known[view.name].uid == view.uid:
-            self._checkpoints.pop((item.namespace, view.name), None)
-            known.pop(view.name, None)
-        self._enqueue(job_key(item.namespace, view.job))
-        for job in self._jobs.values():
-            if job.namespace == item.namespace and job.spec.restore_from == view.name:
-                self._enqueue(job_key(job.namespace, job.name))
+        for namespace, store in stores:
+            self._enqueue(store_key(namespace, store))
 
-    def _store(self, old: StoreRecord | None, new: StoreRecord | None) -> None:
+    def _pod(
+        self, old: ManagedPod | Unreadable | None, new: ManagedPod | Unreadable | None
+    ) -> None:
+        if old is not None:
+            self._pods.remove(old)
+        if new is not None:
+            self._pods.add(new)
+        for pod in (old, new):
+            if isinstance(pod, WorkerPod):
+                gone = new is None or (isinstance(new, WorkerPod) and new.view.terminating)
+                self._expectations.met(pod.job_uid, created(pod.view.uid))
+                if gone:
+                    self._expectations.met(pod.job_uid, deleted(pod.view.uid))
+        for key in {key_of(pod) for pod in (old, new) if pod is not None}:
+            if key is not None:
+                self._enqueue(key)
+
+    def _ckpt(
+        self,
+        old: CheckpointRecordItem | Unreadable | None,
+        new: CheckpointRecordItem | Unreadable | None,
+    ) -> None:
+        self._note_unreadable(old, new)
+        jobs: set[str | None] = set()
+        for item in (old, new):
+            if isinstance(item, CheckpointRecordItem):
+                jobs.add(item.view.job)
+            elif item is not None:
+                jobs.add(item.job)
+        if isinstance(old, CheckpointRecordItem):
+            self._drop_checkpoint(old)
+        if isinstance(new, CheckpointRecordItem):
+            view = new.view
+            self._checkpoints[new.namespace, view.name] = view
+            self._checkpoints_of.setdefault((new.namespace, view.job), {})[view.name] = view
+        subject = new or old
+        if subject is None:
+            return
+        name = subject.view.name if isinstance(subject, CheckpointRecordItem) else subject.name
+        for job in self._jobs.values():
+            if job.namespace == subject.namespace and job.spec.restore_from == name:
+                jobs.add(job.name)
+        for wanted in jobs:
+            if wanted is not None:
+                self._enqueue(job_key(subject.namespace, wanted))
+
+    def _drop_checkpoint(self, item: CheckpointRecordItem) -> None:
+        """Unless an object that was created again has the name already."""
+        view = item.view
+        known = self._checkpoints.get((item.namespace, view.name))
+        if known is None or known.uid != view.uid:
+            return
+        del self._checkpoints[item.namespace, view.name]
+        of_job = self._checkpoints_of.get((item.namespace, view.job), {})
+        of_job.pop(view.name, None)
+        if not of_job:
+            self._checkpoints_of.pop((item.namespace, view.job), None)
+
+    def _store(
+        self, old: StoreRecord | Unreadable | None, new: StoreRecord | Unreadable | None
+    ) -> None:
         store = new or old
         if store is None:
             return
         name = (store.namespace, store.name)
-        if new is not None:
-            self._stores[name] = new
-        elif name in self._stores and self._stores[name].uid == store.uid:
+        if isinstance(old, StoreRecord) and self._is_known(self._stores, old):
             del self._stores[name]
+        self._note_unreadable(old, new)
+        if isinstance(new, StoreRecord):
+            self._stores[name] = new
         self._enqueue(store_key(*name))
         for job in self.jobs_of_store(*name):
             self._enqueue(job_key(job.namespace, job.name))
 
-    def _node(self, old: NodeView | None, new: NodeView | None) -> None:
+    def _node(self, old: NodeView | Unreadable | None, new: NodeView | Unreadable | None) -> None:
+        if isinstance(new, Unreadable):
+            return  # it exists: what was known of it stays
+        before = self._nodes.get(new.name if new is not None else old.name if old else "")
         if new is not None:
             self._nodes[new.name] = new
             changed = new.name
@@ -270,12 +327,31 @@ class ClusterCache:
             changed = old.name
         else:
             return
-        if old is None or new is None or (old.ready, old.labels) != (new.ready, new.labels):
+        if (
+            before is None
+            or new is None
+            or (before.ready, before.labels) != (new.ready, new.labels)
+        ):
             for key in self.jobs_on_node(changed):
                 self._enqueue(key)
 
-    def _lease(self, old: Lease | None, new: Lease | None) -> None:
-        if new is not None:
+    def _lease(self, old: Lease | Unreadable | None, new: Lease | Unreadable | None) -> None:
+        if isinstance(new, Lease):
             self.leases.observe(new.node, new.renewed, self._clock.monotonic())
-        elif old is not None:
-            self.leases.forget(old.node)
+        elif new is None and old is not None:
+            self.leases.forget(old.node if isinstance(old, Lease) else old.name)
+
+    def _note_unreadable(self, old: object, new: object) -> None:
+        """What turned readable, or went, is no longer noted; what turned unreadable is."""
+        if isinstance(old, Unreadable):
+            key = (old.kind, old.namespace, old.name)
+            if key in self._unreadable and self._unreadable[key].uid == old.uid:
+                del self._unreadable[key]
+        if isinstance(new, Unreadable):
+            self._unreadable[new.kind, new.namespace, new.name] = new
+
+    @staticmethod
+    def _is_known(index: Mapping[tuple[str, str], _NamedT], item: _NamedT) -> bool:
+        """Whether the name still means this object, and not one that was created again."""
+        known = index.get((item.namespace, item.name))
+        return known is not None and known.uid == item.uid

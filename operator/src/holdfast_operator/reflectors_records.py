@@ -15,8 +15,7 @@ from holdfast_core.api import CheckpointStore, StoreCondition
 from holdfast_core.api import condition as find_condition
 from holdfast_core.api.meta import ConditionStatus
 from holdfast_core.ids import JobUid
-from holdfast_operator import labels
-from holdfast_operator.model import CheckpointView, JobView, NodeView, PodView
+from holdfast_operator.model import CheckpointView, JobView, NodeView, Owner, PodView
 from holdfast_operator.observe_views import (
     checkpoint_view,
     job_view,
@@ -24,6 +23,7 @@ from holdfast_operator.observe_views import (
     parse_stamp,
     pod_view,
 )
+from holdfast_operator.ownership import probed_store, whose, worker_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,18 @@ class CheckpointRecordItem:
 
 @dataclass(frozen=True, slots=True)
 class ManagedPod:
-    """A pod that carries our label: a WorkerPod or a ProbePod."""
+    """A pod that carries our label: a WorkerPod, a ProbePod, or the ForeignPod that is neither."""
 
     namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignPod(ManagedPod):
+    """Our label without our owner reference and name: it is never counted, called or deleted."""
+
+    name: str
+    uid: str
+    whose: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,8 @@ class ProbePod(ManagedPod):
     name: str
     uid: str
     store: str
+    """Name of its controller."""
+    store_uid: str
     phase: str
     terminating: bool
     waiting_reason: str | None
@@ -132,23 +143,26 @@ def read_store(raw: Mapping[str, Any]) -> StoreRecord:
     )
 
 
-def read_pod(raw: Mapping[str, Any]) -> ManagedPod | None:
+def read_pod(raw: Mapping[str, Any]) -> ManagedPod:
+    """Whose a pod is follows from its controller and its name; labels only brought it here."""
     meta = raw["metadata"]
-    marks = meta.get("labels") or {}
-    if marks.get(labels.COMPONENT) == labels.COMPONENT_STORE_PROBE:
-        return _probe_pod(raw, marks)
-    view = pod_view(raw)
-    if view is None or labels.JOB_UID not in marks:
-        return None
+    namespace = str(meta.get("namespace"))
+    store = probed_store(raw)
+    if store is not None:
+        return _probe_pod(raw, store)
+    identity = worker_identity(raw)
+    if identity is None:
+        return ForeignPod(namespace, str(meta["name"]), str(meta["uid"]), whose(raw))
+    view = pod_view(raw, identity)
     return WorkerPod(
-        namespace=str(meta.get("namespace")),
-        job=str(marks.get(labels.JOB_NAME, "")),
-        job_uid=JobUid(str(marks[labels.JOB_UID])),
+        namespace=namespace,
+        job=identity.job,
+        job_uid=identity.job_uid,
         view=replace(view, created_at=parse_stamp(str(meta["creationTimestamp"]))),
     )
 
 
-def _probe_pod(raw: Mapping[str, Any], marks: Mapping[str, str]) -> ProbePod:
+def _probe_pod(raw: Mapping[str, Any], store: Owner) -> ProbePod:
     meta, status = raw["metadata"], raw.get("status") or {}
     state = ((status.get("containerStatuses") or [{}])[0]).get("state") or {}
     waiting, ended = state.get("waiting") or {}, state.get("terminated")
@@ -165,7 +179,8 @@ def _probe_pod(raw: Mapping[str, Any], marks: Mapping[str, str]) -> ProbePod:
         namespace=str(meta.get("namespace")),
         name=str(meta["name"]),
         uid=str(meta["uid"]),
-        store=str(marks.get(labels.STORE_NAME, "")),
+        store=store.name,
+        store_uid=store.uid,
         phase=str(status.get("phase") or "Pending"),
         terminating=meta.get("deletionTimestamp") is not None,
         waiting_reason=waiting.get("reason"),

@@ -50,8 +50,12 @@ class Stores:
         """One pass; returns after how many seconds the next one is due without an event.
         Raises ApiError and ConflictError."""
         store = self._cache.store(namespace, name)
-        pods = self._cache.probe_pods(namespace, name)
-        if store is None or store.deleting:
+        if store is None:
+            return None  # gone: its probes are garbage-collected; or it cannot be read: they stay
+        pods = self._cache.probe_pods(store)
+        if self._cache.unreadable_pods(namespace, store.uid):
+            return LOOK_AGAIN_SECONDS
+        if store.deleting:
             for pod in pods:
                 await self._remove(pod)
             return None

@@ -15,6 +15,7 @@ from holdfast_core.api import API_VERSION, CheckpointStore, StoreCondition
 from holdfast_core.clock import stamp
 from holdfast_core.contract import STORE_DIR, StoreConfig
 from holdfast_operator import labels
+from holdfast_operator.ownership import PROBE_PREFIX
 from holdfast_operator.reflectors_records import ProbePod, StoreRecord
 from holdfast_operator.render.pod import HOLDFAST_GROUP, SidecarSettings
 
@@ -71,7 +72,7 @@ def probe_name(store: StoreRecord) -> str:
     """The same until a probe has ended: two operators meet at one pod."""
     seed = f"{store.uid} {store.generation} {store.store.status.last_probe}"
     digest = hashlib.blake2b(seed.encode(), digest_size=5).hexdigest()
-    return f"holdfast-probe-{store.name[:40].rstrip('-.')}-{digest}"
+    return f"{PROBE_PREFIX}{store.name[:40].rstrip('-.')}-{digest}"
 
 
 def render_probe(

@@ -83,7 +83,7 @@ def test_the_first_round_is_above_what_sidecars_remember() -> None:
     decision = decide(Observed(job=job(1), pods=(old,), sidecars=(sidecar(old, 6),)), now())
     (action,) = of_kind(decision.actions, BeginRound)
     assert action.status.restart_round == 7
-    assert action.status.members == (7,)
+    assert action.status.members == (4,), "its pod may hold the newest copies"
 
 
 def test_after_cas_1_service_certificates_and_pods() -> None:

@@ -43,6 +43,8 @@ class JobCondition(StrEnum):
     FAILED = "Failed"
     LAST_CHECKPOINT_SUCCEEDED = "LastCheckpointSucceeded"
     REMOTE_TIER_HEALTHY = "RemoteTierHealthy"
+    READABLE = "Readable"
+    """False while the operator cannot read the job or one of its pods; absent before that happens."""
 
 
 StepField = Annotated[Step, Field(ge=0)]

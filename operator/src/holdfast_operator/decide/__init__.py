@@ -1,6 +1,7 @@
 """`decide(observed, now)`: what one pass does about one job. Pure: no clock, no I/O, no randomness.
 
 The order of the rules is their priority:
+ 0. pods that cannot be read: nothing else;
  1. a job that is being deleted, or is over;
  2. acceptance and suspension before the first round;
  3. failures: a new round (CAS 1), or the end of the job;
@@ -31,6 +32,7 @@ from holdfast_operator.decide import (
     failure,
     gang,
     lifecycle,
+    readability,
     recovery,
     restore_point,
     times,
@@ -79,6 +81,9 @@ def _decide(observed: Observed, now: Now) -> Decision:
     job = observed.job
     if job.deleting:
         return Decision((), None, "the job is being deleted", memory)
+    readable = readability.plan(world, memory, now)
+    if readable is not None:
+        return readable
     if lifecycle.is_over(job.status):
         return _over(world, memory, now)
     if job.status.is_true(JobCondition.SUSPENDED) or (

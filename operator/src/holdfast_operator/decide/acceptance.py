@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast_core.api import Checkpoint, CheckpointStore
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_operator.decide.status import Note
 from holdfast_operator.decide.world import World
@@ -79,6 +80,9 @@ def _store_problem(world: World) -> Note | None:
     if name is None:
         return None
     store = world.observed.store
+    hidden = world.observed.cannot_read(CheckpointStore.KIND, name)
+    if hidden is not None:
+        return Note(Reason.CANNOT_READ, f"CheckpointStore {name} cannot be read: {hidden.problem}")
     if store is None:
         words = f"CheckpointStore {name} is not in namespace {world.observed.job.namespace}"
         return Note(Reason.STORE_NOT_FOUND, f"{words}: create it, or correct storeRef")
@@ -95,6 +99,10 @@ def _restore_from_problem(world: World) -> Note | None:
     if name is None:
         return None
     source = next((c for c in world.observed.checkpoints if c.name == name), None)
+    hidden = world.observed.cannot_read(Checkpoint.KIND, name)
+    if hidden is not None:
+        words = f"Checkpoint {name} of spec.restoreFrom cannot be read: {hidden.problem}"
+        return Note(Reason.CHECKPOINT_NOT_RESTORABLE, words)
     if source is None:
         words = f"spec.restoreFrom names Checkpoint {name}, which is not in namespace"
         return Note(Reason.CHECKPOINT_NOT_FOUND, f"{words} {job.namespace}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import CheckpointPhase
+from holdfast_core.api import Checkpoint, CheckpointPhase
 from holdfast_core.ids import CheckpointId, Step
 from holdfast_core.names import checkpoint_name
 from holdfast_core.transfer.messages import RestorePoint
@@ -73,6 +73,12 @@ def pending_commit(world: World) -> PersistedView | None:
 
 
 def has_object(world: World, checkpoint: CheckpointId) -> bool:
+    """Also one that cannot be read now: it exists under a name that only this job gives, so the
+    commit is recorded; nothing is written to it and it is not deleted."""
+    job = world.observed.job
+    name = checkpoint_name(job.name, job.uid, checkpoint)
+    if world.observed.cannot_read(Checkpoint.KIND, name) is not None:
+        return True
     return any(c.id == checkpoint for c in own_checkpoints(world))
 
 

@@ -93,6 +93,10 @@ def find_failures(world: World, memory: JobMemory, now: Now) -> tuple[Failure, .
     if sealed is not None and sealed > world.round:
         words = f"a sidecar is sealed for round {sealed}, the status says {world.round}"
         found.append(Failure(Reason.STATUS_BEHIND, words, disruption=True))
+    birth = world.highest_birth
+    if birth is not None and birth > world.round:
+        words = f"a pod was born in round {birth}, the status says {world.round}"
+        found.append(Failure(Reason.STATUS_BEHIND, words, disruption=True))
     for member in world.members:
         failure = _of_member(world, member, memory, now)
         if failure is not None:

@@ -52,13 +52,14 @@ MAX_RECENT_RESTARTS = 128
 
 
 def first_round(world: World, now: Now) -> JobStatusView:
-    """The status that begins the first round: 0, or above whatever a sidecar remembers."""
-    sealed = world.highest_sealed
-    round_ = RestartRound(0 if sealed is None else sealed + 1)
+    """The status that begins the first round: 0, or above whatever a sidecar or a pod remembers."""
+    round_ = world.next_round
+    newer = world.pods_ahead
+    workers = range(world.observed.job.spec.workers)
     return replace(
         world.status,
         restart_round=round_,
-        members=(round_,) * world.observed.job.spec.workers,
+        members=tuple(newer.get(Worker(w), round_) for w in workers),
         restore_point=None,
         coordinator=None,
         start_time=world.status.start_time or now.utc,
@@ -69,10 +70,12 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
     """The status that begins the next round after these failures (not empty)."""
     job = world.observed.job
     status = with_levels(world.status, world)
-    round_ = RestartRound(max(world.round, world.highest_sealed or 0) + 1)
+    round_ = world.next_round
     gone = {f.worker for f in failures if f.replace_pod}
+    newer = world.pods_ahead
     members = tuple(
-        m.birth_round if m.alive and m.worker not in gone else round_ for m in world.members
+        newer.get(m.worker) or (m.birth_round if m.alive and m.worker not in gone else round_)
+        for m in world.members
     )
     cause = failures[0]
     recent = counted_restarts(world, now)
@@ -96,7 +99,7 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
 
 def resumed_round(world: World, now: Now) -> JobStatusView:
     """The status that begins the round after a suspension: every pod is new."""
-    round_ = RestartRound(max(world.round, world.highest_sealed or 0) + 1)
+    round_ = world.next_round
     job = world.observed.job
     note = Note(Reason.RESUMED, f"round {round_}: spec.suspend is false again")
     status = replace(

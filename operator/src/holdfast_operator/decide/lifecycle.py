@@ -113,6 +113,8 @@ def after_the_end(world: World, now: Now) -> list[Action]:
     members = {m.pod.uid for m in world.members if m.pod is not None}
     actions: list[Action] = []
     for pod in world.observed.pods:
+        if world.is_ahead(pod):
+            continue
         lost = world.observed.node_lost(pod)
         running = pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
         unwanted = pod.uid not in members or (running and overdue) or lost
@@ -177,5 +179,5 @@ def delete_all_pods(world: World) -> list[Action]:
     return [
         DeletePod(p.name, p.uid, force=world.observed.node_lost(p))
         for p in world.observed.pods
-        if not p.terminating or world.observed.node_lost(p)
+        if (not p.terminating or world.observed.node_lost(p)) and not world.is_ahead(p)
     ]

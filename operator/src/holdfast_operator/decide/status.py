@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import JobCondition, JobPhase
+from holdfast_core.api import CheckpointStore, JobCondition, JobPhase
 from holdfast_core.ids import Step, TierName
 from holdfast_core.transfer.messages import RestorePoint
 from holdfast_operator.decide import recovery
@@ -241,7 +241,11 @@ def _with_tier_conditions(status: JobStatusView, world: World, now: Now) -> JobS
         return status
     store = world.observed.store
     remote = next((f for f in failures if f.tier is TierName.OBJECT), None)
-    if store is None:
+    hidden = world.observed.cannot_read(CheckpointStore.KIND, job.spec.store)
+    if hidden is not None:
+        words = f"CheckpointStore {job.spec.store} cannot be read: {hidden.problem}"
+        healthy, note = False, Note(Reason.CANNOT_READ, words)
+    elif store is None:
         words = f"CheckpointStore {job.spec.store} is not there"
         healthy, note = False, Note(Reason.STORE_NOT_FOUND, words)
     elif store.available is False:

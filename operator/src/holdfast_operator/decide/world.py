@@ -84,9 +84,36 @@ class World:
 
     @cached_property
     def obsolete_pods(self) -> tuple[PodView, ...]:
-        """Pods that status.members does not mean: of replaced workers, or of no round at all."""
+        """Pods that status.members does not mean: of replaced workers, or of no round at all. A pod
+        of a higher round is not among them: it is evidence that this operator is behind."""
         wanted = {m.pod.uid for m in self.members if m.pod is not None}
-        return tuple(p for p in self.observed.pods if p.uid not in wanted)
+        return tuple(p for p in self.observed.pods if p.uid not in wanted and not self.is_ahead(p))
+
+    def is_ahead(self, pod: PodView) -> bool:
+        """The pod was born in a round that the status does not know yet: it must not be deleted on
+        what is known now."""
+        return self.status.restart_round is None or pod.birth_round > self.status.restart_round
+
+    @cached_property
+    def highest_birth(self) -> RestartRound | None:
+        """The highest round that a pod of the job was born in."""
+        return max((p.birth_round for p in self.observed.pods), default=None)
+
+    @cached_property
+    def pods_ahead(self) -> dict[Worker, RestartRound]:
+        """Birth rounds of living pods that the status does not know yet. Where it really is behind
+        (etcd was restored), they become members: they may hold the newest copies."""
+        found: dict[Worker, RestartRound] = {}
+        for pod in self.observed.pods:
+            if pod.alive and self.is_ahead(pod) and not self.observed.node_lost(pod):
+                found[pod.worker] = max(pod.birth_round, found.get(pod.worker, pod.birth_round))
+        return found
+
+    @property
+    def next_round(self) -> RestartRound:
+        """Above the status, and above whatever a sidecar or a pod remembers."""
+        known = (self.status.restart_round, self.highest_sealed, self.highest_birth)
+        return RestartRound(max((r for r in known if r is not None), default=-1) + 1)
 
     @cached_property
     def coordinator(self) -> CoordinatorState | None:

@@ -1,0 +1,177 @@
+"""What cannot be read is not gone, and what is of a higher round is not obsolete."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.names import checkpoint_name
+from holdfast_operator.actions import (
+    BeginRound,
+    CommitPersisted,
+    CreateCheckpointObject,
+    CreatePod,
+    DeletePod,
+    EmitEvent,
+    WriteStatus,
+)
+from holdfast_operator.decide import decide
+from holdfast_operator.model import (
+    Condition,
+    JobStatusView,
+    JobView,
+    Observed,
+    PersistedView,
+    PodPhase,
+    RestorePointView,
+    Unreadable,
+)
+from holdfast_operator.testing.builders import (
+    START,
+    UID,
+    job,
+    manifest_digest,
+    now,
+    pod,
+    sidecar,
+    status,
+    store,
+)
+
+COMMIT = CheckpointId(Step(40), RestartRound(0))
+
+
+def hidden(kind: str, name: str) -> Unreadable:
+    return Unreadable(kind, "team-a", name, f"uid-{name}", "status.phase: unknown")
+
+
+def condition(kind: JobCondition, value: bool) -> Condition:
+    return Condition(kind, value, "R", "", START)
+
+
+def over(kind: JobCondition) -> JobView:
+    ended = status(0, (0, 0), completion_time=START, conditions=(condition(kind, True),))
+    return job(2, ended, ttl_after_finished=timedelta(0))
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        pytest.param(job(2), id="before the first round"),
+        pytest.param(job(2, status(0)), id="a member seems to be gone"),
+        pytest.param(over(JobCondition.FAILED), id="failed"),
+        pytest.param(over(JobCondition.COMPLETE), id="complete"),
+        pytest.param(
+            job(2, status(0, conditions=(condition(JobCondition.SUSPENDED, True),)), suspend=True),
+            id="suspended",
+        ),
+    ],
+)
+def test_nothing_is_done_while_a_pod_cannot_be_read(of: JobView) -> None:
+    name = pod(1).name
+    seen = Observed(job=of, pods=(pod(0), pod(0, 7)), unreadable=(hidden("Pod", name),))
+    decision = decide(seen, now(10_000_000.0))
+    assert {type(a) for a in decision.actions} == {WriteStatus, EmitEvent}
+    (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]
+    said = write.status.condition(JobCondition.READABLE)
+    assert said is not None
+    assert (said.status, said.reason) == (False, "CannotRead")
+    assert name in said.message
+    assert "status.phase: unknown" in said.message
+    assert replace(write.status, conditions=()) == replace(of.status, conditions=())
+    again = replace(seen, job=replace(of, status=write.status))
+    assert decide(again, now(10_000_010.0)).actions == (), "said once"
+
+
+def test_the_job_goes_on_when_everything_can_be_read() -> None:
+    of = job(2, status(0, conditions=(condition(JobCondition.READABLE, False),)))
+    first = decide(Observed(job=of), now())
+    (write,) = first.actions
+    assert isinstance(write, WriteStatus)
+    assert write.status.is_true(JobCondition.READABLE)
+    assert first.requeue_after_seconds == 0
+    second = decide(Observed(job=replace(of, status=write.status)), now())
+    assert any(isinstance(a, CreatePod) for a in second.actions)
+
+
+def running(last: PersistedView | None, **changes: Any) -> JobView:
+    begun = status(
+        0,
+        (0, 0),
+        restore_point=RestorePointView(),
+        coordinator=0,
+        last_persisted=last,
+        conditions=(condition(JobCondition.RUNNING, True),),
+    )
+    return job(2, begun, store="main", object_every_steps=10, **changes)
+
+
+def test_a_record_that_cannot_be_read_is_neither_missing_nor_written() -> None:
+    of = running(PersistedView(COMMIT.step, COMMIT.round, manifest_digest(40, 0)))
+    pods = (pod(0), pod(1))
+    sidecars = tuple(sidecar(p, 0) for p in pods)
+    name = checkpoint_name("job", UID, COMMIT)
+    seen = Observed(job=of, pods=pods, sidecars=sidecars, store=store())
+    missing = decide(seen, now()).actions
+    assert [a.name for a in missing if isinstance(a, CreateCheckpointObject)] == [name]
+    there = decide(replace(seen, unreadable=(hidden("Checkpoint", name),)), now()).actions
+    assert not any(isinstance(a, CreateCheckpointObject | CommitPersisted) for a in there)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "reason"),
+    [
+        ("CheckpointStore", {"store": "main"}, "CannotRead"),
+        ("Checkpoint", {"store": "main", "restore_from": "main"}, "CheckpointNotRestorable"),
+    ],
+)
+def test_no_first_round_on_what_cannot_be_read(
+    kind: str, spec: dict[str, Any], reason: str
+) -> None:
+    known = store() if kind == "Checkpoint" else None
+    seen = Observed(job=job(2, None, **spec), store=known, unreadable=(hidden(kind, "main"),))
+    decision = decide(seen, now())
+    assert not any(isinstance(a, BeginRound) for a in decision.actions)
+    (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]
+    said = write.status.condition(JobCondition.ACCEPTED)
+    assert said is not None
+    assert said.reason == reason
+    assert "status.phase: unknown" in said.message
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        pytest.param(status(1, (0, 1), restore_point=RestorePointView()), id="running"),
+        pytest.param(status(1, (0, 1)), id="starting"),
+        pytest.param(over(JobCondition.FAILED).status, id="failed"),
+        pytest.param(over(JobCondition.COMPLETE).status, id="complete"),
+        pytest.param(status(1, (0, 1), conditions=(condition(JobCondition.SUSPENDED, True),))),
+        pytest.param(JobStatusView(), id="no round yet"),
+    ],
+)
+@pytest.mark.parametrize("suspend", [False, True])
+@pytest.mark.parametrize("phase", [PodPhase.RUNNING, PodPhase.FAILED])
+def test_a_pod_of_a_higher_round_is_never_deleted(
+    of: JobStatusView, suspend: bool, phase: PodPhase
+) -> None:
+    newer = pod(1, 3, phase=phase)
+    seen = Observed(job=job(2, of, suspend=suspend), pods=(pod(0), pod(1, 1), newer))
+    deleted = [a.name for a in decide(seen, now(10_000.0)).actions if isinstance(a, DeletePod)]
+    assert newer.name not in deleted
+
+
+def test_a_round_above_it_begins_and_keeps_it_where_the_status_is_behind() -> None:
+    """A write on the resourceVersion that is known: refused where the operator is what is behind."""
+    newer = pod(1, 3)
+    seen = Observed(job=job(2, status(1, (0, 1))), pods=(pod(0), pod(1, 1), newer))
+    (begin, _) = decide(seen, now()).actions
+    assert isinstance(begin, BeginRound)
+    assert begin.resource_version == seen.job.resource_version
+    assert begin.status.restart_round == 4
+    assert begin.status.members == (0, 3)
