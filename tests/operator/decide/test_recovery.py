@@ -96,9 +96,9 @@ def holders(round_: int) -> tuple[SidecarView, ...]:
 
 def trained() -> Timeline:
     """A gang of two in round 0, whose newest step was seen at 120 s."""
-    timeline = Timeline(Observed(job=job(2), pods=PODS))
+    timeline = Timeline(Observed(job=job(2)))
     timeline.at(100.0)
-    timeline.at(101.0, sidecars=holders(0))
+    timeline.at(101.0, pods=PODS, sidecars=holders(0))
     timeline.at(110.0, coordinator=state(0, 5))
     timeline.at(120.0, coordinator=state(0, 12))
     assert timeline.observed.job.status.is_true(JobCondition.RUNNING)
@@ -261,9 +261,9 @@ def test_a_gang_that_finishes_before_it_was_seen_to_run_closes_its_recovery() ->
 
 def test_the_status_of_a_job_of_twenty_seconds_is_final() -> None:
     """Levels are written every ten seconds at most; the last write carries them all the same."""
-    timeline = Timeline(Observed(job=job(2), pods=PODS))
+    timeline = Timeline(Observed(job=job(2)))
     timeline.at(100.0)
-    timeline.at(101.0, sidecars=holders(0))
+    timeline.at(101.0, pods=PODS, sidecars=holders(0))
     timeline.at(103.0, coordinator=state(0, 1))
     timeline.at(104.0, coordinator=state(0, 20))
     done = RestorePoint(Step(320), RestartRound(0), Digest("b3:last"))
