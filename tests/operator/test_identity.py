@@ -65,14 +65,17 @@ class Edge:
             lambda job: self.gone.append(job.uid),
         )
         self.certificates = Certificates(self.cluster, "holdfast-system", self.clock)
-        sidecars = Sidecars(SidecarClient(), self.certificates, self.clock, lambda key: None)
+        metrics = Metrics()
+        sidecars = Sidecars(
+            SidecarClient(), self.certificates, self.clock, self.keys.append, metrics.unexpected
+        )
         self.effects = JobEffects(
             self.cluster,
             self.cache,
             sidecars,
             self.certificates,
             Events(self.cluster, self.clock),
-            Metrics(),
+            metrics,
             self.clock,
         )
 
