@@ -19,6 +19,15 @@ RECOVERY_PHASES = {
     "firstStepSeconds": "first step",
 }
 BAR_CELLS = 24
+_TROUBLE = frozenset(
+    {
+        ("Accepted", "False"),
+        ("Readable", "False"),
+        ("RemoteTierHealthy", "False"),
+        ("SidecarsUnreachable", "True"),
+    }
+)
+"""Conditions that the screen shows, and the value at which they are trouble."""
 
 
 def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> RenderableType:
@@ -49,10 +58,7 @@ def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> Render
     if tiers:
         parts.append(tier_map(tiers))
     for condition in status.get("conditions", []):
-        if (
-            condition["type"] in ("Accepted", "Readable", "RemoteTierHealthy")
-            and condition["status"] == "False"
-        ):
+        if (condition["type"], condition["status"]) in _TROUBLE:
             parts.append(
                 Text(
                     f"{condition['type']}: {condition['reason']}: {condition['message']}",

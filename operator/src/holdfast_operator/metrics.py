@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
+from holdfast_core.api import JobCondition
 from holdfast_operator.model import JobStatusView, JobView, RecoveryView
 from holdfast_operator.reasons import Reason
 
@@ -41,6 +42,12 @@ class Metrics:
         self._goodput = Gauge(
             "holdfast_goodput_ratio",
             "Share of a job's time that went into kept training.",
+            _JOB,
+            registry=self.registry,
+        )
+        self._silent = Gauge(
+            "holdfast_job_sidecars_unreachable",
+            "1 while condition SidecarsUnreachable of the job is true, else 0.",
             _JOB,
             registry=self.registry,
         )
@@ -115,6 +122,9 @@ class Metrics:
         if new.goodput is not None:
             self._goodput.labels(job.namespace, job.name).set(new.goodput.ratio)
 
+        silent = new.is_true(JobCondition.SIDECARS_UNREACHABLE)
+        self._silent.labels(job.namespace, job.name).set(1 if silent else 0)
+
     def foreign_pods(self, count: int) -> None:
         self._foreign_pods.set(count)
 
@@ -126,7 +136,7 @@ class Metrics:
 
     def forget(self, namespace: str, job: str) -> None:
         """The job is gone: its series end."""
-        for metric in (self._goodput, self._lost_steps):
+        for metric in (self._goodput, self._lost_steps, self._silent):
             try:
                 metric.remove(namespace, job)
             except KeyError:

@@ -347,6 +347,8 @@ class SidecarView:
     """Since when every call failed; None while reachable or not asked."""
     heard_at: float | None = None
     """When it last answered a call; None: never."""
+    unreachable_because: str = ""
+    """What was called and what happened, of the first call that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,6 +450,8 @@ class JobMemory:
     """When it last tried."""
     begun_at: float | None = None
     """When this process began `round`; None: another process did."""
+    answering_since: float | None = None
+    """Since when at least one member's sidecar has answered without a gap; None: none answers."""
     terminating_since: tuple[tuple[str, float], ...] = ()
     """(pod uid, first seen terminating)."""
     asked: tuple[AskedSave, ...] = ()

@@ -82,6 +82,13 @@ class Reason(StrEnum):
     READ_AGAIN = "ReadAgain"
     """What could not be read can be read again."""
 
+    # --- SidecarsUnreachable
+    NO_SIDECAR_ANSWERS = "NoSidecarAnswers"
+    """The operator reaches no sidecar of the job. It waits; training goes on."""
+    SOME_SIDECARS_SILENT = "SomeSidecarsSilent"
+    """Some sidecars do not answer; the message names their pods."""
+    SIDECARS_ANSWER = "SidecarsAnswer"
+
     # --- Suspended, Complete, Failed
     SUSPENDED = "Suspended"
     STOPPING = "Stopping"

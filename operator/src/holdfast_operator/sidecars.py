@@ -417,7 +417,9 @@ class Sidecars:
         pod.failures = 0
         pod.failing_since = None
         pod.not_before = 0.0
-        pod.view = replace(pod.view, reachable=Reachable.YES, unreachable_since=None)
+        pod.view = replace(
+            pod.view, reachable=Reachable.YES, unreachable_since=None, unreachable_because=""
+        )
 
     def _failed(self, pod: _Pod, error: HoldfastError) -> None:
         pod.failures += 1
@@ -429,7 +431,10 @@ class Sidecars:
             if pod.answered or failing_seconds >= STARTING_SECONDS:
                 self._said.warning_once(pod.view.pod_uid, str(error), pod=pod.target.pod)
             pod.view = replace(
-                pod.view, reachable=Reachable.NO, unreachable_since=pod.failing_since
+                pod.view,
+                reachable=Reachable.NO,
+                unreachable_since=pod.failing_since,
+                unreachable_because=pod.view.unreachable_because or str(error),
             )
 
     def _hold_off(self, pod: _Pod) -> None:

@@ -17,9 +17,9 @@ from holdfast_operator.decide import decide
 from holdfast_operator.model import PodPhase
 from holdfast_operator.observe_views import job_view
 from holdfast_operator.testing.builders import UID, now, raw_job
-from holdfast_operator.testing.fake_cluster import FakeCluster, FakeNode
+from holdfast_operator.testing.fake_cluster import FakeCluster, FakeNode, is_ancestor
 from holdfast_operator.testing.fake_operator import FakeOperator, Trouble, calm
-from holdfast_operator.testing.oracle import bases_of, broken_rules, holds, is_ancestor
+from holdfast_operator.testing.oracle import bases_of, broken_rules, holds
 
 KINDS = (
     "lose pod",
@@ -33,6 +33,9 @@ KINDS = (
     "node is reached again",
     "sidecar restarts",
     "operator restarts",
+    "all sidecars are silent",
+    "some sidecars are silent",
+    "silence ends",
 )
 SETTLE_SECONDS = 240
 
@@ -47,9 +50,9 @@ class Fault:
 faults = st.lists(
     st.builds(
         Fault,
-        after_seconds=st.sampled_from((0, 1, 2, 3, 5, 8, 13, 30)),
+        after_seconds=st.sampled_from((0, 1, 2, 3, 5, 8, 13, 30, 100, 350)),
         kind=st.sampled_from(KINDS),
-        target=st.integers(0, 5),
+        target=st.integers(0, 14),
     ),
     max_size=8,
 )
@@ -97,6 +100,13 @@ class Simulation:
                 node.cut_off = False
             case "operator restarts":
                 self.restart_operators()
+            case "all sidecars are silent":
+                cluster.all_silent = True
+            case "some sidecars are silent":
+                workers = range(cluster.job["spec"]["workers"])
+                cluster.silent_workers = {w for w in workers if (fault.target + 1) >> w & 1}
+            case "silence ends":
+                self.end_silence()
             case "rank dies":
                 run = cluster.gang.run
                 if run is not None and run.started and not run.finished:
@@ -118,7 +128,12 @@ class Simulation:
             case _:
                 raise AssertionError(fault.kind)
 
+    def end_silence(self) -> None:
+        self.cluster.all_silent = False
+        self.cluster.silent_workers = set()
+
     def heal(self) -> None:
+        self.end_silence()
         for node in self.cluster.nodes.values():
             node.dead = node.cut_off = False
         for operator in self.operators:

@@ -81,6 +81,9 @@ def test_all_is_well() -> None:
 
 
 DEAD = (DeadRank(Rank(1), Worker(1), 1, "boom"),)
+REPLICATED = RestorePoint(Step(40), RestartRound(3))
+COPIED = {"coordinator": state(last_replicated=REPLICATED)}
+"""The newest save of the round has its copies."""
 LOST_NODE = {"node-0": NodeView("node-0"), "node-1": NodeView("node-1", lost=True)}
 SILENT_1 = (sidecar(pod(0), 3, version=1), silent(pod(1), 900.0))
 
@@ -95,7 +98,8 @@ def test_silent_node_whose_sidecar_was_not_asked_yet_is_not_lost() -> None:
 def test_pod_without_an_address_is_lost_with_its_node() -> None:
     stuck = pod(1, ip=None, phase=PodPhase.PENDING, ready=False)
     pods, sidecars = (pod(0), stuck), (sidecar(pod(0), 3, version=1),)
-    found = begun(decide(world(nodes=LOST_NODE, pods=pods, sidecars=sidecars), now()))
+    observed = world(nodes=LOST_NODE, pods=pods, sidecars=sidecars, **COPIED)
+    found = begun(decide(observed, now()))
     assert found.status.members == (0, 4)
 
 
@@ -125,11 +129,18 @@ def test_pod_without_an_address_is_lost_with_its_node() -> None:
             id="DisruptionTarget",
         ),
         pytest.param(
-            {"nodes": LOST_NODE, "sidecars": SILENT_1},
+            {"nodes": LOST_NODE, "sidecars": SILENT_1, **COPIED},
             Reason.NODE_LOST,
             (0, 4),
             0,
             id="node lost",
+        ),
+        pytest.param(
+            {"nodes": LOST_NODE, "sidecars": SILENT_1},
+            Reason.NODE_LOST,
+            (0, 0),
+            0,
+            id="node lost, and it may hold the only copy",
         ),
         pytest.param({"coordinator": state(dead=DEAD)}, Reason.RANK_FAILED, (0, 0), 1, id="rank"),
         pytest.param(
@@ -147,7 +158,7 @@ def test_pod_without_an_address_is_lost_with_its_node() -> None:
             id="a rank that dies with a lost pod does not count",
         ),
         pytest.param(
-            {"pods": (pod(0), pod(1, trainer_restarts=3))},
+            {"pods": (pod(0), pod(1, trainer_restarts=3)), **COPIED},
             Reason.TRAINER_RESTARTING,
             (0, 4),
             1,
@@ -199,7 +210,10 @@ def test_failures(
         pytest.param({"pods": (pod(0), pod(1, phase=PodPhase.SUCCEEDED))}, id="one pod ended well"),
         pytest.param({"nodes": LOST_NODE}, id="node silent, sidecar answers"),
         pytest.param({"sidecars": SILENT_1}, id="sidecar silent while training runs"),
-        pytest.param({"pods": (pod(0), pod(1, trainer_restarts=2))}, id="two restarts"),
+        pytest.param({"pods": (pod(0), pod(1, trainer_restarts=2)), **COPIED}, id="two restarts"),
+        pytest.param(
+            {"pods": (pod(0), pod(1, trainer_restarts=3))}, id="restarts where the only copy is"
+        ),
         pytest.param(
             {"coordinator": state(dead=DEAD, round=RestartRound(2))}, id="dead in an older round"
         ),
@@ -320,17 +334,3 @@ def test_a_survivor_that_is_lost_during_recovery_is_a_new_round() -> None:
 def test_a_member_that_ended_before_the_round_ran_is_replaced() -> None:
     ended = starting((pod(0, phase=PodPhase.SUCCEEDED), pod(1, 3)))
     assert begun(decide(ended, now())).status.members == (4, 3)
-
-
-@pytest.mark.parametrize(
-    ("since", "others_answer", "replaced"),
-    [(950.0, True, False), (905.0, True, True), (905.0, False, False), (600.0, False, True)],
-    ids=["50 s", "95 s", "95 s but nobody answers", "400 s and nobody answers"],
-)
-def test_a_silent_sidecar_blocks_a_start_only_so_long(
-    since: float, others_answer: bool, replaced: bool
-) -> None:
-    pods = (pod(0), pod(1, 3))
-    first = sidecar(pods[0], 3) if others_answer else silent(pods[0], 999.0)
-    decision = decide(starting(pods, sidecars=(first, silent(pods[1], since))), now())
-    assert any(isinstance(a, BeginRound) for a in decision.actions) is replaced

@@ -30,6 +30,7 @@ from holdfast_operator.decide.world import World
 from holdfast_operator.model import (
     AckedRound,
     JobMemory,
+    LineageEntry,
     NodeView,
     Observed,
     PodView,
@@ -129,9 +130,9 @@ def test_recovery_seals_survivors_creates_the_missing_and_deletes_the_obsolete()
 def test_obsolete_pods(lost: bool, terminating: bool, expected: list[bool]) -> None:
     old = pod(1, 0, terminating=terminating)
     observed = Observed(
-        job=job(2, status(1, (0, 1))),
+        job=job(2, status(1, (0, 1), lineage=(LineageEntry(RestartRound(0)),))),
         pods=(pod(0), old, pod(1, 1, node="node-9")),
-        sidecars=(silent(old, 900.0),),
+        sidecars=(silent(old, 900.0), silent(pod(0))),
         nodes={"node-1": NodeView("node-1", lost=lost)},
         memory=MEMORY,
     )

@@ -42,7 +42,7 @@ from holdfast_operator.testing.builders import (
     store,
 )
 
-JUST_BEGUN = JobMemory(round=RestartRound(1), round_seen_at=1000.0)
+JUST_BEGUN = JobMemory(round=RestartRound(1), round_seen_at=1000.0, answering_since=1000.0)
 
 
 def pick(
@@ -63,9 +63,11 @@ def chosen_step(choice: Choice) -> int | None:
 
 
 A, B, NEW_B = pod(0), pod(1), pod(1, birth=1)
-SURVIVOR_AND_NEW = status(1, (0, 1))
+FROM_THE_BEGINNING = (LineageEntry(RestartRound(0)),)
+"""Round 0 chose its restore point, so that its gang may have trained."""
+SURVIVOR_AND_NEW = status(1, (0, 1), lineage=FROM_THE_BEGINNING)
 """Round 1: worker 0 survived, worker 1's pod is new."""
-BOTH_SURVIVED = status(1, (0, 0))
+BOTH_SURVIVED = status(1, (0, 0), lineage=FROM_THE_BEGINNING)
 COPIED = [held(20, 0, 0), held(20, 0, 1), held(10, 0, 0), held(10, 0, 1)]
 """What a sidecar holds that has its own shards and worker 1's copies."""
 
@@ -115,19 +117,28 @@ def test_an_inventory_from_before_the_seal_is_no_answer() -> None:
     assert choice.note.reason == Reason.WAITING_FOR_HOLDERS
 
 
+THREE = status(1, (0, 0, 0), lineage=FROM_THE_BEGINNING)
+C = pod(2)
+CUT_OFF_COMMIT = [
+    sidecar(
+        A,
+        1,
+        manifests=[manifest(10, 0, 3), manifest(20, 0, 3)],
+        shards=[held(s, 0, r) for s, r in ((20, 0), (20, 1), (10, 0), (10, 1), (10, 2))],
+    ),
+    sidecar(B, 1, manifests=[manifest(10, 0, 3)]),
+]
+"""Step 20 has its manifest on worker 0 alone, and worker 2 holds a shard of it."""
+
+
 @pytest.mark.parametrize(
     ("waited", "expected"), [(0.0, None), (59.0, None), (60.0, 10)], ids=["at once", "59 s", "60 s"]
 )
-def test_an_unknown_holder_is_waited_for_up_to_60_seconds(
+def test_a_commit_that_was_cut_off_is_waited_for_up_to_60_seconds(
     waited: float, expected: int | None
 ) -> None:
-    seen = sidecar(
-        A,
-        1,
-        manifests=[manifest(10, 0), manifest(20, 0)],
-        shards=[held(20, 0, 0), held(10, 0, 0), held(10, 0, 1)],
-    )
-    choice = pick(BOTH_SURVIVED, [A, B], [seen, silent(B, 990.0)], waited=waited)
+    base = Observed(job=job(3, THREE), pods=(A, B, C), sidecars=(*CUT_OFF_COMMIT, silent(C, 990.0)))
+    choice = choose(World(base), JUST_BEGUN, now(1000.0 + waited))
     if expected is None:
         assert isinstance(choice, Wait)
         assert choice.note.reason == Reason.WAITING_FOR_HOLDERS
@@ -135,6 +146,44 @@ def test_an_unknown_holder_is_waited_for_up_to_60_seconds(
         assert chosen_step(choice) == expected
         assert isinstance(choice, Chosen)
         assert choice.reason is Reason.HOLDER_UNREACHABLE
+
+
+def test_the_60_seconds_count_from_the_first_answer() -> None:
+    """After a long silence of all the others need a moment to answer, too."""
+    base = Observed(job=job(3, THREE), pods=(A, B, C), sidecars=(*CUT_OFF_COMMIT, silent(C, 100.0)))
+    memory = replace(JUST_BEGUN, round_seen_at=100.0, answering_since=999.0)
+    assert isinstance(choose(World(base), memory, now(1000.0)), Wait)
+
+
+@pytest.mark.parametrize("recorded", [None, 20], ids=["status lags", "status knows"])
+def test_a_committed_step_is_never_given_up_for_silence(recorded: int | None) -> None:
+    """Its manifest is on every survivor that answers: it was committed, and B holds a shard of it."""
+    seen = sidecar(
+        A,
+        1,
+        manifests=[manifest(10, 0), manifest(20, 0)],
+        shards=[held(20, 0, 0), held(10, 0, 0), held(10, 0, 1)],
+    )
+    state = replace(BOTH_SURVIVED, last_committed_step=None if recorded is None else Step(recorded))
+    choice = pick(state, [A, B], [seen, silent(B, 990.0)], waited=1e6)
+    assert isinstance(choice, Wait)
+    assert choice.note.reason == Reason.WAITING_FOR_HOLDERS
+    assert "step 20 was committed" in choice.note.message
+
+
+def test_the_store_is_no_reason_to_give_up_what_silent_survivors_may_hold() -> None:
+    """Nobody who was there answers, so the status may be hours behind the gang."""
+    persisted = PersistedView(Step(10), RestartRound(0), manifest_digest(10, 0))
+    state = replace(SURVIVOR_AND_NEW, last_persisted=persisted, last_committed_step=Step(10))
+    answering = sidecar(NEW_B, 1)
+    choice = pick(state, [A, NEW_B], [silent(A, 100.0), answering], waited=1e6)
+    assert isinstance(choice, Wait)
+    assert "no survivor has" in choice.note.message
+
+
+def test_silent_survivors_that_never_trained_hold_nothing() -> None:
+    state = status(1, (0, 0))
+    assert chosen_step(pick(state, [A, B], [sidecar(A, 1), silent(B, 900.0)])) is None
 
 
 def test_a_holder_that_is_gone_is_not_waited_for() -> None:

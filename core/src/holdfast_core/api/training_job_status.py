@@ -45,6 +45,7 @@ class JobCondition(StrEnum):
     REMOTE_TIER_HEALTHY = "RemoteTierHealthy"
     READABLE = "Readable"
     """False while the operator cannot read the job or one of its pods; absent before that happens."""
+    SIDECARS_UNREACHABLE = "SidecarsUnreachable"
 
 
 StepField = Annotated[Step, Field(ge=0)]

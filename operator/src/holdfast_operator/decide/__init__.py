@@ -39,6 +39,7 @@ from holdfast_operator.decide import (
 )
 from holdfast_operator.decide.failure import CANNOT_START, Failure
 from holdfast_operator.decide.notices import with_notices
+from holdfast_operator.decide.silence import with_silence
 from holdfast_operator.decide.status import (
     Note,
     after_write,
@@ -358,7 +359,7 @@ def _with_status_write(
     job = world.observed.job
     status = _with_suspend_words(world, now, job.status)
     status = lifecycle.accepted(World(_with_status(world, status)), now, None)
-    status = refresh(world, now, memory, status, note)
+    status = with_silence(refresh(world, now, memory, status, note), world, now)
     reason = note.message if note is not None else f"round {world.round} runs"
     if must_write(job.status, status, memory, now):
         actions = [WriteStatus(job.resource_version, _renamed(world, now, status)), *actions]
@@ -382,7 +383,7 @@ def _written(
     reason: str,
 ) -> Decision:
     """A status write that says something new, and nothing else but events."""
-    status = refresh(world, now, memory, status)
+    status = with_silence(refresh(world, now, memory, status), world, now)
     write = WriteStatus(world.observed.job.resource_version, status)
     memory = after_write(memory, world, now)
     return Decision((write, *others), 0.0, reason, memory, _acted(world))

@@ -4,18 +4,21 @@
 2. A container or image that cannot be had is no failure: waiting costs no restart.
 3. The restart of a sidecar's container alone is no failure: ROUND is repeated to it.
 4. A pod that is being deleted may save and stop first, for DRAIN_SECONDS, while its gang trains.
+5. Silence alone is no failure. Where no sidecar of the job answers, it is the network: the job waits.
+   A silent pod is replaced only where what it holds is known to be readable elsewhere (readable).
 """
 
 from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast_core.api import JobCondition
 from holdfast_core.ids import Worker
 from holdfast_core.names import pod_name
 from holdfast_core.transfer.messages import DeadRank
+from holdfast_operator.decide import readable
 from holdfast_operator.decide.times import seconds_since
 from holdfast_operator.decide.world import MemberState, World
 from holdfast_operator.model import JobMemory, Now, PodPhase, PodView, RestartRecord
@@ -25,8 +28,9 @@ DRAIN_SECONDS = 15.0
 """Half of the default grace period: enough for one step and one save, short enough to go on."""
 SIDECAR_SILENT_SECONDS = 90.0
 """Above the wait for holders, so that the restore point is decided before a pod is given up."""
-ALL_SILENT_SECONDS = 300.0
-"""Without one sidecar that answers, the silence is probably the operator's own network."""
+ALL_LOST_SECONDS = 300.0
+"""Several nodes whose leases stopped while no sidecar of the job answers: more likely the control plane
+is cut off from them than that all died at once. Kubernetes waits as long before it evicts."""
 MAX_TRAINER_RESTARTS = 2
 """Then the kubelet's back-off grows to minutes: a new pod is faster."""
 
@@ -124,8 +128,7 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
             confirm_gone=_gone_name(world, member),
         )
     if member.node_lost:
-        words = f"node {pod.node} of pod {pod.name} is silent and its sidecar does not answer"
-        return Failure(Reason.NODE_LOST, words, member.worker, disruption=True, replace_pod=True)
+        return _of_lost_node(world, member, pod, now)
     if pod.disrupted or (pod.phase is PodPhase.FAILED and pod.reason in _EVICTED):
         if pod.terminating and _may_drain(world, pod, memory, now):
             return None
@@ -136,10 +139,43 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
             return None
         words = f"pod {pod.name} is being deleted"
         return Failure(Reason.POD_LOST, words, member.worker, disruption=True, replace_pod=True)
-    return _of_container(world, member, pod, now)
+    return _of_container(world, member, pod, memory, now)
 
 
-def _of_container(world: World, member: MemberState, pod: PodView, now: Now) -> Failure | None:
+def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> Failure | None:
+    """A pod that may hold the last copy of every committed step stays a member: its node may come
+    back. While others answer, a round without replacement begins and takes stock of what they hold."""
+    words = f"node {pod.node} of pod {pod.name} is silent and its sidecar does not answer"
+    failure = Failure(Reason.NODE_LOST, words, member.worker, disruption=True, replace_pod=True)
+    if not pod.alive:
+        return failure  # somebody deleted it, or it has ended
+    if _control_plane_may_be_cut_off(world, now):
+        return None
+    lost = [m.worker for m in world.members if m.node_lost]
+    if readable.lost_may_go(world, lost):
+        return failure
+    if world.status.restore_point is None or not any(m.reachable for m in world.members):
+        return None
+    return replace(failure, replace_pod=False)
+
+
+def _control_plane_may_be_cut_off(world: World, now: Now) -> bool:
+    silent = [m for m in world.members if m.node_lost and m.sidecar is not None]
+    if any(m.reachable for m in world.members) or len({_node(m) for m in silent}) < 2:
+        return False
+    newest = max(
+        (m.sidecar.unreachable_since or 0.0 for m in silent if m.sidecar is not None), default=0.0
+    )
+    return seconds_since(newest, now) < ALL_LOST_SECONDS
+
+
+def _node(member: MemberState) -> str | None:
+    return None if member.pod is None else member.pod.node
+
+
+def _of_container(
+    world: World, member: MemberState, pod: PodView, memory: JobMemory, now: Now
+) -> Failure | None:
     worker = member.worker
     if pod.phase is PodPhase.FAILED:
         oom = pod.reason == "OOMKilled"
@@ -157,8 +193,8 @@ def _of_container(world: World, member: MemberState, pod: PodView, now: Now) -> 
         words = f"pod {pod.name} ended before round {world.round} began to run"
         return Failure(Reason.POD_SUCCEEDED_EARLY, words, worker, disruption=True, replace_pod=True)
     if pod.waiting_reason in CANNOT_START:
-        return _of_sidecar(world, member, pod, now)
-    if pod.trainer_restarts > MAX_TRAINER_RESTARTS:
+        return None
+    if pod.trainer_restarts > MAX_TRAINER_RESTARTS and readable.answering_may_go(world, worker):
         words = f"the trainer of pod {pod.name} restarted {pod.trainer_restarts} times"
         return Failure(
             Reason.OOM_KILLED if pod.reason == "OOMKilled" else Reason.TRAINER_RESTARTING,
@@ -167,27 +203,29 @@ def _of_container(world: World, member: MemberState, pod: PodView, now: Now) -> 
             exit_code=pod.trainer_exit_code,
             replace_pod=True,
         )
-    return _of_sidecar(world, member, pod, now)
+    return _of_sidecar(world, member, pod, memory, now)
 
 
-def _of_sidecar(world: World, member: MemberState, pod: PodView, now: Now) -> Failure | None:
+def _of_sidecar(
+    world: World, member: MemberState, pod: PodView, memory: JobMemory, now: Now
+) -> Failure | None:
     """Silence matters only while the round cannot start without an answer: training that runs goes
-    on without an operator."""
+    on without an operator. It is the pod's own only while other sidecars answer, and its pod goes
+    only if nothing that was committed goes with it."""
     sidecar = member.sidecar
     if (
         sidecar is None
         or sidecar.unreachable_since is None
+        or memory.answering_since is None
         or member.reachable
         or world.status.is_true(JobCondition.RUNNING)
         or pod.phase is not PodPhase.RUNNING
-        or pod.waiting_reason in CANNOT_START
     ):
         return None
-    silent = seconds_since(sidecar.unreachable_since, now)
-    limit = (
-        SIDECAR_SILENT_SECONDS if any(m.reachable for m in world.members) else ALL_SILENT_SECONDS
-    )
-    if silent < limit:
+    silent = seconds_since(max(sidecar.unreachable_since, memory.answering_since), now)
+    if silent < SIDECAR_SILENT_SECONDS:
+        return None
+    if not readable.silent_may_go(world, [m.worker for m in world.members if not m.reachable]):
         return None
     words = f"the sidecar of pod {pod.name} has not answered for {silent:.0f} s"
     return Failure(Reason.SIDECAR_UNREACHABLE, words, member.worker, replace_pod=True)

@@ -73,8 +73,10 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
     round_ = world.next_round
     gone = {f.worker for f in failures if f.replace_pod}
     newer = world.pods_ahead
+    # A pod on a lost node stays a member unless a failure says that it may be replaced.
     members = tuple(
-        newer.get(m.worker) or (m.birth_round if m.alive and m.worker not in gone else round_)
+        newer.get(m.worker)
+        or (m.birth_round if m.pod is not None and m.pod.alive and m.worker not in gone else round_)
         for m in world.members
     )
     cause = failures[0]

@@ -49,8 +49,23 @@ def notices(before: JobStatusView, after: JobStatusView) -> list[EmitEvent]:
             events.append(EmitEvent(EventKind.NORMAL, new.reason, new.message))
         elif not new.status and (old is None or old.status or old.reason != new.reason):
             events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
+    events.extend(_silence(before, after))
     old, new = before.condition(JobCondition.RUNNING), after.condition(JobCondition.RUNNING)
     trouble = new is not None and not new.status and new.reason in _TROUBLE
     if new is not None and trouble and (old is None or old.reason != new.reason):
         events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
     return events
+
+
+def _silence(before: JobStatusView, after: JobStatusView) -> list[EmitEvent]:
+    """SidecarsUnreachable is bad when it is true."""
+    old = before.condition(JobCondition.SIDECARS_UNREACHABLE)
+    new = after.condition(JobCondition.SIDECARS_UNREACHABLE)
+    if new is None:
+        return []
+    was_bad = old is not None and bool(old.status)
+    if new.status and (not was_bad or old is None or old.reason != new.reason):
+        return [EmitEvent(EventKind.WARNING, new.reason, new.message)]
+    if not new.status and was_bad:
+        return [EmitEvent(EventKind.NORMAL, new.reason, new.message)]
+    return []

@@ -4,25 +4,25 @@
    The persisted commit is one too: the object store holds all of it.
 2. The newest candidate wins if it is complete: each rank's shard is held by a member that answered
    for this round, or it is persisted.
-3. An answer that did not come is Unknown, not Nothing: while a holder is Unknown, nothing below the
-   newest known step is chosen, for at most HOLDERS_SECONDS. Then the newest complete one is taken
-   and the reason recorded.
+3. An answer that did not come is Unknown, not Nothing. While a survivor is Unknown, no step below the
+   newest committed one is chosen, however long that takes: its pod may still hold that step, and
+   a lower choice would throw it away. A person who gives the step up deletes the silent pods.
+   A newer step that was not committed everywhere is waited for HOLDERS_SECONDS at most.
 4. If a committed step is known to have existed and nothing is complete, the job waits. It never
    starts from nothing by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker, worker_of
-from holdfast_core.transfer.messages import ManifestInfo
+from holdfast_core.ids import Step, TierName, Worker, worker_of
+from holdfast_operator.decide import readable
+from holdfast_operator.decide.readable import Candidate, Holders
 from holdfast_operator.decide.status import Note
 from holdfast_operator.decide.times import seconds_since
-from holdfast_operator.decide.world import MemberState, World, on_lineage
+from holdfast_operator.decide.world import MemberState, World
 from holdfast_operator.model import (
-    CheckpointView,
     JobMemory,
     LineageEntry,
     Now,
@@ -49,38 +49,27 @@ class Wait:
 
 Choice = Chosen | Wait
 
-_Holders = Mapping[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    id: CheckpointId
-    manifest: Digest
-    info: ManifestInfo | None
-    """None: known to be persisted, and no member has the manifest."""
-    persisted: bool
-
 
 def choose(world: World, memory: JobMemory, now: Now) -> Choice:
     """The restore point of the round, or what it waits for. Status.restore_point is unset."""
     missing = [m.worker for m in world.members if m.pod is None]
     if missing:
         return Wait(Note(Reason.STARTING, f"pods of workers {_some(missing)} are not there yet"))
-    answered = [m for m in world.members if _has_answered(m, world)]
-    unknown = [m for m in world.members if _may_hold(m, world)]
-    timed_out = seconds_since(memory.round_seen_at, now) >= HOLDERS_SECONDS
-    candidates = _candidates(world, answered)
-    holders = _holders(answered)
-    best = next((c for c in candidates if _is_complete(c, holders, world)), None)
-    newest = _newest_known(world, candidates)
-    below = newest is not None and (best is None or best.id.step < newest)
-    survivors_silent = bool(unknown) and not answered_survivor(answered, world)
-    if unknown and not timed_out and (below or survivors_silent):
-        words = f"workers {_some([m.worker for m in unknown])} may hold the newest step"
-        return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{words} and have not answered yet"))
+    answered = [m for m in world.members if readable.has_answered(m, world)]
+    unknown = [m for m in world.members if readable.may_hold(m, world)]
+    found = readable.candidates(world, answered)
+    holders = readable.holders(answered)
+    best = next((c for c in found if readable.is_complete(c, holders)), None)
+    newest = _newest_known(world, found)
+    if unknown:
+        owed = _owed_by_silence(world, answered, best)
+        below = newest is not None and (best is None or best.id.step < newest)
+        if owed is not None or (below and not _timed_out(memory, now)):
+            words = f"workers {_some([m.worker for m in unknown])} have not answered yet"
+            return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{words}: {owed or _MAY_HOLD}"))
     if best is not None:
         return _chosen(world, best, holders, newest, bool(unknown))
-    committed = _committed(world)
+    committed = readable.recorded_commit(world)
     if committed is not None:
         return Wait(
             Note(
@@ -92,123 +81,41 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
     return _from_spec(world, newest)
 
 
-def answered_survivor(answered: list[MemberState], world: World) -> bool:
-    return any(m.birth_round < world.round for m in answered)
+_MAY_HOLD = "they may hold the newest step"
 
 
-def _has_answered(member: MemberState, world: World) -> bool:
-    """Its inventory was taken after its seal, so it cannot change under the choice."""
-    sidecar = member.sidecar
-    return (
-        member.alive
-        and member.reachable
-        and sidecar is not None
-        and sidecar.inventory is not None
-        and sidecar.inventory.round >= world.round
-    )
+def _owed_by_silence(
+    world: World, answered: list[MemberState], best: Candidate | None
+) -> str | None:
+    """Why the choice waits for the silent survivors without a time limit; None: it does not."""
+    if readable.never_trained(world) and best is None:
+        return None
+    survivors = [m for m in answered if readable.is_survivor(m, world)]
+    if not survivors:
+        return "no survivor has, so the newest committed step is not known"
+    owed = readable.known_commit(world, survivors)
+    if owed is not None and (best is None or best.id.step < owed):
+        return f"step {owed} was committed, and no complete copy of it is readable without them"
+    return None
 
 
-def _may_hold(member: MemberState, world: World) -> bool:
-    """Unknown: a survivor whose pod is there and has not answered. A pod that is born in this round
-    has an empty node tier; one that never started has nothing either."""
-    return (
-        member.birth_round < world.round
-        and member.alive
-        and member.pod is not None
-        and member.pod.ip is not None
-        and not _has_answered(member, world)
-    )
-
-
-def _candidates(world: World, answered: list[MemberState]) -> list[_Candidate]:
-    """Newest first; of one step, the newest round first."""
-    status = world.status
-    size = world.observed.job.spec.procs_per_worker * len(world.members)
-    found: dict[CheckpointId, _Candidate] = {}
-    for member in answered:
-        inventory = member.sidecar.inventory if member.sidecar is not None else None
-        for info in () if inventory is None else inventory.manifests:
-            id_ = CheckpointId(info.step, info.round)
-            if info.world_size != size or info.round >= world.round:
-                continue
-            if on_lineage(id_, status.lineage):
-                found.setdefault(id_, _Candidate(id_, info.manifest, info, persisted=False))
-    for checkpoint in _persisted(world):
-        id_, manifest = checkpoint
-        if on_lineage(id_, status.lineage):
-            known = found.get(id_)
-            manifest_info = None if known is None else known.info
-            found[id_] = _Candidate(id_, manifest, manifest_info, persisted=True)
-    return sorted(found.values(), key=lambda c: (c.id.step, c.id.round), reverse=True)
-
-
-def _persisted(world: World) -> list[tuple[CheckpointId, Digest]]:
-    """The commit in the status, and the older ones that Checkpoint objects record."""
-    found: list[tuple[CheckpointId, Digest]] = []
-    for checkpoint in world.observed.checkpoints:
-        id_ = checkpoint.id
-        if id_ is not None and checkpoint.manifest is not None and _restorable(world, checkpoint):
-            found.append((id_, checkpoint.manifest))
-    last = world.status.last_persisted
-    if last is not None:
-        found.append((last.id, last.manifest))
-    return found
-
-
-def _restorable(world: World, checkpoint: CheckpointView) -> bool:
-    job = world.observed.job
-    return (
-        checkpoint.job == job.name
-        and checkpoint.job_uid == job.uid
-        and checkpoint.persisted
-        and checkpoint.phase == "Committed"
-        and not checkpoint.quarantined
-        and not checkpoint.deleting
-        and checkpoint.world_size == job.spec.procs_per_worker * len(world.members)
-    )
-
-
-def _holders(answered: list[MemberState]) -> _Holders:
-    found: dict[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]] = {}
-    for member in answered:
-        inventory = member.sidecar.inventory if member.sidecar is not None else None
-        for shard in () if inventory is None else inventory.shards:
-            key = (CheckpointId(shard.step, shard.round), shard.rank, shard.blake3)
-            found.setdefault(key, []).append((member.worker, shard.tier))
-    return found
-
-
-def _is_complete(candidate: _Candidate, holders: _Holders, world: World) -> bool:
-    if candidate.persisted:
-        return True
-    info = candidate.info
-    if info is None:
+def _timed_out(memory: JobMemory, now: Now) -> bool:
+    """The wait counts from the first answer: as long as no sidecar answers, it is the network."""
+    if memory.round_seen_at is None or memory.answering_since is None:
         return False
-    named = {s.rank for s in info.shards}
-    return len(named) == info.world_size and all(
-        (candidate.id, s.rank, s.blake3) in holders for s in info.shards
-    )
+    return seconds_since(max(memory.round_seen_at, memory.answering_since), now) >= HOLDERS_SECONDS
 
 
-def _newest_known(world: World, candidates: list[_Candidate]) -> Step | None:
-    """The newest step that is known to have been committed, readable or not."""
+def _newest_known(world: World, candidates: list[Candidate]) -> Step | None:
+    """The newest step that may have been committed, readable or not. A manifest alone promises
+    nothing: its commit may have been cut off before every member had it."""
     steps = [c.id.step for c in candidates]
-    committed = _committed(world)
+    committed = readable.recorded_commit(world)
     return max(steps if committed is None else [*steps, committed], default=None)
 
 
-def _committed(world: World) -> Step | None:
-    """The newest step that the status promises. A manifest alone promises nothing: its commit may
-    have been cut off before every member had it."""
-    status = world.status
-    steps = [] if status.last_persisted is None else [status.last_persisted.step]
-    if status.last_committed_step is not None:
-        steps.append(status.last_committed_step)
-    return max(steps, default=None)
-
-
 def _chosen(
-    world: World, best: _Candidate, holders: _Holders, newest: Step | None, unknown: bool
+    world: World, best: Candidate, holders: Holders, newest: Step | None, unknown: bool
 ) -> Chosen:
     point = RestorePointView(
         step=best.id.step,
@@ -229,7 +136,7 @@ def _chosen(
     return Chosen(point, reason, words)
 
 
-def _sources(world: World, best: _Candidate, holders: _Holders) -> Sources:
+def _sources(world: World, best: Candidate, holders: Holders) -> Sources:
     """From where each rank will get its shard: the nearest tier that holds it."""
     per_worker = world.observed.job.spec.procs_per_worker
     counts = dict.fromkeys(TierName, 0)

@@ -25,9 +25,13 @@ def advance(world: World, now: Now) -> JobMemory:
             levels_written_at=old.levels_written_at,
             counted_at=old.counted_at,
             asked=old.asked,
+            answering_since=old.answering_since,
         )
     if memory.counted_at is None and status.restart_round is not None:
         memory = replace(memory, counted_at=at)
+    answering = any(m.reachable for m in world.members)
+    if answering != (memory.answering_since is not None):
+        memory = replace(memory, answering_since=at if answering else None)
     known = dict(memory.terminating_since)
     terminating = tuple(
         (pod.uid, known.get(pod.uid, at)) for pod in world.observed.pods if pod.terminating

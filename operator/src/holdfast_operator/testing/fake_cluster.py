@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, Worker
 from holdfast_core.names import pod_name
 from holdfast_operator import labels
 from holdfast_operator.actions import CheckpointRecord
@@ -50,11 +50,22 @@ class FakePod:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceMade:
-    """CAS 2 as it happened: the statuses before and after, and whose disks could be read then."""
+    """CAS 2 as it happened: the statuses before and after, and whose disks were there then. A pod
+    that only does not answer the operator still has its disk."""
 
     before: Mapping[str, Any]
     status: Mapping[str, Any]
     readable_members: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class DeletionMade:
+    """A pod that the operator deleted: the newest commit that could be read before, and after."""
+
+    name: str
+    node_lost: bool
+    before: CheckpointId | None
+    after: CheckpointId | None
 
 
 @dataclass(slots=True)
@@ -73,6 +84,11 @@ class FakeCluster:
     statuses: list[dict[str, Any]] = field(default_factory=list)
     """Every status that was ever written, in order."""
     choices: list[ChoiceMade] = field(default_factory=list)
+    deletions: list[DeletionMade] = field(default_factory=list)
+    all_silent: bool = False
+    """No sidecar answers the operator; the gang itself talks on (a default-deny policy)."""
+    silent_workers: set[int] = field(default_factory=set)
+    """Workers whose sidecars do not answer the operator, whatever pod they have."""
     total_steps: int = 100_000
     seconds: int = 1000
     _uids: int = 0
@@ -100,7 +116,57 @@ class FakeCluster:
     def _readable(self, status: Mapping[str, Any]) -> frozenset[str]:
         members = enumerate(status["members"])
         names = (pod_name("job", UID, worker, birth) for worker, birth in members)
-        return frozenset(n for n in names if n in self.pods and self._answers(self.pods[n]))
+        return frozenset(n for n in names if n in self.pods and self._has_disk(self.pods[n]))
+
+    def _has_disk(self, pod: FakePod) -> bool:
+        """It runs, nobody ends it, and its node is not lost."""
+        node = self.nodes.get(pod.view.node or "")
+        running = pod.view.phase is PodPhase.RUNNING and not pod.view.terminating
+        return node is not None and node.silent_ticks < LEASE_SECONDS and running
+
+    def newest_commit(
+        self, without: str = "", *, with_lost_nodes: bool = False
+    ) -> CheckpointId | None:
+        """The newest commit on the job's true history that lies complete on disks or in the store."""
+        there = [
+            self.sidecars[n]
+            for n, p in self.pods.items()
+            if n != without
+            and n in self.sidecars
+            and (self._has_disk(p) or (with_lost_nodes and p.view.alive))
+        ]
+        ranks = range(self.job["spec"]["workers"])
+        bases = {c.status["restartRound"]: point_of(c.status) for c in self.choices}
+        found = [
+            p.id
+            for p in self.gang.promises
+            if p.level is not Level.MEMORY
+            and is_ancestor(p.id, max(bases), bases)
+            and (
+                p.id in self.store.checkpoints
+                or (
+                    any(p.id in s.manifests for s in there)
+                    and all(any((p.id, r) in s.shards for s in there) for r in ranks)
+                )
+            )
+        ]
+        return max(found, key=lambda i: (i.step, i.round), default=None)
+
+    def operator_deletes(self, name: str, uid: str, *, force: bool) -> None:
+        """A delete that the operator decided on."""
+        pod = self.pods.get(name)
+        if pod is not None and pod.view.uid == uid and pod.view.alive:
+            node = self.nodes.get(pod.view.node or "")
+            lost = node is not None and node.silent_ticks >= LEASE_SECONDS
+            self.deletions.append(
+                DeletionMade(
+                    name,
+                    lost,
+                    self.newest_commit(with_lost_nodes=lost),
+                    self.newest_commit(name, with_lost_nodes=lost),
+                )
+            )
+        self.delete_pod(name, uid, force=force)
 
     def touch_job(self) -> None:
         """Somebody else writes the job: its resourceVersion moves on."""
@@ -192,6 +258,8 @@ class FakeCluster:
         current = self.pods.get(pod.name)
         if current is None or current.view.uid != pod.uid or not self._answers(current):
             return None
+        if self.all_silent or pod.worker in self.silent_workers:
+            return None
         return self.sidecars.get(pod.name)
 
     def _answers(self, pod: FakePod) -> bool:
@@ -267,6 +335,29 @@ class FakeCluster:
             ran = sidecar is not None and sidecar.round == run.round
             if ran and pod.view.phase is PodPhase.RUNNING:
                 pod.view = replace(pod.view, phase=PodPhase.SUCCEEDED, trainer_exit_code=0)
+
+
+Bases = Mapping[int, CheckpointId | None]
+"""What each round that chose started from."""
+
+
+def is_ancestor(id_: CheckpointId, round_: int, bases: Bases) -> bool:
+    """Whether the state that `round_` trained on descends from this checkpoint, or is it."""
+    if id_.round == round_:
+        return True
+    base = bases.get(round_)
+    if base is None:
+        return False
+    if id_.round == base.round:
+        return id_.step <= base.step
+    return is_ancestor(id_, base.round, bases)
+
+
+def point_of(status: Mapping[str, Any]) -> CheckpointId | None:
+    point = status["restorePoint"]
+    if "step" not in point:
+        return None
+    return CheckpointId(Step(point["step"]), RestartRound(point["round"]))
 
 
 def _merged(old: Any, patch: Any) -> Any:

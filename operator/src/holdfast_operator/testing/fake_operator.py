@@ -71,6 +71,7 @@ class _Known:
     acked: AckedRound | None = None
     reachable: Reachable = Reachable.UNKNOWN
     unreachable_since: float | None = None
+    unreachable_because: str = ""
 
 
 @dataclass(slots=True)
@@ -136,6 +137,7 @@ class FakeOperator:
             sealed_round=None if known.inventory is None else known.inventory.round,
             acked=known.acked,
             unreachable_since=known.unreachable_since,
+            unreachable_because=known.unreachable_because,
         )
 
     def _probe(self, pod: PodView) -> None:
@@ -145,6 +147,7 @@ class FakeOperator:
             known.reachable = Reachable.NO
             if known.unreachable_since is None:
                 known.unreachable_since = float(self.cluster.seconds)
+                known.unreachable_because = f"sidecar of pod {pod.name}: connection timed out"
             return
         self._heard(pod.uid, sidecar.inventory())
 
@@ -153,19 +156,24 @@ class FakeOperator:
         known.inventory = inventory
         known.reachable = Reachable.YES
         known.unreachable_since = None
+        known.unreachable_because = ""
 
     def _poll(self, job: JobView, pods: tuple[PodView, ...]) -> None:
         """The long poll of the coordinator that the status names."""
         named, run = job.status.coordinator, self.cluster.gang.run
-        if named is None or run is None or run.round != job.status.restart_round:
+        if named is None or job.status.restart_round is None:
             return
         birth = job.status.members[named]
         pod = next((p for p in pods if (p.worker, p.birth_round) == (named, birth)), None)
         sidecar = None if pod is None else self.cluster.reachable(pod)
-        if sidecar is None or sidecar.message is None or sidecar.round != run.round:
+        if sidecar is None or sidecar.message is None:
             return
-        if sidecar.message.coordinator == named:
+        if sidecar.round != job.status.restart_round or sidecar.message.coordinator != named:
+            return
+        if run is not None and run.round == sidecar.round:
             self._state = run.state(len(job.status.members))
+        else:  # it coordinates, and the gang is not complete yet
+            self._state = CoordinatorState(version=0, round=sidecar.round)
 
     # ------------------------------------------------------------------ Effects: Kubernetes
 
@@ -189,7 +197,7 @@ class FakeOperator:
         self._may_lose("pod create")
 
     async def delete_pod(self, job: JobView, name: str, uid: str, *, force: bool) -> None:
-        self.cluster.delete_pod(name, uid, force=force)
+        self.cluster.operator_deletes(name, uid, force=force)
         self._may_lose("pod delete")
 
     async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:

@@ -6,43 +6,20 @@ rise. A choice is a step that was really committed, or rolled forward, and on th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from holdfast_core.ids import CheckpointId, Level, RestartRound, Step
-from holdfast_operator.testing.fake_cluster import FakeCluster
+from holdfast_core.ids import CheckpointId, Level
+from holdfast_operator.testing.fake_cluster import FakeCluster, is_ancestor, point_of
 from holdfast_operator.testing.toy_gang import Promise
-
-Bases = Mapping[int, CheckpointId | None]
-"""What each round that chose started from."""
 
 
 def broken_rules(cluster: FakeCluster, copies: int) -> list[str]:
     """Every rule that the statuses written so far break, in words; empty is good."""
-    return [*_rounds(cluster), *_choices(cluster, copies)]
-
-
-def is_ancestor(id_: CheckpointId, round_: int, bases: Bases) -> bool:
-    """Whether the state that `round_` trained on descends from this checkpoint, or is it."""
-    if id_.round == round_:
-        return True
-    base = bases.get(round_)
-    if base is None:
-        return False
-    if id_.round == base.round:
-        return id_.step <= base.step
-    return is_ancestor(id_, base.round, bases)
+    return [*_rounds(cluster), *_choices(cluster, copies), *_deletions(cluster)]
 
 
 def bases_of(cluster: FakeCluster) -> dict[int, CheckpointId | None]:
-    return {c.status["restartRound"]: _point(c.status) for c in cluster.choices}
-
-
-def _point(status: Mapping[str, Any]) -> CheckpointId | None:
-    point = status["restorePoint"]
-    if "step" not in point:
-        return None
-    return CheckpointId(Step(point["step"]), RestartRound(point["round"]))
+    return {c.status["restartRound"]: point_of(c.status) for c in cluster.choices}
 
 
 def _rounds(cluster: FakeCluster) -> list[str]:
@@ -70,12 +47,25 @@ def _rounds(cluster: FakeCluster) -> list[str]:
     return found
 
 
+def _deletions(cluster: FakeCluster) -> list[str]:
+    """The newest commit outlives every pod that the operator deletes. With a lost node the newest may
+    go, but a commit is left."""
+    found = []
+    for deletion in cluster.deletions:
+        before, after = deletion.before, deletion.after
+        if before is None:
+            continue
+        if after is None or (after.step < before.step and not deletion.node_lost):
+            found.append(f"deleting {deletion.name} left {after} of {before}")
+    return found
+
+
 def _choices(cluster: FakeCluster, copies: int) -> list[str]:
     found: list[str] = []
     bases: dict[int, CheckpointId | None] = {}
     for choice in cluster.choices:
         round_ = choice.status["restartRound"]
-        point = _point(choice.status)
+        point = point_of(choice.status)
         before = max(bases, default=None)
         if round_ in bases:
             found.append(f"round {round_} chose twice")

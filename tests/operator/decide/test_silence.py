@@ -1,0 +1,352 @@
+"""Sidecars that do not answer: no copy is deleted, no step is given up, and the job says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import Rank, Worker
+from holdfast_core.transfer.messages import DeadRank
+from holdfast_operator.model import JobStatusView
+from holdfast_operator.observe_views import job_view
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.builders import raw_job
+from holdfast_operator.testing.fake_cluster import FakeCluster, FakeNode
+from holdfast_operator.testing.fake_operator import FakeOperator
+from holdfast_operator.testing.oracle import broken_rules
+
+LONG = 700
+"""Seconds of silence, longer than any limit of the operator."""
+WORKERS = 4
+
+
+class Life:
+    """One job on the in-memory cluster; a new operator process on demand."""
+
+    def __init__(self, *, copies: int = 1, store: bool = False) -> None:
+        checkpoint: dict[str, object] = {"interval": {"steps": 5}, "peer": {"copies": copies}}
+        if store:
+            checkpoint["object"] = {"storeRef": {"name": "main"}, "every": {"steps": 1000}}
+        nodes = {f"node-{i}": FakeNode(f"node-{i}") for i in range(WORKERS + 2)}
+        self.cluster = FakeCluster(job=raw_job(WORKERS, checkpoint=checkpoint), nodes=nodes)
+        self.copies = copies
+        self.restart()
+
+    def restart(self) -> None:
+        self.operator = FakeOperator(self.cluster)
+
+    def run(self, seconds: int, until: Callable[[JobStatusView], bool] | None = None) -> None:
+        async def passes() -> None:
+            for _ in range(seconds):
+                await self.operator.run_pass()
+                self.cluster.tick()
+                if until is not None and until(self.status):
+                    return
+
+        asyncio.run(passes())
+
+    @property
+    def status(self) -> JobStatusView:
+        return job_view(self.cluster.job).status
+
+    def pod(self, worker: int) -> str:
+        pod = self.operator.worker_pod(worker)
+        assert pod is not None
+        return pod.name
+
+    def rank_dies(self) -> None:
+        run = self.cluster.gang.run
+        assert run is not None
+        run.dead = (DeadRank(Rank(1), Worker(1), 1, "boom"),)
+        run.version += 1
+
+    def silence(self, *workers: int) -> None:
+        """Of these workers, or of all."""
+        if workers:
+            self.cluster.silent_workers = set(workers)
+        else:
+            self.cluster.all_silent = True
+
+    def end_silence(self) -> None:
+        self.cluster.all_silent = False
+        self.cluster.silent_workers = set()
+
+    def newest(self) -> int:
+        found = self.cluster.newest_commit()
+        assert found is not None
+        return found.step
+
+    def nothing_was_deleted(self) -> bool:
+        return self.cluster.deletions == []
+
+    def silent_condition(self) -> tuple[bool | None, str]:
+        found = self.status.condition(JobCondition.SIDECARS_UNREACHABLE)
+        assert found is not None
+        return found.status, found.reason
+
+    def recovers_from(self, step: int) -> None:
+        """The next choice is this step, and training runs again."""
+        before = len(self.cluster.choices)
+        self.run(120)
+        assert self.status.is_true("Running")
+        assert len(self.cluster.choices) > before
+        point = self.cluster.choices[before].status["restorePoint"]
+        assert point.get("step") == step
+        assert broken_rules(self.cluster, self.copies) == []
+
+
+def training() -> Life:
+    life = Life()
+    life.run(40)
+    assert life.status.is_true("Running")
+    return life
+
+
+def test_training_goes_on_through_total_silence() -> None:
+    life = training()
+    round_, trained = life.status.restart_round, life.newest()
+    life.silence()
+    life.run(LONG)
+    assert life.status.restart_round == round_, "no round begins because of silence alone"
+    assert life.nothing_was_deleted()
+    assert life.newest() > trained + 400
+    assert life.silent_condition() == (True, Reason.NO_SIDECAR_ANSWERS)
+    assert life.status.is_true("Running")
+    life.end_silence()
+    life.run(10)
+    assert life.silent_condition() == (False, Reason.SIDECARS_ANSWER)
+    assert life.status.last_committed_step is not None
+    assert life.status.last_committed_step > trained + 400
+
+
+def begun(status: JobStatusView) -> bool:
+    return status.restart_round == 1
+
+
+def chosen(status: JobStatusView) -> bool:
+    return status.restart_round == 1 and status.restore_point is not None
+
+
+@pytest.mark.parametrize("reached", [begun, chosen], ids=["before the seal", "before ROUND"])
+@pytest.mark.parametrize("restarts", [False, True], ids=["same operator", "operator restarts"])
+def test_silence_that_begins_in_a_round_loses_nothing(
+    reached: Callable[[JobStatusView], bool], restarts: bool
+) -> None:
+    life = training()
+    life.rank_dies()
+    life.run(30, until=reached)
+    life.silence()
+    newest = life.newest()
+    life.run(LONG // 2)
+    if restarts:
+        life.restart()
+    life.run(LONG // 2)
+    assert life.status.restart_round == 1
+    assert life.nothing_was_deleted()
+    assert life.silent_condition() == (True, Reason.NO_SIDECAR_ANSWERS)
+    life.end_silence()
+    life.run(60)
+    assert life.status.is_true("Running")
+    assert life.status.restore_point is not None
+    assert life.status.restore_point.step == newest
+    assert broken_rules(life.cluster, copies=1) == []
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [(1, 2, 3), (0, 1, 2), (1, 2), (2, 3)],
+    ids=["all but worker 0", "all but worker 3", "a shard and its only copy", "two others"],
+)
+def test_a_subset_that_holds_the_only_copies_is_waited_for(workers: tuple[int, ...]) -> None:
+    life = training()
+    life.rank_dies()
+    life.run(30, until=begun)
+    life.silence(*workers)
+    newest = life.newest()
+    life.run(LONG)
+    assert life.nothing_was_deleted()
+    assert life.status.restore_point is None
+    assert life.silent_condition() == (True, Reason.SOME_SIDECARS_SILENT)
+    life.end_silence()
+    life.recovers_from(newest)
+
+
+def test_sidecars_that_answer_one_after_another_are_all_heard() -> None:
+    """The first answer after a long silence must not end the wait for the others."""
+    life = training()
+    life.rank_dies()
+    life.run(30, until=begun)
+    life.silence()
+    newest = life.newest()
+    life.run(LONG)
+    life.cluster.all_silent = False
+    for answering in range(1, WORKERS):
+        life.silence(*range(answering, WORKERS))
+        life.run(20)
+    life.end_silence()
+    life.run(60)
+    assert life.nothing_was_deleted()
+    assert life.status.restore_point is not None
+    assert life.status.restore_point.step == newest
+
+
+def test_one_silent_pod_whose_shards_are_readable_elsewhere_is_replaced() -> None:
+    life = training()
+    life.rank_dies()
+    life.run(30, until=begun)
+    life.silence(2)
+    newest = life.newest()
+    life.run(150, until=lambda s: s.restart_round == 2)
+    assert life.status.members == (0, 0, 2, 0)
+    life.end_silence()
+    life.recovers_from(newest)
+
+
+def test_a_lost_node_with_the_rest_silent() -> None:
+    """The dead node's worker is replaced; what the silent ones hold is waited for."""
+    life = training()
+    newest = life.newest()
+    node = life.cluster.pods[life.pod(1)].view.node
+    life.silence()
+    life.cluster.nodes[node or ""].dead = True
+    life.run(LONG)
+    assert {d.name for d in life.cluster.deletions} <= {life.pod(1)}
+    life.end_silence()
+    life.run(120)
+    assert life.status.is_true("Running")
+    assert life.status.restore_point is not None
+    assert life.status.restore_point.step is not None
+    assert life.status.restore_point.step >= newest
+    assert broken_rules(life.cluster, copies=1) == []
+
+
+def test_a_pod_that_is_really_gone_with_the_rest_silent() -> None:
+    life = training()
+    life.silence()
+    life.run(LONG)
+    newest = life.newest()
+    life.cluster.lose_pod(life.pod(1))
+    life.run(LONG)
+    assert life.nothing_was_deleted()
+    assert life.status.restore_point is None
+    life.end_silence()
+    life.recovers_from(newest)
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["no store", "with a store"])
+def test_every_node_looks_lost_when_the_control_plane_is_cut_off(store: bool) -> None:
+    life = Life(store=store)
+    life.run(40)
+    for node in life.cluster.nodes.values():
+        node.cut_off = True
+    life.run(250)
+    assert life.nothing_was_deleted()
+    for node in life.cluster.nodes.values():
+        node.cut_off = False
+    life.run(60)
+    assert life.status.is_true("Running")
+    assert broken_rules(life.cluster, copies=1) == []
+
+
+def test_the_last_copies_on_lost_nodes_are_kept_for_ever() -> None:
+    life = training()
+    newest = life.newest()
+    for node in life.cluster.nodes.values():
+        node.cut_off = True
+    life.run(LONG)
+    assert life.nothing_was_deleted()
+    for node in life.cluster.nodes.values():
+        node.cut_off = False
+    life.run(120)
+    assert life.status.is_true("Running")
+    assert life.status.last_committed_step is not None
+    assert life.status.last_committed_step >= newest
+
+
+def test_two_lost_nodes_with_both_copies_of_a_shard_come_back() -> None:
+    """More nodes than there are copies: their pods stay until one of them answers."""
+    life = training()
+    newest = life.newest()
+    names = [life.cluster.pods[life.pod(w)].view.node or "" for w in (1, 2)]
+    for name in names:
+        life.cluster.nodes[name].cut_off = True
+    life.run(LONG)
+    for name in names:
+        life.cluster.nodes[name].cut_off = False
+    life.run(120)
+    assert life.status.is_true("Running")
+    assert life.status.restore_point is not None
+    assert life.status.restore_point.step == newest
+    assert broken_rules(life.cluster, copies=1) == []
+
+
+def test_a_person_gives_up_silent_pods_by_deleting_them() -> None:
+    life = Life(store=True)
+    life.run(40)
+    life.rank_dies()
+    life.run(30, until=begun)
+    life.silence(1, 2)
+    life.run(LONG)
+    assert life.status.restore_point is None
+    life.end_silence()  # the new pods can be reached
+    for worker in (1, 2):
+        life.cluster.delete_pod(life.pod(worker), life.operator.worker_pod(worker).uid, force=False)  # type: ignore[union-attr]
+    life.run(60)
+    assert life.status.restart_round is not None
+    assert life.status.restart_round > 1
+
+
+def test_a_first_round_that_no_sidecar_answers_says_so() -> None:
+    life = Life()
+    life.silence()
+    life.run(LONG)
+    assert life.nothing_was_deleted()
+    assert life.silent_condition() == (True, Reason.NO_SIDECAR_ANSWERS)
+    life.end_silence()
+    life.run(30)
+    assert life.status.is_true("Running")
+
+
+def test_commits_that_the_status_never_heard_of_are_found_again() -> None:
+    """Silence from before the first commit on: the status knows of no step at all."""
+    life = Life()
+    life.run(30, until=lambda s: s.restore_point is not None)
+    life.run(2)
+    life.silence()
+    life.run(500)
+    assert life.status.last_committed_step is None
+    newest = life.newest()
+    life.cluster.lose_pod(life.pod(3))
+    life.run(LONG)
+    life.cluster.all_silent = False
+    life.silence(0, 1)
+    life.run(LONG)
+    life.end_silence()
+    life.run(120)
+    assert life.status.restore_point is not None
+    assert life.status.restore_point.step is not None
+    assert life.status.restore_point.step == newest
+    assert broken_rules(life.cluster, copies=1) == []
+
+
+def test_the_condition_says_what_was_tried_and_since_when() -> None:
+    life = training()
+    life.silence()
+    life.run(60)
+    found = life.status.condition(JobCondition.SIDECARS_UNREACHABLE)
+    assert found is not None
+    first = found.message
+    assert "connection timed out" in first
+    assert "TCP port 7070 in namespace team-a" in first
+    assert found.last_transition.strftime("%Y-%m-%dT%H:%M:%S") in first
+    events = [e for e in life.operator.events if e.reason == Reason.NO_SIDECAR_ANSWERS]
+    assert len(events) == 1
+    writes = len(life.cluster.statuses)
+    life.run(600)
+    again = life.status.condition(JobCondition.SIDECARS_UNREACHABLE)
+    assert again is not None
+    assert again.message == first
+    assert len(life.cluster.statuses) - writes <= 61, "levels and goodput at most every 10 s"
