@@ -33,7 +33,7 @@ def opened(tmp_path: Path) -> DiskNodeTier:
 
 
 def committer(tier: DiskNodeTier, tmp_path: Path, world: int = WORLD) -> Committer:
-    return Committer(tier, tmp_path / "prepared", world, range(world), 3, PARENT)
+    return Committer(tier, tmp_path / "prepared", world, range(world), 3, parent=PARENT)
 
 
 def prepare(tier: DiskNodeTier, tmp_path: Path, step: int, ranks: int = WORLD) -> CheckpointId:

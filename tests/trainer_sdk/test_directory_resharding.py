@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.directory.choice import JOB_UID
-from holdfast.directory.commit import IDENTITY, Committer
+from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.resharding import assemble_payload
 from holdfast.directory.service import DirectoryService
@@ -23,7 +23,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.manifest import Manifest, parse_manifest
+from holdfast_core.format.manifest import JobIdentity, Manifest, parse_manifest
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.format.record import ShardHeader
 from holdfast_core.format.slot import SlotState
@@ -69,7 +69,9 @@ def saved(root: Path) -> tuple[DiskNodeTier, Manifest]:
         data = payload_of(layout, objects_of(layout.rank))
         records.append(tier.write_shard(header, BytesSource(data)))
     merged = merge_layouts(layout.to_bytes() for layout in layouts).to_bytes()
-    document = build_manifest(IDENTITY, records, parent=None, layout=merged)
+    document = build_manifest(
+        JobIdentity("standalone", "run", JOB_UID), records, parent=None, layout=merged
+    )
     commit_local(tier, merged, document)
     return tier, parse_manifest(document)
 
@@ -246,6 +248,6 @@ def test_shards_of_ranks_that_are_no_more_are_pruned_by_the_first(tmp_path: Path
     newest = CheckpointId(Step(7), RestartRound(1))
     for leader, left in ((False, [5, 6]), (True, [5])):
         ranks = range(1) if leader else range(1, 2)
-        committer = Committer(tier, tmp_path / "prepared", 2, ranks, 3, None)
+        committer = Committer(tier, tmp_path / "prepared", 2, ranks, 3)
         committer.prune(newest, manifest.checkpoint, leader=leader)
         assert sorted({record.checkpoint.step for record in tier.list_shards()}) == left

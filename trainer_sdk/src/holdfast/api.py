@@ -7,10 +7,10 @@ import atexit
 import os
 import threading
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 from typing import Any
 
 from holdfast.checkpointer import Checkpointer
+from holdfast.folder import folder_path
 from holdfast.handle import SaveHandle
 from holdfast_core.errors import ConfigError
 
@@ -35,7 +35,7 @@ def save(
 def _checkpointer(dir: str | os.PathLike[str] | None) -> Checkpointer:
     """Raises ConfigError for a second directory in one process."""
     global _shared
-    name = None if dir is None else str(Path(dir).absolute())
+    name = None if dir is None else str(folder_path(dir))
     with _lock:
         if _shared is None:
             checkpointer = Checkpointer(dir)

@@ -12,15 +12,16 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, MutableMapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from holdfast.agreement import StepAgreement, Verdict
+from holdfast.folder import folder_path
 from holdfast.gang_store import GangStore, connect_store
 from holdfast.handle import SaveHandle
 from holdfast.layouts import LayoutFiles
 from holdfast.outcomes import Outcomes
+from holdfast.ownership import report_other_training, take_for_training
 from holdfast.places import DirectoryPlace, Place, PodPlace
 from holdfast.progress import ProgressReporter
 from holdfast.restoring import Restorer
@@ -101,7 +102,7 @@ class Checkpointer:
         elif dir is not None:
             own = _DEFAULT_INTERVAL_STEPS if interval_steps is None else interval_steps
             policy = Policy(interval_steps=own, slots=slots, keep_last=keep_last, peer_copies=0)
-            self._place = DirectoryPlace.of(Path(dir), self._settings, policy)
+            self._place = DirectoryPlace.of(folder_path(dir), self._settings, policy)
             self._interval_steps = own
         else:
             raise ConfigError(
@@ -132,6 +133,7 @@ class Checkpointer:
         self._saves_failed = 0
         self._said_failure = ""
         self._stopping = False
+        self._may_save = False
         self._verdicts: tuple[int, Verdict] | None = None
         self._left_out: int | None = None
         self._began = False
@@ -175,6 +177,8 @@ class Checkpointer:
             self._settings, self._place, self._session, self._ring, self._layouts, self._store
         )
         self._restorer.connect()
+        if isinstance(self._place, DirectoryPlace) and self._settings.rank == 0:
+            report_other_training(self._place)
         self._signal.install()
 
     def close(self, *, wait: bool = True) -> None:
@@ -345,7 +349,7 @@ class Checkpointer:
         """Take and touch the shared memory for this state now, before the first step. `steps` does it.
 
         Raises CapacityError, UnsupportedStateError, StateDictError."""
-        self._opened()
+        self._open_to_save()
         wish = Wish(state, self._settings.rank, strict=self._strict)
         self._saver.ensure_slots(wish.needed_bytes(), self._round())
 
@@ -371,7 +375,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ inside
 
     def _save(self, step: Step, state: Mapping[str, Any], *, wait: bool) -> SaveHandle:
-        self._opened()
+        self._open_to_save()
         started = time.monotonic()
         handle = SaveHandle(step, self._round())
         try:
@@ -407,6 +411,13 @@ class Checkpointer:
         if self._restorer is None:
             raise ConfigError("Checkpointer: it could not be opened")
         return self._restorer
+
+    def _open_to_save(self) -> None:
+        """Raises ConfigError where this run may not save into the folder."""
+        self._opened()
+        if isinstance(self._place, DirectoryPlace) and not self._may_save:
+            take_for_training(self._place, self._store, self._settings.rank)
+            self._may_save = True
 
     def _round(self) -> RestartRound:
         return RestartRound(0) if self._session.round is None else self._session.round

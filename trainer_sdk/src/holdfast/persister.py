@@ -19,6 +19,7 @@ from holdfast.directory.claims import claim
 from holdfast.directory.connection import Connection, in_words
 from holdfast.directory.options import parse_options
 from holdfast.directory.service import DirectoryService
+from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import RestartRound
 from holdfast_core.transfer.messages import Refusal, Refused
 from holdfast_core.transfer.socket_frames import receive_frame, send_frame
@@ -64,7 +65,8 @@ def _refuse_hello(sock: socket.socket, error: Exception) -> None:
     """The trainer hears why, in the reply to its Hello."""
     frame = receive_frame(sock)
     if frame is not None:
-        refused = Refused(Refusal.NOT_FOUND, in_words(error), RestartRound(0))
+        code = Refusal.BUSY if isinstance(error, UnavailableError) else Refusal.NOT_FOUND
+        refused = Refused(code, in_words(error), RestartRound(0))
         send_frame(sock, refused, frame.id)
 
 

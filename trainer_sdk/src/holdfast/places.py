@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +21,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from holdfast.directory.choice import JOB_UID
-from holdfast.directory.claims import Claim, claim
+from holdfast.directory.claims import Claim, claim, holder
 from holdfast.directory.options import format_options
 from holdfast.directory.processes import Process, wait_for_writers
 from holdfast.own_socket import OwnSocket
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 _LEAVE_SECONDS = 120.0
 _OWN_LOCK = "in-use.lock"
+_ENDING_SECONDS = 10.0
+"""How long a process that was killed may take to end: it gives back much memory."""
+_POLL_SECONDS = 0.05
 
 
 class Place(Protocol):
@@ -136,21 +140,25 @@ class DirectoryPlace:
     round: RestartRound | None = None
     restore: CheckpointId | None = None
     rejected: list[CheckpointId] = field(default_factory=list)
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """The same for all ranks: rank 0's."""
+    is_read_only: bool = False
     hello_seconds: float | None = None
     exit_status: int | None = None
     """Of the last persister that ended while it was wanted."""
     _process: subprocess.Popen[bytes] | None = None
     _claim: Claim | None = None
     _memory: Claim | None = None
+    _training: Claim | None = None
 
     @classmethod
     def of(cls, root: Path, settings: RankSettings, policy: Policy) -> DirectoryPlace:
         """Raises ConfigError when the folder cannot be used."""
-        root = root.absolute()
         try:
             make_directories(root)
         except OSError as error:
-            raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
+            if not root.is_dir():  # of one that is there, durable names are its owner's concern
+                raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
         key = blake3(str(root).encode()).hexdigest()[:16]
         if settings.scratch_dir is not None:
             memory = Path(settings.scratch_dir) / key
@@ -159,6 +167,7 @@ class DirectoryPlace:
             memory = SHARED_MEMORY / f"holdfast-{os.getuid()}-{key}"
         else:
             memory = root / "memory"
+        read_only = not all(os.access(p, os.W_OK) for p in (root, root / "tier") if p.exists())
         return cls(
             root,
             settings,
@@ -167,6 +176,7 @@ class DirectoryPlace:
             memory / LAYOUTS_DIR,
             policy.slots,
             removes_slots=settings.scratch_dir is None,
+            is_read_only=read_only,
         )
 
     def __str__(self) -> str:
@@ -183,6 +193,39 @@ class DirectoryPlace:
             f"look whether {self.root} is mounted, writable and has room, and what the process that "
             f"writes to it{number} wrote to standard error"
         )
+
+    @property
+    def _training_lock(self) -> Path:
+        return self.root / "training.lock"
+
+    def trained_by(self) -> str | None:
+        """The process of another run that trains in the folder."""
+        return None if self._training is not None else holder(self._training_lock)
+
+    def take_for_training(self) -> None:
+        """Keep other runs from saving here until `close`, or until this process ends. Waits for a moment
+        for a process that is ending. Raises ConfigError."""
+        if self.is_read_only:
+            raise ConfigError(
+                f"{self.root} cannot be written by this process (user {os.getuid()}): it can be restored "
+                "from; to save, make it writable or choose another folder"
+            )
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while self._training is None:
+            try:
+                self._training = Claim(self._training_lock, wait=False)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(_POLL_SECONDS)
+                    continue
+                whose = holder(self._training_lock) or "another process"
+                raise ConfigError(
+                    f"{self.root} is in use: {whose} trains in it, and one run at a time may save in a "
+                    "folder. Wait for its end, end it, or choose another folder"
+                ) from None
+            except OSError as error:
+                logger.info("%s: %s; other runs do not see this one", self._training_lock, error)
+                return
 
     @property
     def processes_dir(self) -> Path:
@@ -230,6 +273,8 @@ class DirectoryPlace:
                 round_=self.round,
                 restore=self.restore,
                 rejected=self.rejected,
+                run_id=self.run_id,
+                read_only=self.is_read_only,
                 writer=process.writer,
             )
             try:
@@ -258,6 +303,9 @@ class DirectoryPlace:
         if self._memory is not None:
             self._memory.release()
             self._memory = None
+        if self._training is not None:
+            self._training.release()
+            self._training = None
 
     def _reap(self, seconds: float) -> bool:
         """Whether no persister is left."""

@@ -254,6 +254,7 @@ class Restorer:
             if "error" in value:
                 raise CorruptionError(f"rank 0 could not open {place.root}: {value['error']}")
             place.round = self._session.round = RestartRound(value["round"])
+            place.run_id = value["run"]
             place.restore = _pair(value["restore"])
             self._open_link()
             self._wait_connected()
@@ -273,7 +274,8 @@ class Restorer:
             place.restore = CheckpointId(point.step, point.round)
         if self._store is not None:
             pair = None if place.restore is None else [place.restore.step, place.restore.round]
-            self._store.set(key, json.dumps({"round": round_, "restore": pair}))
+            value = {"round": round_, "restore": pair, "run": place.run_id}
+            self._store.set(key, json.dumps(value))
 
     def _all_succeeded(self, succeeded: bool) -> bool:
         if self._store is None:
@@ -299,6 +301,10 @@ class Restorer:
 
 def _why_never(place: DirectoryPlace, session: Session, *, patient: bool) -> HoldfastError | None:
     """None: it may answer yet."""
+    if isinstance(session.greeting_error, RefusedError) and (
+        session.greeting_error.code == Refusal.BUSY
+    ):
+        return UnavailableError(f"{place.root}: {session.greeting_error}")
     if session.greeting_error is not None:
         return CorruptionError(f"{place.root}: {session.greeting_error}")
     if patient or session.losses < _STARTS:

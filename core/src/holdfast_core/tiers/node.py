@@ -46,7 +46,7 @@ from holdfast_core.tiers.node_documents import (
     write_round,
 )
 from holdfast_core.tiers.node_index import Budget, IndexEntry, NodeIndex
-from holdfast_core.tiers.node_scan import list_manifests, scan
+from holdfast_core.tiers.node_scan import list_manifests, read_shard, scan
 
 QUARANTINE = "quarantine"
 LAYOUTS = "layouts"
@@ -82,7 +82,16 @@ class DiskNodeTier:
     `<root>/layouts/`. Call `open` before anything else.
     """
 
-    def __init__(self, root: Path, *, capacity_bytes: int = 0, fill_limit: float = 0.85) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        capacity_bytes: int = 0,
+        fill_limit: float = 0.85,
+        read_only: bool = False,
+    ) -> None:
+        """`read_only`: a volume that cannot be written, or must not be. Nothing is made, removed or
+        quarantined then."""
         if not 0 < fill_limit <= 1 or capacity_bytes < 0:
             raise ConfigError(
                 f"node tier {root}: fill limit {fill_limit} of {capacity_bytes} bytes; expected "
@@ -99,6 +108,7 @@ class DiskNodeTier:
         self._chunks_written = 0
         self._ranks_checked: set[Rank] = set()
         self._opened = False
+        self._read_only = read_only
 
     def open(self) -> OpenReport:
         """Make the directories, remove temporaries of dead processes, index what is whole,
@@ -106,9 +116,10 @@ class DiskNodeTier:
         if self._opened:
             raise TierError(f"node tier {self._root}: is open already")
         with disk_errors(f"opening the node tier {self._root}"):
-            for path in (self._root, self._root / QUARANTINE, self._root / LAYOUTS):
-                self._directories.ensure(path)
-            found = scan(self._root, _RESERVED, self._buffers)
+            if not self._read_only:
+                for path in (self._root, self._root / QUARANTINE, self._root / LAYOUTS):
+                    self._directories.ensure(path)
+            found = scan(self._root, _RESERVED, self._buffers, read_only=self._read_only)
         self._opened = True
         for shard in found.shards:
             self._index.add(IndexEntry(shard.record, shard.path))
@@ -116,7 +127,8 @@ class DiskNodeTier:
         self._budget.add(found.other_bytes)
         for torn in found.torn:
             self._budget.add(torn.path.lstat().st_size)
-            self._quarantine_file(torn.path, torn.reason)
+            if not self._read_only:
+                self._quarantine_file(torn.path, torn.reason)
         return OpenReport(
             shards=len(found.shards),
             shard_bytes=sum(shard.record.file_bytes for shard in found.shards),
@@ -164,6 +176,25 @@ class DiskNodeTier:
         entry = self._index.find(ref)
         return None if entry is None else entry.record
 
+    def look_up(self, ref: ShardRef) -> ShardRecord | None:
+        """`find`, also for what another process has written here since `open`. Raises CorruptionError,
+        FormatError."""
+        self._expect_open()
+        found = self.find(ref)
+        if found is not None:
+            return found
+        path = self.shard_path(ref)
+        with disk_errors(f"opening shard {path}"):
+            try:
+                record = read_shard(self._root, path, self._buffers)
+            except FileNotFoundError:
+                return None
+        if record.ref != ref:
+            raise CorruptionError(f"{path}: holds {record.ref}, expected {ref}")
+        if self._index.add(IndexEntry(record, path)):
+            self._budget.add(record.file_bytes)
+        return record
+
     def list_shards(self) -> tuple[ShardRecord, ...]:
         return self._index.records()
 
@@ -195,7 +226,7 @@ class DiskNodeTier:
         """See NodeTier. Tolerates absence."""
         self._expect_open()
         entry = self._index.remove(ref)
-        if entry is not None:
+        if entry is not None and not self._read_only:
             self._quarantine_file(entry.path, reason)
 
     # ------------------------------------------------------------------ documents

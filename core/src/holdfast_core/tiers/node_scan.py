@@ -44,41 +44,50 @@ class ScanResult:
     """Of documents and skipped files."""
 
 
-def scan(root: Path, reserved: frozenset[str], buffers: BufferPool) -> ScanResult:
+def scan(
+    root: Path, reserved: frozenset[str], buffers: BufferPool, *, read_only: bool = False
+) -> ScanResult:
     """Read head and trailer of every shard below the jobs' directories of `root`; remove temporary
-    files whose writers are gone. Payloads are not read.
+    files whose writers are gone. Payloads are not read. With `read_only` nothing is changed, and a shard
+    that another process removes meanwhile is passed over.
 
-    What is found is durable when this returns: a process that was killed between a rename and the
-    fsync of its directory leaves a name that everybody sees and that a power cut takes away.
+    Without `read_only`, what is found is durable when this returns: a process that was killed between
+    a rename and the fsync of its directory leaves a name that everybody sees and that a power cut takes
+    away.
     """
     shards: list[FoundShard] = []
     torn: list[TornShard] = []
     skipped: list[str] = []
     removed = 0
     other_bytes = 0
-    for directory in _directories(root):
-        _make_durable(directory)
+    if not read_only:
+        for directory in _directories(root):
+            _make_durable(directory)
     for path in _files(root):
         if path.name.startswith(TEMP_PREFIX):
-            removed += remove_dead_temp(path)
-            continue
-        parts = path.relative_to(root).parts
-        if parts[0] in reserved or not parts[-1].endswith(".shard"):
-            other_bytes += path.lstat().st_size
+            if not read_only:
+                removed += remove_dead_temp(path)
             continue
         try:
-            shards.append(FoundShard(path, _read_shard(path, parts, buffers)))
+            size = path.lstat().st_size
+            parts = path.relative_to(root).parts
+            if parts[0] in reserved or not parts[-1].endswith(".shard"):
+                other_bytes += size
+                continue
+            shards.append(FoundShard(path, read_shard(root, path, buffers)))
+        except FileNotFoundError:
+            continue  # pruned by another process meanwhile
         except CorruptionError as error:
             torn.append(TornShard(path, str(error)))
         except FormatError as error:
             skipped.append(f"{path}: {error}")
-            other_bytes += path.lstat().st_size
+            other_bytes += size
     return ScanResult(tuple(shards), tuple(torn), removed, tuple(skipped), other_bytes)
 
 
 def list_manifests(root: Path, reserved: frozenset[str]) -> Iterator[tuple[JobUid, CheckpointId]]:
     """Names alone; a document may still prove to be damaged."""
-    for job in sorted(root.iterdir()):
+    for job in sorted(root.iterdir()) if root.is_dir() else ():
         if job.name in reserved or not job.is_dir():
             continue
         for path in _files(job / "manifests"):
@@ -90,7 +99,9 @@ def list_manifests(root: Path, reserved: frozenset[str]) -> Iterator[tuple[JobUi
                 yield JobUid(job.name), key.checkpoint
 
 
-def _read_shard(path: Path, parts: tuple[str, ...], buffers: BufferPool) -> ShardRecord:
+def read_shard(root: Path, path: Path, buffers: BufferPool) -> ShardRecord:
+    """What the file says of itself. Raises FileNotFoundError, OSError, CorruptionError, FormatError."""
+    parts = path.relative_to(root).parts
     key = parse_key("/".join(parts[1:]))
     if not isinstance(key, ShardKey) or key.packed:
         raise FormatError(f"{path}: not where shards lie")

@@ -69,6 +69,16 @@ def claim(path: Path) -> Claim | None:
         return None
 
 
+def holder(path: Path) -> str | None:
+    """What the process that holds the file says of itself; None where no process holds it."""
+    if not is_held(path):
+        return None
+    try:
+        return path.read_text() or "another process"
+    except (OSError, ValueError):
+        return "another process"
+
+
 def is_held(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.directory.choice import JOB_UID, candidates
-from holdfast_core.errors import HoldfastError, NotFoundError
+from holdfast_core.errors import FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"s(\d{1,18})-r(\d{1,9})", re.ASCII)
 """Of a directory of records: str(CheckpointId)."""
-IDENTITY = JobIdentity("standalone", "standalone", JOB_UID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,8 @@ class Prepared:
     """A rank's record of a durable shard, with what the manifest says of the run."""
 
     record: ShardRecord
+    run_id: str
+    """Shards of two runs are never committed together, whatever round they carry."""
     parent: Digest | None = None
 
 
@@ -53,6 +54,7 @@ class Committer:
     world_size: int
     own_ranks: range
     keep_last: int
+    run_id: str = "standalone"
     parent: Digest | None = None
 
     def prepare(self, record: ShardRecord) -> None:
@@ -60,7 +62,7 @@ class Committer:
         directory = self._directory(record.checkpoint)
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".{record.header.rank}.{os.getpid()}.tmp"
-        temporary.write_bytes(codec.dumps(Prepared(record, self.parent)))
+        temporary.write_bytes(codec.dumps(Prepared(record, self.run_id, self.parent)))
         temporary.replace(_file(directory, record.header.rank))
 
     def is_prepared(self, checkpoint: CheckpointId, rank: Rank) -> bool:
@@ -186,10 +188,17 @@ class Committer:
         return [first, *(_read(directory, rank) for rank in others)]
 
     def _commit(self, checkpoint: CheckpointId, prepared: list[Prepared]) -> None:
+        runs = {one.run_id for one in prepared}
+        if len(runs) > 1:
+            raise FormatError(
+                f"checkpoint {checkpoint}: its shards are of the runs {sorted(runs)}; expected those of one "
+                "run. Two runs have trained in this folder in the same round"
+            )
         records = [one.record for one in prepared]
         layouts = [self.tier.get_layout(record.header.layout) for record in records]
         layout = merge_layouts(layouts).to_bytes()
-        manifest = build_manifest(IDENTITY, records, parent=prepared[0].parent, layout=layout)
+        identity = JobIdentity("standalone", prepared[0].run_id, JOB_UID)
+        manifest = build_manifest(identity, records, parent=prepared[0].parent, layout=layout)
         commit_local(self.tier, layout, manifest)
         shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
 

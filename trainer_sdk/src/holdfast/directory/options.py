@@ -27,6 +27,10 @@ class ServiceOptions:
     choose_restore: bool = True
     """False: `restore` says it, also where it is None."""
     rejected: tuple[CheckpointId, ...] = ()
+    run_id: str = "standalone"
+    """Of the run that this process writes for; in its records and manifests. The same for all ranks."""
+    read_only: bool = False
+    """The folder cannot be written: restore from it only."""
     writer: Path | None = None
     """To be claimed until all is written: see holdfast.directory.processes."""
 
@@ -42,6 +46,8 @@ def format_options(
     round_: RestartRound | None,
     restore: CheckpointId | None,
     rejected: Sequence[CheckpointId],
+    run_id: str,
+    read_only: bool,
     writer: Path,
 ) -> str:
     """The persister's one argument: what `parse_options` reads back."""
@@ -58,6 +64,8 @@ def format_options(
             "round": round_,
             "restore": None if restore is None else [restore.step, restore.round],
             "rejected": [[c.step, c.round] for c in rejected],
+            "runId": run_id,
+            "readOnly": read_only,
             "writer": str(writer),
         }
     )
@@ -84,6 +92,8 @@ def parse_options(text: str) -> ServiceOptions:
         restore=_checkpoint(value["restore"]),
         choose_restore=round_ is None,
         rejected=tuple(c for c in map(_checkpoint, value["rejected"]) if c is not None),
+        run_id=str(value["runId"]),
+        read_only=bool(value["readOnly"]),
         writer=Path(value["writer"]),
     )
 

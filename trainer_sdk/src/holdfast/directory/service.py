@@ -20,6 +20,7 @@ from holdfast.directory.commit import Committer
 from holdfast.directory.connection import in_words
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.resharding import assemble_payload
+from holdfast.directory.rounds import claim_round, keep_round
 from holdfast.layouts import LayoutFiles
 from holdfast_core.errors import (
     CorruptionError,
@@ -39,6 +40,7 @@ from holdfast_core.pacing import Pacing, bytes_each_step
 from holdfast_core.slot_check import slot_holds
 from holdfast_core.slot_file import SlotFile
 from holdfast_core.tiers.base import ShardHeader
+from holdfast_core.tiers.disk import disk_errors
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import (
     Fill,
@@ -93,7 +95,9 @@ class DirectoryService:
         self._worker_error: BaseException | None = None
         self._failures = 0
         self._layouts = LayoutFiles(options.layouts_dir)
-        self._tier = DiskNodeTier(options.root / "tier", fill_limit=1.0)
+        self._tier = DiskNodeTier(
+            options.root / "tier", fill_limit=1.0, read_only=options.read_only
+        )
         self._pacing = Pacing(options.slots_dir)
         self._lock = threading.Condition()
         self._queue: collections.deque[_Job] = collections.deque()
@@ -102,6 +106,7 @@ class DirectoryService:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._choice: Choice | None = None
+        self._choice_error: HoldfastError | None = None
         self._committer: Committer | None = None
         self.round = RestartRound(0)
 
@@ -118,22 +123,37 @@ class DirectoryService:
             options.world_size,
             options.own_ranks,
             options.policy.keep_last,
+            options.run_id,
         )
-        if options.round is None:
-            self.round = next_round(self._tier, committer.rounds)
-            self._tier.write_round(self.round, 1)
-        else:
-            self.round = options.round
+        self.round = self._take_round(committer)
         if options.choose_restore:
-            committer.commit_left()
+            if not options.read_only:
+                committer.commit_left()
             self._choice = choose(self._tier, options.rejected)
         elif options.restore is not None:
-            self._choice = load_choice(self._tier, options.restore)
+            try:
+                self._choice = load_choice(self._tier, options.restore)
+            except (NotFoundError, CorruptionError) as error:
+                # Pruned by a run that trains here, since rank 0 chose it: all ranks choose again.
+                self._choice_error = error
         parent = None if self._choice is None else self._choice.digest
         self._committer = dataclasses.replace(committer, parent=parent)
         self._pacing.begin()
         self._thread = threading.Thread(target=self._work, name="holdfast-write", daemon=True)
         self._thread.start()
+
+    def _take_round(self, committer: Committer) -> RestartRound:
+        options, directory = self._options, self._options.root / "rounds"
+        if options.round is None:
+            lowest = next_round(self._tier, committer.rounds)
+            if options.read_only:
+                return lowest
+            with disk_errors(f"taking a round in {directory}"):
+                return claim_round(directory, lowest, options.run_id)
+        if self._leads and not options.read_only:
+            with disk_errors(f"keeping round {options.round} in {directory}"):
+                keep_round(directory, options.round, options.run_id)
+        return options.round
 
     @property
     def current_round(self) -> RestartRound:
@@ -214,6 +234,8 @@ class DirectoryService:
             )
 
     def _restore(self, message: Restore) -> RestoreReply:
+        if self._choice_error is not None:
+            raise self._choice_error
         if self._choice is None:
             return RestoreReply(RestorePoint())
         manifest = self._choice.manifest
@@ -334,6 +356,10 @@ class DirectoryService:
         with self._lock:
             if self._worker_error is not None:
                 raise RefusedError(Refusal.BUSY, f"the writer has ended: {self._worker_error!r}")
+            if self._options.read_only:
+                raise RefusedError(
+                    Refusal.BAD_REQUEST, f"{self._options.root} cannot be written by this process"
+                )
             if any(job.stage == message for job in self._queue):
                 return Staged(message.step)
         slot = self._slot(message.slot)

@@ -120,11 +120,10 @@ class FakeSidecar:
                 self._world_size,
                 range(self._world_size),
                 self._policy,
+                round=None if round_ is None else RestartRound(round_),
             )
         )
         service.start()
-        if round_ is not None:
-            service.round = RestartRound(round_)
         self.service = service
         self.round = service.round
 

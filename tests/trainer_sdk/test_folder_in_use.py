@@ -1,0 +1,160 @@
+"""One run trains in a folder at a time; others restore from it, also where they may not write."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.ownership import take_for_training
+from holdfast.places import DirectoryPlace
+from holdfast.settings import RankSettings
+from holdfast.testing import DictStore, committed_step
+from holdfast_core.errors import ConfigError
+from holdfast_core.ids import Rank
+from holdfast_core.transfer.messages import Policy
+
+TRAIN = """
+import sys, time, numpy as np, holdfast
+with holdfast.Checkpointer(dir=sys.argv[1]) as ckpt:
+    ckpt.save(1, {"t": np.ones(4)}).wait("local", timeout=60)
+    print("saved", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.places._ENDING_SECONDS", 0.2)
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"t": torch.full((4,), value, dtype=torch.float64)}
+
+
+def training(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAIN, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "saved\n"
+    return process
+
+
+def test_a_second_training_is_told_at_opening_and_refused_at_its_first_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = training(tmp_path / "ckpt")
+    whose = rf"process {first.pid} on \S+ trains in it"
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as second:
+        (said,) = [r.message for r in caplog.records if "is in use" in r.message]
+        assert f"process {first.pid} on " in said
+        found = state()
+        assert second.restore(found) == 1
+        assert found["t"][0] == 1
+        for attempt in (
+            lambda: second.save(2, found),
+            lambda: second.allocate(found),
+            lambda: next(second.steps(5, found)),
+        ):
+            with pytest.raises(ConfigError, match=whose):
+                attempt()
+        assert second.saves_failed == 0
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+        second.save(2, found).wait(timeout=60)
+    assert committed_step(tmp_path / "ckpt") == 2
+
+
+def test_a_folder_is_free_again_after_its_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+            ckpt.save(step, state()).wait(timeout=60)
+    assert "in use" not in caplog.text
+    assert not (tmp_path / "ckpt/training.lock").exists()
+
+
+def test_two_trainings_of_one_process(tmp_path: Path) -> None:
+    with (
+        holdfast.Checkpointer(dir=tmp_path / "ckpt") as first,
+        holdfast.Checkpointer(dir=tmp_path / "ckpt") as second,
+    ):
+        first.save(1, state()).wait(timeout=60)
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* one run at a time"):
+            second.save(2, state())
+        first.close()
+        second.save(2, state()).wait(timeout=60)
+
+
+def place(folder: Path) -> DirectoryPlace:
+    return DirectoryPlace.of(folder, RankSettings(), Policy(interval_steps=1))
+
+
+def test_every_rank_of_the_second_gang_gets_the_same_error(tmp_path: Path) -> None:
+    first, second = DictStore(), DictStore()
+    owner, other = place(tmp_path / "ckpt"), place(tmp_path / "ckpt")
+    take_for_training(owner, first, Rank(0))
+    take_for_training(place(tmp_path / "ckpt"), first, Rank(1))
+    with pytest.raises(ConfigError) as of_rank_0:
+        take_for_training(other, second, Rank(0))
+    with pytest.raises(ConfigError) as of_rank_1:
+        take_for_training(place(tmp_path / "ckpt"), second, Rank(1))
+    assert str(of_rank_0.value) == str(of_rank_1.value)
+    owner.close(wait=False)
+
+
+READ = """
+import sys, numpy as np, holdfast
+found = {"t": np.zeros(4)}
+with holdfast.Checkpointer(dir=sys.argv[1]) as ckpt:
+    print(ckpt.restore(found), found["t"][0], flush=True)
+    try:
+        ckpt.save(9, found)
+    except holdfast.HoldfastError as error:
+        print(error)
+"""
+
+
+def without_rights(*command: str) -> list[str]:
+    """The superuser writes everywhere, unless it gives that right up."""
+    if os.geteuid() != 0:
+        return list(command)
+    dropped = "-dac_override,-dac_read_search"
+    return ["setpriv", f"--bounding-set={dropped}", f"--inh-caps={dropped}", *command]
+
+
+def test_a_folder_that_cannot_be_written_can_be_restored_from(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        ckpt.save(1, state(1)).wait(timeout=60)
+    before = sorted(folder.rglob("*"))
+    directories = [folder, *(p for p in folder.rglob("*") if p.is_dir())]
+    for directory in directories:
+        directory.chmod(0o500)
+    try:
+        done = subprocess.run(
+            without_rights(sys.executable, "-c", READ, str(folder)),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    finally:
+        for directory in directories:
+            directory.chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "1 1.0"
+    assert f"{folder} cannot be written" in lines[1]
+    assert sorted(folder.rglob("*")) == before

@@ -1,0 +1,32 @@
+"""What `Checkpointer(dir=...)` accepts: a path, or a file URL. Other URLs are not supported."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from holdfast_core.errors import ConfigError
+
+_SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/")
+"""One slash: pathlib.Path makes one of two."""
+
+
+def folder_path(dir: str | os.PathLike[str]) -> Path:
+    """The absolute path. Raises ConfigError for anything that is neither a path nor a file URL."""
+    text: object = os.fspath(dir)
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ConfigError(f"Checkpointer(dir={dir!r}): expected the path of a folder")
+    match = _SCHEME.match(text)
+    if match is None:
+        return Path(text).absolute()
+    scheme = match.group(1).lower()
+    url = urlsplit(text.strip())
+    if scheme == "file" and url.netloc in ("", "localhost") and url.path:
+        return Path(unquote(url.path)).absolute()
+    raise ConfigError(
+        f"Checkpointer(dir={text!r}): {scheme}:// is not supported here. dir is a folder of a mounted file "
+        "system: a path, or file:///path. Checkpoints go to an object store in a TrainingJob, whose "
+        "spec.checkpoint.object names one; without a cluster, mount the store or copy the folder to it"
+    )
