@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+from holdfast_core.contract import CONTROL_PORT
 from testbed import cluster
 from testbed.config import CONTROL_PLANE, NODES, Bed, current_bed
 from testbed.shell import BedError, each, run
@@ -92,6 +93,7 @@ def heal_nodes(*, ready_within_seconds: float = 120) -> None:
         cluster.start_all(bed, {name: state.get(name, "exited") for name in hurt})
         cluster.connect_nodes(bed)
     each(lambda name: cluster.in_node(bed, name, _lift()), NODES)
+    each(lambda name: cluster.in_node(bed, name, _silence("D")), NODES)
     _store_rules(bed, "D")
     for name in hurt:
         wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
@@ -229,6 +231,31 @@ def _store_rules(bed: Bed, op: str, *, hang: bool = False) -> None:
     else:
         text = f"iptables -I FORWARD {rules[hang]}"
     cluster.in_node(bed, CONTROL_PLANE, text)
+
+
+# ------------------------------------------------------------------ the control connections
+
+
+@contextmanager
+def sidecars_silent() -> Iterator[None]:
+    """Drop every packet to the control port of every pod, as a default-deny NetworkPolicy does.
+
+    Connections that exist get no answer either. Ranks, copies and metrics go on.
+    """
+    bed = current_bed()
+    each(lambda name: cluster.in_node(bed, name, _silence("D")), NODES)
+    each(lambda name: cluster.in_node(bed, name, _silence("I")), NODES)
+    try:
+        yield
+    finally:
+        each(lambda name: cluster.in_node(bed, name, _silence("D")), NODES)
+
+
+def _silence(op: str) -> str:
+    rule = f"FORWARD -p tcp --dport {CONTROL_PORT} -m comment --comment sidecars-silent -j DROP"
+    if op == "D":
+        return f"while iptables -D {rule} 2>/dev/null; do :; done"
+    return f"iptables -I {rule}"
 
 
 # ------------------------------------------------------------------ how
