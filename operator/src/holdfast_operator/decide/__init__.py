@@ -330,7 +330,11 @@ def _with_suspend_words(world: World, now: Now, status: JobStatusView) -> JobSta
 
 
 def _pod_trouble(world: World) -> Note | None:
-    """The kubelet's or the scheduler's words on a pod that does not start."""
+    """Why a pod is not created, or the kubelet's or the scheduler's words on one that does not
+    start."""
+    refused = acceptance.template_problem(world.observed.job.spec.template)
+    if refused is not None:
+        return refused
     for member in world.members:
         pod = member.pod
         if pod is not None and pod.waiting_reason in CANNOT_START:

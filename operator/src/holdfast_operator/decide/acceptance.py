@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast_core.api import Checkpoint, CheckpointStore
-from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
+from holdfast_core.contract import TRAINER_CONTAINER
+from holdfast_operator.decide.isolation import find_breach
 from holdfast_operator.decide.status import Note
 from holdfast_operator.decide.world import World
 from holdfast_operator.reasons import Reason
-
-VOLUME_PREFIX = "holdfast-"
-"""Volumes of that prefix are ours."""
 
 
 def find_problem(world: World) -> Note | None:
@@ -38,15 +36,9 @@ def template_problem(template: Mapping[str, Any]) -> Note | None:
             f"spec.template has {len(trainers)} containers named {TRAINER_CONTAINER}, exactly one "
             f"is expected (found: {names}): name the container that runs the training so"
         )
-    others = containers + _maps(spec, "initContainers")
-    if any(c.get("name") == SIDECAR_CONTAINER for c in others):
-        return _invalid(f"spec.template has a container named {SIDECAR_CONTAINER}: choose another")
-    taken = [v for v in _maps(spec, "volumes") if str(v.get("name")).startswith(VOLUME_PREFIX)]
-    if taken:
-        return _invalid(
-            f"spec.template has a volume named {taken[0].get('name')}: names that start with "
-            f"{VOLUME_PREFIX} are the operator's, choose another"
-        )
+    breach = find_breach(template)
+    if breach is not None:
+        return _invalid(str(breach))
     command = _words(trainers[0].get("command"))
     if command and not uses_launcher(command + _words(trainers[0].get("args"))):
         return _invalid(

@@ -25,6 +25,7 @@ from holdfast_operator.actions import (
     SendRound,
     round_digest,
 )
+from holdfast_operator.decide.acceptance import template_problem
 from holdfast_operator.decide.failure import Failure, counted_restarts, is_disruption
 from holdfast_operator.decide.placement import place_copies
 from holdfast_operator.decide.status import Note, set_condition, with_levels
@@ -139,8 +140,11 @@ def member_actions(world: World) -> list[Action]:
 
 def _births(world: World) -> list[Action]:
     """Pods of this round that are not there yet. Once the restore point is chosen a missing pod is
-    a lost one, and needs a new round: what it may have held must not come back under its name."""
+    a lost one, and needs a new round: what it may have held must not come back under its name.
+    A template that was changed to one that is refused gets no pod."""
     job = world.observed.job
+    if template_problem(job.spec.template) is not None:
+        return []
     born = [m for m in world.members if m.birth_round == world.round]
     missing = [m for m in born if m.pod is None]
     if not missing:

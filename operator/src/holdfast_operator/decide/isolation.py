@@ -1,0 +1,136 @@
+"""Keep the containers of a job's template out of the sidecar's volumes, Secrets and processes. Pure.
+
+The sidecar's certificates and store keys are volumes of the same pod, so a template that names one of
+these volumes, mounts over its path, or shares the process namespace could read them. The chart's
+admission policy refuses the same templates when they are written; these rules hold also where the
+policy is switched off, and for each pod that is created later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast_core.contract import SIDECAR_CONTAINER
+
+RESERVED_PREFIX = "holdfast-"
+"""Names of containers and volumes that the operator adds begin with it."""
+RESERVED_PATH = "/holdfast"
+"""Every path that the operator mounts a volume at is below it."""
+
+_CERTIFICATES = re.compile(r"-certs-r[0-9]+$")
+"""Names of the Secrets that hold the certificates of a gang (holdfast_core.names)."""
+_CONTAINER_LISTS = ("containers", "initContainers", "ephemeralContainers")
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A field of the template that reaches what belongs to the sidecar."""
+
+    path: str
+    """For example spec.template.spec.containers[0].volumeMounts[1].mountPath."""
+    problem: str
+    """What was found, why it is refused, and what to write instead."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+def find_breach(template: Mapping[str, Any]) -> Breach | None:
+    """The first field that the rules refuse, None for a template that stays apart."""
+    spec = template.get("spec")
+    if not isinstance(spec, Mapping):
+        return None
+    return next(_breaches(spec), None)
+
+
+def _breaches(spec: Mapping[str, Any]) -> Iterator[Breach]:
+    root = "spec.template.spec"
+    for name in ("shareProcessNamespace", "hostPID"):
+        if spec.get(name):
+            yield Breach(
+                f"{root}.{name}",
+                "must not be true: processes of the trainer could read the sidecar's memory, "
+                "environment and files, and with them its certificate and the store's keys",
+            )
+    for kind in _CONTAINER_LISTS:
+        for path, container in _items(spec, kind, root):
+            yield from _of_container(path, container)
+    for path, volume in _items(spec, "volumes", root):
+        yield from _of_volume(path, volume)
+
+
+def _of_container(path: str, container: Mapping[str, Any]) -> Iterator[Breach]:
+    if str(container.get("name", "")).startswith(RESERVED_PREFIX):
+        yield Breach(
+            f"{path}.name",
+            f"is {container['name']!r}, but names that start with {RESERVED_PREFIX} belong to the "
+            f"operator, as {SIDECAR_CONTAINER} does: choose another name",
+        )
+    for at, mount in _items(container, "volumeMounts", path):
+        yield from _reserved_volume(at, mount)
+        yield from _mount_path(f"{at}.mountPath", str(mount.get("mountPath", "")))
+    for at, device in _items(container, "volumeDevices", path):
+        yield from _reserved_volume(at, device)
+    for at, variable in _items(container, "env", path):
+        source = variable.get("valueFrom")
+        if isinstance(source, Mapping):
+            yield from _secret(f"{at}.valueFrom.secretKeyRef", source.get("secretKeyRef"), "name")
+    for at, source in _items(container, "envFrom", path):
+        yield from _secret(f"{at}.secretRef", source.get("secretRef"), "name")
+
+
+def _of_volume(path: str, volume: Mapping[str, Any]) -> Iterator[Breach]:
+    yield from _reserved_volume(path, volume)
+    yield from _secret(f"{path}.secret", volume.get("secret"), "secretName")
+    projected = volume.get("projected")
+    if isinstance(projected, Mapping):
+        for at, source in _items(projected, "sources", f"{path}.projected"):
+            yield from _secret(f"{at}.secret", source.get("secret"), "name")
+
+
+def _reserved_volume(path: str, item: Mapping[str, Any]) -> Iterator[Breach]:
+    if str(item.get("name", "")).startswith(RESERVED_PREFIX):
+        yield Breach(
+            f"{path}.name",
+            f"is {item['name']!r}, but volumes whose names start with {RESERVED_PREFIX} belong to "
+            "the operator, which mounts what the trainer needs: use a volume of another name",
+        )
+
+
+def _mount_path(path: str, value: str) -> Iterator[Breach]:
+    parts = value.split("/")
+    plain = parts[0] == "" and not {"", ".", ".."} & set(parts[1:] if parts[-1] else parts[1:-1])
+    if not plain or value == "/":
+        yield Breach(
+            path,
+            f"is {value!r}, expected an absolute path without empty, '.' and '..' parts: such a "
+            f"path can hide a directory below {RESERVED_PATH}",
+        )
+    elif f"{value}/".startswith(f"{RESERVED_PATH}/"):
+        yield Breach(
+            path,
+            f"is {value!r}, but the operator mounts its volumes below {RESERVED_PATH}: choose "
+            "another path",
+        )
+
+
+def _secret(path: str, source: Any, key: str) -> Iterator[Breach]:
+    if isinstance(source, Mapping) and _CERTIFICATES.search(str(source.get(key, ""))):
+        yield Breach(
+            f"{path}.{key}",
+            f"is {source[key]!r}, the name of a Secret with certificates of a gang, which only "
+            "sidecars may read: use a Secret of another name",
+        )
+
+
+def _items(
+    parent: Mapping[str, Any], key: str, path: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    values = parent.get(key)
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        for index, value in enumerate(values):
+            if isinstance(value, Mapping):
+                yield f"{path}.{key}[{index}]", value
