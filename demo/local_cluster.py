@@ -238,6 +238,9 @@ class LocalCluster:
             del self.pods[name]
             await asyncio.to_thread(pod.delete)
 
+    async def create_network_policy(self, job: JobView, body: Mapping[str, Any]) -> None:
+        """Processes of one machine have no network between them."""
+
     async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
         self.services.add(body["metadata"]["name"])
 

@@ -23,7 +23,7 @@ KINDEST_NODE = (
 )
 """Node image where a registry is reached: the default of the pinned kind, whose authors push a tag
 again for a later kind. HOLDFAST_TESTBED_NODE_IMAGE takes another."""
-REGISTRY_BASE = "python:3.13-slim"
+REGISTRY_BASE = "python:3.13.9-slim-trixie"
 REGISTRY_TORCH_BASE = "debian:trixie-slim"
 """torch is Debian's in both modes: stable keeps one version, and the bits of a run are compared."""
 PYTHON = "3.13"

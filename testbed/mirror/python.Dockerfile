@@ -1,4 +1,4 @@
-# In python:3.13-slim's place, made as the public image is: Debian with CPython in /usr/local, from the
+# In python:3.13.9-slim-trixie's place, made as the public image is: Debian with CPython in /usr/local, from the
 # source package that Debian has, with pip.
 FROM debian:trixie-slim AS build
 RUN sed 's/^deb /deb-src /' /etc/apt/sources.list > /etc/apt/sources.list.d/source.list \

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from holdfast_operator.render.network_policy import WorkerNetwork
+from holdfast_operator.settings import Settings
 
 pytestmark = pytest.mark.integration
 
@@ -16,10 +20,12 @@ CHART = Path(__file__).resolve().parents[2] / "charts" / "holdfast"
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 Render = Callable[..., list[dict[str, Any]]]
 
+SELECTOR = (("app.kubernetes.io/instance", "holdfast"), ("app.kubernetes.io/name", "holdfast"))
+
 ALL_ON = (
     "metrics.serviceMonitor.enabled=true",
     "metrics.prometheusRule.enabled=true",
-    "networkPolicy.jobNamespaces={team-a,team-b}",
+    "watchNamespaces={team-a,team-b}",
 )
 ALL_OFF = (
     "crds.install=false",
@@ -27,6 +33,7 @@ ALL_OFF = (
     "rbac.aggregate=false",
     "serviceAccount.create=false",
     "admissionPolicy.enabled=false",
+    "operatorPolicy.enabled=false",
     "networkPolicy.enabled=false",
 )
 
@@ -68,7 +75,9 @@ def test_defaults_render_these_objects(render: Render) -> None:
         "RoleBinding/holdfast-node-leases",
         "Service/holdfast-metrics",
         "ServiceAccount/holdfast",
+        "ValidatingAdmissionPolicy/holdfast-operator",
         "ValidatingAdmissionPolicy/holdfast-trainingjobs",
+        "ValidatingAdmissionPolicyBinding/holdfast-operator",
         "ValidatingAdmissionPolicyBinding/holdfast-trainingjobs",
     ]
 
@@ -77,16 +86,57 @@ def test_all_off_leaves_the_operator_alone(render: Render) -> None:
     assert kinds(render(*ALL_OFF)) == ["Deployment/holdfast", "Service/holdfast-metrics"]
 
 
-def test_all_on_adds_monitoring_and_policies_of_job_namespaces(render: Render) -> None:
+def test_all_on_adds_monitoring_and_roles_of_the_watched_namespaces(render: Render) -> None:
     added = set(kinds(render(*ALL_ON))) - set(kinds(render()))
     assert added == {
-        "NetworkPolicy/holdfast-workers",
         "PodMonitor/holdfast-sidecars",
         "PrometheusRule/holdfast",
+        "Role/holdfast-jobs",
+        "RoleBinding/holdfast-jobs",
         "ServiceMonitor/holdfast",
     }
-    policies = [o for o in render(*ALL_ON) if o["metadata"]["name"] == "holdfast-workers"]
-    assert [p["metadata"]["namespace"] for p in policies] == ["team-a", "team-b"]
+
+
+def test_watched_namespaces_are_the_only_ones_with_rights(render: Render) -> None:
+    """The rights that the operator has everywhere by default, and in two namespaces only here."""
+    everywhere = one(render(), "ClusterRole")["rules"]
+    objects = render("watchNamespaces={team-a,team-b}")
+    left = one(objects, "ClusterRole")["rules"]
+    assert [r["resources"] for r in left] == [
+        ["nodes"],
+        ["customresourcedefinitions"],
+        ["namespaces"],
+    ]
+    roles = [o for o in objects if o["kind"] == "Role" and o["metadata"]["name"] == "holdfast-jobs"]
+    assert [r["metadata"]["namespace"] for r in roles] == ["team-a", "team-b"]
+    assert all(left[:2] + role["rules"] == everywhere for role in roles)
+    [container] = pod_of(objects)["containers"]
+    assert {"name": "HOLDFAST_WATCH_NAMESPACES", "value": "team-a,team-b"} in container["env"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((), WorkerNetwork("holdfast-system", SELECTOR)),
+        (("networkPolicy.workers=false",), None),
+        (("networkPolicy.enabled=false",), None),
+        (
+            ("networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.team=monitoring",),
+            WorkerNetwork(
+                "holdfast-system",
+                SELECTOR,
+                ({"namespaceSelector": {"matchLabels": {"team": "monitoring"}}},),
+            ),
+        ),
+    ],
+    ids=["default", "switched off", "no policies at all", "metrics for one team"],
+)
+def test_the_operator_reads_what_the_chart_says_about_the_network_of_workers(
+    render: Render, values: tuple[str, ...], expected: WorkerNetwork | None
+) -> None:
+    [container] = pod_of(render(*values))["containers"]
+    env = {e["name"]: e.get("value", "holdfast-system") for e in container["env"]}
+    assert Settings.from_env(env).worker_network == expected
 
 
 def test_environment_of_the_operator(render: Render) -> None:
@@ -106,6 +156,10 @@ def test_environment_of_the_operator(render: Render) -> None:
         "HOLDFAST_HEALTH_PORT": "8081",
         "HOLDFAST_LOG_LEVEL": "info",
         "HOLDFAST_WORKERS": "8",
+        "HOLDFAST_WATCH_NAMESPACES": "",
+        "HOLDFAST_WORKER_NETWORK_POLICY": json.dumps(
+            {"metricsFrom": [], "operator": dict(SELECTOR)}, separators=(",", ":")
+        ),
     }
 
 

@@ -76,6 +76,8 @@ def test_settings_from_environment() -> None:
         ({"HOLDFAST_OPERATOR_NAMESPACE": ""}, "HOLDFAST_OPERATOR_NAMESPACE"),
         ({"HOLDFAST_METRICS_PORT": "x"}, "HOLDFAST_METRICS_PORT"),
         ({"HOLDFAST_LOG_LEVEL": "loud"}, "HOLDFAST_LOG_LEVEL"),
+        ({"HOLDFAST_WORKER_NETWORK_POLICY": "yes"}, "HOLDFAST_WORKER_NETWORK_POLICY"),
+        ({"HOLDFAST_WORKER_NETWORK_POLICY": "[]"}, "HOLDFAST_WORKER_NETWORK_POLICY"),
     ],
 )
 def test_settings_name_what_is_wrong(change: dict[str, str], word: str) -> None:

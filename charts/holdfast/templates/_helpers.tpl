@@ -29,3 +29,48 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "holdfast.workers" -}}
 app.kubernetes.io/managed-by: holdfast
 {{- end -}}
+
+{{/* What the operator needs for the NetworkPolicy of a gang, as JSON; empty: it creates none. The
+namespace of the operator is known to it. */}}
+{{- define "holdfast.workerNetworkPolicy" -}}
+{{- if and .Values.networkPolicy.enabled .Values.networkPolicy.workers -}}
+{{- dict "operator" (include "holdfast.selector" . | fromYaml) "metricsFrom" .Values.networkPolicy.metricsFrom | toJson -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Rights in each namespace with jobs: of a ClusterRole, or of a Role for each of watchNamespaces. */}}
+{{- define "holdfast.jobRules" }}
+# delete: a job with ttlSecondsAfterFinished ends by the operator's hand.
+- apiGroups: [holdfast.dev]
+  resources: [trainingjobs]
+  verbs: [get, list, watch, delete]
+- apiGroups: [holdfast.dev]
+  resources: [checkpoints]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [holdfast.dev]
+  resources: [checkpointstores]
+  verbs: [get, list, watch]
+- apiGroups: [holdfast.dev]
+  resources: [trainingjobs/status, checkpoints/status, checkpointstores/status]
+  verbs: [get, update, patch]
+# blockOwnerDeletion in the owner references of pods needs it where that is enforced (OpenShift).
+- apiGroups: [holdfast.dev]
+  resources: [trainingjobs/finalizers, checkpoints/finalizers, checkpointstores/finalizers]
+  verbs: [update]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, create, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [create]
+# Certificates of worker pods: written and removed, never read.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create, delete]
+- apiGroups: ["", events.k8s.io]
+  resources: [events]
+  verbs: [create]
+{{- end }}

@@ -42,6 +42,7 @@ from holdfast_operator.actions import (
 from holdfast_operator.effects import ConflictError, Effects
 from holdfast_operator.model import JobMemory, JobView, Observed
 from holdfast_operator.render.checkpoint import render_checkpoint
+from holdfast_operator.render.network_policy import render_network_policy
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
 
@@ -199,6 +200,10 @@ class _Interpreter:
             case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
                 await effects.write_job_status(job, action.resource_version, action.status)
             case CreateService():
+                # The policy first: the Service is remembered as made, and with it the policy.
+                if self._sidecar.network is not None:
+                    policy = render_network_policy(job, self._sidecar.network)
+                    await effects.create_network_policy(job, policy)
                 await effects.create_service(job, render_service(job))
             case CreateCertificates():
                 await effects.create_certificates(job, action)

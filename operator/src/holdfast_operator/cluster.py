@@ -50,6 +50,10 @@ class Cluster:
         """Raises NameTakenError, ApiError."""
         return await self._create_owned(f"/api/v1/namespaces/{namespace}/services", body)
 
+    async def create_network_policy(self, namespace: str, body: Mapping[str, Any]) -> Created:
+        path = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
+        return await self._create(path, body)
+
     async def refusal_of_pod(self, namespace: str, body: Mapping[str, Any]) -> str | None:
         """Ask the server, without creating anything, whether it would take this pod: its words if
         the pod itself is wrong, None if it is fine. Quota is no fault of the pod."""

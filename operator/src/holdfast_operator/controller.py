@@ -75,7 +75,9 @@ class Controller:
         self._clock = clock
         self._metrics = metrics
         self._sidecar = SidecarSettings(
-            image=settings.sidecar_image, pull_policy=settings.sidecar_image_pull_policy
+            image=settings.sidecar_image,
+            pull_policy=settings.sidecar_image_pull_policy,
+            network=settings.worker_network,
         )
         self._queue: WorkQueue[Key] = WorkQueue(clock, self._pass_failed, random.Random())
         self._expectations = Expectations()

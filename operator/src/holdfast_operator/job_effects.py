@@ -106,6 +106,9 @@ class JobEffects:
         await self._cluster.delete_pod(job.namespace, name, uid, force=force)
         self._cache.expect_deleted(job, uid)
 
+    async def create_network_policy(self, job: JobView, body: Mapping[str, Any]) -> None:
+        await self._cluster.create_network_policy(job.namespace, body)
+
     async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
         """A Service of another owner under this name does not stop the job: its DNS names are for
         people, and the gang finds its addresses in ROUND."""

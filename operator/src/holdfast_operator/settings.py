@@ -5,6 +5,7 @@ The only module of the operator that reads the environment.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from holdfast_core.errors import ConfigError
+from holdfast_operator.render.network_policy import WorkerNetwork
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 DEFAULT_METRICS_PORT = 8080
@@ -32,6 +34,8 @@ class Settings:
     metrics_port: int = DEFAULT_METRICS_PORT
     health_port: int = 8081
     log_level: str = "info"
+    worker_network: WorkerNetwork | None = None
+    """Who reaches the workers' ports; None: no NetworkPolicy is created with a job."""
     workers: int = 8
     """Jobs that are worked on at the same time."""
     kubeconfig: str | None = None
@@ -57,6 +61,7 @@ class Settings:
             metrics_port=_whole_number(source, "HOLDFAST_METRICS_PORT", DEFAULT_METRICS_PORT),
             health_port=_whole_number(source, "HOLDFAST_HEALTH_PORT", 8081),
             log_level=level,
+            worker_network=_worker_network(source),
             workers=_whole_number(source, "HOLDFAST_WORKERS", 8),
             kubeconfig=source.get("KUBECONFIG") or None,
             api_server=_api_server(source),
@@ -69,6 +74,24 @@ def _api_server(source: Mapping[str, str]) -> str | None:
         return None
     bracketed = f"[{host}]" if ":" in host else host
     return f"https://{bracketed}:{source.get('KUBERNETES_SERVICE_PORT', '443')}"
+
+
+def _worker_network(source: Mapping[str, str]) -> WorkerNetwork | None:
+    raw = source.get("HOLDFAST_WORKER_NETWORK_POLICY", "")
+    if not raw:
+        return None
+    try:
+        given = json.loads(raw)
+        return WorkerNetwork(
+            operator_namespace=_required(source, "HOLDFAST_OPERATOR_NAMESPACE"),
+            operator_labels=tuple(sorted((str(k), str(v)) for k, v in given["operator"].items())),
+            metrics_from=tuple(dict(peer) for peer in given["metricsFrom"]),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"HOLDFAST_WORKER_NETWORK_POLICY={raw!r}: expected a JSON object with `operator` (labels) "
+            f"and `metricsFrom` (a list), as the chart sets it: {error!r}"
+        ) from error
 
 
 def _required(source: Mapping[str, str], name: str) -> str:

@@ -13,6 +13,7 @@ from holdfast_operator import labels
 from holdfast_operator.actions import CheckpointRecord, CreateCheckpointObject
 from holdfast_operator.model import JobView, StoreView
 from holdfast_operator.render.checkpoint import render_checkpoint
+from holdfast_operator.render.network_policy import WorkerNetwork, render_network_policy
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
 from holdfast_operator.testing.builders import UID, job, store
@@ -208,3 +209,28 @@ def test_checkpoint_objects_outlive_their_job(policy: str, finalizers: list[str]
     assert "ownerReferences" not in body["metadata"]
     assert body["metadata"].get("finalizers") == finalizers
     assert body["spec"] == {"jobRef": {"name": "job"}, "step": 40, "deletionPolicy": policy}
+
+
+def test_workers_are_reached_by_each_other_the_operator_and_readers_of_metrics() -> None:
+    reader = {"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}
+    network = WorkerNetwork("holdfast-system", (("app", "holdfast"),), (reader,))
+    policy = render_network_policy(job(2), network)
+    workers = {"podSelector": {"matchLabels": {labels.JOB_UID: UID}}}
+    assert policy["spec"]["podSelector"] == workers["podSelector"]
+    assert policy["spec"]["ingress"] == [
+        {"from": [workers]},
+        {
+            "from": [
+                {
+                    "namespaceSelector": {
+                        "matchLabels": {"kubernetes.io/metadata.name": "holdfast-system"}
+                    },
+                    "podSelector": {"matchLabels": {"app": "holdfast"}},
+                }
+            ],
+            "ports": [{"port": 7070, "protocol": "TCP"}],
+        },
+        {"ports": [{"port": 7072, "protocol": "TCP"}], "from": [reader]},
+    ]
+    (owner,) = policy["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"], owner["controller"]) == ("TrainingJob", UID, True)

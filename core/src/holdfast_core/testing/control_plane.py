@@ -206,6 +206,7 @@ class ControlPlane:
             "--service-account-issuer=https://kubernetes.default.svc",
             "--service-cluster-ip-range=10.96.0.0/16",
             "--authorization-mode=RBAC",
+            "--allow-privileged=true",  # as kubeadm sets it; Pod Security decides
             "--enable-priority-and-fairness=false",
             *self._extra_args,
         ]

@@ -32,6 +32,7 @@ from holdfast_operator import labels
 from holdfast_operator.model import JobView, StoreView
 from holdfast_operator.render.metadata import owner_reference, worker_labels
 from holdfast_operator.render.names import certificate_items
+from holdfast_operator.render.network_policy import WorkerNetwork
 
 HOLDFAST_GROUP = 65532
 """fsGroup of the volumes, and the sidecar's user: trainer and sidecar share files by group."""
@@ -60,6 +61,8 @@ class SidecarSettings:
     """No CPU limit by default: throttling lengthens the time until a step is durable."""
     drain_command: tuple[str, ...] = ("holdfast-sidecar", "pre-stop")
     probe_command: tuple[str, ...] = ("holdfast-sidecar", "healthz")
+    network: WorkerNetwork | None = None
+    """None: the operator creates no NetworkPolicy for workers."""
 
 
 def render_pod(

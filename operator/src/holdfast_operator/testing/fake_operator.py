@@ -200,6 +200,9 @@ class FakeOperator:
         self.cluster.operator_deletes(name, uid, force=force)
         self._may_lose("pod delete")
 
+    async def create_network_policy(self, job: JobView, body: Mapping[str, Any]) -> None:
+        """Nothing of the fake cluster looks at the network."""
+
     async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
         self.cluster.services.add(body["metadata"]["name"])
 

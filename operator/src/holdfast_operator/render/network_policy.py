@@ -1,0 +1,60 @@
+"""The NetworkPolicy of a gang: who may reach its workers. Pure.
+
+Ranks use ports that gloo and NCCL choose, so workers of one job reach each other on all ports. Other
+pods reach the metrics only, and the operator the control port. The kubelet needs no rule: its probes
+run inside the container. Policies add up, so a tenant allows more with a policy of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast_core.contract import CONTROL_PORT, METRICS_PORT
+from holdfast_core.names import service_name
+from holdfast_operator import labels
+from holdfast_operator.model import JobView
+from holdfast_operator.render.metadata import job_labels, owner_reference
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNetwork:
+    """What the installation says about the network of workers."""
+
+    operator_namespace: str
+    operator_labels: tuple[tuple[str, str], ...]
+    """Labels that select the operator's pod."""
+    metrics_from: tuple[dict[str, Any], ...] = ()
+    """NetworkPolicyPeers that may read metrics; empty: all pods of the cluster."""
+
+
+def render_network_policy(job: JobView, network: WorkerNetwork) -> dict[str, Any]:
+    workers = {"matchLabels": {labels.JOB_UID: job.uid}}
+    operator = {
+        "namespaceSelector": {
+            "matchLabels": {"kubernetes.io/metadata.name": network.operator_namespace}
+        },
+        "podSelector": {"matchLabels": dict(network.operator_labels)},
+    }
+    metrics: dict[str, Any] = {"ports": [{"port": METRICS_PORT, "protocol": "TCP"}]}
+    if network.metrics_from:
+        metrics["from"] = list(network.metrics_from)
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": service_name(job.name, job.uid),
+            "namespace": job.namespace,
+            "labels": job_labels(job),
+            "ownerReferences": [owner_reference(job)],
+        },
+        "spec": {
+            "podSelector": workers,
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": workers}]},
+                {"from": [operator], "ports": [{"port": CONTROL_PORT, "protocol": "TCP"}]},
+                metrics,
+            ],
+        },
+    }

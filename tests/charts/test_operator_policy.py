@@ -1,0 +1,178 @@
+"""What the operator's account may create and delete on a real API server, as one who stole its token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.testing.api_objects import merged
+from holdfast_core.testing.control_plane import ControlPlane
+from holdfast_operator.model import JobView
+from holdfast_operator.render.metadata import job_labels, owner_reference
+from holdfast_operator.render.network_policy import WorkerNetwork, render_network_policy
+from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.service import render_service
+from holdfast_operator.testing.builders import job
+
+pytestmark = pytest.mark.integration
+
+OPERATOR = "system:serviceaccount:holdfast-system:holdfast"
+
+
+def worker(of: JobView | None = None, **spec: Any) -> dict[str, Any]:
+    """A worker's pod as the operator renders it, with these fields of its spec."""
+    sidecar = SidecarSettings("example/sidecar:1")
+    body = render_pod(of or job(2), Worker(0), RestartRound(0), None, sidecar)
+    return {**body, "spec": merged(body["spec"], spec)}
+
+
+def trainer(**fields: Any) -> dict[str, Any]:
+    body = worker()
+    [container] = body["spec"]["containers"]
+    return {**body, "spec": {**body["spec"], "containers": [merged(container, fields)]}}
+
+
+def owned(kind: str, **fields: Any) -> dict[str, Any]:
+    of = job(2)
+    metadata = {
+        "name": "stolen",
+        "namespace": "team-a",
+        "labels": job_labels(of),
+        "ownerReferences": [owner_reference(of)],
+    }
+    return {"apiVersion": "v1", "kind": kind, "metadata": metadata, **fields}
+
+
+def without_owner(body: dict[str, Any]) -> dict[str, Any]:
+    return {**body, "metadata": {**body["metadata"], "ownerReferences": []}}
+
+
+def of_another(body: dict[str, Any]) -> dict[str, Any]:
+    owner = {
+        **body["metadata"]["ownerReferences"][0],
+        "apiVersion": "apps/v1",
+        "kind": "ReplicaSet",
+    }
+    return {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
+
+
+SERVICE = render_service(job(2))
+AUTHORITY = {
+    "apiVersion": "v1",
+    "kind": "Secret",
+    "metadata": {"name": "holdfast-ca-11111111", "namespace": "holdfast-system"},
+}
+TOKEN = "kubernetes.io/service-account-token"
+
+DENIED: dict[str, tuple[dict[str, Any], str]] = {
+    "a pod without an owner": (without_owner(worker()), "no TrainingJob or CheckpointStore"),
+    "a pod of a ReplicaSet": (of_another(worker()), "no TrainingJob or CheckpointStore"),
+    "a pod in kube-system": (
+        worker(replace(job(2), namespace="kube-system")),
+        "a namespace of Kubernetes",
+    ),
+    "another service account": (
+        worker(serviceAccountName="admin"),
+        "runs as service account admin",
+    ),
+    "a mounted token": (worker(automountServiceAccountToken=True), "without a mounted token"),
+    "a privileged container": (
+        trainer(securityContext={"privileged": True, "allowPrivilegeEscalation": True}),
+        "has a privileged container",
+    ),
+    "a capability": (
+        trainer(securityContext={"capabilities": {"add": ["SYS_ADMIN"]}}),
+        "capabilities other than",
+    ),
+    "a directory of the node": (
+        worker(volumes=[*worker()["spec"]["volumes"], {"name": "h", "hostPath": {"path": "/"}}]),
+        "mounts a hostPath",
+    ),
+    "processes of the node": (worker(hostPID=True), "a namespace or a port of the host"),
+    "the network of the node": (worker(hostNetwork=True), "a namespace or a port of the host"),
+    "a port of the node": (
+        trainer(ports=[{"containerPort": 80, "hostPort": 80}]),
+        "a namespace or a port of the host",
+    ),
+    "a Secret without an owner": (
+        without_owner(owned("Secret")),
+        "no TrainingJob or CheckpointStore",
+    ),
+    "a token of a service account": (
+        merged(
+            owned("Secret", type=TOKEN),
+            {"metadata": {"annotations": {"kubernetes.io/service-account.name": "default"}}},
+        ),
+        "Secrets of type Opaque only",
+    ),
+    "another Secret of the operator's namespace": (
+        {**AUTHORITY, "metadata": {"name": "other", "namespace": "holdfast-system"}},
+        "no TrainingJob or CheckpointStore",
+    ),
+    "a Service that takes an external address": (
+        {**SERVICE, "spec": {"ports": [{"port": 443}], "externalIPs": ["192.0.2.1"]}},
+        "headless Services",
+    ),
+    "a network policy without an owner": (
+        without_owner(render_network_policy(job(2), WorkerNetwork("holdfast-system", ()))),
+        "no TrainingJob or CheckpointStore",
+    ),
+}
+
+ALLOWED: dict[str, dict[str, Any]] = {
+    "a worker": worker(),
+    "certificates": owned("Secret"),
+    "a headless Service": SERVICE,
+    "a network policy": render_network_policy(job(2), WorkerNetwork("holdfast-system", ())),
+    "an authority in its own namespace": AUTHORITY,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def accounts(cluster: ControlPlane) -> None:
+    """Without the account of a pod the server refuses it before it asks the policy."""
+    for namespace, name in (("kube-system", "default"), ("team-a", "admin")):
+        cluster.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "ServiceAccount",
+                "metadata": {"name": name, "namespace": namespace},
+            }
+        )
+
+
+def create(cluster: ControlPlane, body: dict[str, Any], user: str = OPERATOR) -> str:
+    return cluster.kubectl(
+        "create", "--dry-run=server", f"--as={user}", "-f", "-", stdin=json.dumps(body), check=False
+    )
+
+
+@pytest.mark.parametrize("case", DENIED)
+def test_the_operators_account_may_not_create(cluster: ControlPlane, case: str) -> None:
+    body, expected = DENIED[case]
+    words = create(cluster, body)
+    assert "ValidatingAdmissionPolicy 'holdfast-operator'" in words and expected in words, words
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_the_operators_account_may_create(cluster: ControlPlane, case: str) -> None:
+    words = create(cluster, ALLOWED[case])
+    assert words.endswith("created (server dry run)\n"), words
+
+
+def test_others_are_not_bound_by_the_policy(cluster: ControlPlane) -> None:
+    body, _ = DENIED["a Secret without an owner"]
+    words = cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(body))
+    assert words.endswith("created (server dry run)\n")
+
+
+def test_the_operators_account_deletes_only_what_a_job_owns(cluster: ControlPlane) -> None:
+    foreign = {**without_owner(owned("Secret")), "type": "Opaque"}
+    cluster.apply(foreign)
+    delete = ("delete", "secret", "stolen", "-n", "team-a", "--dry-run=server", f"--as={OPERATOR}")
+    words = cluster.kubectl(*delete, check=False)
+    assert "has no TrainingJob or CheckpointStore as its controller" in words, words
