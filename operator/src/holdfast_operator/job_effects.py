@@ -31,11 +31,11 @@ from holdfast_operator.effects import ConflictError, NameTakenError
 from holdfast_operator.events import Events, Subject
 from holdfast_operator.metrics import Metrics
 from holdfast_operator.model import JobStatusView, JobView
-from holdfast_operator.observe_views import status_to_dict
 from holdfast_operator.reasons import Reason
 from holdfast_operator.reflectors_cache import ClusterCache
 from holdfast_operator.render.metadata import job_labels, owner_reference
 from holdfast_operator.sidecars import Sidecars
+from holdfast_operator.status_parts import write_status
 from holdfast_operator.status_writer import checkpoint_status
 
 SURE_SECONDS = 600.0
@@ -83,11 +83,9 @@ class JobEffects:
     async def write_job_status(
         self, job: JobView, resource_version: str, status: JobStatusView
     ) -> None:
-        written = await self._cluster.patch_job_status(
-            job.namespace, job.name, resource_version, status_to_dict(status)
-        )
-        self._cache.expect_written(job, written)
-        self._metrics.status_written(job, status)
+        version, written = await write_status(self._cluster, job, resource_version, status)
+        self._cache.expect_written(job, version)
+        self._metrics.status_written(job, written)
 
     async def delete_job(self, job: JobView) -> None:
         await self._cluster.delete_job(job.namespace, job.name, job.uid)
