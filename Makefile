@@ -55,6 +55,11 @@ check: sync ## ruff, mypy --strict, import contracts, generated files (under 2 m
 test-unit: sync ## unit and contract tests, no server, no root
 	$(RUN) pytest tests --ignore=tests/e2e --ignore=tests/integration --ignore=tests/charts -q $(FILES_SIDE_BY_SIDE)
 
+.PHONY: fuzz
+MINUTES ?= 10
+fuzz: sync ## search for inputs that break a parser, with new seeds, for MINUTES=10
+	PYTHONPATH=. $(PY) -m tests.fuzz --minutes $(MINUTES)
+
 .PHONY: tools
 tools: sync prerequisites-cluster ## build etcd, kube-apiserver, helm, MinIO... into the test bed's cache
 	$(PY) -m testbed tools

@@ -79,7 +79,7 @@ class StoreConfig:
             data = json.loads(text)
             known = {f.name for f in fields(cls)}
             return cls(**{k: v for k, v in data.items() if k in known})
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"store configuration is not valid: {error}") from error
 
 

@@ -187,7 +187,7 @@ def parse_message(text: str) -> ProbeResult:
             if not isinstance(features, dict)
             else {k: v for k in known if isinstance(v := features.get(k), bool)},
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         words = text.strip()[-1000:] or "it left no message"
         return ProbeResult(False, PROBE_FAILED, f"the probe's pod failed: {words}", None)
 

@@ -23,12 +23,12 @@ class RoundRecord:
     def read(self) -> RestartRound | None:
         """None when no round was ever run. Raises FormatError when the file says nothing sane."""
         try:
-            text = self._path.read_text()
+            text = self._path.read_text(errors="replace")
         except FileNotFoundError:
             return None
         try:
             return RestartRound(int(json.loads(text)["round"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise FormatError(
                 f'{self._path}: expected {{"round": N}}, found {text[:80]!r}; the file is written '
                 "by `holdfast run` alone: delete it only if no rank of this pod runs"

@@ -1,0 +1,358 @@
+"""Everything that reads bytes which somebody else wrote: a parser, valid inputs, allowed refusals.
+
+A target fails where its parser raises anything but what it says it raises, or where what it accepted
+does not survive being written and read again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.examples import example
+
+from holdfast.launcher.record import RoundRecord
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    UnavailableError,
+)
+from holdfast_core.format.canonical import loads_strict
+from holdfast_core.format.digest import crc32c, digest_of
+from holdfast_core.format.keys import parse_key
+from holdfast_core.format.layout import parse_layout
+from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.format.pack import index_bytes_of, unpack_index
+from holdfast_core.format.payload import header_bytes, parse_payload, unpack_objects
+from holdfast_core.format.rank_layout import parse_rank_layout
+from holdfast_core.format.references import parse_references
+from holdfast_core.format.shard import (
+    FOOTER,
+    head_bytes,
+    identity_json,
+    pack_head,
+    parse_identity,
+    trailer_bytes_of,
+    unpack_head,
+    unpack_trailer,
+)
+from holdfast_core.format.slot import SlotHeader, SlotState
+from holdfast_core.format.stream import ShardStream
+from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step
+from holdfast_core.testing.api_objects import checkpoint_object, job_object, store_object
+from holdfast_core.tiers.node_documents import read_round
+from holdfast_core.transfer import messages
+from holdfast_core.transfer.bulk import BulkFrame, Kind, Status, receive_frame, send_frame
+from holdfast_core.transfer.bulk_table import receive_table
+from holdfast_core.transfer.codec import dumps, loads
+from holdfast_core.transfer.messages import Refusal, Refused
+from holdfast_core.transfer.socket_frames import MESSAGES, UnknownMessage, parse_body, write_frame
+from holdfast_operator.reflectors_records import (
+    read_checkpoint,
+    read_job,
+    read_store,
+)
+from holdfast_operator.stores_probe import parse_message
+from holdfast_operator.testing.builders import raw_job
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    name: str
+    parse: Callable[[bytes], object]
+    seeds: tuple[bytes, ...]
+    refuses: tuple[type[Exception], ...] = (FormatError,)
+
+    def run(self, data: bytes) -> None:
+        """Raises where the parser does what it may not."""
+        try:
+            self.parse(data)
+        except self.refuses:
+            return
+
+
+# --------------------------------------------------------------------------- wire
+
+
+def _messages() -> Iterator[Target]:
+    kinds = [
+        k for k in vars(messages).values() if isinstance(k, type) and dataclasses.is_dataclass(k)
+    ]
+    for kind in kinds:
+        seeds = tuple(dumps(example(kind, full=full)) for full in (True, False))
+        yield Target(f"message-{kind.__name__}", _message(kind), seeds)
+        if kind.__name__ in MESSAGES:
+            frames = tuple(write_frame(example(kind, full=full), 7)[4:] for full in (True, False))
+            yield Target(f"frame-{kind.__name__}", _frame, frames)
+
+
+def _message(kind: type[Any]) -> Callable[[bytes], object]:
+    def parse(data: bytes) -> None:
+        message = loads(kind, data)
+        written = dumps(message)
+        assert dumps(loads(kind, written)) == written
+
+    return parse
+
+
+def _frame(body: bytes) -> None:
+    frame = parse_body(body)
+    if not isinstance(frame.message, UnknownMessage):
+        assert parse_body(write_frame(frame.message, frame.id)[4:]).id == frame.id
+
+
+class Wire:
+    """A socket that delivers these bytes, and collects what is sent."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._data = data
+        self.sent = bytearray()
+
+    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+        part = self._data[: min(len(buffer), nbytes or len(buffer))]
+        buffer[: len(part)] = part
+        self._data = self._data[len(part) :]
+        return len(part)
+
+    def sendall(self, data: bytes) -> None:
+        self.sent += data
+
+
+def _bulk() -> Iterator[Target]:
+    ref = ShardRef(JOB_UID, Step(10), RestartRound(0), Rank(1), digest_of(b"x"))
+    refused = Refused(Refusal.BUSY, "words", RestartRound(3))
+    frames = (
+        BulkFrame(Kind.PUT_COPY, ref, RestartRound(3), length=9000, plain=True),
+        BulkFrame(Kind.REPLY, ref, RestartRound(3), Status.REFUSED, refused=refused),
+        BulkFrame(Kind.REPLY, ref, RestartRound(3), table=True, have=(range(0, 3), range(5, 6))),
+        BulkFrame(Kind.DATA, ref, RestartRound(3), offset=4096, length=10),
+    )
+
+    def written(frame: BulkFrame) -> bytes:
+        wire = Wire()
+        send_frame(wire, frame)  # type: ignore[arg-type]  # sendall is all that it uses
+        return bytes(wire.sent)
+
+    def parse(data: bytes) -> None:
+        frame = receive_frame(Wire(data))
+        if frame is not None and frame.kind is not Kind.DATA:
+            assert receive_frame(Wire(written(frame))) == frame
+
+    yield Target("bulk-frame", parse, tuple(map(written, frames)), (FormatError, OSError))
+
+    shard = (GOLDEN / "format_v2" / "rank1.shard").read_bytes()
+    start = len(shard) - trailer_bytes_of(shard[-FOOTER.size :])
+    piece = shard[start:]
+    own = parse_manifest(_both("manifest.json")[1]).ref(Rank(1))
+    request = BulkFrame(Kind.GET_TABLE, own, RestartRound(3))
+
+    def table(data: bytes) -> None:
+        receive_table(Wire(data), request, len(shard))
+
+    head = BulkFrame(
+        Kind.DATA, own, RestartRound(3), offset=start, length=len(piece), crc32c=crc32c(piece)
+    )
+    yield Target(
+        "bulk-table",
+        table,
+        (written(head) + piece,),
+        (FormatError, CorruptionError, UnavailableError, OSError),
+    )
+
+
+# --------------------------------------------------------------------------- files
+
+
+def _golden(*names: str) -> tuple[bytes, ...]:
+    return tuple((GOLDEN / name).read_bytes() for name in names)
+
+
+def _both(name: str) -> tuple[bytes, ...]:
+    return _golden(f"format_v1/{name}", f"format_v2/{name}")
+
+
+def _documents() -> Iterator[Target]:
+    def same(parse: Callable[[bytes], Any]) -> Callable[[bytes], object]:
+        def check(data: bytes) -> None:
+            assert parse(data).to_bytes() == data, "a document has one spelling"
+
+        return check
+
+    yield Target("manifest", same(parse_manifest), _both("manifest.json"))
+    yield Target("layout", same(parse_layout), _both("layout.json"))
+    yield Target("rank-layout", same(parse_rank_layout), _both("rank1.layout.json"))
+    yield Target("references", same(parse_references), _golden("pack_v1/references.json"))
+    yield Target(
+        "key",
+        lambda data: parse_key(data.decode(errors="surrogateescape")),
+        (
+            b"shards/s000000000010/r000000/rank000001-0123456789abcdef.shard",
+            b"manifests/s000000000010/r000000.json",
+            b"layouts/" + b"0" * 64 + b".json",
+        ),
+    )
+    yield Target("round.json", _round_json, (b'{"round":3,"version":1}',), (CorruptionError,))
+    yield Target("launcher-round", _launcher_round, (b'{"round": 3}',))
+    yield Target(
+        "store-config",
+        lambda data: StoreConfig.from_json(data.decode(errors="surrogateescape")),
+        (b'{"endpoint":"s:9000","secure":false,"bucket":"b","prefix":"p","region":"r"}',),
+        (ConfigError,),
+    )
+
+
+def _in_file(data: bytes, read: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(data)
+        read(path)
+
+
+def _round_json(data: bytes) -> None:
+    _in_file(data, read_round)
+
+
+def _launcher_round(data: bytes) -> None:
+    _in_file(data, lambda path: RoundRecord(path).read())
+
+
+def _shards() -> Iterator[Target]:
+    shards = _both("rank0.shard")
+    heads = tuple(shard[:4096] for shard in shards)
+    refuses = (CorruptionError, FormatError)
+    yield Target("shard-head", _shard_head, heads, refuses)
+    identities = tuple(json.dumps(identity_json(unpack_head(h))).encode() for h in heads)
+    yield Target("shard-identity", _shard_identity, identities)
+    trailers = tuple(s[-trailer_bytes_of(s[-FOOTER.size :]) :] for s in shards)
+    yield Target("shard-trailer", _shard_trailer, trailers, refuses)
+    ref = parse_manifest(_both("manifest.json")[1]).ref(Rank(0))
+
+    def stream(data: bytes) -> None:
+        feed = ShardStream(ref, len(data))
+        feed.feed(memoryview(data))
+        assert feed.finish().record.ref == ref
+
+    yield Target("shard", stream, shards[1:], refuses)
+    packs = _golden("pack_v1/step20-rank1.pack", "pack_v2/step20-rank1.pack")
+    yield Target("pack", _pack, packs, refuses)
+    payloads = _both("rank0.safetensors")
+    yield Target("payload", _payload, payloads)
+    yield Target("objects", unpack_objects, (b'{"rng":[1,2]}', b'{"a":{"$bytes":"aGk="}}'))
+    slots = (
+        SlotHeader(SlotState.FULL, Rank(1), 100, RestartRound(3), Step(10), 90).pack(),
+        SlotHeader(SlotState.FREE, Rank(0), 100).pack(),
+    )
+    yield Target("slot-header", SlotHeader.unpack, slots)
+
+
+def _shard_head(data: bytes) -> None:
+    header = unpack_head(data)
+    assert unpack_head(data[: head_bytes(header)]) == header
+
+
+def _shard_identity(data: bytes) -> None:
+    header = parse_identity(loads_strict(data, "identity"), "identity")
+    assert unpack_head(pack_head(header)) == header
+
+
+def _shard_trailer(data: bytes) -> None:
+    length = trailer_bytes_of(data[-FOOTER.size :])
+    unpack_trailer(data[-length:])
+
+
+def _pack(data: bytes) -> None:
+    length = index_bytes_of(data[-FOOTER.size :])
+    index = unpack_index(data[-length:], len(data))
+    assert sum(len(run.chunks) for run in index.runs()) == len(index.places)
+
+
+def _payload(data: bytes) -> None:
+    size = header_bytes(data, len(data))
+    parse_payload(data[:size], len(data))
+
+
+# --------------------------------------------------------------------------- API objects
+
+
+def _api() -> Iterator[Target]:
+    meta = {"uid": "u", "resourceVersion": "5", "creationTimestamp": "2026-05-01T00:00:00Z"}
+
+    def stored(raw: dict[str, Any], **more: Any) -> bytes:
+        metadata = {"name": "n", "namespace": "team", **raw["metadata"], **meta}
+        return json.dumps({**raw, "metadata": metadata, **more}).encode()
+
+    status = {
+        "phase": "Running",
+        "restartRound": 3,
+        "step": 40,
+        "members": [0, 3],
+        "restorePoint": {"step": 10, "round": 0, "manifest": "b3:00"},
+        "lineage": [{"round": 0}, {"round": 3, "baseStep": 10, "baseRound": 0}],
+        "goodput": {"ratio": 0.5, "trainingSeconds": 3},
+        "lastRecovery": {"round": 3, "reason": "RankDied", "lostSteps": 2},
+        "startTime": "2026-05-01T00:00:00Z",
+        "conditions": [
+            {
+                "type": "Running",
+                "status": "True",
+                "reason": "Training",
+                "message": "words",
+                "lastTransitionTime": "2026-05-01T00:00:00Z",
+            }
+        ],
+    }
+    # As the reflectors do: what is refused like this is left alone and said once.
+    refuses = (ValueError, HoldfastError)
+    jobs = (stored(job_object()), stored(job_object(), status=status), stored(raw_job()))
+    yield Target("TrainingJob", _object(read_job), jobs, refuses)
+    saved = {"phase": "Committed", "round": 3, "manifest": "b3:00", "worldSize": 2, "bytes": 9}
+    yield Target(
+        "Checkpoint",
+        _object(read_checkpoint),
+        (stored(checkpoint_object()), stored(checkpoint_object(), status=saved)),
+        refuses,
+    )
+    features = {"observedGeneration": 1, "features": {"conditionalPut": True}}
+    yield Target(
+        "CheckpointStore",
+        _object(read_store),
+        (stored(store_object()), stored(store_object(), status=features)),
+        refuses,
+    )
+    yield Target(
+        "probe-message",
+        lambda data: parse_message(data.decode(errors="surrogateescape")),
+        (b'{"available": true, "reason": "Probed", "features": {"checksum": true}}',),
+        (),
+    )
+
+
+def _object(read: Callable[[Any], object]) -> Callable[[bytes], object]:
+    """The API server has proven the shape of metadata, and that spec and status are objects."""
+
+    def parse(data: bytes) -> None:
+        try:
+            raw = json.loads(data)
+        except RecursionError:
+            return  # the API server takes no such depth
+        if not isinstance(raw, dict) or not isinstance(raw.get("metadata"), dict):
+            return
+        read(raw)
+
+    return parse
+
+
+TARGETS = {
+    target.name: target for target in (*_messages(), *_bulk(), *_documents(), *_shards(), *_api())
+}
