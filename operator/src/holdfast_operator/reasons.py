@@ -95,6 +95,8 @@ class Reason(StrEnum):
     """Asked to save and stop."""
     NO_OBJECT_TIER = "NoObjectTier"
     """Suspending would lose everything: the job has no store, its pods hold all copies."""
+    NOT_PERSISTED = "NotPersisted"
+    """Suspending would lose a step that is not in the store, and the gang cannot save it there now."""
     NOT_SUSPENDED = "NotSuspended"
     COMPLETED = "Completed"
     """Every rank returned 0 and everything it saved has reached its levels."""

@@ -311,6 +311,21 @@ def test_restart_budget(recent: tuple[RestartRecord, ...], ends: bool) -> None:
         begun(decision)
 
 
+def test_a_budget_above_128_is_spent_as_well() -> None:
+    """Each restart of a long budget is remembered until the limit is reached."""
+    spec = {"max_restarts": 1000, "restart_window": timedelta(hours=24)}
+    many = running_status(recent_restarts=restarted(990, 999))
+    seen = JobMemory(round=RestartRound(3), round_seen_at=900.0, failure_seen_at=1000.0)
+    dead = state(dead=DEAD)
+    last = begun(decide(world(coordinator=dead, status=many, spec=spec, memory=seen), now(2000.0)))
+    assert last.status.restarts_count_towards_max == 1000
+    assert len(last.status.recent_restarts) == 1000
+    spent = running_status(recent_restarts=last.status.recent_restarts)
+    decision = decide(world(coordinator=dead, status=spent, spec=spec, memory=seen), now(2000.0))
+    assert isinstance(decision.actions[0], WriteStatus)
+    assert decision.actions[0].status.is_true(JobCondition.FAILED)
+
+
 def test_a_budget_that_is_spent_does_not_stop_disruptions() -> None:
     spec = {"max_restarts": 0}
     begun(decide(world(pods=(pod(0),), spec=spec), now()))

@@ -194,7 +194,8 @@ class TrainingJobSpec(ApiModel):
         Field(
             ge=1,
             le=315_360_000,
-            description="Seconds after its start when the job is failed. Default: never.",
+            description="Seconds after its start, or after its last resumption, when the job is "
+            "failed. Default: never.",
             json_schema_extra=remedy("leave it out for no deadline"),
         ),
     ] = None

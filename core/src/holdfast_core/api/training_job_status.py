@@ -289,7 +289,11 @@ class TrainingJobStatus(ApiModel):
         WorkersStatus | None, Field(description="How much of the gang is there.")
     ] = None
     start_time: Annotated[
-        Timestamp | None, Field(description="When the job was first accepted (UTC).")
+        Timestamp | None,
+        Field(
+            description="When the first round, or the round after a suspension, began (UTC); absent "
+            "while the job is suspended. activeDeadlineSeconds counts from here."
+        ),
     ] = None
     completion_time: Annotated[
         Timestamp | None, Field(description="When the job succeeded or failed (UTC).")

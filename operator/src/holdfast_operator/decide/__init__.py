@@ -57,6 +57,7 @@ from holdfast_operator.model import (
     LineageEntry,
     Now,
     Observed,
+    PersistedView,
     PodPhase,
     RestorePointView,
 )
@@ -88,7 +89,7 @@ def _decide(observed: Observed, now: Now) -> Decision:
     if lifecycle.is_over(job.status):
         return _over(world, memory, now)
     if job.status.is_true(JobCondition.SUSPENDED) or (
-        job.spec.suspend and (job.status.restart_round is None or lifecycle.nothing_to_save(world))
+        job.spec.suspend and lifecycle.may_suspend_now(world)
     ):
         return _suspended(world, memory, now)
     if job.status.restart_round is None:
@@ -98,6 +99,8 @@ def _decide(observed: Observed, now: Now) -> Decision:
         return _fail(world, memory, now, deadline)
     failures = failure.find_failures(world, memory, now)
     memory = times.with_failure(memory, bool(failures), now)
+    if failures and job.spec.suspend and any(f.replace_pod for f in failures):
+        return _kept(world, memory, now, failures[0])
     if failures:
         delay = failure.restart_delay_seconds(world, failures, now)
         ends = lifecycle.failure_of_job(world, failures, now) is not None
@@ -105,7 +108,7 @@ def _decide(observed: Observed, now: Now) -> Decision:
             return _back_off(world, memory, now, failures[0], delay)
         return _restart(world, memory, now, failures)
     done = lifecycle.completed(world, now)
-    if done is not None and not job.spec.suspend:
+    if done is not None and (not job.spec.suspend or job.spec.store is None):
         event = EmitEvent(EventKind.NORMAL, Reason.COMPLETED, "every rank returned 0")
         return _written(world, memory, now, done, [event], "complete")
     if job.spec.suspend and job.spec.store is not None and lifecycle.stopped_and_saved(world):
@@ -135,6 +138,11 @@ def _suspended(world: World, memory: JobMemory, now: Now) -> Decision:
             return _written(
                 world, memory, now, lifecycle.suspended(world, now), [], "suspended at once"
             )
+        if lifecycle.committed_meanwhile(world):
+            note = lifecycle.suspend_note(world)
+            status = set_condition(status, JobCondition.SUSPENDED, False, note, now, generation)
+            status = replace(status, start_time=now.utc)
+            return _written(world, memory, now, status, [], note.message)
         acted = None if world.coordinator is None else world.coordinator.version
         actions = tuple(lifecycle.delete_all_pods(world))
         return Decision(actions, WAITING_SECONDS, "suspended", memory, acted)
@@ -191,6 +199,16 @@ def _back_off(
     words = f"{cause.message}; the next round begins after {delay_seconds:.0f} s"
     note = Note(Reason.BACKING_OFF, words)
     return _with_status_write(world, memory, now, [], note, STARTING_SECONDS)
+
+
+def _kept(world: World, memory: JobMemory, now: Now, cause: Failure) -> Decision:
+    """Under spec.suspend the gang is not made whole again: what is left of it holds the newest step."""
+    note = Note(cause.reason, f"{cause.message}; no pod is created while spec.suspend is true")
+    planned = checkpoints.plan(world, memory, now)
+    actions, commit = list(planned.actions), checkpoints.committable(world)
+    if commit is not None:
+        return _committed(world, planned.memory, now, commit, actions, note)
+    return _with_status_write(world, planned.memory, now, actions, note, WAITING_SECONDS)
 
 
 def _begun(
@@ -302,6 +320,19 @@ def _run(world: World, memory: JobMemory, now: Now) -> Decision:
         note = Note(Reason.STARTING, f"round {world.round}: ranks restore and rendezvous")
     if commit is None:
         return _with_status_write(world, memory, now, actions, note, requeue)
+    return _committed(world, memory, now, commit, actions, note)
+
+
+def _committed(
+    world: World,
+    memory: JobMemory,
+    now: Now,
+    commit: PersistedView,
+    actions: list[Action],
+    note: Note | None,
+) -> Decision:
+    """The commit of the object tier, and these actions after it."""
+    job = world.observed.job
     status = replace(job.status, last_persisted=commit)
     status = refresh(world, now, memory, _with_suspend_words(world, now, status), note)
     words = f"step {commit.step} of round {commit.round} is persisted"
@@ -318,14 +349,8 @@ def _with_suspend_words(world: World, now: Now, status: JobStatusView) -> JobSta
         if status.condition(JobCondition.SUSPENDED) is None:
             return status
         note = Note(Reason.NOT_SUSPENDED, "spec.suspend is false")
-    elif job.spec.store is None:
-        note = Note(
-            Reason.NO_OBJECT_TIER,
-            "the job has no object store: without its pods nothing that it saved would be left, so "
-            "it is not suspended; delete it, or create it anew with checkpoint.object",
-        )
     else:
-        note = Note(Reason.STOPPING, "the gang was asked to save and stop")
+        note = lifecycle.suspend_note(world)
     return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast_core.api import JobCondition
+from holdfast_core.api.training_job_status import MAX_RECENT_RESTARTS
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_core.transfer.messages import Member, Policy, RestorePoint, Round
@@ -46,7 +47,6 @@ COORDINATOR_SILENT_SECONDS = 10.0
 ADDRESSES_EVERY_SECONDS = 1.0
 """While pods are still coming up, ROUND is repeated at most this often: 4,096 pods that start one
 after another must not cost 4,096 rounds of 4,096 calls."""
-MAX_RECENT_RESTARTS = 128
 
 
 # --------------------------------------------------------------------------- CAS 1
@@ -111,6 +111,7 @@ def resumed_round(world: World, now: Now) -> JobStatusView:
         members=(round_,) * job.spec.workers,
         restore_point=None,
         coordinator=None,
+        start_time=now.utc,
         last_recovery=RecoveryView(round_, Reason.RESUMED, begun_at=now.utc),
     )
     status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
@@ -127,7 +128,7 @@ def member_actions(world: World) -> list[Action]:
     service = service_name(job.name, job.uid)
     if service not in world.observed.services:
         actions.append(CreateService(service))
-    if world.status.restore_point is None:
+    if world.status.restore_point is None and not job.spec.suspend:
         actions.extend(_births(world))
     for member in world.members:
         pod = member.pod

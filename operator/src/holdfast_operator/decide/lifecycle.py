@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from holdfast_core.api import JobCondition
 from holdfast_operator.actions import Action, AskStop, DeleteJob, DeletePod
+from holdfast_operator.decide import readable
 from holdfast_operator.decide.checkpoints import has_object, pending_commit
 from holdfast_operator.decide.failure import Failure, budget_spent, failing_rule
 from holdfast_operator.decide.status import Note, set_condition
@@ -132,22 +133,61 @@ def after_the_end(world: World, now: Now) -> list[Action]:
 def suspended(world: World, now: Now) -> JobStatusView:
     job = world.observed.job
     note = Note(Reason.SUSPENDED, "spec.suspend is true: saved as far as there was something to")
-    status = world.status
+    # As a Job of batch/v1: the clock of activeDeadlineSeconds stops, and starts anew at the resumption.
+    status = replace(world.status, start_time=None)
     for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
         if status.condition(kind) is not None:
             status = set_condition(status, kind, False, note, now, job.generation)
     return set_condition(status, JobCondition.SUSPENDED, True, note, now, job.generation)
 
 
-def nothing_to_save(world: World) -> bool:
-    """No step was ever trained or committed: the pods can go at once."""
-    status = world.status
+def may_suspend_now(world: World) -> bool:
+    """All pods can go at once: no commit goes with them. A gang that trains is asked to save first,
+    where the object store can keep what it saves."""
+    if world.status.restart_round is None:
+        return True
+    stored = world.observed.job.spec.store is not None
+    if stored and (trains(world) or pending_commit(world) is not None):
+        return False
+    return readable.lost_with_all_pods(world) is None
+
+
+def committed_meanwhile(world: World) -> bool:
+    """The gang committed a step after Suspended was written and before a pod was deleted."""
+    state, persisted = world.coordinator, world.status.last_persisted
+    step = None if state is None or state.last_local is None else state.last_local.step
+    stored = persisted is not None and step is not None and persisted.step >= step
+    return step is not None and not stored and all(m.alive for m in world.members)
+
+
+def trains(world: World) -> bool:
+    """The gang can be asked to save and stop."""
+    state = world.coordinator
     return (
-        status.step is None
-        and status.last_committed_step is None
-        and (status.restore_point is None or status.restore_point.step is None)
-        and not status.is_true(JobCondition.RUNNING)
-        and (world.coordinator is None or not world.coordinator.progress)
+        state is not None
+        and state.running
+        and not state.dead
+        and all(m.alive for m in world.members)
+    )
+
+
+def suspend_note(world: World) -> Note:
+    """Why a job whose spec.suspend is true is not suspended yet."""
+    lost = readable.lost_with_all_pods(world)
+    if world.observed.job.spec.store is None:
+        return Note(
+            Reason.NO_OBJECT_TIER,
+            "the job has no object store: without its pods nothing that it saved would be left, so "
+            "it is not suspended, and no pod is created for it meanwhile. Delete the job, or "
+            "create it anew with checkpoint.object",
+        )
+    if lost is None or trains(world):
+        return Note(Reason.STOPPING, "the gang was asked to save and stop")
+    return Note(
+        Reason.NOT_PERSISTED,
+        f"suspending now would lose work: {lost}. A gang that trains is asked to save into the "
+        "store first; this one does not train, and no pod is created while spec.suspend is true. Set "
+        "spec.suspend to false to let it recover, or delete its pods to give up what they hold",
     )
 
 

@@ -240,6 +240,38 @@ def answering_may_go(world: World, worker: Worker) -> bool:
     )
 
 
+def lost_with_all_pods(world: World) -> str | None:
+    """What would be lost if every pod of the job were deleted now, in words; None: nothing committed."""
+    if never_trained(world):
+        return None
+    unchosen = world.status.restore_point is None
+    holding = [
+        m
+        for m in world.members
+        if m.pod is not None and m.pod.alive and m.pod.ip is not None
+        if not unchosen or is_survivor(m, world)
+    ]
+    if not holding:
+        return None
+    answered = [m for m in holding if has_answered(m, world)]
+    newest = known_commit(world, answered)
+    if unchosen:
+        known = bool(answered)
+    else:
+        state = world.coordinator
+        known = any(m.worker == world.status.coordinator for m in answered) and state is not None
+        point = None if state is None else state.last_local
+        if point is not None and point.step is not None:
+            newest = point.step if newest is None else max(newest, point.step)
+    if not known:
+        return "the sidecars that know the newest committed step do not answer"
+    persisted = world.status.last_persisted
+    if newest is None or (persisted is not None and persisted.step >= newest):
+        return None
+    stored = "none is" if persisted is None else f"step {persisted.step} is"
+    return f"step {newest} is committed on the nodes alone ({stored} in an object store)"
+
+
 def _answered(world: World, without: Collection[Worker]) -> list[MemberState]:
     return [m for m in world.members if m.worker not in without and has_answered(m, world)]
 

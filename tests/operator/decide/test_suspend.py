@@ -1,0 +1,224 @@
+"""spec.suspend acts in every phase, creates no pod, and costs no commit; the deadline's clock stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from holdfast_core.api import JobCondition
+from holdfast_operator.model import PodPhase
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.life import Life
+from holdfast_operator.testing.oracle import broken_rules
+
+
+def no_image(life: Life) -> None:
+    """The pods of the next round cannot start."""
+    for pod in life.cluster.pods.values():
+        pod.view = replace(pod.view, phase=PodPhase.PENDING, waiting_reason="ErrImagePull")
+
+
+def no_node(life: Life) -> None:
+    for node in life.cluster.nodes.values():
+        node.silent_ticks = 1000
+        node.cut_off = True
+
+
+def suspend(life: Life) -> set[str]:
+    """Suspend; the uids of all pods that were ever seen from then on."""
+    life.change_spec(suspend=True)
+    return {p.view.uid for p in life.cluster.pods.values()}
+
+
+def stays_suspended(life: Life, before: set[str]) -> None:
+    """No pod is created, and at the end none is left."""
+    for _ in range(60):
+        life.run(1)
+        assert {p.view.uid for p in life.cluster.pods.values()} <= before, "a pod was created"
+    assert life.status.is_true(JobCondition.SUSPENDED)
+    assert life.status.phase == "Suspended"
+    assert life.status.start_time is None
+    assert life.cluster.pods == {}
+
+
+def resumes(life: Life, step: int | None) -> None:
+    life.change_spec(suspend=False)
+    life.run(60)
+    assert life.status.is_true("Running")
+    assert life.status.start_time is not None
+    assert life.status.restore_point is not None
+    assert life.status.restore_point.step == step
+    assert broken_rules(life.cluster, life.copies) == []
+
+
+@pytest.mark.parametrize("seconds", range(10))
+@pytest.mark.parametrize("store", [False, True], ids=["no store", "store"])
+def test_a_job_that_has_committed_nothing_is_suspended_at_once(seconds: int, store: bool) -> None:
+    life = Life(store=store)
+    life.run(seconds)
+    if life.status.last_committed_step is not None:
+        pytest.skip("it has committed by then")
+    stays_suspended(life, suspend(life))
+    assert life.status.last_persisted is None or store
+    last = life.status.last_persisted
+    resumes(life, None if last is None else last.step)
+
+
+def test_unschedulable_pods_of_a_first_round_go() -> None:
+    life = Life()
+    no_node(life)
+    life.run(5)
+    assert len(life.cluster.pods) == 4
+    for node in life.cluster.nodes.values():
+        node.cut_off = False
+    before = suspend(life)
+    life.run(10)
+    assert life.status.is_true(JobCondition.SUSPENDED)
+    assert {p.view.uid for p in life.cluster.pods.values()} <= before
+
+
+@pytest.mark.parametrize("seconds", range(0, 16, 3))
+@pytest.mark.parametrize("fault", ["pod", "rank", "node"])
+def test_suspended_in_a_recovery_everything_committed_is_kept(fault: str, seconds: int) -> None:
+    """Suspended at once where the store holds the newest step; else when the gang has saved there."""
+    life = Life(store=True, every=5)
+    life.run(40)
+    match fault:
+        case "pod":
+            life.cluster.lose_pod(life.pod(1))
+        case "rank":
+            life.rank_dies()
+        case _:
+            node = life.cluster.pods[life.pod(1)].view.node
+            life.cluster.nodes[node or ""].dead = True
+    life.run(seconds)
+    newest = life.newest()
+    before = suspend(life)
+    for _ in range(60):
+        life.run(1)
+        assert {p.view.uid for p in life.cluster.pods.values()} <= before, "a pod was created"
+    if not life.status.is_true(JobCondition.SUSPENDED):
+        held = life.status.condition(JobCondition.SUSPENDED)
+        assert held is not None
+        assert held.reason == Reason.NOT_PERSISTED
+        assert "Set spec.suspend to false" in held.message
+        assert life.newest() >= newest
+        life.change_spec(suspend=False)
+        life.run(60)
+        suspend(life)
+        life.run(60)
+    assert life.status.is_true(JobCondition.SUSPENDED)
+    last = life.status.last_persisted
+    assert last is not None
+    assert last.step >= newest
+    resumes(life, last.step)
+
+
+def test_a_gang_that_keeps_failing_is_suspended_while_it_backs_off() -> None:
+    life = Life(store=True, every=5)
+    life.run(40)
+    life.run(30, until=lambda s: s.last_persisted is not None)
+    for _ in range(5):
+        life.rank_dies()
+        life.run(6)
+    life.rank_dies()
+    life.run(1)
+    before = suspend(life)
+    for _ in range(90):
+        life.run(1)
+        assert {p.view.uid for p in life.cluster.pods.values()} <= before
+    assert life.status.is_true(JobCondition.SUSPENDED)
+    assert life.cluster.pods == {}
+
+
+def test_without_a_store_no_pod_is_created_while_suspend_is_refused() -> None:
+    life = Life()
+    life.run(40)
+    newest = life.newest()
+    before = suspend(life)
+    life.run(5)
+    refused = life.status.condition(JobCondition.SUSPENDED)
+    assert refused is not None
+    assert (refused.status, refused.reason) == (False, Reason.NO_OBJECT_TIER)
+    assert len(life.cluster.pods) == 4
+    life.cluster.lose_pod(life.pod(2))
+    for _ in range(60):
+        life.run(1)
+        assert {p.view.uid for p in life.cluster.pods.values()} <= before
+    assert life.newest() >= newest
+    life.change_spec(suspend=False)
+    life.run(60)
+    assert life.status.is_true("Running")
+    assert broken_rules(life.cluster, copies=1) == []
+
+
+def test_without_a_store_a_refused_suspension_does_not_keep_the_job_from_its_end() -> None:
+    life = Life(total_steps=60)
+    life.run(40)
+    suspend(life)
+    life.run(120)
+    assert life.status.is_true(JobCondition.COMPLETE)
+
+
+def test_silent_sidecars_may_hold_commits_that_nobody_heard_of() -> None:
+    """The first commit happened in silence: to delete the pods would lose it."""
+    life = Life()
+    life.run(30, until=lambda s: s.restore_point is not None)
+    life.run(2)
+    life.silence()
+    life.run(200)
+    newest = life.newest()
+    suspend(life)
+    life.run(200)
+    assert not life.status.is_true(JobCondition.SUSPENDED)
+    assert len(life.cluster.pods) == 4
+    assert life.newest() >= newest
+
+
+# --------------------------------------------------------------------------- deadline
+
+
+def reached(life: Life, seconds: int, until: Callable[[Life], bool]) -> bool:
+    for _ in range(seconds):
+        life.run(1)
+        if until(life):
+            return True
+    return False
+
+
+def failed(life: Life) -> bool:
+    return life.status.is_true(JobCondition.FAILED)
+
+
+def test_time_that_a_job_is_suspended_does_not_count_towards_its_deadline() -> None:
+    life = Life(store=True, every=5)
+    life.change_spec(activeDeadlineSeconds=100)
+    life.run(60)
+    suspend(life)
+    life.run(400)
+    assert life.status.is_true(JobCondition.SUSPENDED)
+    assert not failed(life)
+    resumed = life.cluster.seconds
+    life.change_spec(suspend=False)
+    assert not reached(life, 95, failed), "the clock starts anew at the resumption"
+    assert reached(life, 20, failed)
+    reason = life.status.condition(JobCondition.FAILED)
+    assert reason is not None
+    assert reason.reason == Reason.DEADLINE_EXCEEDED
+    assert life.status.start_time is not None
+    start = datetime(2026, 1, 1, tzinfo=UTC).timestamp() + resumed
+    assert abs(life.status.start_time.timestamp() - start) <= 2
+
+
+def test_a_job_that_is_created_suspended_has_no_clock() -> None:
+    life = Life()
+    life.change_spec(activeDeadlineSeconds=50, suspend=True)
+    life.run(300)
+    assert life.status.is_true(JobCondition.SUSPENDED)
+    assert life.status.start_time is None
+    life.change_spec(suspend=False)
+    assert not reached(life, 45, failed)
+    assert reached(life, 20, failed)
