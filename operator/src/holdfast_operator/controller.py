@@ -14,17 +14,18 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from holdfast_core.api import CheckpointStore, TrainingJob
+from holdfast_core.api import API_VERSION, Checkpoint, CheckpointStore, TrainingJob
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_operator import logs
+from holdfast_operator.actions import EventKind
 from holdfast_operator.apply import Applied, apply, memory_after
 from holdfast_operator.certificates import Certificates
 from holdfast_operator.cluster import Cluster
-from holdfast_operator.decide import decide
+from holdfast_operator.decide import decide, releases
 from holdfast_operator.decide.acceptance import template_problem
-from holdfast_operator.events import Events
+from holdfast_operator.events import Events, Subject
 from holdfast_operator.expectations import Expectations
 from holdfast_operator.job_effects import JobEffects
 from holdfast_operator.keys import Key, KeyKind, job_key, store_key
@@ -32,6 +33,7 @@ from holdfast_operator.kube_api import ApiError, KubeApi
 from holdfast_operator.metrics import Metrics
 from holdfast_operator.model import JobMemory, JobView, Now, Unreadable
 from holdfast_operator.observe import Observer
+from holdfast_operator.reasons import Reason
 from holdfast_operator.reflectors_cache import LEASES_PATH, ClusterCache
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.settings import Settings
@@ -95,7 +97,7 @@ class Controller:
         self._sidecars = Sidecars(
             self._client, self._certificates, clock, self._queue.add, metrics.unexpected
         )
-        events = Events(self._cluster, clock)
+        self._events = events = Events(self._cluster, clock)
         self._effects = JobEffects(
             self._cluster,
             self._cache,
@@ -167,6 +169,8 @@ class Controller:
             hidden = self._cache.unreadable(TrainingJob.KIND, key.namespace, key.name)
             if hidden is not None:
                 await self._reports.report(hidden)
+            else:
+                await self._release_checkpoints(key)
             self._queue.forget(key)
             return
         wait = self._expectations.wait_seconds(job.uid, self._clock.monotonic())
@@ -185,6 +189,19 @@ class Controller:
                 self._queue.add_after(key, decision.requeue_after_seconds)
             return
         self._incomplete(key, job, applied)
+
+    async def _release_checkpoints(self, key: Key) -> None:
+        """The job is gone, and with it the sidecars that could delete data: deleted Checkpoints of it
+        must not hang, nor their namespace. Raises HoldfastError: the key comes back."""
+        for checkpoint in releases.hanging(self._cache.checkpoints(key.namespace, key.name)):
+            await self._effects.release_checkpoint(key.namespace, checkpoint.name, checkpoint.uid)
+            words = releases.kept_data(checkpoint, "the job that saved it is gone")
+            if words is not None:
+                subject = Subject(
+                    API_VERSION, Checkpoint.KIND, key.namespace, checkpoint.name, checkpoint.uid
+                )
+                await self._events.emit(subject, EventKind.WARNING, Reason.DATA_KEPT, words)
+                logs.warning(words, namespace=key.namespace)
 
     def _incomplete(self, key: Key, job: JobView, applied: Applied) -> None:
         """The same decision, or a better one, is taken again soon."""

@@ -175,18 +175,22 @@ class JobEffects:
         await self._cluster.patch_checkpoint_status(job.namespace, name, version, status)
 
     async def delete_checkpoint(self, job: JobView, name: str, uid: str) -> None:
-        raw = await self._cluster.get_checkpoint(job.namespace, name)
+        await self.release_checkpoint(job.namespace, name, uid)
+
+    async def release_checkpoint(self, namespace: str, name: str, uid: str) -> None:
+        """Delete the object and take our finalizer off it. Its data is not touched."""
+        raw = await self._cluster.get_checkpoint(namespace, name)
         if raw is None or raw["metadata"]["uid"] != uid:
             return
-        await self._cluster.delete_checkpoint(job.namespace, name, uid)
+        await self._cluster.delete_checkpoint(namespace, name, uid)
         kept = [f for f in raw["metadata"].get("finalizers") or [] if f != labels.DATA_FINALIZER]
         if kept == (raw["metadata"].get("finalizers") or []):
             return
-        again = await self._cluster.get_checkpoint(job.namespace, name)
+        again = await self._cluster.get_checkpoint(namespace, name)
         if again is not None and again["metadata"]["uid"] == uid:
             version = str(again["metadata"]["resourceVersion"])
             await self._cluster.patch_checkpoint(
-                job.namespace, name, version, {"metadata": {"finalizers": kept or None}}
+                namespace, name, version, {"metadata": {"finalizers": kept or None}}
             )
 
     # ------------------------------------------------------------------ sidecars

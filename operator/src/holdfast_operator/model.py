@@ -454,6 +454,8 @@ class JobMemory:
     """Since when at least one member's sidecar has answered without a gap; None: none answers."""
     terminating_since: tuple[tuple[str, float], ...] = ()
     """(pod uid, first seen terminating)."""
+    checkpoints_deleting: tuple[tuple[str, float], ...] = ()
+    """(uid of a deleted Checkpoint that our finalizer holds, first seen so)."""
     asked: tuple[AskedSave, ...] = ()
     round_sent_at: float | None = None
     """When ROUND was last given out with addresses missing: repeated at most once a second."""

@@ -116,4 +116,6 @@ class Reason(StrEnum):
     HELD = "Held"
     NOT_HELD = "NotHeld"
     PRUNING = "Pruning"
+    DATA_KEPT = "DataKept"
+    """A Checkpoint with deletionPolicy DeleteData is gone, and its data could not be deleted."""
     STORE_HEALTHY = "StoreHealthy"

@@ -27,6 +27,7 @@ from holdfast_core.transfer.messages import (
     RoundTimes,
     ShardInfo,
 )
+from holdfast_operator import labels
 from holdfast_operator.actions import round_digest
 from holdfast_operator.testing.played_kubelet import PlayedKubelet
 from holdfast_operator.testing.waiting import poll
@@ -466,3 +467,25 @@ def test_checkpoint_request_becomes_a_record(bed: Bed) -> None:
     assert record["spec"]["step"] == 43
     assert record["status"]["manifest"] == DIGEST
     assert record["status"]["worldSize"] == WORKERS
+
+
+def test_a_deleted_checkpoint_whose_job_is_gone_does_not_hang(bed: Bed) -> None:
+    """Neither one that was deleted while no operator ran, nor one that is deleted later."""
+    for name in ("gpt-one", "gpt-two"):
+        bed.plane.request(
+            "POST",
+            bed.path("checkpoints"),
+            {
+                "apiVersion": "holdfast.dev/v1alpha1",
+                "kind": "Checkpoint",
+                "metadata": {"name": name, "finalizers": [labels.DATA_FINALIZER]},
+                "spec": {"jobRef": {"name": "gpt"}, "step": 10, "deletionPolicy": "DeleteData"},
+            },
+        )
+    bed.plane.request("DELETE", bed.path("checkpoints", "gpt-one"))
+    assert not bed.is_gone(bed.path("checkpoints", "gpt-one"))
+    bed.start_operator()
+    bed.until("the first goes", lambda: bed.is_gone(bed.path("checkpoints", "gpt-one")))
+    assert not bed.is_gone(bed.path("checkpoints", "gpt-two"))
+    bed.plane.request("DELETE", bed.path("checkpoints", "gpt-two"))
+    bed.until("the second goes", lambda: bed.is_gone(bed.path("checkpoints", "gpt-two")))

@@ -34,6 +34,7 @@ from holdfast_operator.decide import (
     lifecycle,
     readability,
     recovery,
+    releases,
     restore_point,
     times,
 )
@@ -82,7 +83,8 @@ def _decide(observed: Observed, now: Now) -> Decision:
     memory = times.advance(world, now)
     job = observed.job
     if job.deleting:
-        return Decision((), None, "the job is being deleted", memory)
+        freed = releases.at_once(world, "the job is being deleted")
+        return Decision(tuple(freed), None, "the job is being deleted", memory)
     readable = readability.plan(world, memory, now)
     if readable is not None:
         return readable
@@ -124,7 +126,11 @@ def _decide(observed: Observed, now: Now) -> Decision:
 
 def _over(world: World, memory: JobMemory, now: Now) -> Decision:
     state = world.coordinator
-    actions = [*checkpoints.expire_requests(world), *lifecycle.after_the_end(world, now)]
+    actions = [
+        *checkpoints.expire_requests(world),
+        *releases.at_once(world, "the job is over"),
+        *lifecycle.after_the_end(world, now),
+    ]
     acted = None if state is None else state.version
     return Decision(tuple(actions), WAITING_SECONDS, "the job is over", memory, acted)
 
@@ -144,7 +150,8 @@ def _suspended(world: World, memory: JobMemory, now: Now) -> Decision:
             status = replace(status, start_time=now.utc)
             return _written(world, memory, now, status, [], note.message)
         acted = None if world.coordinator is None else world.coordinator.version
-        actions = tuple(lifecycle.delete_all_pods(world))
+        freed = releases.at_once(world, "the job is suspended")
+        actions = (*lifecycle.delete_all_pods(world), *freed)
         return Decision(actions, WAITING_SECONDS, "suspended", memory, acted)
     if status.restart_round is None:
         note = Note(Reason.RESUMED, "spec.suspend is false")
@@ -385,6 +392,7 @@ def _with_status_write(
     requeue_seconds: float,
 ) -> Decision:
     """These actions, and the status write that is due."""
+    actions = [*actions, *releases.overdue(world, memory, now)]
     job = world.observed.job
     status = _with_suspend_words(world, now, job.status)
     status = lifecycle.accepted(World(_with_status(world, status)), now, None)

@@ -26,6 +26,7 @@ def advance(world: World, now: Now) -> JobMemory:
             counted_at=old.counted_at,
             asked=old.asked,
             answering_since=old.answering_since,
+            checkpoints_deleting=old.checkpoints_deleting,
         )
     if memory.counted_at is None and status.restart_round is not None:
         memory = replace(memory, counted_at=at)
@@ -38,6 +39,14 @@ def advance(world: World, now: Now) -> JobMemory:
     )
     if terminating != memory.terminating_since:
         memory = replace(memory, terminating_since=terminating)
+    asked = dict(memory.checkpoints_deleting)
+    deleting = tuple(
+        (c.uid, asked.get(c.uid, at))
+        for c in world.observed.checkpoints
+        if c.deleting and c.has_finalizer
+    )
+    if deleting != memory.checkpoints_deleting:
+        memory = replace(memory, checkpoints_deleting=deleting)
     if status.restart_round is None:
         return memory
     round_ = status.restart_round

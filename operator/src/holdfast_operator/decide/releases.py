@@ -1,0 +1,70 @@
+"""Deleted Checkpoint objects whose data cannot be deleted: their finalizer goes, so that nothing hangs.
+
+Only a sidecar of the job can delete data in the object store. Where there is none and none will come
+(the job is over, suspended or gone), the object goes at once and its data stays. While the job may still
+order the delete, the object waits RELEASE_SECONDS. An Event says what stays, and where. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast_operator.actions import Action, DeleteCheckpoint, EmitEvent, EventKind
+from holdfast_operator.decide.checkpoints import own_checkpoints
+from holdfast_operator.decide.times import seconds_since
+from holdfast_operator.decide.world import World
+from holdfast_operator.model import CheckpointView, JobMemory, Now
+from holdfast_operator.reasons import Reason
+
+RELEASE_SECONDS = 600.0
+"""A store that is away for longer must not keep a namespace from being deleted."""
+
+
+def hanging(checkpoints: Iterable[CheckpointView]) -> tuple[CheckpointView, ...]:
+    """Those that somebody deleted and that our finalizer holds."""
+    return tuple(c for c in checkpoints if c.deleting and c.has_finalizer)
+
+
+def at_once(world: World, why: str) -> list[Action]:
+    """No sidecar of this job will delete anything any more."""
+    return _released(hanging(_of_name(world)), why)
+
+
+def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
+    """What waited too long, and what belongs to a former job of the same name."""
+    own = {c.uid for c in own_checkpoints(world)}
+    known = hanging(_of_name(world))
+    since = dict(memory.checkpoints_deleting)
+    late = tuple(
+        c for c in known if c.uid in own and seconds_since(since.get(c.uid), now) >= RELEASE_SECONDS
+    )
+    former = tuple(c for c in known if c.uid not in own)
+    waited = f"no sidecar could delete it in the object store for {RELEASE_SECONDS:.0f} s"
+    return [*_released(late, waited), *_released(former, "the job that saved it is gone")]
+
+
+def kept_data(checkpoint: CheckpointView, why: str) -> str | None:
+    """What stays in the object store, in words; None: the data was to be kept, or there is none."""
+    if checkpoint.deletion_policy != "DeleteData" or checkpoint.hold or not checkpoint.persisted:
+        return None
+    where = f"{checkpoint.job_namespace}/{checkpoint.job_uid}"
+    return (
+        f"Checkpoint {checkpoint.name} is deleted, but not the data of step {checkpoint.step} of "
+        f"round {checkpoint.round}: {why}. The data stays in the object store under {where}/ below "
+        "the prefix of the CheckpointStore; delete it there if nothing else needs it"
+    )
+
+
+def _of_name(world: World) -> list[CheckpointView]:
+    name = world.observed.job.name
+    return [c for c in world.observed.checkpoints if c.job == name]
+
+
+def _released(checkpoints: tuple[CheckpointView, ...], why: str) -> list[Action]:
+    actions: list[Action] = []
+    for checkpoint in checkpoints:
+        actions.append(DeleteCheckpoint(checkpoint.name, checkpoint.uid))
+        words = kept_data(checkpoint, why)
+        if words is not None:
+            actions.append(EmitEvent(EventKind.WARNING, Reason.DATA_KEPT, words))
+    return actions

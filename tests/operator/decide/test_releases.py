@@ -1,0 +1,151 @@
+"""Deleted Checkpoints never hang: where nobody can delete the data, the object goes and says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_operator.actions import DeleteCheckpoint, EmitEvent
+from holdfast_operator.decide import decide
+from holdfast_operator.decide.releases import RELEASE_SECONDS
+from holdfast_operator.model import Condition, Observed, PersistedView, RestorePointView
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.builders import (
+    START,
+    checkpoint,
+    job,
+    manifest_digest,
+    now,
+    pod,
+    sidecar,
+    status,
+    store,
+)
+
+DELETED = checkpoint(
+    10, 0, deleting=True, has_finalizer=True, deletion_policy="DeleteData", job_namespace="team-a"
+)
+PERSISTED = PersistedView(Step(10), RestartRound(0), manifest_digest(10, 0))
+
+
+def true(kind: JobCondition) -> Condition:
+    return Condition(kind, True, "Because", "", START)
+
+
+def observed(**changes: Any) -> Observed:
+    pods = (pod(0), pod(1))
+    state = status(
+        1,
+        (0, 0),
+        restore_point=RestorePointView(Step(10), RestartRound(0), manifest_digest(10, 0)),
+        coordinator=Worker(0),
+        last_persisted=PERSISTED,
+        last_committed_step=Step(10),
+        conditions=changes.pop("conditions", ()),
+        completion_time=changes.pop("completion_time", None),
+    )
+    base = Observed(
+        job=job(2, state, store="main", **changes.pop("spec", {})),
+        pods=pods,
+        sidecars=tuple(sidecar(p, 1) for p in pods),
+        checkpoints=(DELETED,),
+        store=store(),
+    )
+    return replace(base, **changes)
+
+
+def released(given: Observed, seconds: float = 1000.0) -> tuple[list[str], list[str]]:
+    """Names of released objects, and what is said."""
+    actions = decide(given, now(seconds)).actions
+    names = [a.name for a in actions if isinstance(a, DeleteCheckpoint)]
+    said = [a.message for a in actions if isinstance(a, EmitEvent) and a.reason == Reason.DATA_KEPT]
+    return names, said
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        pytest.param(
+            {"conditions": (true(JobCondition.COMPLETE),), "completion_time": START},
+            "the job is over",
+            id="over",
+        ),
+        pytest.param(
+            {"conditions": (true(JobCondition.FAILED),), "completion_time": START},
+            "the job is over",
+            id="failed",
+        ),
+        pytest.param(
+            {
+                "conditions": (true(JobCondition.SUSPENDED),),
+                "spec": {"suspend": True},
+                "pods": (),
+                "sidecars": (),
+            },
+            "the job is suspended",
+            id="suspended",
+        ),
+    ],
+)
+def test_at_once_where_no_sidecar_will_delete_the_data(given: dict[str, Any], why: str) -> None:
+    names, said = released(observed(**given))
+    assert names == [DELETED.name]
+    assert len(said) == 1
+    assert why in said[0]
+    assert "step 10 of round 0" in said[0]
+    assert "team-a/" in said[0]
+
+
+def test_a_job_that_is_being_deleted_lets_go() -> None:
+    given = observed()
+    names, _ = released(replace(given, job=replace(given.job, deleting=True)))
+    assert names == [DELETED.name]
+
+
+def test_a_job_that_runs_may_order_the_delete_for_a_while() -> None:
+    given = observed()
+    first = decide(given, now(1000.0))
+    assert not any(isinstance(a, DeleteCheckpoint) for a in first.actions)
+    again = replace(given, memory=first.memory)
+    assert released(again, 999.0 + RELEASE_SECONDS)[0] == []
+    names, said = released(again, 1000.0 + RELEASE_SECONDS)
+    assert names == [DELETED.name]
+    assert "no sidecar could delete it" in said[0]
+
+
+def test_the_wait_outlives_a_round() -> None:
+    """A gang that fails every minute must not start the wait again each time."""
+    given = observed()
+    first = decide(given, now(1000.0))
+    later = replace(given.job.status, restart_round=RestartRound(2), restore_point=None)
+    second = replace(given, job=replace(given.job, status=later), memory=first.memory)
+    assert released(second, 1000.0 + RELEASE_SECONDS)[0] == [DELETED.name]
+
+
+def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
+    former = replace(DELETED, job_uid="former-uid")  # type: ignore[arg-type]
+    names, said = released(observed(checkpoints=(former,)))
+    assert names == [former.name]
+    assert "the job that saved it is gone" in said[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hold": True}, {"deletion_policy": "Retain"}, {"persisted": False}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_nothing_is_said_where_the_data_was_to_stay(changes: dict[str, Any]) -> None:
+    given = observed(conditions=(true(JobCondition.COMPLETE),), completion_time=START)
+    names, said = released(replace(given, checkpoints=(replace(DELETED, **changes),)))
+    assert names == [DELETED.name]
+    assert said == []
+
+
+def test_objects_that_nobody_deleted_stay() -> None:
+    given = observed(conditions=(true(JobCondition.COMPLETE),), completion_time=START)
+    names, _ = released(replace(given, checkpoints=(replace(DELETED, deleting=False),)))
+    assert names == []
