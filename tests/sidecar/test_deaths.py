@@ -35,7 +35,7 @@ class Counted(list[str]):
         super().__init__()
         self._any = asyncio.Event()
 
-    def count(self, kind: str) -> None:
+    def one_more(self, kind: str) -> None:
         self.append(kind)
         self._any.set()
 
@@ -45,7 +45,7 @@ class Counted(list[str]):
 
 async def installed() -> tuple[Deaths, Counted]:
     counted = Counted()
-    deaths = Deaths(counted.count)
+    deaths = Deaths(counted.one_more)
     deaths.install(asyncio.get_running_loop())
     return deaths, counted
 

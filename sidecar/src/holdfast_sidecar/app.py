@@ -30,7 +30,7 @@ from holdfast_sidecar.bulk import BulkPeers, BulkServing
 from holdfast_sidecar.certificates import Certificates
 from holdfast_sidecar.client import Peers
 from holdfast_sidecar.control import Control
-from holdfast_sidecar.deaths import DIED_STATUS, Deaths
+from holdfast_sidecar.deaths import DIED_STATUS, Deaths, end_for_sure
 from holdfast_sidecar.failures import Failures
 from holdfast_sidecar.fill import Filler
 from holdfast_sidecar.flow import Flow
@@ -344,6 +344,8 @@ async def serve(settings: Settings) -> int:
             flush = sidecar.wait_idle(settings.flush_seconds)
             await _first(deaths.fatal(), flush, again.wait())
     finally:
+        if deaths.is_fatal:
+            end_for_sure()
         await sidecar.close()
     return DIED_STATUS if deaths.is_fatal else 0
 

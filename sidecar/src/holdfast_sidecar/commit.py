@@ -17,7 +17,7 @@ from dataclasses import replace
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.format.digest import digest_of
-from holdfast_core.ids import CheckpointId, Digest, Level, Step, TierName, Worker
+from holdfast_core.ids import CheckpointId, Digest, Level, Rank, Step, TierName, Worker
 from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_core.transfer.messages import (
     Ask,
@@ -32,6 +32,7 @@ from holdfast_core.transfer.messages import (
     PreparedReply,
     Prune,
     PruneReply,
+    RankSaves,
     Refusal,
     Replicated,
     RestorePoint,
@@ -53,13 +54,15 @@ from holdfast_sidecar.plan import StoredAs
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.prune import protected_steps
 from holdfast_sidecar.rebuild import Learned, learn_from
-from holdfast_sidecar.retain import steps_to_prune, uploading
+from holdfast_sidecar.retain import abandoned_steps, steps_to_prune, uploading
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.tasks import Tasks
 from holdfast_sidecar.uploads import Uploads
 from holdfast_sidecar.versioned import Versioned
 
 _SHOWN_STEPS = 16
+_PRESSED_EVERY_SECONDS = 1.0
+"""Between two times that committed steps are pruned for lack of room: the nodes delete meanwhile."""
 
 
 class Coordinator:
@@ -100,6 +103,7 @@ class Coordinator:
         self._done_at: float | None = None
         self._finished_version: int | None = None
         self._gave_up = False
+        self._pressed_at = -_PRESSED_EVERY_SECONDS
         self._versioned = Versioned()
         self.instance = secrets.token_hex(8)
         self._dropped = 0
@@ -183,8 +187,11 @@ class Coordinator:
                 Refusal.BAD_REQUEST,
                 f"step {message.step} is not above the restore point (step {base})",
             )
-        if message.step in self._ledger.forgotten:
-            return PreparedReply(committed=self._ledger.forgotten[message.step])
+        if self._ledger.is_forgotten(message.step):
+            return PreparedReply(
+                committed=self._ledger.forgotten_manifest(message.step),
+                pruned=self._ledger.is_pruned(message.step),
+            )
         if message.rank_layout is not None:
             self._builder.learn(message.layout, message.rank_layout)
         if not self._builder.knows(message.layout):
@@ -221,7 +228,7 @@ class Coordinator:
         return HoldingReply(drop=tuple(sorted(drop)))
 
     def replicated(self, message: Replicated) -> Ok:
-        if message.step not in self._ledger.forgotten:
+        if not self._ledger.is_forgotten(message.step):
             with _Conflicts():
                 risen = self._ledger.replicated(message.step, message.rank, message.blake3)
             if risen:
@@ -230,7 +237,7 @@ class Coordinator:
         return Ok(message.round, self.instance)
 
     def uploaded(self, message: Uploaded) -> Ok:
-        if message.step not in self._ledger.forgotten:
+        if not self._ledger.is_forgotten(message.step):
             with _Conflicts():
                 stored_as = StoredAs(message.base, message.references)
                 self._ledger.uploaded(message.step, message.rank, message.blake3, stored_as)
@@ -243,6 +250,7 @@ class Coordinator:
             self._outbox.repeat(message.worker)
         urgent = self._gathered.heard(message, self._clock.monotonic())
         self._alarm.look(self._message.policy.interval_steps)
+        self._make_room()
         self._changed(urgent=urgent)
         return Ok(message.round, self.instance, holds=True)
 
@@ -331,7 +339,8 @@ class Coordinator:
 
     def _all_failures(self) -> tuple[Failure, ...]:
         """Those of node tiers first, which explain why nothing is committed; then that it is not."""
-        found = tuple(dict.fromkeys((*self._gathered.failures, *self._failures.current)))
+        own = (replace(f, worker=self._contract.worker) for f in self._failures.current)
+        found = tuple(dict.fromkeys((*self._gathered.failures, *own)))
         nodes = tuple(f for f in found if f.tier is TierName.NODE)
         return (*nodes, *self._alarm.failures, *(f for f in found if f not in nodes))
 
@@ -396,6 +405,36 @@ class Coordinator:
     def _retain(self) -> None:
         """A step has all its copies: name what may be pruned now."""
         gone = steps_to_prune(self._ledger, self._message, self._older, self._uploads.last)
+        self._forget(gone)
+
+    def _make_room(self) -> None:
+        """After a report: steps that can no longer be committed go, and where a node is full so do
+        steps that the job can do without."""
+        pressed = self._gathered.pressed
+        gone = set(abandoned_steps(self._ledger, self._saves(), pressed=pressed))
+        now = self._clock.monotonic()
+        if pressed and now - self._pressed_at >= _PRESSED_EVERY_SECONDS:
+            self._pressed_at = now
+            gone |= set(self._ledger.overtaken(pressed=True))
+            gone |= set(
+                steps_to_prune(
+                    self._ledger,
+                    self._message,
+                    self._older,
+                    self._uploads.last,
+                    pressed=True,
+                    restored=self._gathered.running,
+                )
+            )
+        if gone:
+            logs.info("given up", steps=sorted(gone), pressed=pressed)
+            self._forget(tuple(sorted(gone)))
+            self._changed()
+
+    def _saves(self) -> dict[Rank, RankSaves]:
+        return self._gathered.saves(self.instance)
+
+    def _forget(self, gone: tuple[Step, ...]) -> None:
         self._older = {c for c in self._older if c.step not in gone}
         self._outbox.prune(gone)
 
@@ -411,7 +450,7 @@ class Coordinator:
             self._weigh()
             self._changed()
         elif entry is not None:
-            self._ledger.forget((step,))
+            self._ledger.forget((step,), pruned=False)
             self._older.add(CheckpointId(step, self._message.round))
             self._changed()
 
@@ -425,7 +464,7 @@ class Coordinator:
 
     def _adopt(self, step: Step, digest: Digest, document: ManifestDocument) -> None:
         """A manifest of this round that an earlier life (or another coordinator) wrote."""
-        if step in self._ledger.forgotten:
+        if self._ledger.is_forgotten(step):
             return
         manifest = document.manifest.encode()
         with _Conflicts():
@@ -436,7 +475,7 @@ class Coordinator:
 
     def _knows(self, step: Step) -> bool:
         entry = self._ledger.steps.get(step)
-        return step in self._ledger.forgotten or (entry is not None and entry.manifest is not None)
+        return self._ledger.is_forgotten(step) or (entry is not None and entry.manifest is not None)
 
     # ------------------------------------------------------------------ finish
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast_core.errors import (
     AlreadyExistsError,
+    CapacityError,
     CorruptionError,
     HoldfastError,
     NotFoundError,
@@ -218,6 +219,10 @@ class Control:
                 step=message.step,
             )
             raise RefusedError(Refusal.CONFLICT, str(error)) from error
+        except CapacityError as error:
+            parts.failures.note("manifests", TierName.NODE, error, step=message.step)
+            raise
+        parts.failures.healthy("manifests")
         parts.stager.committed(message.step, message.round)
         if not message.held:
             parts.flow.committed(message.step, message.round)
@@ -298,7 +303,10 @@ class Control:
         parts = self._parts
         if self._is_over(held):
             return
-        uid, going = parts.settings.contract.job_uid, steps - protected_steps(held)
+        uid = parts.settings.contract.job_uid
+        going = steps - await self._protected(held, steps)
+        if self._is_over(held):
+            return
         in_memory = parts.stager.dropped & going
         try:
             if in_memory:
@@ -307,6 +315,16 @@ class Control:
             parts.stager.release(steps)
         if going and not self._is_over(held):
             await parts.pools.shard.run(delete_steps, parts.node, uid, going)
+            parts.stager.room.made()
+
+    async def _protected(self, held: Round, steps: frozenset[Step]) -> frozenset[Step]:
+        """The disk is asked only where its answer counts: it may hang."""
+        parts = self._parts
+        if held.restore_point.step not in steps:
+            return protected_steps(held)
+        found = await parts.pools.read.run(parts.node.list_manifests)
+        uid = parts.settings.contract.job_uid
+        return protected_steps(held, [c for job, c in found if job == uid])
 
     def _is_over(self, held: Round) -> bool:
         """Sealed since: what lies here may be listed by the inventory, and the next round's."""

@@ -21,7 +21,6 @@ from holdfast_sidecar.tasks import BACKGROUND_TASK
 DIED_STATUS = 70
 """Exit status of a sidecar that an unexpected exception ended (EX_SOFTWARE)."""
 _SHUTDOWN_SECONDS = 30.0
-"""A shutdown that hangs must not keep a process that does not work any more."""
 
 
 class Deaths:
@@ -34,7 +33,7 @@ class Deaths:
         self._fatal = asyncio.Event()
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call on the loop. The process ends at most `_SHUTDOWN_SECONDS` after a fatal exception."""
+        """Call on the loop."""
         loop.set_exception_handler(self.in_loop)
 
         def in_thread(args: threading.ExceptHookArgs) -> None:
@@ -73,8 +72,12 @@ class Deaths:
         self._counted(kind)
         if error is not None:
             logs.failure(f"{what}: the sidecar ends with status {DIED_STATUS}", error)
-        if not self.is_fatal:
-            self._fatal.set()
-            guard = threading.Timer(_SHUTDOWN_SECONDS, os._exit, (DIED_STATUS,))
-            guard.daemon = True
-            guard.start()
+        self._fatal.set()
+
+
+def end_for_sure() -> None:
+    """End this process after a while, whatever its shutdown does: one that hangs must not keep a process
+    that does not work any more."""
+    guard = threading.Timer(_SHUTDOWN_SECONDS, os._exit, (DIED_STATUS,))
+    guard.daemon = True
+    guard.start()

@@ -16,6 +16,10 @@ from holdfast_core.ids import Step, TierName
 from holdfast_core.transfer.messages import Failure, Refusal
 from holdfast_sidecar import logs
 
+NODE_FULL = "NodeVolumeFull"
+PEER_FULL = "PeerFull"
+FULL = frozenset({NODE_FULL, PEER_FULL})
+"""A node has no room: the coordinator prunes earlier than it would."""
 _MAX_KEPT = 32
 _MAX_MESSAGE = 1000
 
@@ -24,9 +28,9 @@ def reason_of(tier: TierName, error: BaseException) -> str:
     """CamelCase reason of an error in a tier, from a closed list."""
     match error:
         case CapacityError():
-            return "NodeVolumeFull" if tier is TierName.NODE else "PeerFull"
+            return NODE_FULL if tier is TierName.NODE else PEER_FULL
         case RefusedError() if error.code == Refusal.NO_SPACE:
-            return "PeerFull"
+            return PEER_FULL
         case RefusedError():
             return error.code
         case AccessDeniedError():

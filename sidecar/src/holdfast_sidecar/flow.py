@@ -17,7 +17,7 @@ from holdfast_core.errors import (
     StaleRoundError,
     UnavailableError,
 )
-from holdfast_core.ids import RestartRound, Step, TierName, Worker
+from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.tiers.base import NodeTier, ObjectTier, ShardRecord
 from holdfast_core.transfer.messages import (
     Ok,
@@ -154,6 +154,7 @@ class Flow:
         """Pruned."""
         self._shards = {k: s for k, s in self._shards.items() if k.step not in steps}
         self._wants = {w: r for w, r in self._wants.items() if w[0] not in steps}
+        self._backoffs = {a: b for a, b in self._backoffs.items() if a.key.step not in steps}
         self._on_change()
 
     async def reset(self) -> None:
@@ -179,6 +180,14 @@ class Flow:
 
     def shards(self) -> tuple[OwnShard, ...]:
         return tuple(self._shards.values())
+
+    def untold(self, rank: Rank) -> tuple[Step, ...]:
+        """Steps of this round that are durable here, which the coordinator has not heard yet."""
+        return tuple(
+            k.step
+            for k, s in self._shards.items()
+            if k.rank == rank and s.reported and not s.prepared_told
+        )
 
     def wake(self) -> None:
         """Start whatever can be started now."""
@@ -333,6 +342,9 @@ class Flow:
             )
             if reply.need_layout:
                 raise UnavailableError(f"the coordinator does not keep layout {shard.layout}")
+        if reply.pruned:
+            self._shards.pop(shard.key, None)
+            await self._pools.shard.run(self._node.delete_shard, shard.ref)
 
     async def _tell_uploaded(self, shard: OwnShard) -> None:
         message = Uploaded(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast_core.ids import Rank, Worker
 from holdfast_core.transfer.messages import (
     DeadRank,
     Failure,
     RankProgress,
+    RankSaves,
     RankTiers,
     RoundTimes,
     WorkerReport,
 )
+from holdfast_sidecar.failures import FULL
 
 _MAX_FAILURES = 64
 
@@ -52,6 +54,20 @@ class Gathered:
         """Every worker reads packs whose chunks are compressed; None while one has said nothing."""
         return self._all(lambda r: r.reads_compressed) if self._complete else None
 
+    def saves(self, instance: str) -> dict[Rank, RankSaves]:
+        """Of workers that have told this coordinator (`instance`) everything that they had to tell."""
+        return {
+            said.rank: said
+            for report in self.reports.values()
+            if report.told == instance
+            for said in report.saves
+        }
+
+    @property
+    def pressed(self) -> bool:
+        """A node has no room for another shard, or for a copy."""
+        return any(f.reason in FULL for r in self.reports.values() for f in r.failures)
+
     @property
     def _complete(self) -> bool:
         return self.reports.keys() >= self.workers
@@ -83,7 +99,7 @@ class Gathered:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        found = [f for r in self.reports.values() for f in r.failures]
+        found = [replace(f, worker=r.worker) for r in self.reports.values() for f in r.failures]
         return tuple(dict.fromkeys(found))[:_MAX_FAILURES]
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.transfer.messages import RankHolding, RestorePoint, ShardInfo, StepState
+from holdfast_sidecar.forgotten import Forgotten
 from holdfast_sidecar.plan import StoredAs
 
 MAX_WAITING_UPLOADS = 2
@@ -106,7 +107,7 @@ class Ledger:
         self.steps: dict[Step, StepEntry] = {}
         self.uploading: Step | None = None
         self.waiting_uploads: list[Step] = []
-        self.forgotten: dict[Step, Digest | None] = {}
+        self._forgotten = Forgotten()
         self.writing: dict[Rank, Step] = {}
         """What the ranks that hold something write now."""
         self.named: dict[Rank, frozenset[Step]] = {}
@@ -147,7 +148,7 @@ class Ledger:
         those that contradict what is known of them (they are lost)."""
         drop: list[Step] = []
         for shard in said.shards:
-            if shard.step in self.forgotten or (base is not None and shard.step <= base):
+            if self.is_forgotten(shard.step) or (base is not None and shard.step <= base):
                 drop.append(shard.step)
                 continue
             try:
@@ -312,18 +313,32 @@ class Ledger:
             if e.complete and not (e.local and e.copied) and not (e.failed or e.lost)
         )
 
-    def overtaken(self) -> tuple[Step, ...]:
+    def overtaken(self, *, pressed: bool = False) -> tuple[Step, ...]:
         """Committed steps whose copies fall behind: given up between the one being copied and the
-        newest two, so that a slow peer does not fill the node volumes (faults.md I7)."""
+        newest two, so that a slow peer does not fill the node volumes (faults.md I7). `pressed`: a
+        node has no room for a copy, so that all but the one being copied go."""
         behind = sorted(s for s, e in self.steps.items() if e.local and not e.copied)
+        if pressed:
+            return tuple(behind[1:])
         return tuple(behind[1:-2]) if len(behind) > MAX_UNREPLICATED else ()
 
-    def forget(self, steps: tuple[Step, ...]) -> None:
-        """Pruned: a sender that repeats itself later must not bring them back."""
-        for step in set(steps) - self.on_way_to_store:
+    def forget(self, steps: tuple[Step, ...], *, pruned: bool = True) -> None:
+        """A sender that repeats itself later must not bring them back. What is on its way to the store
+        stays. `pruned`: their shards are deleted."""
+        for step in sorted(set(steps) - self.on_way_to_store):
             entry = self.steps.pop(step, None)
             if entry is not None:
-                self.forgotten[step] = entry.manifest_digest
+                self._forgotten.add(step, entry.manifest_digest, pruned=pruned)
+
+    def is_forgotten(self, step: Step) -> bool:
+        return self._forgotten.has(step, self.steps)
+
+    def forgotten_manifest(self, step: Step) -> Digest | None:
+        return self._forgotten.manifest(step)
+
+    def is_pruned(self, step: Step) -> bool:
+        """It is gone, and what is left of it anywhere is to be deleted."""
+        return step not in self.steps and self._forgotten.is_pruned(step)
 
     def states(self, limit: int) -> tuple[StepState, ...]:
         """Newest steps, oldest first."""

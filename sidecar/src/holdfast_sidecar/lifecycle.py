@@ -22,7 +22,7 @@ from holdfast_sidecar.commit import Coordinator
 from holdfast_sidecar.flow import own_shard
 from holdfast_sidecar.inventory import held_manifests, held_shards
 from holdfast_sidecar.parts import Parts
-from holdfast_sidecar.prune import delete_off_lineage
+from holdfast_sidecar.prune import delete_off_lineage, delete_orphans, protected_steps
 from holdfast_sidecar.rounds import Caller, RoundState, refuse
 from holdfast_sidecar.tasks import Tasks
 
@@ -160,6 +160,16 @@ class Lifecycle:
         parts = self._parts
         uid = parts.settings.contract.job_uid
         await parts.pools.shard.run(delete_off_lineage, parts.node, uid, message)
+        if message.restore_point.own_checkpoint is not None:
+            # Here already: the first save of the round may need the room.
+            await parts.pools.shard.run(
+                delete_orphans,
+                parts.node,
+                uid,
+                before=message.round,
+                below=message.restore_point.own_checkpoint.step,
+                protected=protected_steps(message),
+            )
         await self._resume_own_shards(message.round)
         parts.stager.recover(parts.keeper.state, await self._manifests())
         parts.pacing.begin()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,8 @@ from holdfast_sidecar.ledger import Ledger, StepEntry
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.tasks import Tasks
 
+_MAX_RECENT = 1024
+
 
 @dataclass(slots=True)
 class _Told:
@@ -50,6 +53,25 @@ class _Told:
 
     def was_released(self) -> None:
         self.released = True
+
+
+class Recent:
+    """A list that only grows and of which only the newest entries are kept: a member that lacks older
+    ones has been away for very long."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Entries that were ever added."""
+        self._kept: deque[Step] = deque(maxlen=_MAX_RECENT)
+
+    def add(self, step: Step) -> None:
+        self.count += 1
+        self._kept.append(step)
+
+    def after(self, count: int) -> tuple[Step, ...]:
+        """What was added since there were `count` entries."""
+        new = min(self.count - count, len(self._kept))
+        return tuple(self._kept)[len(self._kept) - new :]
 
 
 class Outbox:
@@ -75,8 +97,8 @@ class Outbox:
         self._wakes: dict[Worker, asyncio.Event] = {}
         self._told: dict[Worker, _Told] = {}
         self._asks: list[tuple[str, Ask]] = []
-        self._prunes: list[Step] = []
-        self._memory: list[Step] = []
+        self._prunes = Recent()
+        self._memory = Recent()
         self._persist: dict[Step, PersistRequest] = {}
         self._released = False
         self._released_at: float | None = None
@@ -117,14 +139,21 @@ class Outbox:
         return True
 
     def prune(self, steps: tuple[Step, ...]) -> None:
-        if steps:
-            self._ledger.forget(steps)
-            self._prunes.extend(steps)
-            self.wake()
+        going = [step for step in steps if step not in self._ledger.on_way_to_store]
+        if not going:
+            return
+        self._ledger.forget(steps)
+        for step in going:
+            self._prunes.add(step)
+            self._persist.pop(step, None)
+            for told in self._told.values():
+                told.levels.pop(step, None)
+                told.persists.pop(step, None)
+        self.wake()
 
     def in_memory(self, step: Step) -> None:
         """It has reached level memory."""
-        self._memory.append(step)
+        self._memory.add(step)
         self.wake()
 
     def persist(self, request: PersistRequest) -> None:
@@ -142,7 +171,8 @@ class Outbox:
     def repeat(self, worker: Worker) -> None:
         """A new life of this member: it has forgotten everything but what is on its disk."""
         told = _Told()
-        told.pruned, told.memory = self._told[worker].pruned, self._told[worker].memory
+        # It hears again what was pruned: it may have ended before it had deleted all of that.
+        told.memory = self._told[worker].memory
         self._told[worker] = told
         self.wake()
 
@@ -204,7 +234,7 @@ class Outbox:
             said, level = told.levels.get(step), entry.level
             if level is not None and (said is None or not said.includes(level)):
                 return self._notice(worker, step, level)
-        if told.pruned < len(self._prunes) and (newest := self._newest()) is not None:
+        if told.pruned < self._prunes.count and (newest := self._newest()) is not None:
             return self._notice(worker, newest.step, newest.level or Level.LOCAL)
         if self._may_release(worker) and not told.released:
             return self._release_notice(worker)
@@ -240,8 +270,8 @@ class Outbox:
         self, worker: Worker, step: Step, level: Level
     ) -> tuple[LevelNotice, None, Callable[[], None]]:
         told = self._told[worker]
-        count = len(self._prunes)
-        prune = tuple(self._prunes[told.pruned : count])
+        count = self._prunes.count
+        prune = self._prunes.after(told.pruned)
 
         def acknowledged() -> None:
             told.levels[step] = level
@@ -253,7 +283,7 @@ class Outbox:
     def _hold_notice(self, worker: Worker) -> tuple[HoldNotice, None, Callable[[], None]] | None:
         """Also what is pruned while no step is local yet, which a LevelNotice would have to name."""
         told, chosen = self._told[worker], self._ledger.chosen
-        pruned, reached = len(self._prunes), len(self._memory)
+        pruned, reached = self._prunes.count, self._memory.count
         urgent = told.pruned < pruned and self._newest() is None
         if (told.chosen, told.memory) == (chosen, reached) and not urgent:
             return None
@@ -263,9 +293,9 @@ class Outbox:
 
         notice = HoldNotice(
             self._ledger.round,
-            tuple(self._memory[told.memory : reached]),
+            self._memory.after(told.memory),
             chosen,
-            tuple(self._prunes[told.pruned : pruned]),
+            self._prunes.after(told.pruned),
         )
         return notice, None, acknowledged
 

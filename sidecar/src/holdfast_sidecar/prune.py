@@ -6,16 +6,20 @@ against what its own ROUND protects.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.tiers.base import NodeTier
 from holdfast_core.transfer.messages import Round
 
 
-def protected_steps(message: Round) -> frozenset[Step]:
-    """What a sidecar never deletes in this round, whoever asks."""
+def protected_steps(message: Round, committed: Iterable[CheckpointId] = ()) -> frozenset[Step]:
+    """What a sidecar does not delete in this round, whoever asks: held steps, and the restore point
+    until a newer step of this round is among the `committed` ones."""
     steps = set(message.holds)
-    if message.restore_point.step is not None:
-        steps.add(message.restore_point.step)
+    base = message.restore_point.step
+    if base is not None and not any(c.round == message.round and c.step > base for c in committed):
+        steps.add(base)
     return frozenset(steps)
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.transfer.messages import Ok, RankTiers, WorkerReport
+from holdfast_core.transfer.messages import Ok, RankSaves, RankTiers, WorkerReport
 from holdfast_sidecar import logs
 from holdfast_sidecar.backoff import Backoff
 from holdfast_sidecar.client import Peers
@@ -39,8 +39,9 @@ class Sources:
     failures: Failures
 
 
-def compose(state: RoundState, sources: Sources, instance: str) -> WorkerReport:
-    """The report as of now; `instance` names this life of the process."""
+def compose(state: RoundState, sources: Sources, instance: str, told: str = "") -> WorkerReport:
+    """The report as of now; `instance` names this life of the process, `told` that of the coordinator
+    that was told everything."""
     gang, rehydrator = sources.gang, sources.rehydrator
     return WorkerReport(
         round=state.round,
@@ -55,10 +56,20 @@ def compose(state: RoundState, sources: Sources, instance: str) -> WorkerReport:
         done=gang.done,
         idle=sources.stager.idle and sources.flow.idle,
         saves_skipped=gang.saves_skipped,
+        saves=tuple(_saves(state, sources)),
+        told=told,
         instance=instance,
         holds=True,
         reads_compressed=True,
     )
+
+
+def _saves(state: RoundState, sources: Sources) -> Iterator[RankSaves]:
+    for rank in map(Rank, state.own_ranks):
+        newest = sources.stager.newest(rank)
+        if newest is not None:
+            under_way = {*sources.stager.under_way(rank), *sources.flow.untold(rank)}
+            yield RankSaves(rank, newest, tuple(sorted(under_way)))
 
 
 def _tiers(rank: Rank, state: RoundState, sources: Sources) -> RankTiers:
@@ -122,7 +133,14 @@ class Reporter:
 
     def now(self) -> WorkerReport:
         """The report as it would be sent now."""
-        return compose(self._current(), self._sources, self._instance)
+        return compose(self._current(), self._sources, self._instance, self._told())
+
+    def _told(self) -> str:
+        """The coordinator of this round that was met: what it was not told, `Flow` knows."""
+        state, heard = self._current(), self._heard
+        if state.held is None or heard is None:
+            return ""
+        return heard[2] if heard[:2] == (state.round, state.held.coordinator) else ""
 
     def changed(self) -> None:
         self._changed.set()
@@ -141,7 +159,7 @@ class Reporter:
             state = self._current()
             if state.held is None:
                 continue
-            report = compose(state, self._sources, self._instance)
+            report = compose(state, self._sources, self._instance, self._told())
             if report == last and not beat:
                 continue
             self._urgent.clear()

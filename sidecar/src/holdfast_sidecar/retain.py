@@ -1,16 +1,18 @@
-"""Which steps leave the nodes once a step has all its copies: the ledger's facts for the job's policy
-(holdfast_core.policy.retention). Pure.
+"""Which steps leave the nodes: the ledger's facts for the job's policy (holdfast_core.policy.retention),
+and steps that can no longer be committed. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from holdfast_core.ids import CheckpointId, Level, Step
+from holdfast_core.ids import CheckpointId, Level, Rank, Step
 from holdfast_core.policy.retention import Committed, RetentionState, plan_retention
-from holdfast_core.transfer.messages import RestorePoint, Round
+from holdfast_core.transfer.messages import RankSaves, RestorePoint, Round
 from holdfast_sidecar.ledger import Ledger
 from holdfast_sidecar.prune import protected_steps
+
+_KEPT_UNDER_PRESSURE = 4
 
 
 def steps_to_prune(
@@ -18,8 +20,18 @@ def steps_to_prune(
     message: Round,
     older: Iterable[CheckpointId],
     persisted: RestorePoint | None,
+    *,
+    pressed: bool = False,
+    restored: bool = False,
 ) -> tuple[Step, ...]:
-    """In order. `older`: committed in older rounds, on this round's lineage."""
+    """Steps in order.
+
+    Args:
+        older: Committed in older rounds, on this round's lineage.
+        persisted: The newest persisted checkpoint.
+        pressed: A node has no room for another shard.
+        restored: Every rank has trained from the restore point.
+    """
     plan = plan_retention(
         RetentionState(
             committed=(
@@ -37,6 +49,8 @@ def steps_to_prune(
             holds=frozenset(message.holds),
             uploading=uploading(ledger),
             newest_persisted=None if persisted is None else persisted.own_checkpoint,
+            pressed=pressed,
+            restored=restored,
         )
     )
     newest = ledger.newest(Level.REPLICATED)
@@ -45,7 +59,36 @@ def steps_to_prune(
         for s, e in ledger.steps.items()
         if not e.complete and newest is not None and s < newest.step
     ]
-    return tuple(sorted({*plan.prune_steps, *abandoned} - protected_steps(message)))
+    protecting = Level.REPLICATED if ledger.expects_copies else Level.LOCAL
+    anchor = ledger.newest(protecting)
+    committed = () if anchor is None else (CheckpointId(anchor.step, anchor.round),)
+    return tuple(sorted({*plan.prune_steps, *abandoned} - protected_steps(message, committed)))
+
+
+def abandoned_steps(
+    ledger: Ledger, saves: Mapping[Rank, RankSaves], *, pressed: bool = False
+) -> tuple[Step, ...]:
+    """Steps of this round that a rank can no longer prepare, in order. The shards that other ranks
+    wrote of them would fill the other nodes while one cannot write.
+
+    Args:
+        saves: What became of the saves of each rank, where this coordinator has heard of all of them.
+        pressed: A node has no room for another shard: steps go that a rank has not handed over yet, all
+            but the newest few, which it may be copying now.
+    """
+    incomplete = sorted(s for s, e in ledger.steps.items() if not e.complete)
+    recent = incomplete[-_KEPT_UNDER_PRESSURE:]
+
+    def is_gone(step: Step) -> bool:
+        missing = set(map(Rank, range(ledger.world_size))) - ledger.steps[step].shards.keys()
+        said = [saves.get(rank) for rank in missing]
+        under_way = [s is not None and step in s.under_way for s in said]
+        passed = [s is not None and s.newest >= step for s in said]
+        if any(p and not u for p, u in zip(passed, under_way, strict=True)):
+            return True
+        return pressed and step not in recent and not all(under_way)
+
+    return tuple(step for step in incomplete if is_gone(step))
 
 
 def uploading(ledger: Ledger) -> frozenset[CheckpointId]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast_core.clock import Clock
-from holdfast_core.errors import CorruptionError
+from holdfast_core.errors import CapacityError, CorruptionError
 from holdfast_core.ids import Level, TierName
 from holdfast_core.tiers.base import NodeTier, ShardHeader, ShardRecord
 from holdfast_core.transfer.messages import SaveFailed, Stage
@@ -13,6 +13,7 @@ from holdfast_sidecar.failures import Failures
 from holdfast_sidecar.held import OwnedSlot, digest_slot
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.room import Room
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.stalled import until_done
 
@@ -39,6 +40,7 @@ class SlotWrites:
         failures: Failures,
         metrics: Metrics,
         clock: Clock,
+        room: Room,
     ) -> None:
         self._settings = settings
         self._node = node
@@ -46,6 +48,7 @@ class SlotWrites:
         self._failures = failures
         self._metrics = metrics
         self._clock = clock
+        self._room = room
 
     async def digest(self, owned: OwnedSlot) -> Outcome:
         """What the bytes in memory are; nothing is written."""
@@ -59,7 +62,7 @@ class SlotWrites:
         """Durable on the node tier. Bytes that were digested as others before are quarantined there."""
         started = self._clock.monotonic()
         try:
-            record = await self._watched(owned)
+            record = await self._with_room(owned)
             if owned.record not in (None, record):
                 error = CorruptionError(
                     f"slot {owned.stage.slot}: written as {record.blake3}, and digested as another "
@@ -78,6 +81,21 @@ class SlotWrites:
     async def delete(self, record: ShardRecord) -> None:
         """Pruned while it was written: what was deleted then did not include it."""
         await self._pools.shard.run(self._node.delete_shard, record.ref)
+
+    async def _with_room(self, owned: OwnedSlot) -> ShardRecord:
+        """Write the shard; on a full volume again after each deletion, for a while. The coordinator
+        hears of the full volume while this waits, and prunes what the job can do without."""
+        deadline: float | None = None
+        while True:
+            try:
+                return await self._watched(owned)
+            except CapacityError as error:
+                self._failures.note(_subject(owned), TierName.NODE, error, step=owned.stage.step)
+                now = self._clock.monotonic()
+                if deadline is None:
+                    deadline = now + self._settings.room_seconds
+                if now >= deadline or not await self._room.wait(deadline - now):
+                    raise
 
     async def _watched(self, owned: OwnedSlot) -> ShardRecord:
         """Write the shard; while the disk hangs, that is a failure for all to see."""

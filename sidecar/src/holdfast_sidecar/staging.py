@@ -38,6 +38,7 @@ from holdfast_sidecar.held import (
 from holdfast_sidecar.layouts import RankLayouts
 from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.room import Room
 from holdfast_sidecar.rounds import RoundState, fence
 from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.slot_notes import SlotNotes, check_slot, left_in_memory, take_or_free
@@ -66,7 +67,8 @@ class Stager:
         self._node = node
         self._layouts = layouts
         self._pools = pools
-        self._writes = SlotWrites(settings, node, pools, failures, metrics, clock)
+        self.room = Room()
+        self._writes = SlotWrites(settings, node, pools, failures, metrics, clock, self.room)
         self._metrics = metrics
         self._clock = clock
         self._pacing = pacing
@@ -76,6 +78,7 @@ class Stager:
         self._owned: dict[str, OwnedSlot] = {}
         self._stored: dict[tuple[Rank, Step], ShardRecord] = {}
         """Waited in memory and are written, which the coordinator was not told yet."""
+        self._newest: dict[Rank, Step] = {}
         self._told: tuple[RankHolding, ...] | None = None
         self._chosen: Step | None = None
         self._held_round: RoundState | None = None
@@ -112,6 +115,22 @@ class Stager:
             o.stage.step
             for o in self._owned.values()
             if o.stage.rank == rank and o.record is not None and not o.dropped
+        )
+
+    def newest(self, rank: Rank) -> Step | None:
+        """What the rank handed over last in this round."""
+        return self._newest.get(rank)
+
+    def under_way(self, rank: Rank) -> tuple[Step, ...]:
+        """Handed over in the round that is held, and neither durable nor failed."""
+        state = self._held_round
+        return tuple(
+            o.stage.step
+            for o in self._owned.values()
+            if o.stage.rank == rank
+            and state is not None
+            and o.stage.round == state.round
+            and not (o.dropped or o.failed)
         )
 
     def find(self, rank: Rank, checkpoint: CheckpointId) -> ShardRecord | None:
@@ -246,6 +265,7 @@ class Stager:
         """A newer round is sealed: nothing that waits is written any more but by `write_held`."""
         self._held_round = None
         self._chosen = None
+        self.room.close()
 
     async def settle(self, timeout_seconds: float) -> bool:
         """Wait until every slot is written, waits in memory, or has failed."""
@@ -288,8 +308,10 @@ class Stager:
         """After a ROUND: take up what an earlier life of this process owned in this round, and free
         every other slot that nobody will ever free."""
         self._held_round = state
+        self.room.open()
         self._chosen = self._told = self.coordinator_holds = None
         self._stored.clear()
+        self._newest.clear()
         for owned in tuple(self._owned.values()):
             # A late write of an older round is left alone: it may be of the restore point.
             if owned.stage.round != state.round and owned.where is not Where.WRITING:
@@ -336,6 +358,7 @@ class Stager:
         where = Where.DIGESTING if waits else Where.WRITING
         owned = OwnedSlot(message, slot, state.world_size, where, waited=waits)
         self._owned[slot.name] = owned
+        self._newest[message.rank] = message.step
         if waits:
             self._tasks.spawn(self._digest(owned), f"digest {message.slot}")
         else:

@@ -157,3 +157,65 @@ def test_in_every_state(given_state: RetentionState, order: random.Random) -> No
     assert plan_retention(replace(given_state, committed=tuple(shuffled))) == plan
     left = tuple(c for c in given_state.committed if c.checkpoint in kept)
     assert plan_retention(replace(given_state, committed=left)).prune == ()
+
+
+PRESSED = {
+    "the older half goes, and nothing below is needed": (
+        state(committed(10, 20, 30, 40, 50), keep_last=5, pressed=True),
+        [10, 20],
+    ),
+    "one of two": (state(committed(10, 20), pressed=True), [10]),
+    "never the newest": (state(committed(10), pressed=True), []),
+    "never the newest that protects": (
+        state(committed(10, 20) + committed(30, level=Level.LOCAL), pressed=True),
+        [10],
+    ),
+    "nothing without one that protects": (
+        state(committed(10, 20, level=Level.LOCAL), pressed=True),
+        [],
+    ),
+    "held and uploading stay": (
+        state(
+            committed(10, 20, 30),
+            keep_last=3,
+            holds=frozenset({Step(10)}),
+            uploading=frozenset({at(20)}),
+            pressed=True,
+        ),
+        [],
+    ),
+    "the newest persisted one is in the store": (
+        state(committed(10, 20), newest_persisted=at(10), pressed=True),
+        [10],
+    ),
+    "below a restore point that was read": (
+        state(
+            committed(10, 20),
+            round=RestartRound(1),
+            restore_point=at(20),
+            restored=True,
+            pressed=True,
+        ),
+        [10],
+    ),
+    "not below one that was not read yet": (
+        state(committed(10, 20), round=RestartRound(1), restore_point=at(20), pressed=True),
+        [],
+    ),
+    "the restore point goes when a newer one protects": (
+        state(
+            committed(20) + committed(30, round=1),
+            round=RestartRound(1),
+            restore_point=at(20),
+            pressed=True,
+        ),
+        [20],
+    ),
+}
+
+
+@pytest.mark.parametrize(("given_state", "pruned"), PRESSED.values(), ids=PRESSED.keys())
+def test_what_goes_where_a_node_is_full(given_state: RetentionState, pruned: list[int]) -> None:
+    plan = plan_retention(given_state)
+    assert sorted(verdict.checkpoint.step for verdict in plan.prune) == pruned
+    assert len(plan.prune) + len(plan.keep) == len(given_state.committed)

@@ -211,3 +211,17 @@ def test_f31_without_descriptors_nothing_is_lost_and_nothing_stays(root: Path) -
     tier.put_manifest(JOB_UID, checkpoint, b"{}")
     with tier.open_shard(record.ref) as reader:
         reader.verify()
+
+
+def test_bad_copies_go_before_a_write_fails_for_lack_of_room(root: Path) -> None:
+    """They are kept for people to look at, not at the cost of a save."""
+    tier = DiskNodeTier(root, capacity_bytes=3 * SIZE)
+    tier.open()
+    for step in (10, 20):
+        tier.quarantine(write(tier, step).ref, "a test says so")
+    assert len(list((root / "quarantine").iterdir())) == 4
+    write(tier, 30)
+    write(tier, 40)
+    assert list((root / "quarantine").iterdir()) == []
+    with pytest.raises(CapacityError):
+        write(tier, 50)

@@ -39,6 +39,8 @@ class Gang:
         self.store = store
         self.store_dir = store_dir
         self.node_capacity_bytes = 1 << 30
+        self.small_nodes: dict[int, int] = {}
+        """Capacity of workers whose node is smaller than that."""
         self.slot_bytes = 1 << 20
         self.slots = 2
         self.procs_per_worker = 1
@@ -69,7 +71,7 @@ class Gang:
             pod_name=pod,
             pod_ip="127.0.0.1",
             node_dir=str(home / "node"),
-            node_capacity_bytes=self.node_capacity_bytes,
+            node_capacity_bytes=self.small_nodes.get(worker, self.node_capacity_bytes),
             certs_dir=str(certificates),
             store_dir=str(self.store_dir),
             store=self.store.to_json() if self.store is not None else "",

@@ -3,6 +3,10 @@
 The caller deletes manifests before shards. What this policy never names: anything while the current
 round has not committed at the level that protects it, the newest `keep_last` (at least two), the
 restore point, the newest persisted one, held steps, and steps on their way to the object store.
+
+Where a node has no room for another shard (`pressed`), fewer are kept, but never less than the newest
+checkpoint that protects the job: otherwise a volume with room for `keep_last` checkpoints and not for one
+more would never take a save again.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ class Reason(StrEnum):
     HELD = "Held"
     UPLOADING = "Uploading"
     NEWEST_PERSISTED = "NewestPersisted"
+    NO_ROOM = "NoRoom"
+    """It would be kept, but a node has no room for the next one."""
     SUPERSEDED = "Superseded"
 
 
@@ -54,6 +60,10 @@ class RetentionState:
     holds: frozenset[Step] = frozenset()
     uploading: frozenset[CheckpointId] = frozenset()
     newest_persisted: CheckpointId | None = None
+    pressed: bool = False
+    """A node has no room for another shard."""
+    restored: bool = False
+    """Every rank has trained from the restore point: it could be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,39 @@ def plan_retention(state: RetentionState) -> RetentionPlan:
         reason = _reason(item.checkpoint, state, in_this_round, protected, last)
         target = prune if reason is Reason.SUPERSEDED else keep
         target.append(Verdict(item.checkpoint, reason))
+    for verdict in _without_room(keep, _anchor(state, in_this_round), state):
+        keep.remove(verdict)
+        prune.append(Verdict(verdict.checkpoint, Reason.NO_ROOM))
+    prune.sort(key=lambda verdict: verdict.checkpoint, reverse=True)
     return RetentionPlan(tuple(prune), tuple(keep))
+
+
+def _anchor(state: RetentionState, in_this_round: list[CheckpointId]) -> CheckpointId | None:
+    """The newest checkpoint that protects the job now."""
+    if in_this_round:
+        return in_this_round[0]
+    return state.restore_point if state.restored else None
+
+
+def _without_room(
+    kept: list[Verdict], anchor: CheckpointId | None, state: RetentionState
+) -> list[Verdict]:
+    """The older half, at least one, of those that the job can do without: half of them, because a
+    volume that needs room for one need not lose all."""
+    if not state.pressed or anchor is None:
+        return []
+    spare = sorted(
+        (
+            verdict
+            for verdict in kept
+            if verdict.checkpoint < anchor
+            and verdict.reason not in (Reason.HELD, Reason.UPLOADING)
+            and verdict.checkpoint.step not in state.holds
+            and verdict.checkpoint not in state.uploading
+        ),
+        key=lambda verdict: verdict.checkpoint,
+    )
+    return spare[: -(-len(spare) // 2)]
 
 
 def _reason(

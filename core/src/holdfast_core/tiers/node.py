@@ -8,7 +8,8 @@ nothing about rounds and nothing about what may be pruned.
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,7 +151,7 @@ class DiskNodeTier:
             if existing is not None:
                 return existing
             size = file_bytes(header)
-            with self._budget.reserve(size, f"shard of rank {header.rank} step {header.step}"):
+            with self._reserve(size, f"shard of rank {header.rank} step {header.step}"):
                 return self._write_twice(header, source, size)
 
     def begin_copy(self, ref: ShardRef, file_bytes: int) -> DiskCopyWriter:
@@ -160,8 +161,7 @@ class DiskNodeTier:
         path = self.shard_path(ref)
         what = f"copy of rank {ref.rank} step {ref.step}"
         with ExitStack() as stack:
-            self._budget.take(file_bytes, what)
-            stack.callback(self._budget.give_back, file_bytes)
+            stack.enter_context(self._reserve(file_bytes, what))
             with disk_errors(f"creating the {what} in {path.parent}"):
                 temp = TempFile(path.parent, self._directories)
                 stack.callback(temp.discard)
@@ -379,7 +379,7 @@ class DiskNodeTier:
 
     def _put(self, path: Path, document: bytes) -> None:
         size = stored_bytes(document)
-        with self._budget.reserve(size, f"document {path.name}"):
+        with self._reserve(size, f"document {path.name}"):
             try:
                 written = write_document(path, document, self._directories)
             except CorruptionError as error:
@@ -387,6 +387,35 @@ class DiskNodeTier:
                 written = write_document(path, document, self._directories)
             if written:
                 self._budget.add(size)
+
+    @contextmanager
+    def _reserve(self, size: int, what: str) -> Iterator[None]:
+        """Hold bytes of the budget. Bad copies, which are kept for people only, go before a write fails
+        for lack of room. Raises CapacityError."""
+        try:
+            self._budget.take(size, what)
+        except CapacityError:
+            if not self._empty_quarantine():
+                raise
+            self._budget.take(size, what)
+        try:
+            yield
+        finally:
+            self._budget.give_back(size)
+
+    def _empty_quarantine(self) -> bool:
+        """False where there was nothing."""
+        directory = self._root / QUARANTINE
+        with self._lock, disk_errors(f"emptying {directory}"):
+            held = [p for p in directory.iterdir() if not p.name.endswith(".reason")]
+            for old in held:
+                self._remove_quarantined(old)
+        return bool(held)
+
+    def _remove_quarantined(self, path: Path) -> None:
+        self._budget.add(-path.lstat().st_size)
+        path.unlink()
+        Path(f"{path}.reason").unlink(missing_ok=True)
 
     def _quarantine_file(self, path: Path, reason: str) -> None:
         directory = self._root / QUARANTINE
@@ -403,9 +432,7 @@ class DiskNodeTier:
             fsync_directory(directory)
             Path(f"{target}.reason").write_text(reason + "\n")
             for old in held[: max(0, len(held) + 1 - QUARANTINE_KEPT)]:
-                self._budget.add(-old.lstat().st_size)
-                old.unlink()
-                Path(f"{old}.reason").unlink(missing_ok=True)
+                self._remove_quarantined(old)
 
     def _forget(self, ref: ShardRef) -> None:
         entry = self._index.remove(ref)

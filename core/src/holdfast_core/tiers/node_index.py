@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,16 +100,8 @@ class Budget:
         with self._lock:
             return self._free()
 
-    @contextmanager
-    def reserve(self, size: int, what: str) -> Iterator[None]:
-        """Hold `size` bytes while a file is written. Raises CapacityError."""
-        self.take(size, what)
-        try:
-            yield
-        finally:
-            self.give_back(size)
-
     def take(self, size: int, what: str) -> None:
+        """Hold `size` bytes while a file is written, until `give_back`. Raises CapacityError."""
         with self._lock:
             free = self._free()
             if size > free:

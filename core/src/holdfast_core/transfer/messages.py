@@ -194,6 +194,8 @@ class Failure:
     reason: Reason
     """CamelCase, e.g. NodeVolumeFull, StoreUnavailable, AccessDenied, PeerUnreachable."""
     message: Words
+    worker: Worker | None = None
+    """Whose sidecar reported it; the coordinator fills it in. None: it is of the whole gang."""
 
 
 # --------------------------------------------------------------------------- Unix socket
@@ -518,6 +520,18 @@ class DeadRank:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSaves:
+    """What became of the saves of one rank in this round. A step up to `newest` that is not under way
+    was skipped or could not be written, unless the coordinator has heard that it is prepared."""
+
+    rank: Rank
+    newest: Step
+    """Handed over last."""
+    under_way: tuple[Step, ...] = ()
+    """Handed over, and neither failed nor known to the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankTiers:
     """Newest step of one rank in each tier, for the ranks x tiers map."""
 
@@ -623,6 +637,8 @@ class PreparedReply:
     need_layout: bool = False
     committed: Digest | None = None
     """Set where the manifest of this step exists already (a resend after a reconnect)."""
+    pruned: bool = False
+    """The coordinator gave the step up or pruned it before this shard was there: delete the shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -680,6 +696,9 @@ class WorkerReport:
     idle: bool = False
     """Nothing is staged, being copied or uploaded here."""
     saves_skipped: Natural = 0
+    saves: Annotated[tuple[RankSaves, ...], PerRank] = ()
+    told: str = ""
+    """`instance` of the coordinator that has heard everything but what `saves` names as under way."""
     instance: str = ""
     """Names this life of the sender: when it changes, the coordinator tells it everything again."""
     holds: bool = False

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.api import CheckpointStore, JobCondition, JobPhase
 from holdfast_core.ids import Step, TierName
-from holdfast_core.transfer.messages import RestorePoint
+from holdfast_core.transfer.messages import Failure, RestorePoint
 from holdfast_operator.decide import recovery
 from holdfast_operator.decide.world import World
 from holdfast_operator.model import (
@@ -228,7 +228,7 @@ def _with_tier_conditions(status: JobStatusView, world: World, now: Now) -> JobS
     failures = () if state is None else state.failures
     local = next((f for f in failures if f.tier is not TierName.OBJECT), None)
     if local is not None:
-        note = Note(local.reason, local.message)
+        note = Note(local.reason, _located(world, local))
         status = set_condition(
             status, JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, note, now, job.generation
         )
@@ -251,7 +251,7 @@ def _with_tier_conditions(status: JobStatusView, world: World, now: Now) -> JobS
     elif store.available is False:
         healthy, note = False, Note(Reason.STORE_UNAVAILABLE, store.message)
     elif remote is not None:
-        healthy, note = False, Note(remote.reason, remote.message)
+        healthy, note = False, Note(remote.reason, _located(world, remote))
     elif store.available is None:
         return status
     else:
@@ -259,6 +259,16 @@ def _with_tier_conditions(status: JobStatusView, world: World, now: Now) -> JobS
     return set_condition(
         status, JobCondition.REMOTE_TIER_HEALTHY, healthy, note, now, job.generation
     )
+
+
+def _located(world: World, failure: Failure) -> str:
+    """The message of a failure with the worker and the node that it is of."""
+    if failure.worker is None:
+        return failure.message
+    member = world.member(failure.worker)
+    pod = None if member is None else member.pod
+    node = "" if pod is None or pod.node is None else f" on node {pod.node}"
+    return f"worker {failure.worker}{node}: {failure.message}"
 
 
 def must_write(old: JobStatusView, new: JobStatusView, memory: JobMemory, now: Now) -> bool:
