@@ -10,7 +10,7 @@ from tests.sidecar.pods import contract_with
 from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
-from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step, Worker
 from holdfast_core.transfer.messages import (
     ManifestPut,
     Policy,
@@ -62,7 +62,19 @@ def test_any_coordinator_writes_the_same_bytes() -> None:
     assert manifest.parent == PARENT
     assert manifest.layout == digest_of(first.layout)
     assert (manifest.step, manifest.restart_round, manifest.world_size) == (9, 3, 2)
-    assert manifest_info(first.manifest).manifest == first.digest
+    info = manifest_info(first.manifest, CONTRACT.job_uid, manifest.checkpoint)
+    assert info.manifest == first.digest
+
+
+@pytest.mark.parametrize(
+    ("job_uid", "step", "round_"),
+    [(JobUid("another"), 9, 3), (CONTRACT.job_uid, 8, 3), (CONTRACT.job_uid, 9, 2)],
+    ids=["job", "step", "round"],
+)
+def test_a_manifest_under_the_name_of_another(job_uid: JobUid, step: int, round_: int) -> None:
+    built = builder().build(entry())
+    with pytest.raises(CorruptionError, match="renamed or misdirected"):
+        manifest_info(built.manifest, job_uid, CheckpointId(Step(step), RestartRound(round_)))
 
 
 def test_a_layout_that_is_not_what_it_is_named() -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, Level, Rank, Step, TierName, Worker
 from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_core.transfer.messages import (
@@ -463,10 +464,13 @@ class Coordinator:
         self._changed()
 
     def _adopt(self, step: Step, digest: Digest, document: ManifestDocument) -> None:
-        """A manifest of this round that an earlier life (or another coordinator) wrote."""
+        """A manifest of this round that an earlier life (or another coordinator) wrote. Raises
+        FormatError, CorruptionError where it is not that step's."""
         if self._ledger.is_forgotten(step):
             return
         manifest = document.manifest.encode()
+        checkpoint = CheckpointId(step, self._message.round)
+        parse_manifest_of(manifest, self._contract.job_uid, checkpoint)
         with _Conflicts():
             entry = self._ledger.committed(step, manifest, digest, shard_infos(manifest))
         if document.layout is not None:

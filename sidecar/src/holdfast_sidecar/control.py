@@ -13,7 +13,7 @@ from holdfast_core.errors import (
     NotFoundError,
     RefusedError,
 )
-from holdfast_core.format.manifest import Manifest, parse_manifest
+from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import (
     CheckpointId,
     JobUid,
@@ -103,8 +103,9 @@ class Control:
         parts = self._parts
         uid = job_uid or parts.settings.contract.job_uid
         document = await parts.pools.read.run(parts.node.get_manifest, uid, checkpoint)
+        manifest = parse_manifest_of(document, uid, checkpoint)
         try:
-            digest = parse_manifest(document).layout
+            digest = manifest.layout
             layout = (await parts.pools.read.run(parts.node.get_layout, digest)).decode()
         except NotFoundError:
             layout = None

@@ -18,9 +18,10 @@ from holdfast_core.format.manifest import (
     ManifestShard,
     manifest_digest,
     parse_manifest,
+    parse_manifest_of,
 )
 from holdfast_core.format.rank_layout import parse_rank_layout
-from holdfast_core.ids import Digest, Rank
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank
 from holdfast_core.transfer.messages import ManifestInfo, ManifestPut, Round, ShardInfo
 from holdfast_sidecar.ledger import StepEntry
 
@@ -104,9 +105,9 @@ def shard_infos(document: bytes) -> tuple[ShardInfo, ...]:
     )
 
 
-def manifest_info(document: bytes) -> ManifestInfo:
-    """How an inventory lists a manifest. Raises FormatError."""
-    manifest = parse_manifest(document)
+def manifest_info(document: bytes, job_uid: JobUid, checkpoint: CheckpointId) -> ManifestInfo:
+    """How an inventory lists the manifest of that name. Raises FormatError, CorruptionError."""
+    manifest = parse_manifest_of(document, job_uid, checkpoint)
     return ManifestInfo(
         manifest.step,
         manifest.restart_round,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import CorruptionError, HoldfastError
 from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName
 from holdfast_core.slot_file import SlotFile, list_slots
@@ -15,14 +15,21 @@ from holdfast_sidecar import logs
 from holdfast_sidecar.documents import manifest_info
 
 
-def held_manifests(node: NodeTier, job_uid: JobUid) -> tuple[ManifestInfo, ...]:
-    """Blocking. Manifests of this job; one that cannot be read is left out and logged."""
+def held_manifests(
+    node: NodeTier, job_uid: JobUid, corrupt: Callable[[], object]
+) -> tuple[ManifestInfo, ...]:
+    """Blocking. Manifests of this job. One that cannot be read is left out and logged; one that is
+    damaged, or not what its name says, is quarantined."""
     found: list[ManifestInfo] = []
     for uid, checkpoint in node.list_manifests():
         if uid != job_uid:
             continue
         try:
-            found.append(manifest_info(node.get_manifest(uid, checkpoint)))
+            found.append(manifest_info(node.get_manifest(uid, checkpoint), uid, checkpoint))
+        except CorruptionError as error:
+            logs.warning("quarantined a manifest", checkpoint=str(checkpoint), error=str(error))
+            node.quarantine_manifest(uid, checkpoint, str(error))
+            corrupt()
         except HoldfastError as error:
             logs.warning("manifest not readable", checkpoint=str(checkpoint), error=str(error))
     return tuple(sorted(found, key=lambda m: (m.step, m.round)))

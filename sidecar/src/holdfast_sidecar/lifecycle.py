@@ -11,6 +11,7 @@ rendezvous, coordinator; a higher version only changes members, copies and the c
 from __future__ import annotations
 
 import asyncio
+import functools
 from dataclasses import replace
 
 from holdfast_core.errors import HoldfastError
@@ -252,7 +253,8 @@ class Lifecycle:
     async def inventory(self) -> Inventory:
         parts = self._parts
         uid = parts.settings.contract.job_uid
-        manifests = await parts.pools.read.run(held_manifests, parts.node, uid)
+        corrupt = functools.partial(parts.metrics.corruption, TierName.NODE)
+        manifests = await parts.pools.read.run(held_manifests, parts.node, uid, corrupt)
         shards = await parts.pools.read.run(
             held_shards, parts.node, uid, parts.settings.slots_dir, dict(parts.stager.memory)
         )

@@ -21,7 +21,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.digest import digest_of
-from holdfast_core.format.manifest import Manifest, parse_manifest
+from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, JobUid, Rank, ShardRef, TierName
 from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_core.transfer.messages import (
@@ -242,18 +242,26 @@ class Rehydrator:
         job_uid = self._job_uid(point)
         try:
             document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
-            return self._accept(document, point)
+            return self._accept(document, point, checkpoint)
+        except CorruptionError as error:
+            tried.failed("manifest in the node tier", error)
+            self._metrics.corruption(TierName.NODE)
+            await self._pools.meta.run(
+                self._node.quarantine_manifest, job_uid, checkpoint, str(error)
+            )
         except HoldfastError as error:
             tried.failed("manifest in the node tier", error)
         for member in self.others():
             try:
                 answer = await self._ask(member, job_uid, checkpoint)
                 document = answer.manifest.encode()
-                manifest = self._accept(document, point)
+                manifest = self._accept(document, point, checkpoint)
                 layout = answer.layout.encode() if answer.layout is not None else None
                 await self._keep(job_uid, checkpoint, document, layout, manifest)
                 return manifest
             except HoldfastError as error:
+                if isinstance(error, CorruptionError):
+                    self._metrics.corruption(TierName.PEER)
                 tried.failed(f"manifest at worker {member.worker}", error)
         if self._store is None:
             return None
@@ -262,13 +270,15 @@ class Rehydrator:
             document = await self._pools.fetch.run(
                 self._store.get_manifest, namespace, job_uid, checkpoint
             )
-            manifest = self._accept(document, point)
+            manifest = self._accept(document, point, checkpoint)
             layout = await self._pools.fetch.run(
                 self._store.get_layout, namespace, job_uid, manifest.layout
             )
             await self._keep(job_uid, checkpoint, document, layout, manifest)
             return manifest
         except HoldfastError as error:
+            if isinstance(error, CorruptionError):
+                self._metrics.corruption(TierName.OBJECT)
             tried.failed("manifest in the object store", error)
             return None
 
@@ -325,12 +335,13 @@ class Rehydrator:
             logs.warning("a layout was not kept", error=str(error))
         return document
 
-    def _accept(self, document: bytes, point: RestorePoint) -> Manifest:
+    def _accept(self, document: bytes, point: RestorePoint, checkpoint: CheckpointId) -> Manifest:
         """Raises CorruptionError unless it is the very document that the restore point names."""
         found = digest_of(document)
         if point.manifest is not None and found != point.manifest:
             raise CorruptionError(f"digest {found}, the restore point names {point.manifest}")
-        return parse_manifest(document)
+        namespace = self.namespace_of(point)
+        return parse_manifest_of(document, self._job_uid(point), checkpoint, namespace=namespace)
 
     async def _keep(
         self,

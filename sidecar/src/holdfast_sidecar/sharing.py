@@ -22,7 +22,7 @@ from holdfast_core.errors import (
 from holdfast_core.format.coding import chunk_widths
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import parse_layout
-from holdfast_core.format.manifest import Manifest, parse_manifest
+from holdfast_core.format.manifest import Manifest, parse_manifest_of
 from holdfast_core.format.pack import PackIndex, unshared_index
 from holdfast_core.format.pack_plan import Earlier, Shared, plan_pack, replica_groups, shared_with
 from holdfast_core.format.shard import Trailer
@@ -122,7 +122,7 @@ class ShardUploader:
         ref = reader.record.ref
         trailer = Trailer(reader.record, reader.table)
         try:
-            manifest = parse_manifest(self._node.get_manifest(ref.job_uid, ref.checkpoint))
+            manifest = self._manifest(ref)
             group = self._group(manifest, ref.rank)
         except (NotFoundError, CorruptionError, FormatError) as error:
             logs.warning("nothing is shared", rank=ref.rank, step=ref.step, error=str(error))
@@ -140,12 +140,16 @@ class ShardUploader:
         shared = self._shared(trailer, manifest, group)
         return plan_pack(trailer, shared, earlier, allowed, base)
 
+    def _manifest(self, ref: ShardRef) -> Manifest:
+        document = self._node.get_manifest(ref.job_uid, ref.checkpoint)
+        return parse_manifest_of(document, ref.job_uid, ref.checkpoint)
+
     def _chunk_widths(self, reader: ShardReader) -> bytes | None:
         """The shuffle of each chunk; None where the layout cannot be had: stored as it is then."""
         ref, header = reader.record.ref, reader.record.header
         if header.layout not in self._widths:
             try:
-                manifest = parse_manifest(self._node.get_manifest(ref.job_uid, ref.checkpoint))
+                manifest = self._manifest(ref)
                 layout = parse_layout(self._node.get_layout(manifest.layout))
             except (NotFoundError, CorruptionError, FormatError) as error:
                 logs.warning("not compressed", rank=ref.rank, step=ref.step, error=str(error))
@@ -171,7 +175,7 @@ class ShardUploader:
                 raise CorruptionError(
                     f"manifest {base}: expected digest {expected}, found {digest_of(document)}"
                 )
-            manifest = parse_manifest(document)
+            manifest = parse_manifest_of(document, ref.job_uid, base)
             if ref.rank >= manifest.world_size:
                 return None
             stored = store.stored(self._contract.namespace, manifest.ref(ref.rank))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
-from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound
 from holdfast_core.shared_files import own_directory, read_regular, remove, replace_file
@@ -113,8 +113,10 @@ def left_in_memory(
                 check_slot(slot.header(), stage, expected=SlotState.OWNED)
             finally:
                 slot.close()
-            document = node.get_manifest(job_uid, CheckpointId(stage.step, stage.round))
-            found.append(Left(stage, parse_manifest(document).world_size))
+            checkpoint = CheckpointId(stage.step, stage.round)
+            document = node.get_manifest(job_uid, checkpoint)
+            manifest = parse_manifest_of(document, job_uid, checkpoint)
+            found.append(Left(stage, manifest.world_size))
         except (HoldfastError, OSError) as error:
             logs.warning("slot not written by the seal", slot=name, error=str(error))
     return tuple(found)

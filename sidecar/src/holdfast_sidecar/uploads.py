@@ -14,7 +14,7 @@ from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import AlreadyExistsError, FormatError, NotFoundError
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.pack import MAX_EARLIER
-from holdfast_core.format.references import References, parse_references
+from holdfast_core.format.references import References, parse_references_of
 from holdfast_core.ids import CheckpointId, Level, Step, TierName
 from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_core.tiers.object import S3ObjectTier
@@ -218,7 +218,7 @@ class Uploads:
             document = await self._pools.store.run(
                 store.get_references, self._contract.namespace, self._contract.job_uid, base
             )
-            found = parse_references(document).most_needed(MAX_EARLIER - 1)
+            found = parse_references_of(document, base).most_needed(MAX_EARLIER - 1)
         except NotFoundError:
             return ()
         except FormatError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core.errors import FormatError
+from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.canonical import dumps_canonical, loads_canonical
 from holdfast_core.format.checks import (
     expect_checkpoint,
@@ -145,6 +145,38 @@ def parse_manifest(document: bytes) -> Manifest:
         layout=expect_digest(root["layout"], f"{what}.layout"),
         shards=tuple(_shard(entry, index) for index, entry in enumerate(entries)),
     )
+
+
+def parse_manifest_of(
+    document: bytes, job_uid: JobUid, checkpoint: CheckpointId, *, namespace: str | None = None
+) -> Manifest:
+    """Parse a manifest that was read under a name.
+
+    Raises FormatError as `parse_manifest`; CorruptionError where the document is of another job (or
+    namespace, if one is given), step or round than its name says: it was renamed, copied or
+    misdirected, and restoring it would continue from another step without a word.
+    """
+    manifest = parse_manifest(document)
+    found = (manifest.job.uid, manifest.checkpoint)
+    if found != (job_uid, checkpoint) or namespace not in (None, manifest.job.namespace):
+        raise CorruptionError(
+            f"manifest stored as {checkpoint} of job {job_uid}: the document says it is "
+            f"{manifest.checkpoint} of job {manifest.job.uid} in namespace "
+            f"{manifest.job.namespace}: renamed or misdirected"
+        )
+    return manifest
+
+
+def misnamed(document: bytes, job_uid: JobUid, checkpoint: CheckpointId) -> str | None:
+    """Why a document that was read under a name is another checkpoint's; None where it is this one's, or
+    cannot be parsed (it may be of a newer format)."""
+    try:
+        parse_manifest_of(document, job_uid, checkpoint)
+    except CorruptionError as error:
+        return str(error)
+    except FormatError:
+        return None
+    return None
 
 
 def _shard(value: object, index: int) -> ManifestShard:

@@ -55,6 +55,15 @@ class References:
         return tuple(order[:limit])
 
 
+def parse_references_of(document: bytes, checkpoint: CheckpointId) -> References:
+    """Parse references that were read under a name. Raises FormatError, also where they say that they
+    are another checkpoint's."""
+    references = parse_references(document)
+    if references.checkpoint != checkpoint:
+        raise FormatError(f"references of {checkpoint}: say they are {references.checkpoint}'s")
+    return references
+
+
 def parse_references(document: bytes) -> References:
     """Raises FormatError, with the path, for anything that `References.to_bytes` does not write."""
     what = "references"

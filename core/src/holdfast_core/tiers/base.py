@@ -187,6 +187,15 @@ class NodeTier(Protocol):
         """Rename the bad copy away: kept for people, never read again."""
         ...
 
+    def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
+        """The same for a manifest: the checkpoint does not exist here until it is put again. Tolerates
+        absence."""
+        ...
+
+    def quarantine_layout(self, digest: Digest, reason: str) -> None:
+        """The same for a layout."""
+        ...
+
     def free_bytes(self) -> int:
         """What may still be written within the budget."""
         ...

@@ -1,18 +1,21 @@
 """An object tier in a directory: a shared file system as the store, or none at all (`make demo-local`).
 
-Same keys and bytes as in an S3 store. put-if-absent is link(2), which fails where the name exists;
-a file is complete before it gets its name. `StoreConfig.endpoint` names it as `file:///path`.
+Same keys and bytes as in an S3 store. put-if-absent is link(2), which fails where the name exists; a
+file is complete, and read back, before it gets its name. A file whose content is not what its name says is
+replaced by one that is, and kept beside it as `<name>.bad`. `StoreConfig.endpoint` names the directory as
+`file:///path`.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast_core.errors import AlreadyExistsError, NotFoundError
+from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import (
     MANIFESTS,
@@ -24,6 +27,7 @@ from holdfast_core.format.keys import (
     shard_key,
     shards_prefix,
 )
+from holdfast_core.format.manifest import misnamed
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord, ShardSource
 from holdfast_core.tiers.disk import (
@@ -38,6 +42,8 @@ from holdfast_core.tiers.sources import ReaderSource
 
 SCHEME = "file://"
 SLICE_BYTES = 4 << 20
+_BAD = ".bad"
+_LOG = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
@@ -55,15 +61,35 @@ class DirectoryObjectTier:
         self._buffers = BufferPool(SLICE_BYTES, keep=1)
 
     def upload_shard(self, namespace: str, reader: ShardReader) -> None:
+        """Raises CorruptionError where the bytes that came from `reader` are not the shard."""
         record = reader.record
         path = self._path(namespace, record.header.job_uid, shard_key(record.ref))
         with disk_errors(f"store of {path}"):
-            if path.exists():
-                # Whoever wrote it may have died before this.
+            there = self._damage(path, record.ref)
+            if there is None:
+                # The process that wrote it may have died before this.
                 self._directories.ensure(path.parent)
                 fsync_directory(path.parent)
                 return
-            self._publish(path, _slices(reader.fd, record.file_bytes))
+
+            def check(temp: Path) -> None:
+                damage = self._damage(temp, record.ref)
+                if damage is not None:
+                    raise CorruptionError(
+                        f"upload of {record.ref} to {path}: what was written does not verify: {damage}"
+                    ) from damage
+
+            data = _slices(reader.fd, record.file_bytes)
+            self._publish(path, data, check, replaces=isinstance(there, CorruptionError))
+
+    def _damage(self, path: Path, ref: ShardRef) -> CorruptionError | NotFoundError | None:
+        """Why the file is not the shard, after reading all of it; None where it is."""
+        try:
+            with DiskShardReader.open(path, ref, self._buffers) as reader:
+                reader.verify()
+        except (CorruptionError, NotFoundError) as error:
+            return error
+        return None
 
     def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
         path = self._path(namespace, ref.job_uid, shard_key(ref))
@@ -93,7 +119,10 @@ class DirectoryObjectTier:
     def put_manifest(
         self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes
     ) -> Digest:
-        return self._put(namespace, job_uid, manifest_key(checkpoint), document)
+        key = manifest_key(checkpoint)
+        return self._put(
+            namespace, job_uid, key, document, lambda found: misnamed(found, job_uid, checkpoint)
+        )
 
     def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
         return self._get(namespace, job_uid, manifest_key(checkpoint))
@@ -108,16 +137,29 @@ class DirectoryObjectTier:
         return tuple(sorted(found))
 
     def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
-        return self._put(namespace, job_uid, layout_key(digest_of(document)), document)
+        digest = digest_of(document)
+        return self._put(
+            namespace,
+            job_uid,
+            layout_key(digest),
+            document,
+            lambda found: None if digest_of(found) == digest else f"holds {digest_of(found)}",
+        )
 
     def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes:
-        return self._get(namespace, job_uid, layout_key(digest))
+        """Raises NotFoundError, CorruptionError (the bytes are not those the digest names)."""
+        document = self._get(namespace, job_uid, layout_key(digest))
+        if (found := digest_of(document)) != digest:
+            path = self._path(namespace, job_uid, layout_key(digest))
+            raise CorruptionError(f"layout {path}: expected digest {digest}, found {found}")
+        return document
 
     def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
         manifest = self._path(namespace, job_uid, manifest_key(checkpoint))
         shards = self._path(namespace, job_uid, shards_prefix(checkpoint))
         with disk_errors(f"delete of {manifest}"):
             manifest.unlink(missing_ok=True)
+            Path(f"{manifest}{_BAD}").unlink(missing_ok=True)
             if manifest.parent.is_dir():
                 fsync_directory(manifest.parent)  # a manifest never outlives a shard of its own
             for path in shards.glob("*"):  # and what writers left that were killed
@@ -137,18 +179,42 @@ class DirectoryObjectTier:
         except FileNotFoundError as error:
             raise NotFoundError(f"{path}: not in the store") from error
 
-    def _put(self, namespace: str, job_uid: JobUid, key: str, document: bytes) -> Digest:
+    def _put(
+        self,
+        namespace: str,
+        job_uid: JobUid,
+        key: str,
+        document: bytes,
+        wrong: Callable[[bytes], str | None],
+    ) -> Digest:
+        """`wrong` tells why a document that is there cannot be of this name; None where it may be."""
         path = self._path(namespace, job_uid, key)
+
+        def check(temp: Path) -> None:
+            if temp.read_bytes() != document:
+                raise CorruptionError(f"{temp}: what was written for {path} reads back otherwise")
+
         with disk_errors(f"store of {path}"):
-            self._publish(path, iter((memoryview(document),)))
+            self._publish(path, iter((memoryview(document),)), check)
             found = path.read_bytes()
+            if found != document and wrong(found) is not None:
+                self._publish(path, iter((memoryview(document),)), check, replaces=True)
+                found = path.read_bytes()
         if found != document:
             raise AlreadyExistsError(f"{path}: another document is there")
         return digest_of(document)
 
-    def _publish(self, path: Path, data: Iterator[memoryview]) -> None:
-        """Write, fsync, link under the final name if that is free, fsync the directory, whoever
-        gave the name."""
+    def _publish(
+        self,
+        path: Path,
+        data: Iterator[memoryview],
+        check: Callable[[Path], None],
+        *,
+        replaces: bool = False,
+    ) -> None:
+        """Write, fsync, read back, link under the final name if that is free, fsync the directory,
+        whichever process gave the name. `replaces`: what has the name is bad; it becomes `<name>.bad`,
+        and there is a file of the name at every moment."""
         self._directories.ensure(path.parent)
         temp = path.parent / f"{TEMP_PREFIX}{os.getpid()}-{next(_numbers)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -157,9 +223,18 @@ class DirectoryObjectTier:
             for part in data:
                 _write_all(lambda rest: os.write(fd, rest), part)
             os.fsync(fd)
-            with suppress(FileExistsError):
-                os.link(temp, path)
-            temp.unlink()
+            check(temp)
+            if replaces:
+                bad = Path(f"{path}{_BAD}")
+                bad.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.link(path, bad)
+                temp.replace(path)
+                _LOG.warning("%s was damaged: replaced, kept as %s", path, bad)
+            else:
+                with suppress(FileExistsError):
+                    os.link(temp, path)
+                temp.unlink()
             fsync_directory(path.parent)
         finally:
             os.close(fd)

@@ -150,6 +150,14 @@ class FaultyNodeTier:
         self._faults.strike("quarantine")
         self._inner.quarantine(ref, reason)
 
+    def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
+        self._faults.strike("quarantine_manifest")
+        self._inner.quarantine_manifest(job_uid, checkpoint, reason)
+
+    def quarantine_layout(self, digest: Digest, reason: str) -> None:
+        self._faults.strike("quarantine_layout")
+        self._inner.quarantine_layout(digest, reason)
+
     def free_bytes(self) -> int:
         self._faults.strike("free_bytes")
         return self._inner.free_bytes()

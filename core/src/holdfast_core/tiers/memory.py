@@ -143,6 +143,14 @@ class MemoryTier:
             if self._files.pop(ref, None) is not None:
                 self.quarantined.append((ref, reason))
 
+    def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
+        with self._lock:
+            self._manifests.pop((job_uid, checkpoint), None)
+
+    def quarantine_layout(self, digest: Digest, reason: str) -> None:
+        with self._lock:
+            self._layouts.pop(digest, None)
+
     def read_round(self) -> tuple[RestartRound, int] | None:
         return self._round
 

@@ -24,6 +24,7 @@ from holdfast_core.errors import (
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import checked_job_uid, layout_key, manifest_key, shard_key
+from holdfast_core.format.manifest import misnamed
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.format.shard import Trailer, check_header, chunk_count, file_bytes
 from holdfast_core.format.stream import PayloadDigester
@@ -229,12 +230,28 @@ class DiskNodeTier:
         if entry is not None and not self._read_only:
             self._quarantine_file(entry.path, reason)
 
+    def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
+        self._expect_open()
+        self._quarantine_file(self._manifest_path(job_uid, checkpoint), reason)
+
+    def quarantine_layout(self, digest: Digest, reason: str) -> None:
+        self._expect_open()
+        self._quarantine_file(self._root / layout_key(digest), reason)
+
     # ------------------------------------------------------------------ documents
 
     def put_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, document: bytes) -> Digest:
-        """See NodeTier. A damaged document in its place is quarantined first."""
+        """See NodeTier. A damaged document in its place, or one of another checkpoint, is quarantined
+        first."""
         self._expect_open()
-        self._put(self._manifest_path(job_uid, checkpoint), document)
+        path = self._manifest_path(job_uid, checkpoint)
+        try:
+            self._put(path, document)
+        except AlreadyExistsError:
+            if (reason := misnamed(read_document(path), job_uid, checkpoint)) is None:
+                raise
+            self._quarantine_file(path, reason)
+            self._put(path, document)
         return digest_of(document)
 
     def get_manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:

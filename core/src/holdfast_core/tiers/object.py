@@ -22,7 +22,7 @@ from holdfast_core.errors import CorruptionError, FormatError, NotFoundError
 from holdfast_core.format import keys
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.pack import PackIndex
-from holdfast_core.format.references import References, parse_references
+from holdfast_core.format.references import References, parse_references_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef
 from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord, ShardSource
 from holdfast_core.tiers.object_documents import DocumentStore
@@ -254,11 +254,7 @@ class S3ObjectTier:
                     document = self.get_references(namespace, job_uid, checkpoint)
                 except NotFoundError:
                     continue  # deleted meanwhile, after its manifest
-                found[checkpoint] = parse_references(document)
-                if found[checkpoint].checkpoint != checkpoint:
-                    raise FormatError(
-                        f"references of {checkpoint}: say they are {found[checkpoint].checkpoint}'s"
-                    )
+                found[checkpoint] = parse_references_of(document, checkpoint)
 
     def abort_stale_uploads(
         self,

@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 from holdfast_core.errors import AlreadyExistsError, NotFoundError
 from holdfast_core.format.manifest import Manifest
-from holdfast_core.format.references import References, parse_references
+from holdfast_core.format.references import References, parse_references_of
 from holdfast_core.ids import CheckpointId, JobUid
 from holdfast_core.tiers.object import S3ObjectTier
 
@@ -48,7 +48,8 @@ def _said(tier: S3ObjectTier, namespace: str, job_uid: JobUid, references: Refer
     try:
         tier.put_references(namespace, job_uid, references)
     except AlreadyExistsError:
-        held = parse_references(tier.get_references(namespace, job_uid, references.checkpoint))
+        document = tier.get_references(namespace, job_uid, references.checkpoint)
+        held = parse_references_of(document, references.checkpoint)
         return held.bytes_in.keys() >= references.bytes_in.keys()
     return True
 

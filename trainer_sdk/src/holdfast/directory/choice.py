@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, UnavailableError
-from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
+from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound
 from holdfast_core.tiers.node import DiskNodeTier
 
@@ -45,12 +45,7 @@ def candidates(tier: DiskNodeTier) -> list[CheckpointId]:
 def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
     """Raises NotFoundError, CorruptionError or FormatError when it cannot be restored from here."""
     document = tier.get_manifest(JOB_UID, checkpoint)
-    manifest = parse_manifest(document)
-    if (manifest.checkpoint, manifest.job.uid) != (checkpoint, JOB_UID):
-        raise CorruptionError(
-            f"the manifest of {checkpoint} is of {manifest.checkpoint} of job {manifest.job.uid}: it was "
-            "renamed or copied"
-        )
+    manifest = parse_manifest_of(document, JOB_UID, checkpoint)
     missing = [s.rank for s in manifest.shards if tier.look_up(manifest.ref(s.rank)) is None]
     if missing:
         raise NotFoundError(f"checkpoint {checkpoint}: the shards of ranks {missing} are not there")
