@@ -73,7 +73,7 @@ def test_any_coordinator_writes_the_same_bytes() -> None:
 )
 def test_a_manifest_under_the_name_of_another(job_uid: JobUid, step: int, round_: int) -> None:
     built = builder().build(entry())
-    with pytest.raises(CorruptionError, match="renamed or misdirected"):
+    with pytest.raises(CorruptionError, match="renamed or copied"):
         manifest_info(built.manifest, job_uid, CheckpointId(Step(step), RestartRound(round_)))
 
 

@@ -92,7 +92,7 @@ def test_it_is_not_restored_from_any_tier(job_uid: JobUid, checkpoint: Checkpoin
     words = tried(point, node)
     for place in ("the node tier", "worker 1", "the object store"):
         assert f"manifest {'at' if place == 'worker 1' else 'in'} {place}" in words
-    assert words.count("renamed or misdirected") == 3
+    assert words.count("renamed or copied") == 3
     with pytest.raises(NotFoundError):
         node.get_manifest(job_uid, checkpoint)
 
@@ -101,7 +101,7 @@ def test_a_manifest_of_a_job_of_that_uid_in_another_namespace() -> None:
     node = MemoryTier()
     node.put_manifest(JOB.uid, SAVED, DOCUMENT)
     point = RestorePoint(SAVED.step, SAVED.round, job_uid=JOB.uid, job_namespace="another")
-    assert tried(point, node).count("renamed or misdirected") == 3
+    assert tried(point, node).count("renamed or copied") == 3
 
 
 def test_an_inventory_lists_what_its_name_says_and_quarantines_the_rest(tmp_path: Path) -> None:

@@ -160,9 +160,8 @@ def parse_manifest_of(
     found = (manifest.job.uid, manifest.checkpoint)
     if found != (job_uid, checkpoint) or namespace not in (None, manifest.job.namespace):
         raise CorruptionError(
-            f"manifest stored as {checkpoint} of job {job_uid}: the document says it is "
-            f"{manifest.checkpoint} of job {manifest.job.uid} in namespace "
-            f"{manifest.job.namespace}: renamed or misdirected"
+            f"the manifest of {checkpoint} of job {job_uid} is of {manifest.checkpoint} of job "
+            f"{manifest.job.uid} in namespace {manifest.job.namespace}: it was renamed or copied"
         )
     return manifest
 
