@@ -20,6 +20,7 @@ from holdfast.folder import folder_path
 from holdfast.gang_store import GangStore, connect_store
 from holdfast.handle import SaveHandle
 from holdfast.layouts import LayoutFiles
+from holdfast.loop import Position, TrainingLoop
 from holdfast.outcomes import Outcomes
 from holdfast.ownership import report_other_training, take_for_training
 from holdfast.places import DirectoryPlace, Place, PodPlace
@@ -28,10 +29,11 @@ from holdfast.restoring import Restorer
 from holdfast.saving import Saver
 from holdfast.session import Session
 from holdfast.settings import RankSettings
-from holdfast.signals import StopSignal
+from holdfast.signals import HandledSignal, stop_signal
 from holdfast.staging import SlotRing
 from holdfast.state.load import load_state
 from holdfast.state.wish import Wish
+from holdfast.steps import checked_step
 from holdfast_core.contract import PodContract
 from holdfast_core.errors import (
     CapacityError,
@@ -118,7 +120,7 @@ class Checkpointer:
             knows_what_is_durable=isinstance(self._place, DirectoryPlace),
         )
         self._ring = SlotRing(self._place.slots_dir, self._settings.rank, self._place.slots)
-        self._signal = StopSignal(self._session.want_stop)
+        self._signal = stop_signal(self._session.want_stop)
         self._store: GangStore | None = None
         self._agreement: StepAgreement | None = None
         self._restorer: Restorer | None = None
@@ -137,8 +139,17 @@ class Checkpointer:
         self._verdicts: tuple[int, Verdict] | None = None
         self._left_out: int | None = None
         self._began = False
+        self._has_saved = False
+        """Since the folder was opened, or rolled back: the same on every rank."""
         self._last_saved: Step | None = None
         self._outcomes = Outcomes()
+        self._position = Position()
+        self._loop: TrainingLoop | None = None
+        self._left: SaveHandle | None = None
+        """The save of a loop that was left by `break`, until it is known what comes next."""
+        self._left_error: Exception | None = None
+        self._was_interrupted = False
+        """Ctrl-C ended a loop after a step that is saved."""
         self.skipped: tuple[str, ...] = ()
         """What the last restore with strict=False left alone, one line each."""
 
@@ -154,7 +165,11 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close(wait=kind is None)
+        waited_out = self._was_interrupted and isinstance(error, KeyboardInterrupt)
+        deliberate = error is None or waited_out or _is_clean_exit(error)
+        if not deliberate:
+            self._forget_left("an exception left the loop: the state may be half updated")
+        self.close(wait=deliberate)
 
     def open(self) -> None:
         """Connect. Called by `with`; once. Raises ConfigError after `close`."""
@@ -196,6 +211,10 @@ class Checkpointer:
         link = self._session.link
         if link is None:
             return
+        if self._loop is not None:
+            self._leave(self._loop)
+        left_error, self._left_error = self._left_error, None
+        self._hand_over_left()
         self._progress.tell(self._round())
         copies_seconds = _COPIES_SECONDS if wait else _COPIES_AFTER_ERROR_SECONDS
         copied = self._saver.wait(copies_seconds)
@@ -218,6 +237,7 @@ class Checkpointer:
         self._session.link = None
         if self._dropped is not None:
             self._dropped.detach()
+        failure = left_error or failure
         if failure is not None and wait and self._on_save_error == "raise":
             raise failure
 
@@ -235,19 +255,40 @@ class Checkpointer:
         The body does one optimizer step: after the body of index i, i + 1 steps are done. Saves when
         the interval says so, on request, at a stop and after the last step. Ends early, with
         `stopping` set, when the gang was asked to stop. `before_rng`: see `restore`.
+
+        `break` and `return` save what is done, as a stop would; an exception in the body does not. The
+        first Ctrl-C saves after the step that runs, then raises KeyboardInterrupt. Called again with
+        the same models and tensors it goes on where the training stands, without restoring.
         """
-        start = self.restore(state, before_rng=before_rng) or 0
+        total = checked_step(total, "Checkpointer.steps(total=...)")
+        self._opened()
+        self._hand_over_left()
+        if self._stopping:
+            return
+        if self._position.continues(state):
+            start = self._position.done
+        else:
+            start = self.restore(state, before_rng=before_rng) or 0
         try:
             self.allocate(state)
         except StateDictError as error:
             # The state's own code may succeed later: as for every save, training goes on.
             logger.warning("memory for saves is taken at the first save, not now: %s", error)
         self._begin(start)
-        for index in range(start, total):
-            yield index
-            self._after_step(Step(index + 1), state, last=index + 1 == total)
-            if self._stopping:
-                return
+        loop = self._loop = TrainingLoop(state, self._session.want_stop)
+        try:
+            for index in range(start, total):
+                loop.begins(index)
+                yield index
+                loop.ended()
+                self._after_step(Step(index + 1), state, last=index + 1 == total)
+                if self._stopping:
+                    break
+        finally:
+            self._leave(loop)
+        if loop.was_interrupted:
+            self._was_interrupted = True
+            raise KeyboardInterrupt(f"saved after {self._position.done} steps")
 
     def report(self, **metrics: Any) -> None:
         """Numbers or scalar tensors of the step being done (loss=...): shown in the job's status."""
@@ -294,8 +335,8 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether every rank saves after `step` optimizer steps. Ask once after each step, on every
-        rank; sets `stopping` too. `steps` does it itself."""
-        due = self._wants_save(Step(step))
+        rank; sets `stopping` too. `steps` does it itself. Raises ConfigError for what is no step."""
+        due = self._wants_save(checked_step(step, "Checkpointer.should_save(step)"))
         if not due:  # otherwise the save reports the step, with what it cost
             self._progress.tell(self._round())
         return due
@@ -306,9 +347,14 @@ class Checkpointer:
         self,
         state: MutableMapping[str, Any],
         *,
+        step: int | None = None,
         before_rng: Callable[[], None] | None = None,
     ) -> int | None:
         """Load the round's restore point in place; the number of optimizer steps done, or None.
+
+        After a save of this process: the newest checkpoint that is committed, which is to roll back.
+        `step`: that one instead. Both need a folder, and every rank must call it. What is saved
+        afterwards replaces the later steps: a run that starts prefers it.
 
         Order: models, optimizers, schedulers, data loaders, anything else, `before_rng`, random
         number generators. Make iterators of data loaders in `before_rng`: they may draw from them.
@@ -318,12 +364,18 @@ class Checkpointer:
         run never starts from nothing because its checkpoint could not be asked for.
         """
         restorer = self._opened()
+        self._forget_left("the state was restored")
         self._saver.prepare()
+        if self._has_saved or step is not None:
+            self._roll_back(
+                None if step is None else checked_step(step, "Checkpointer.restore(step)")
+            )
         wish = Wish(state, self._settings.rank, strict=self._strict)
         found = restorer.fetch(wish)
         if found is None:
             if before_rng is not None:
                 before_rng()
+            self._position.restored(0, state)
             return None
         saved = found.saved()
         if found.lies_over is not None and not wish.fits(saved):
@@ -339,6 +391,7 @@ class Checkpointer:
             before_rng=before_rng,
             is_ours=found.is_ours,
         )
+        self._position.restored(found.step, state)
         self._ring.touch_meanwhile()
         for line in self.skipped:
             logger.warning("not restored: %s", line)
@@ -360,9 +413,13 @@ class Checkpointer:
         another process; ask the handle. Parameters and optimizer state on a GPU are copied while
         training goes on, up to the next `optimizer.step()`: before anything else changes them, call
         `wait_staged`. With on_save_error="raise", raises SaveFailedError and what prevented the copy
-        (CapacityError, UnsupportedStateError, UnavailableError, DeviceError).
+        (CapacityError, UnsupportedStateError, UnavailableError, DeviceError). Raises ConfigError for what
+        is no step, before anything is taken.
         """
-        return self._save(Step(step), state, wait=self._when_busy == "wait")
+        checked = checked_step(step, "Checkpointer.save(step)")
+        if self._left is not None and self._left.step == checked:
+            self._forget_left("the script saved this step itself")
+        return self._save(checked, state, wait=self._when_busy == "wait")
 
     def wait_staged(self) -> None:
         """What the current CUDA stream is given from now on runs after the copies of the saves so far.
@@ -376,8 +433,16 @@ class Checkpointer:
 
     def _save(self, step: Step, state: Mapping[str, Any], *, wait: bool) -> SaveHandle:
         self._open_to_save()
+        self._hand_over_left()
+        return self._start_save(SaveHandle(step, self._round()), state, wait=wait)
+
+    def _start_save(
+        self, handle: SaveHandle, state: Mapping[str, Any], *, wait: bool
+    ) -> SaveHandle:
+        step = handle.step
         started = time.monotonic()
-        handle = SaveHandle(step, self._round())
+        self._has_saved = True
+        self._position.trained(step)
         try:
             self._raise_older()
             self._hand_over(handle, state, wait=wait)
@@ -405,6 +470,55 @@ class Checkpointer:
                 f"Checkpointer: process {self._pid} opened it and this is its forked child "
                 f"{os.getpid()}: save and restore in the process that trains"
             )
+
+    def _roll_back(self, step: Step | None) -> None:
+        """All ranks: from the next request on, the folder answers with what is committed by now."""
+        restorer = self._opened()
+        if isinstance(self._place, DirectoryPlace):
+            self._session.wait_settled(_SETTLE_SECONDS)
+        restorer.roll_back(step)
+        self._has_saved = self._began = False
+        self._verdicts = self._left_out = self._last_saved = None
+
+    def _leave(self, loop: TrainingLoop) -> None:
+        """The loop is over, or its generator was closed in the middle of a body."""
+        if self._loop is not loop:
+            return
+        self._loop = None
+        done = loop.steps_done()
+        loop.close()
+        if done is None or self._session.link is None:
+            return
+        self._position.trained(done)
+        if done == 0 or done == self._last_saved:
+            return
+        # Whether an exception left the body is not known here, and whether the script goes back to
+        # an older step: the bytes of this moment are kept until it is.
+        self._left = SaveHandle(Step(done), self._round())
+        self._session.hold_back(self._left)
+        try:
+            self._open_to_save()
+            self._start_save(self._left, loop.state, wait=True)
+        except Exception as error:  # noqa: BLE001 - Python would print it and go on: see close
+            self._left_error = error
+
+    def _hand_over_left(self) -> None:
+        """The state in which a loop was left is wanted. Raises what its save raised."""
+        left, self._left = self._left, None
+        error, self._left_error = self._left_error, None
+        if left is not None:
+            self._session.hand_over_held()
+        if error is not None:
+            raise error
+
+    def _forget_left(self, why: str) -> None:
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+        if self._left is not None:
+            self._left = self._left_error = None
+            self._last_saved = None
+            self._session.drop_held(f"dropped: {why}")
 
     def _opened(self) -> Restorer:
         self.open()
@@ -466,6 +580,8 @@ class Checkpointer:
 
     def _wants_save(self, step: Step) -> bool:
         self._opened()
+        self._hand_over_left()
+        self._position.trained(step)
         if not self._began:
             self._begin(step - 1)
         verdict = self._verdict(step)
@@ -564,12 +680,17 @@ class Checkpointer:
             logger.warning("save of step %d failed, training goes on: %s", step, reason)
 
 
-def _let_go(pid: int, session: Session, place: Place, stop_signal: StopSignal) -> None:
+def _is_clean_exit(error: BaseException) -> bool:
+    """The script ended itself in a way that says that all is well."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _let_go(pid: int, session: Session, place: Place, stop: HandledSignal) -> None:
     """Of a Checkpointer that nobody refers to any more, as when a notebook's cell runs again: its memory
     and its persister would stay as long as this process."""
     if os.getpid() != pid:
         return  # a forked child has none of it
-    stop_signal.restore()
+    stop.restore()
     session.wait_settled(_LET_GO_SECONDS)
     link, session.link = session.link, None
     if link is not None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from holdfast.directory.choice import committed
 from holdfast.directory.in_place import InPlace, read_in_place
 from holdfast.gang_store import GangStore
 from holdfast.layouts import LayoutFiles
@@ -29,6 +30,7 @@ from holdfast.staging import SlotRing
 from holdfast.state.snapshot import read_payload
 from holdfast.state.wish import Wish
 from holdfast_core.errors import (
+    ConfigError,
     CorruptionError,
     HoldfastError,
     NotFoundError,
@@ -292,6 +294,34 @@ class Restorer:
     def _reject(self, place: DirectoryPlace) -> None:
         if place.restore is not None:
             place.rejected.append(place.restore)
+        self._begin_again(place)
+
+    def roll_back(self, step: Step | None) -> None:
+        """Every rank of a folder: make `step` (None: the newest committed one) the restore point.
+
+        A new persister is started in a new round: what is saved from then on is a new history, which
+        does not clash with later steps of the old one, and which a run that starts prefers.
+
+        Raises ConfigError in a pod, and where the folder has no such step; CorruptionError where it
+        cannot be read.
+        """
+        place = self._place
+        if not isinstance(place, DirectoryPlace):
+            raise ConfigError(
+                "Checkpointer.restore: in a worker pod all ranks of a round start from the restore point "
+                "that the operator chose, and this rank has saved since: end the process with an exit "
+                "code other than 0, and the gang restarts from its newest checkpoint"
+            )
+        wanted = None if step is None else _of_step(place, step)
+        bad = list(place.rejected)
+        if wanted is not None:
+            place.rejected = [*bad, *_newer(place, wanted)]
+        self._begin_again(place)
+        place.rejected = bad
+        if wanted is not None and place.restore != wanted:
+            raise CorruptionError(f"{place.root}: checkpoint {wanted} cannot be restored")
+
+    def _begin_again(self, place: DirectoryPlace) -> None:
         self._attempt += 1
         if self._session.link is not None:
             self._session.link.close()
@@ -321,6 +351,24 @@ def _why_never(place: DirectoryPlace, session: Session, *, patient: bool) -> Hol
 
 def _pair(value: list[int] | None) -> CheckpointId | None:
     return None if value is None else CheckpointId(Step(value[0]), RestartRound(value[1]))
+
+
+def _of_step(place: DirectoryPlace, step: Step) -> CheckpointId:
+    """Its newest one. Raises ConfigError."""
+    known = committed(place.root)
+    for checkpoint in known:
+        if checkpoint.step == step:
+            return checkpoint
+    steps = sorted({checkpoint.step for checkpoint in known})
+    raise ConfigError(
+        f"Checkpointer.restore(step={step}): {place.root} holds no such checkpoint; it has steps "
+        f"{', '.join(map(str, steps)) or 'none'}"
+    )
+
+
+def _newer(place: DirectoryPlace, wanted: CheckpointId) -> list[CheckpointId]:
+    known = committed(place.root)
+    return known[: known.index(wanted)]
 
 
 def _is_bad_copy(error: HoldfastError) -> bool:

@@ -80,6 +80,8 @@ class Session:
         self._save_wanted = False
         self._stop_wanted = False
         self._said_lost = False
+        self._held_back: SaveHandle | None = None
+        self._held: _Staged | None = None
         self._progress: Progress | None = None
         """The newest, sent again after a reconnect: a sidecar that restarted knows no step."""
         self.losses = 0
@@ -165,12 +167,42 @@ class Session:
     # ------------------------------------------------------------------ the training thread
 
     def stage(self, stage: Stage, slot: Slot, handle: SaveHandle) -> None:
-        """Hand a FULL slot over. Failure is told by the handle; the slot is FREE again then."""
+        """Hand a FULL slot over, or keep it where `hold_back` asked for that. Failure is told by the
+        handle; the slot is FREE again then."""
         save = _Staged(stage, slot, handle)
         with self._lock:
-            self._saves[(stage.step, stage.round)] = save
-            self._forget_old()
-        self._submit(save)
+            dropped = handle.settled
+            kept = not dropped and handle is self._held_back
+            if kept:
+                self._held = save
+        if dropped:
+            slot.abandon()
+        elif not kept:
+            self._take(save)
+
+    def hold_back(self, handle: SaveHandle) -> None:
+        """Keep the slot of this save until `hand_over_held` or `drop_held`. One at a time."""
+        with self._lock:
+            self._held_back = handle
+
+    def hand_over_held(self) -> None:
+        """The save that was held back is wanted."""
+        with self._lock:
+            save = self._held
+            self._held_back, self._held = None, None
+        if save is not None:
+            self._take(save)
+
+    def drop_held(self, why: str) -> None:
+        """The save that was held back is not wanted: it counts as overtaken, not as failed."""
+        with self._lock:
+            handle, save = self._held_back, self._held
+            self._held_back, self._held = None, None
+        if handle is not None:
+            handle.overtaken = True
+            handle.fail(Level.LOCAL, why)
+        if save is not None:
+            save.slot.abandon()
 
     def progress(self, message: Progress) -> bool:
         """Send the newest finished step; False when there is no connection to send it over."""
@@ -213,6 +245,12 @@ class Session:
             return any(s.handle is handle and s.acknowledged for s in self._saves.values())
 
     # ------------------------------------------------------------------ inside
+
+    def _take(self, save: _Staged) -> None:
+        with self._lock:
+            self._saves[(save.stage.step, save.stage.round)] = save
+            self._forget_old()
+        self._submit(save)
 
     def _submit(self, save: _Staged) -> None:
         if self.link is None:

@@ -1,8 +1,8 @@
-"""SIGTERM as "save and stop at the next step all agree on", while a Checkpointer is open.
+"""SIGTERM and Ctrl-C as "save and stop at the next step all agree on".
 
 The handler only sets a flag: a rank inside a collective finishes its step first. What hangs is ended
 by the sender of the signal, after its grace. A forked child (a data loader's worker) has no step to
-finish: there SIGTERM ends the process, as it would without a Checkpointer.
+finish: there a signal does what it would do without a Checkpointer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,28 @@ from types import FrameType
 from typing import Any
 
 
-class StopSignal:
-    """Installed only in the main thread, and only where the user has no handler of his own."""
+class HandledSignal:
+    """Installed only in the main thread, and only where the script has no handler of its own.
 
-    def __init__(self, on_stop: Callable[[], None]) -> None:
-        self._on_stop = on_stop
-        self._previous: Any = None
+    Args:
+        number: The signal.
+        default: The handler that Python starts with; it is put back.
+        on_signal: Called in the main thread, between two instructions of the script.
+        once: The default handles the signal from the second one on.
+    """
+
+    def __init__(
+        self,
+        number: signal.Signals,
+        default: Any,
+        on_signal: Callable[[], None],
+        *,
+        once: bool = False,
+    ) -> None:
+        self._number = number
+        self._default = default
+        self._on_signal = on_signal
+        self._once = once
         self._installed = False
         self._pid = os.getpid()
         _signals.add(self)
@@ -29,17 +45,17 @@ class StopSignal:
     def install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        if signal.getsignal(self._number) is not self._default:
             return
         self._pid = os.getpid()
-        self._previous = signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(self._number, self._handle)
         self._installed = True
 
     def restore(self) -> None:
         """In another thread than `install` nothing: Python does not allow it there."""
         if self._installed and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) == self._handle:
-                signal.signal(signal.SIGTERM, self._previous)
+            if signal.getsignal(self._number) == self._handle:
+                signal.signal(self._number, self._default)
             self._installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -47,10 +63,17 @@ class StopSignal:
             self.restore()
             os.kill(os.getpid(), number)
             return
-        self._on_stop()
+        if self._once:
+            self.restore()
+        self._on_signal()
 
 
-_signals: weakref.WeakSet[StopSignal] = weakref.WeakSet()
+def stop_signal(on_stop: Callable[[], None]) -> HandledSignal:
+    """SIGTERM, as Kubernetes and launchers send it."""
+    return HandledSignal(signal.SIGTERM, signal.SIG_DFL, on_stop)
+
+
+_signals: weakref.WeakSet[HandledSignal] = weakref.WeakSet()
 
 
 def _restore_all() -> None:

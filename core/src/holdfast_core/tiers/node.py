@@ -475,3 +475,8 @@ class DiskNodeTier:
     def _expect_open(self) -> None:
         if not self._opened:
             raise TierError(f"node tier {self._root}: not open yet; call open() first")
+
+
+def manifests_in(root: Path) -> tuple[tuple[JobUid, CheckpointId], ...]:
+    """The manifests of a node tier that another process has opened. Reads names and changes nothing."""
+    return tuple(list_manifests(root, _RESERVED))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, UnavailableError
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound
-from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.tiers.node import DiskNodeTier, manifests_in
 
 JOB_UID = JobUid("standalone")
 """Every directory holds one job's checkpoints; there is no cluster to give it a uid."""
@@ -38,8 +39,13 @@ def next_round(tier: DiskNodeTier, others: Iterable[RestartRound]) -> RestartRou
 
 
 def candidates(tier: DiskNodeTier) -> list[CheckpointId]:
-    found = [checkpoint for uid, checkpoint in tier.list_manifests() if uid == JOB_UID]
-    return sorted(found, key=lambda c: (c.round, c.step), reverse=True)
+    return _newest_first(tier.list_manifests())
+
+
+def committed(root: Path) -> list[CheckpointId]:
+    """The checkpoints of a folder that another process writes, in the order in which `choose` tries
+    them. Reads names alone."""
+    return _newest_first(manifests_in(root / "tier"))
 
 
 def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
@@ -95,3 +101,8 @@ def _first_that_loads(
         except (NotFoundError, CorruptionError, FormatError) as error:
             reasons.append(str(error))
     return None, reasons
+
+
+def _newest_first(manifests: Iterable[tuple[JobUid, CheckpointId]]) -> list[CheckpointId]:
+    found = [checkpoint for uid, checkpoint in manifests if uid == JOB_UID]
+    return sorted(found, key=lambda c: (c.round, c.step), reverse=True)

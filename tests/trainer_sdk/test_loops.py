@@ -1,0 +1,384 @@
+"""One process, several calls: rolling back, going on, and leaving a loop in every way there is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.testing import committed_step
+from holdfast_core.errors import ConfigError
+
+
+class Training:
+    """A model whose weight counts its optimizer steps."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(self.model.weight)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.state: dict[str, Any] = {"model": self.model, "optim": self.optimizer}
+
+    def step(self) -> None:
+        self.model.weight.grad = torch.full((1, 1), -1.0)
+        self.optimizer.step()
+
+    @property
+    def done(self) -> int:
+        return int(self.model.weight.item())
+
+
+def restored(directory: Path) -> tuple[int | None, int]:
+    training = Training()
+    with holdfast.Checkpointer(dir=directory) as ckpt:
+        return ckpt.restore(training.state), training.done
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "ckpt"
+
+
+# ------------------------------------------------------------------------------- rolling back
+
+
+def test_restore_sees_the_saves_of_this_process(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, when_busy="wait") as ckpt:
+        assert ckpt.restore(training.state) is None
+        for step in (1, 2, 3):
+            training.step()
+            ckpt.save(step, training.state)
+        training.step()
+        assert ckpt.restore(training.state) == 3
+        assert training.done == 3
+    assert restored(folder) == (3, 3)
+
+
+def test_what_is_saved_after_a_roll_back_replaces_later_steps(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
+        for step in (1, 2, 3, 4):
+            training.step()
+            ckpt.save(step, training.state).wait(timeout=60)
+        assert ckpt.restore(training.state, step=2) == 2
+        assert training.done == 2
+        with torch.no_grad():
+            training.model.weight += 10  # another history
+        ckpt.save(3, training.state).wait(timeout=60)
+        assert ckpt.restore(training.state) == 3
+        assert training.done == 12
+    assert restored(folder) == (3, 12)
+
+
+def test_rolling_back_again_and_again(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        for lap in range(3):
+            training.step()
+            ckpt.save(lap + 1, training.state)
+            training.step()
+            assert ckpt.restore(training.state) == lap + 1
+            assert training.done == lap + 1
+
+
+def test_a_step_that_the_folder_does_not_have(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        ckpt.save(1, training.state).wait(timeout=60)
+        with pytest.raises(ConfigError, match=r"step=7\): .* has steps 1"):
+            ckpt.restore(training.state, step=7)
+        ckpt.save(2, training.state).wait(timeout=60)
+    assert restored(folder)[0] == 2
+
+
+def test_an_older_step_of_an_earlier_run(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=1, when_busy="wait") as ckpt:
+        for _ in ckpt.steps(3, training.state):
+            training.step()
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        assert ckpt.restore(training.state, step=2) == 2
+        assert training.done == 2
+
+
+def test_a_loss_spike_inside_of_the_loop(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
+        for index in ckpt.steps(9, training.state):
+            training.step()
+            if index == 4:
+                break  # it spiked at a step that nobody wants to come back to
+        assert ckpt.restore(training.state) == 4
+        assert training.done == 4
+        assert list(lap(ckpt, training, 9)) == [4, 5, 6, 7, 8]
+    assert restored(folder) == (9, 9)
+
+
+def lap(ckpt: holdfast.Checkpointer, training: Training, total: int) -> Iterator[int]:
+    for index in ckpt.steps(total, training.state):
+        training.step()
+        yield index
+
+
+def test_ranks_roll_back_together(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch, holdfast\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.zeros(4)\n"
+        "with holdfast.Checkpointer(dir=sys.argv[1], interval_steps=2, when_busy='wait') as ckpt:\n"
+        "    for index in ckpt.steps(5, {'t': t}):\n"
+        "        t += 1\n"
+        "        dist.barrier()\n"
+        "    assert ckpt.restore({'t': t}, step=4) == 4 and t[0] == 4, t\n"
+        "    for index in ckpt.steps(8, {'t': t}):\n"
+        "        t += 1\n"
+        "        dist.barrier()\n"
+        "    assert t[0] == 8, t\n"
+        "    assert ckpt.restore({'t': t}) == 8\n"
+    )
+    words = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
+    done = subprocess.run(
+        [*words, str(tmp_path / "ckpt")], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert committed_step(tmp_path / "ckpt") == 8
+
+
+# ------------------------------------------------------------------------------- going on
+
+
+def test_a_second_loop_goes_on(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
+        assert list(lap(ckpt, training, 3)) == [0, 1, 2]
+        assert list(lap(ckpt, training, 3)) == []
+        assert list(lap(ckpt, training, 7)) == [3, 4, 5, 6]
+        assert ckpt.saves_failed == 0
+    assert restored(folder) == (7, 7)
+
+
+def test_a_loop_after_steps_by_hand(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
+        for step in (1, 2, 3):
+            training.step()
+            if ckpt.should_save(step):
+                ckpt.save(step, training.state)
+        assert list(lap(ckpt, training, 5)) == [3, 4]
+    assert restored(folder) == (5, 5)
+
+
+def test_a_loop_over_another_model_restores(folder: Path) -> None:
+    first, second = Training(), Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
+        assert list(lap(ckpt, first, 3)) == [0, 1, 2]
+        assert list(lap(ckpt, second, 5)) == [3, 4]
+        assert second.done == 5
+
+
+def test_a_loop_after_a_restore_restores_the_generators_again(folder: Path) -> None:
+    training = Training()
+    torch.manual_seed(1)
+    with holdfast.Checkpointer(dir=folder, interval_steps=1, when_busy="wait") as ckpt:
+        state = {**training.state, "rng": holdfast.RNG()}
+        for _ in ckpt.steps(2, state):
+            training.step()
+    expected = torch.rand(1)
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        assert ckpt.restore(state) == 2
+        torch.rand(5)  # building something
+        for _ in ckpt.steps(3, state):
+            assert torch.equal(torch.rand(1), expected)
+
+
+# ------------------------------------------------------------------------------- leaving early
+
+
+def test_break_after_the_step(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        for index in ckpt.steps(9, training.state):
+            training.step()
+            if index == 3:
+                break
+    assert restored(folder) == (4, 4)
+
+
+def test_break_before_the_step(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        for index in ckpt.steps(9, training.state):
+            if index == 3:
+                break
+            training.step()
+    assert restored(folder) == (3, 3)
+
+
+def test_a_loader_that_ends_first(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        for _ in zip(ckpt.steps(9, training.state), range(3), strict=False):
+            training.step()
+    assert restored(folder) == (3, 3)
+
+
+def test_return_and_a_loop_that_is_still_referred_to(folder: Path) -> None:
+    training = Training()
+
+    def train(ckpt: holdfast.Checkpointer) -> Any:
+        loop = ckpt.steps(9, training.state)
+        for index in loop:
+            training.step()
+            if index == 3:
+                return loop
+
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        loop = train(ckpt)
+    assert restored(folder) == (4, 4)
+    loop.close()
+
+
+def test_the_state_is_that_of_the_moment_it_was_left(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        for index in ckpt.steps(9, training.state):
+            training.step()
+            if index == 3:
+                break
+        with torch.no_grad():
+            training.model.weight += 100  # averages for an evaluation, say
+    assert restored(folder) == (4, 4)
+
+
+def test_the_script_saves_the_same_step_itself(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        for index in ckpt.steps(9, training.state):
+            training.step()
+            if index == 3:
+                break
+        with torch.no_grad():
+            training.model.weight += 100
+        ckpt.save(4, training.state).wait(timeout=60)
+        assert ckpt.saves_failed == 0
+    assert restored(folder) == (4, 104)
+
+
+def test_break_and_go_on(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        for index in ckpt.steps(9, training.state):
+            training.step()
+            if index == 3:
+                break
+        assert list(lap(ckpt, training, 6)) == [4, 5]
+    assert restored(folder) == (6, 6)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_an_exception_saves_nothing_of_the_step_it_left(
+    folder: Path, error: type[BaseException]
+) -> None:
+    training = Training()
+    arguments = [1] if error is SystemExit else []
+    ckpt = holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait")
+    with pytest.raises(error), ckpt:
+        for index in ckpt.steps(9, training.state):
+            training.step()
+            if index == 2:
+                raise error(*arguments)
+    assert restored(folder) == (2, 2)
+
+
+def test_a_clean_exit_is_a_decision_of_the_script(folder: Path) -> None:
+    training = Training()
+    ckpt = holdfast.Checkpointer(dir=folder, interval_steps=100)
+    with pytest.raises(SystemExit), ckpt:
+        for index in ckpt.steps(9, training.state):
+            training.step()
+            if index == 2:
+                sys.exit()
+    assert restored(folder) == (3, 3)
+
+
+def test_ctrl_c_saves_after_the_step_that_runs(folder: Path) -> None:
+    training = Training()
+    ckpt = holdfast.Checkpointer(dir=folder, interval_steps=100)
+    with pytest.raises(KeyboardInterrupt), ckpt:
+        for index in ckpt.steps(9, training.state):
+            if index == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            training.step()
+    assert training.done == 3
+    assert restored(folder) == (3, 3)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_does_not_wait(folder: Path) -> None:
+    training = Training()
+    ckpt = holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait")
+    with pytest.raises(KeyboardInterrupt), ckpt:
+        for index in ckpt.steps(9, training.state):
+            training.step()
+            if index == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+                pytest.fail("it went on")
+    assert restored(folder) == (2, 2)
+
+
+def test_ctrl_c_outside_of_a_loop_is_python_s(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        list(lap(ckpt, training, 2))
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+# ------------------------------------------------------------------------------- numbers of steps
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(np.int64(5), id="numpy"),
+        pytest.param(torch.tensor(5), id="tensor"),
+        pytest.param(np.array(5), id="array"),
+        pytest.param(np.uint8(5), id="uint8"),
+    ],
+)
+def test_integers_of_every_kind(folder: Path, step: Any) -> None:
+    with holdfast.Checkpointer(dir=folder, interval_steps=5) as ckpt:
+        assert ckpt.should_save(step)
+        handle = ckpt.save(step, {"t": torch.ones(4)})
+        handle.wait(timeout=60)
+        assert type(handle.step) is int
+    assert committed_step(folder) == 5
+
+
+@pytest.mark.parametrize(
+    "step", [-1, 2.0, 10**13, "5", None, True, torch.tensor(2.0), np.float32(1), torch.ones(2)]
+)
+def test_what_is_no_step_takes_no_slot(folder: Path, step: Any) -> None:
+    with holdfast.Checkpointer(dir=folder, slots=2) as ckpt:
+        for _ in range(3):
+            with pytest.raises(ConfigError, match=r"save\(step\): expected"):
+                ckpt.save(step, {"t": torch.ones(4)})
+        with pytest.raises(ConfigError, match=r"should_save\(step\): expected"):
+            ckpt.should_save(step)
+        with pytest.raises(ConfigError, match=r"steps\(total=\.\.\.\): expected"):
+            next(ckpt.steps(step, {"t": torch.ones(4)}))
+        assert ckpt.saves_failed == 0
+        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)

@@ -1,0 +1,37 @@
+"""Step numbers as scripts give them: Python, numpy and torch integers, checked before anything is taken."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from holdfast_core.errors import ConfigError
+from holdfast_core.format.keys import MAX_STEP
+from holdfast_core.ids import Step
+
+
+def checked_step(value: Any, what: str) -> Step:
+    """A number of optimizer steps.
+
+    Args:
+        value: Anything that `operator.index` takes, such as numpy.int64(5) or a 0-d integer tensor.
+        what: The call and the argument, for the error.
+
+    Raises:
+        ConfigError: It is no integer, or lies outside of 0 to MAX_STEP.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what}: expected a whole number of optimizer steps, found {value!r} of type "
+            f"{type(value).__name__}; convert it with int(...)"
+        ) from error
+    if not 0 <= number <= MAX_STEP:
+        raise ConfigError(
+            f"{what}: expected 0 to {MAX_STEP} optimizer steps, found {number}: count the steps that are "
+            "done, from the beginning of the training"
+        )
+    return Step(int(number))
