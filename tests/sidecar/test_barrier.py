@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from holdfast_core.ids import RestartRound, Step, Worker
-from holdfast_core.transfer.messages import Member, Policy, RestorePoint, Round, Run
+from holdfast_core.transfer.messages import (
+    Member,
+    Policy,
+    Rendezvous,
+    RestorePoint,
+    Round,
+    Run,
+)
 from holdfast_sidecar.barrier import Facts, open_barrier
 from holdfast_sidecar.rounds import RoundState
 
@@ -34,7 +41,7 @@ def facts(**fields: object) -> Facts:
     ready = Facts(
         state,
         restored=True,
-        store_address=("10.0.0.1", 29500),
+        store_address=Rendezvous(RestartRound(2), "10.0.0.1:29500", "secret"),
         launcher_connected=True,
         running_round=None,
         last_round=RestartRound(1),
@@ -52,6 +59,7 @@ def test_open() -> None:
         group_rank=Worker(1),
         master_address="10.0.0.1",
         master_port=29500,
+        store_secret="secret",
         policy=POLICY,
     )
 

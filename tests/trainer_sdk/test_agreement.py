@@ -6,12 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.agreement import StepAgreement, Verdict
+from holdfast.gang_store import GangStore
 from holdfast.session import Session
 from holdfast.testing import DictStore
 from holdfast_core.ids import JobUid, Rank, RestartRound
 from holdfast_core.transfer.messages import SaveRequested, StopRequested
 
 ROUND = RestartRound(0)
+SECRET = b"of the round"
 
 
 def sessions(count: int) -> list[Session]:
@@ -40,7 +42,7 @@ events = st.lists(
 @given(events, st.lists(st.permutations([0, 1, 2]), min_size=10, max_size=10))
 def test_every_rank_agrees(asked: list[tuple[str, int, int]], orders: list[list[int]]) -> None:
     """Within a step ranks run in any order; the step's collective keeps them together."""
-    store = DictStore()
+    store = GangStore(DictStore(), "r0", SECRET)
     gang = sessions(3)
     agreements = [StepAgreement(session, store, Rank(r)) for r, session in enumerate(gang)]
     for agreement in agreements:
@@ -73,7 +75,7 @@ def test_a_save_is_left_out_by_all_or_by_none(
 ) -> None:
     """`full[s]`: the ranks that have no slot when step s + 1 starts. In every step the ranks look and
     tell in any order; only the step's collective keeps them together."""
-    store = DictStore()
+    store = GangStore(DictStore(), "r0", SECRET)
     agreements = [StepAgreement(s, store, Rank(r)) for r, s in enumerate(sessions(3))]
     told: set[int] = set()
     for step, order in enumerate(orders):
@@ -85,3 +87,35 @@ def test_a_save_is_left_out_by_all_or_by_none(
                 agreements[rank].leave_out(step + 1)
                 told.add(step + 1)
         assert seen <= {step in told}
+
+
+def test_a_stranger_in_the_store_asks_in_vain() -> None:
+    plain = DictStore()
+    store = GangStore(plain, "r0", SECRET)
+    gang = sessions(2)
+    agreements = [StepAgreement(session, store, Rank(r)) for r, session in enumerate(gang)]
+    for agreement in agreements:
+        agreement.begin(0)
+    for key in ("stop-wanted", *(f"at/0/{step}" for step in range(1, 9)), "full/0/0", "full/0/1"):
+        plain.set(key, "stop" if key.startswith("at") else "1")
+    for step in range(1, 9):
+        assert [one.after_step(step) for one in agreements] == [Verdict(), Verdict()]
+        assert not agreements[0].is_left_out(step)
+    gang[1].want_stop()  # the gang's own words still count
+    for step in (9, 10):
+        assert [one.after_step(step) for one in agreements] == [Verdict(), Verdict()]
+    assert [one.after_step(11) for one in agreements] == [Verdict(stop=True)] * 2
+
+
+def test_steps_that_are_done_again_are_agreed_on_again() -> None:
+    store = GangStore(DictStore())
+    (session,) = sessions(1)
+    first = StepAgreement(session, store, Rank(0))
+    session.push(SaveRequested(ROUND, "a"))
+    first.begin(0)
+    assert first.after_step(1) == Verdict(save=True)
+    first.leave_out(2)
+    second = StepAgreement(session, store, Rank(0), lap=1)
+    second.begin(0)
+    assert second.after_step(1) == Verdict()
+    assert not second.is_left_out(2)

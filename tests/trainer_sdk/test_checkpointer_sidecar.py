@@ -11,6 +11,7 @@ import torch
 
 import holdfast
 from holdfast.agreement import StepAgreement
+from holdfast.gang_store import GangStore
 from holdfast.link import Link
 from holdfast.testing import DictStore, FakeSidecar, until
 from holdfast_core.errors import SaveFailedError, UnavailableError
@@ -152,7 +153,7 @@ def test_a_rank_without_a_slot_makes_the_gang_leave_the_save_out(sidecar: FakeSi
     sidecar.faults.delay_seconds["Stage"] = 3600
     store = DictStore()
     with holdfast.Checkpointer() as ckpt:
-        ckpt._agreement = StepAgreement(ckpt._session, store, Rank(0))
+        ckpt._agreement = StepAgreement(ckpt._session, GangStore(store), Rank(0))
         state = {"t": torch.zeros(1)}
         saved = []
         for step in range(1, 9):
@@ -161,7 +162,7 @@ def test_a_rank_without_a_slot_makes_the_gang_leave_the_save_out(sidecar: FakeSi
                 ckpt.save(step, state)
         assert saved == [2, 4]
         assert ckpt.saves_skipped == 2
-        assert store.values["full/0"] == "8"
+        assert store.values["full/0/0"] == "8"
         ckpt.close(wait=False)  # nobody will ever take what was saved
 
 
@@ -184,7 +185,7 @@ def test_with_three_slots_one_is_expected_to_get_free_within_the_step(
         for name, value in sidecar.environment(HOLDFAST_ROUND="0").items():
             monkeypatch.setenv(name, value)
         with holdfast.Checkpointer() as ckpt:
-            ckpt._agreement = StepAgreement(ckpt._session, DictStore(), Rank(0))
+            ckpt._agreement = StepAgreement(ckpt._session, GangStore(DictStore()), Rank(0))
             state = {"t": torch.zeros(1)}
             found = []
             for step in range(1, 7):
@@ -202,8 +203,8 @@ def test_with_three_slots_one_is_expected_to_get_free_within_the_step(
 def test_what_another_rank_has_no_slot_for_is_left_out_here(sidecar: FakeSidecar) -> None:
     store = DictStore()
     with holdfast.Checkpointer() as ckpt:
-        ckpt._agreement = StepAgreement(ckpt._session, store, Rank(1))
-        store.set("full/0", "4")
+        ckpt._agreement = StepAgreement(ckpt._session, GangStore(store), Rank(1))
+        store.set("full/0/0", "4")
         assert [step for step in range(1, 7) if ckpt.should_save(step)] == [2, 6]
         assert ckpt.saves_skipped == 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast_core.ids import Rank, RestartRound
-from holdfast_core.transfer.messages import Run
+from holdfast_core.transfer.messages import Rendezvous, Run
 from holdfast_sidecar.rounds import RoundState
 
 
@@ -17,7 +17,7 @@ class Facts:
     state: RoundState
     restored: bool
     """The own shards of the restore point are here (or there is none)."""
-    store_address: tuple[str, int] | None
+    store_address: Rendezvous | None
     launcher_connected: bool
     running_round: RestartRound | None
     """Round whose ranks run in this pod now, as the launcher says."""
@@ -44,7 +44,7 @@ def open_barrier(facts: Facts) -> Run | str:
         return f"ranks of round {facts.running_round} still run"
     if facts.last_round is not None and facts.last_round >= state.round:
         return f"the launcher ran round {facts.last_round} already"
-    host, port = facts.store_address
+    host, _, port = facts.store_address.address.rpartition(":")
     return Run(
         round=state.round,
         restore_point=held.restore_point,
@@ -53,6 +53,7 @@ def open_barrier(facts: Facts) -> Run | str:
         procs_per_worker=state.procs_per_worker,
         group_rank=state.worker,
         master_address=host,
-        master_port=port,
+        master_port=int(port),
+        store_secret=facts.store_address.secret,
         policy=held.policy,
     )

@@ -139,7 +139,7 @@ class Local:
                 parts.starter.ended(message.round)
                 parts.starter.evaluate()
             case StoreAddress():
-                parts.starter.store_address(message.round, message.port)
+                parts.starter.store_address(message)
             case Progress() | Exited():
                 return  # of an older round: its ranks are being ended
             case _:

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import RestartRound
-from holdfast_core.transfer.messages import End, Hello, HostStore, Rendezvous, Run
+from holdfast_core.transfer.messages import (
+    End,
+    Hello,
+    HostStore,
+    Rendezvous,
+    Run,
+    StoreAddress,
+)
 from holdfast_sidecar import logs
 from holdfast_sidecar.backoff import Backoff
 from holdfast_sidecar.barrier import Facts, open_barrier
@@ -49,7 +56,7 @@ class Starter:
         self._on_change = on_change
         self._tasks = Tasks()
         self._watch = Tasks()
-        self._store: tuple[str, int] | None = None
+        self._store: Rendezvous | None = None
         self._store_known = asyncio.Event()
         self._last_round: RestartRound | None = None
         self._ended = asyncio.Event()
@@ -163,24 +170,24 @@ class Starter:
             self._ended.set()
             self._on_change()
 
-    def store_address(self, round_: RestartRound, port: int) -> None:
+    def store_address(self, message: StoreAddress) -> None:
         """The launcher of the store host opened the store of this round."""
         state = self._current()
         member = state.member(state.worker)
-        if round_ != state.round or member is None:
+        if message.round != state.round or member is None:
             return
         try:
             host = self._peers.endpoint(member).host
         except HoldfastError:
             host = self._settings.contract.pod_ip
-        self._know((host, port))
+        self._know(Rendezvous(message.round, f"{host}:{message.port}", message.secret))
 
     # ------------------------------------------------------------------ rendezvous
 
-    def _know(self, address: tuple[str, int]) -> None:
-        if self._store == address:
+    def _know(self, store: Rendezvous) -> None:
+        if self._store == store:
             return
-        self._store = address
+        self._store = store
         self._store_known.set()
         self.evaluate()
 
@@ -191,10 +198,7 @@ class Starter:
                 await self._store_known.wait()
         except TimeoutError:
             return Rendezvous(round_, "")
-        if self._store is None:
-            return Rendezvous(round_, "")
-        host, port = self._store
-        return Rendezvous(round_, f"{host}:{port}")
+        return Rendezvous(round_, "") if self._store is None else self._store
 
     async def _ask_for_store(self, round_: RestartRound) -> None:
         settings = self._settings
@@ -216,7 +220,7 @@ class Starter:
                 await self._clock.sleep(min(backoff.next_seconds(), 1.0))
                 continue
             backoff.reset()
-            host, _, port = answer.address.rpartition(":")
-            if answer.round == round_ and port.isdecimal():
-                self._know((host, int(port)))
+            _, _, port = answer.address.rpartition(":")
+            if answer.round == round_ and port.isdecimal() and answer.secret:
+                self._know(answer)
                 return

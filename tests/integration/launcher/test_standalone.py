@@ -175,3 +175,41 @@ def test_the_fork_server_may_be_killed(tmp_path: Path, light: dict[str, str]) ->
         assert launched.wait() == 1
         until(lambda: not any(map(is_alive, processes)), "everything is gone", 20)
     assert "fork server ended" in launched.err()
+
+
+STRANGER = """
+import os, sys, torch, holdfast
+import torch.distributed as dist
+
+def forge():
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    for prefix in ("", "holdfast/0/0/"):
+        store.set(f"{prefix}stop-wanted", "1")
+        for step in range(1, 30):
+            for key in (f"at/{step}", f"at/0/{step}"):
+                store.set(prefix + key, "stop")
+    return store
+
+dist.init_process_group("gloo")
+assert "HOLDFAST_STORE_SECRET" in os.environ
+stranger = forge()
+t = torch.zeros(4)
+with holdfast.Checkpointer(dir=sys.argv[1], interval_steps=5, when_busy="wait") as ckpt:
+    for index in ckpt.steps(20, {"t": t}):
+        t += 1
+        dist.barrier()
+        if index == 10:
+            forge()
+    assert not ckpt.stopping
+assert t[0] == 20, t
+print("done", flush=True)
+"""
+
+
+def test_a_stranger_cannot_stop_a_gang(tmp_path: Path) -> None:
+    program = script(tmp_path, STRANGER)
+    command = ["python", str(program), str(tmp_path / "ckpt")]
+    done = run(tmp_path, ["--nproc", "2"], command)
+    assert done.process.returncode == 0, done.err()
+    assert sorted(done.out().splitlines()) == ["[rank 0] done", "[rank 1] done"]
+    assert done.err().count("another process on the network") == 2  # each rank says it once

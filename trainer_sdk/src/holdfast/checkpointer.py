@@ -139,6 +139,8 @@ class Checkpointer:
         self._verdicts: tuple[int, Verdict] | None = None
         self._left_out: int | None = None
         self._began = False
+        self._laps = 0
+        """How often the ranks rolled back."""
         self._has_saved = False
         """Since the folder was opened, or rolled back: the same on every rank."""
         self._last_saved: Step | None = None
@@ -187,7 +189,7 @@ class Checkpointer:
         )
         self._dropped.atexit = False  # the persister sees the end of the process by itself
         self._store = connect_store(self._settings)
-        self._agreement = StepAgreement(self._session, self._store, self._settings.rank)
+        self._agreement = self._new_agreement()
         self._restorer = Restorer(
             self._settings, self._place, self._session, self._ring, self._layouts, self._store
         )
@@ -479,6 +481,11 @@ class Checkpointer:
         restorer.roll_back(step)
         self._has_saved = self._began = False
         self._verdicts = self._left_out = self._last_saved = None
+        self._laps += 1
+        self._agreement = self._new_agreement()
+
+    def _new_agreement(self) -> StepAgreement:
+        return StepAgreement(self._session, self._store, self._settings.rank, self._laps)
 
     def _leave(self, loop: TrainingLoop) -> None:
         """The loop is over, or its generator was closed in the middle of a body."""

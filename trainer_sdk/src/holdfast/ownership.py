@@ -26,7 +26,7 @@ def take_for_training(place: DirectoryPlace, store: GangStore | None, rank: Rank
     """Once for each Checkpointer. Raises ConfigError where another run trains in the folder, and where the
     folder cannot be written."""
     if rank != 0 and store is not None:
-        error = json.loads(store.get(_KEY))
+        error = json.loads(store.wait(_KEY))
         if error is not None:
             raise ConfigError(error)
         return
@@ -34,10 +34,10 @@ def take_for_training(place: DirectoryPlace, store: GangStore | None, rank: Rank
         place.take_for_training()
     except ConfigError as refused:
         if store is not None:
-            store.set(_KEY, json.dumps(str(refused)))
+            store.publish(_KEY, json.dumps(str(refused)))
         raise
     if store is not None:
-        store.set(_KEY, json.dumps(None))
+        store.publish(_KEY, json.dumps(None))
 
 
 def report_other_training(place: DirectoryPlace) -> None:

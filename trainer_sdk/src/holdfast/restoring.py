@@ -3,7 +3,8 @@
 In a pod the sidecar knows; every rank asks its own. In a directory the ranks agree:
  1. rank 0: its persister fixes round and restore point; rank 0 writes both to the gang's store.
  2. others: read them, start their persisters with them.
- 3. all: fetch and verify their shards, count successes and failures in the store.
+ 3. all: fetch and verify their shards, write success or failure to the store; rank 0 reads them all
+    and writes the verdict.
  4. a shard that does not verify: all reject that checkpoint and begin again at 1.
 """
 
@@ -57,6 +58,8 @@ _ANSWER_SECONDS = 3600.0
 """A fill reads a whole shard, perhaps from a slow disk: the connection tells when its end is dead."""
 _FIRST_CONNECT_SECONDS = 5.0
 _SAY_AFTER_SECONDS = 15.0
+_GOOD = "good"
+_BAD = "bad"
 _STARTS = 5
 """Of a persister that ends before it answers, in at least this time: memory or descriptors may be short
 for a moment."""
@@ -252,7 +255,7 @@ class Restorer:
     def _agree(self, place: DirectoryPlace) -> None:
         key = f"start/{self._attempt}"
         if self._settings.rank != 0 and self._store is not None:
-            value = json.loads(self._store.get(key))
+            value = json.loads(self._store.wait(key))
             if "error" in value:
                 raise CorruptionError(f"rank 0 could not open {place.root}: {value['error']}")
             place.round = self._session.round = RestartRound(value["round"])
@@ -268,7 +271,7 @@ class Restorer:
             point = self._request(Restore(round_, self._settings.rank), RestoreReply).restore_point
         except (HoldfastError, OSError) as error:
             if self._store is not None:
-                self._store.set(key, json.dumps({"error": str(error)}))
+                self._store.publish(key, json.dumps({"error": str(error)}))
             raise
         place.round = round_
         place.restore = None
@@ -277,19 +280,17 @@ class Restorer:
         if self._store is not None:
             pair = None if place.restore is None else [place.restore.step, place.restore.round]
             value = {"round": round_, "restore": pair, "run": place.run_id}
-            self._store.set(key, json.dumps(value))
+            self._store.publish(key, json.dumps(value))
 
     def _all_succeeded(self, succeeded: bool) -> bool:
         if self._store is None:
             return succeeded
         prefix = f"fetched/{self._attempt}"
-        if not succeeded:
-            self._store.add(f"{prefix}/bad", 1)
-        done = self._store.add(f"{prefix}/done", 1)
-        if done == self._settings.world_size:
-            bad = self._store.add(f"{prefix}/bad", 0)
-            self._store.set(f"{prefix}/verdict", "bad" if bad else "good")
-        return self._store.get(f"{prefix}/verdict") == b"good"
+        self._store.publish(f"{prefix}/{self._settings.rank}", _GOOD if succeeded else _BAD)
+        if self._settings.rank == 0:
+            words = [self._store.wait(f"{prefix}/{r}") for r in range(self._settings.world_size)]
+            self._store.publish(f"{prefix}/verdict", _BAD if _BAD in words else _GOOD)
+        return self._store.wait(f"{prefix}/verdict") == _GOOD
 
     def _reject(self, place: DirectoryPlace) -> None:
         if place.restore is not None:

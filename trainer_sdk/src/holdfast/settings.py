@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import Rank, RestartRound, Step
@@ -21,6 +21,8 @@ ENV_INTERVAL_STEPS = "HOLDFAST_INTERVAL_STEPS"
 """The round's save interval; the same for every rank, which is what makes it agreed."""
 ENV_RESTORE_STEP = "HOLDFAST_RESTORE_STEP"
 """Step that this round starts from; "" where there is nothing to restore."""
+ENV_STORE_SECRET = "HOLDFAST_STORE_SECRET"
+"""With it ranks of a round sign what they put into the gang's store. Never written to the store."""
 ENV_SCRATCH_DIR = "HOLDFAST_SCRATCH_DIR"
 """Directory in shared memory that the launcher owns and removes (standalone only)."""
 
@@ -50,6 +52,8 @@ class RankSettings:
     scratch_dir: str | None = None
     agent_store: bool = False
     """A launcher hosts the store at the master address: every rank connects to it as a client."""
+    store_secret: str | None = field(default=None, repr=False)
+    """None: started by a launcher that gives none, such as torchrun."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RankSettings:
@@ -72,6 +76,7 @@ class RankSettings:
             restore_known=restore is not None,
             scratch_dir=source.get(ENV_SCRATCH_DIR) or None,
             agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            store_secret=source.get(ENV_STORE_SECRET) or None,
         )
         if not 0 <= settings.rank < settings.world_size:
             raise ConfigError(
@@ -109,6 +114,8 @@ def rank_environment(settings: RankSettings, *, group_rank: int, run_id: str) ->
         env[ENV_INTERVAL_STEPS] = str(settings.interval_steps)
     if settings.restore_known:
         env[ENV_RESTORE_STEP] = "" if settings.restore_step is None else str(settings.restore_step)
+    if settings.store_secret is not None:
+        env[ENV_STORE_SECRET] = settings.store_secret
     if settings.scratch_dir is not None:
         env[ENV_SCRATCH_DIR] = settings.scratch_dir
     return env

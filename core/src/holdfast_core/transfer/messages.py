@@ -390,6 +390,8 @@ class Run:
     group_rank: Worker
     master_address: str
     master_port: int
+    store_secret: str = field(repr=False)
+    """Given to the ranks in their environment; see StoreAddress."""
     policy: Policy
 
 
@@ -406,6 +408,9 @@ class StoreAddress:
 
     round: RestartRound
     port: int
+    secret: str = field(repr=False)
+    """Of this round, made by the launcher that hosts the store. Ranks sign with it what they put there,
+    because the store itself asks for no password. Travels inside TLS and in environments alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -852,6 +857,8 @@ class Rendezvous:
     round: RestartRound
     address: str
     """host:port of the TCPStore; "" if the time ran out."""
+    secret: str = field(default="", repr=False)
+    """See StoreAddress."""
 
 
 @dataclass(frozen=True, slots=True)

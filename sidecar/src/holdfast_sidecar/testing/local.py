@@ -122,7 +122,7 @@ class FakeLauncher(LocalClient):
     def _obey(self, message: Any) -> None:
         match message:
             case HostStore():
-                self.push(StoreAddress(message.round, self._port))
+                self.push(StoreAddress(message.round, self._port, "secret of the round"))
             case Run():
                 self.run = message
             case End():

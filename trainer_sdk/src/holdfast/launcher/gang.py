@@ -6,11 +6,13 @@ Shared by the standalone launcher and the one that obeys a sidecar; decides noth
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.launcher.processes import Processes, RankProcess
 from holdfast.settings import RankSettings, rank_environment
 from holdfast_core.ids import Rank, RestartRound, Step
+
+STORE_SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class RoundPlan:
     restore_step: Step | None = None
     restore_known: bool = False
     scratch_dir: str | None = None
+    store_secret: str | None = field(default=None, repr=False)
 
 
 def environments(plan: RoundPlan) -> list[tuple[Rank, dict[str, str]]]:
@@ -48,6 +51,7 @@ def environments(plan: RoundPlan) -> list[tuple[Rank, dict[str, str]]]:
             restore_step=plan.restore_step,
             restore_known=plan.restore_known,
             scratch_dir=plan.scratch_dir,
+            store_secret=plan.store_secret,
         )
         env = rank_environment(settings, group_rank=plan.group_rank, run_id=plan.run_id)
         result.append((rank, env))

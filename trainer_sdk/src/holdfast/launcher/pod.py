@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.launcher.channel import SidecarChannel
-from holdfast.launcher.gang import Gang, RoundPlan
+from holdfast.launcher.gang import STORE_SECRET_BYTES, Gang, RoundPlan
 from holdfast.launcher.processes import Processes, RankProcess
 from holdfast.launcher.record import RoundRecord
 from holdfast_core.contract import PodContract
@@ -41,6 +43,14 @@ logger = logging.getLogger(__name__)
 _FINISH_PAUSE_SECONDS = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """The store process of a round, which this pod hosts."""
+
+    key: str
+    address: StoreAddress
+
+
 class PodLauncher:
     """State of one pod's ranks. `run` returns when the gang has finished."""
 
@@ -53,7 +63,7 @@ class PodLauncher:
         self._watch: asyncio.Task[None] | None = None
         self._exited: dict[Rank, RankProcess] = {}
         self._ended_round: RestartRound | None = None
-        self._store: tuple[RestartRound, str, int] | None = None
+        self._store: _Store | None = None
         self._succeeded = asyncio.Event()
         self._stopping = False
         self.channel: SidecarChannel | None = None
@@ -96,7 +106,7 @@ class PodLauncher:
         if self._ended_round is not None and self._gang is None:
             self._notify(Ended(self._ended_round))
         if self._store is not None:
-            self._notify(StoreAddress(self._store[0], self._store[2]))
+            self._notify(self._store.address)
         for process in self._exited.values():
             self._tell_exit(process)
 
@@ -114,13 +124,14 @@ class PodLauncher:
     # ------------------------------------------------------------------ steps
 
     async def _host_store(self, round_: RestartRound) -> None:
-        if self._store is not None and self._store[0] != round_:
-            self._processes.end_store(self._store[1])
+        if self._store is not None and self._store.address.round != round_:
+            self._processes.end_store(self._store.key)
             self._store = None
         if self._store is None:
             key, port = await self._processes.fork_store("")
-            self._store = (round_, key, port)
-        self._notify(StoreAddress(round_, self._store[2]))
+            secret = secrets.token_hex(STORE_SECRET_BYTES)
+            self._store = _Store(key, StoreAddress(round_, port, secret))
+        self._notify(self._store.address)
 
     async def _start(self, run: Run) -> None:
         if self._stopping:
@@ -155,8 +166,8 @@ class PodLauncher:
         if self._gang is not None and self._gang.plan.round < round_:
             logger.info("round %d begins: ending the ranks", round_)
             await self._stop_gang()
-        if self._store is not None and self._store[0] < round_:
-            self._processes.end_store(self._store[1])
+        if self._store is not None and self._store.address.round < round_:
+            self._processes.end_store(self._store.key)
             self._store = None
         if self._gang is None:
             self._exited.clear()
@@ -223,4 +234,5 @@ def _plan(run: Run, contract: PodContract) -> RoundPlan:
         interval_steps=run.policy.interval_steps,
         restore_step=run.restore_point.step,
         restore_known=True,
+        store_secret=run.store_secret,
     )

@@ -7,10 +7,11 @@ server. Which step a round starts from is the SDK's business (`Checkpointer(dir=
 from __future__ import annotations
 
 import logging
+import secrets
 import uuid
 from dataclasses import dataclass
 
-from holdfast.launcher.gang import Gang, RoundPlan
+from holdfast.launcher.gang import STORE_SECRET_BYTES, Gang, RoundPlan
 from holdfast.launcher.processes import Processes, RankProcess
 from holdfast_core.ids import Rank, RestartRound
 
@@ -75,6 +76,7 @@ class StandaloneLauncher:
             master_port=port,
             run_id=self._run_id,
             scratch_dir=self._options.scratch_dir,
+            store_secret=secrets.token_hex(STORE_SECRET_BYTES),
         )
         gang = Gang(self._processes, plan)
         try:

@@ -17,10 +17,5 @@ class DictStore:
     def get(self, key: str, /) -> bytes:
         return self.values[key].encode()
 
-    def add(self, key: str, amount: int, /) -> int:
-        total = int(self.values.get(key, "0")) + amount
-        self.values[key] = str(total)
-        return total
-
     def check(self, keys: list[str], /) -> bool:
         return all(key in self.values for key in keys)

@@ -167,8 +167,9 @@ class FakeSidecar:
         """Ask the launcher for a TCPStore process; it answers with StoreAddress (see `heard`)."""
         self._push_launcher(HostStore(self._round()))
 
-    def run(self, port: int, address: str = "127.0.0.1") -> None:
-        """Open the barrier: the launcher forks the ranks of this round."""
+    def run(self, port: int, address: str = "127.0.0.1", secret: str = "") -> None:
+        """Open the barrier: the launcher forks the ranks of this round. `secret`: of the round's store,
+        as StoreAddress gave it."""
         point = RestorePoint() if self.service is None else self.service.restore_point
         self._push_launcher(
             Run(
@@ -180,6 +181,7 @@ class FakeSidecar:
                 Worker(0),
                 address,
                 port,
+                secret,
                 self._policy,
             )
         )
