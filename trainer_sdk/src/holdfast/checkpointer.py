@@ -239,9 +239,9 @@ class Checkpointer:
         self._session.link = None
         if self._dropped is not None:
             self._dropped.detach()
-        failure = left_error or failure
-        if failure is not None and wait and self._on_save_error == "raise":
-            raise failure
+        raised: Exception | None = left_error or failure
+        if raised is not None and wait and self._on_save_error == "raise":
+            raise raised
 
     # ------------------------------------------------------------------ the loop
 
