@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from dataclasses import replace
 
 import pytest
-from tests.operator.test_sidecars import UID, bench, pod_view
+from tests.operator.test_sidecars import KEY, UID, bench, pod_view
 
-from holdfast_core.ids import Digest, Rank, RestartRound, Step
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.transfer.codec import dumps
 from holdfast_core.transfer.messages import CoordinatorState, ManifestInfo, ShardInfo
 from holdfast_operator.model import Reachable
@@ -139,5 +140,31 @@ def test_workers_that_list_the_same_manifests_share_them_in_memory() -> None:
             assert first is not None and second is not None and third is not None
             assert first.manifests[0] is second.manifests[0]
             assert third.manifests[0].world_size == 4
+
+    asyncio.run(story())
+
+
+def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
+    """Each silent pod accepts the connection and says nothing, which holds a call for seconds."""
+
+    async def story() -> None:
+        async with bench() as b:
+            pod = pod_view(0)
+            await b.serve(pod)
+            b.follow(pod)
+            await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+            with socket.create_server(("127.67.0.1", b.port), backlog=1024):
+                jobs = [JobUid(f"silent-{n}") for n in range(60)]
+                for uid in jobs:
+                    pods = [
+                        replace(pod_view(n), uid=f"{uid}-{n}", ip="127.67.0.1") for n in range(5)
+                    ]
+                    b.sidecars.follow(KEY, uid, RestartRound(0), pods, None, frozenset(), ranks=5)
+                b.sidecars.seal(UID, pod.uid, RestartRound(1))
+                await b.until(lambda: b.view(pod).sealed_round == 1)
+                found = [v for uid in jobs for v in b.sidecars.views(uid)]
+                silent = [v for v in found if v.reachable is Reachable.NO]
+            assert len(found) == 300
+            assert len(silent) < 150
 
     asyncio.run(story())

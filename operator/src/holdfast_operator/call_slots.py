@@ -1,7 +1,8 @@
 """Which call to a sidecar goes next: limits in all, for each job, and for pods that do not answer.
 
-1. Pods that answered the last call, pods that were never called, and silent pods have slots of their
-   own: thousands of silent pods cannot take the slots of a job that is well.
+1. Pods that answered the last call, pods of which little is known, and pods that are silent for some
+   calls have slots of their own: thousands of silent pods cannot take the slots of a job that is well,
+   nor those of a pod that failed once because the operator itself was slow.
 2. Within one kind, recoveries (SEAL, ROUND) go before all else, and jobs take turns, each with a
    limited number of calls at once: one large or hostile job delays another by one call at most.
 Decides nothing about jobs.

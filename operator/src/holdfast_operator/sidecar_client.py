@@ -34,6 +34,8 @@ from holdfast_core.transfer.tls import OUT_OF_TIME
 R = TypeVar("R")
 
 CONNECT_SECONDS = 2.0
+HANDSHAKE_SECONDS = 3.0
+"""Of TCP and TLS together: a pod that accepts and says nothing must not hold its slot for longer."""
 CALL_SECONDS = 5.0
 SEAL_SECONDS = 8.0
 """A seal waits for the ranks to end (5 s at most) and for full slots to reach the disk."""
@@ -154,7 +156,9 @@ class SidecarClient:
                 headers={"Content-Type": "application/json"},
                 ssl=context,
                 server_hostname=peer_dns_name(target.pod, target.job_uid),
-                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
+                timeout=aiohttp.ClientTimeout(
+                    total=seconds, connect=HANDSHAKE_SECONDS, sock_connect=CONNECT_SECONDS
+                ),
                 allow_redirects=False,
             ) as response:
                 kind = reply if response.status == 200 else Refused

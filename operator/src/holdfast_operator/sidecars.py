@@ -50,6 +50,8 @@ from holdfast_operator.sidecar_client import (
 T = TypeVar("T")
 
 UNREACHABLE_AFTER = 2
+SILENT_AFTER = 3
+"""Failures in a row; from then on the calls to a pod share the few slots of silent ones."""
 STARTING_SECONDS = 15.0
 """A sidecar that never answered may still be starting: its silence is not worth a line before."""
 FIRST_BACKOFF_SECONDS = 0.25
@@ -554,9 +556,9 @@ class Sidecars:
 
 
 def _standing(pod: _Pod) -> Standing:
-    if pod.failures:
+    if pod.failures >= SILENT_AFTER:
         return Standing.SILENT
-    return Standing.ANSWERS if pod.answered else Standing.UNKNOWN
+    return Standing.ANSWERS if pod.answered and not pod.failures else Standing.UNKNOWN
 
 
 def _identity(manifest: ManifestInfo) -> tuple[object, ...]:
