@@ -172,6 +172,8 @@ class RestartRecord:
     round: RestartRound
     at: datetime
     reason: str
+    failed_from: CheckpointId | None = None
+    """What the round before had restored, where its ranks failed by themselves before a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from holdfast_core.api import condition as find_condition
 from holdfast_core.clock import stamp
 from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
 from holdfast_core.errors import ConfigError
-from holdfast_core.ids import JobUid, RestartRound
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound
 from holdfast_operator import labels
 from holdfast_operator.model import (
     CheckpointView,
@@ -158,7 +158,15 @@ def status_view(status: TrainingJobStatus) -> JobStatusView:
         restarts=status.restarts,
         restarts_count_towards_max=status.restarts_count_towards_max,
         recent_restarts=tuple(
-            RestartRecord(r.round, parse_stamp(r.at), r.reason) for r in status.recent_restarts
+            RestartRecord(
+                r.round,
+                parse_stamp(r.at),
+                r.reason,
+                None
+                if r.failed_step is None or r.failed_round is None
+                else CheckpointId(r.failed_step, r.failed_round),
+            )
+            for r in status.recent_restarts
         ),
         last_recovery=None
         if recovery is None
@@ -219,7 +227,16 @@ def status_to_dict(status: JobStatusView) -> dict[str, Any]:
         "restarts": status.restarts,
         "restartsCountTowardsMax": status.restarts_count_towards_max,
         "recentRestarts": [
-            {"round": r.round, "at": stamp(r.at), "reason": r.reason}
+            {
+                "round": r.round,
+                "at": stamp(r.at),
+                "reason": r.reason,
+                **(
+                    {}
+                    if r.failed_from is None
+                    else {"failedStep": r.failed_from.step, "failedRound": r.failed_from.round}
+                ),
+            }
             for r in status.recent_restarts
         ],
         "step": status.step,

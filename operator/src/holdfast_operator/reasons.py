@@ -72,6 +72,8 @@ class Reason(StrEnum):
     """A lower step was chosen because a holder of the newest did not answer in time."""
     SHARDS_LOST = "ShardsLost"
     """A lower step was chosen because all copies of a shard of the newest are gone."""
+    RESTORE_POINT_REJECTED = "RestorePointRejected"
+    """A lower step was chosen because gangs that restored the newest failed again and again."""
     RESTORE_POINT_CHOSEN = "RestorePointChosen"
     ROUND_BEGAN = "RoundBegan"
 

@@ -207,6 +207,16 @@ class RestartRecord(ApiModel):
     reason: Annotated[
         str, Field(max_length=128, description="What was lost, in one CamelCase word.")
     ]
+    failed_step: Annotated[
+        StepField | None,
+        Field(
+            description="Step that the round before had restored, where its ranks failed by "
+            "themselves before they had finished a step."
+        ),
+    ] = None
+    failed_round: Annotated[
+        RoundField | None, Field(description="Restart round that had saved that step.")
+    ] = None
 
 
 class TrainingJobStatus(ApiModel):

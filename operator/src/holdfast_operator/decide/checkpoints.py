@@ -66,7 +66,7 @@ def pending_commit(world: World) -> PersistedView | None:
     if point.job_uid not in (None, world.observed.job.uid):
         return None
     found = PersistedView(point.step, point.round, point.manifest)
-    last = status.last_persisted
+    last = world.last_persisted
     if last is not None and (found.step, found.round) <= (last.step, last.round):
         return None
     return found if on_lineage(found.id, status.lineage) else None

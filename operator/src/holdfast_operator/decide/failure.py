@@ -15,7 +15,7 @@ import signal
 from dataclasses import dataclass, replace
 
 from holdfast_core.api import JobCondition
-from holdfast_core.ids import Worker
+from holdfast_core.ids import CheckpointId, Worker
 from holdfast_core.names import pod_name
 from holdfast_core.transfer.messages import DeadRank
 from holdfast_operator.decide import readable
@@ -348,6 +348,27 @@ def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now)
     if futile < FREE_RESTARTS:
         return 0.0
     return min(2.0 ** (futile - FREE_RESTARTS), MAX_DELAY_SECONDS)
+
+
+def failed_from_restore_point(world: World, failures: tuple[Failure, ...]) -> CheckpointId | None:
+    """The restore point, where the ranks failed by themselves before they had finished a step.
+
+    A rank that was killed from outside, or ran out of memory, says nothing about what it restored.
+    """
+    point, state = world.status.restore_point, world.coordinator
+    if point is None or point.step is None or point.round is None or point.job_uid is not None:
+        return None
+    if world.status.is_true(JobCondition.RUNNING) or state is None:
+        return None
+    if any(p.step > point.step for p in state.progress):
+        return None
+    killed = (-signal.SIGKILL, -signal.SIGTERM)
+    own = any(
+        f.reason is Reason.RESTORE_FAILED
+        or (f.reason is Reason.RANK_FAILED and f.exit_code not in killed)
+        for f in failures
+    )
+    return CheckpointId(point.step, point.round) if own else None
 
 
 def budget_spent(world: World, failures: tuple[Failure, ...], now: Now) -> bool:

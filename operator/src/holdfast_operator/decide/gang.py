@@ -27,7 +27,12 @@ from holdfast_operator.actions import (
     round_digest,
 )
 from holdfast_operator.decide.acceptance import template_problem
-from holdfast_operator.decide.failure import Failure, counted_restarts, is_disruption
+from holdfast_operator.decide.failure import (
+    Failure,
+    counted_restarts,
+    failed_from_restore_point,
+    is_disruption,
+)
 from holdfast_operator.decide.placement import place_copies
 from holdfast_operator.decide.status import Note, set_condition, with_levels
 from holdfast_operator.decide.times import seconds_since
@@ -83,7 +88,9 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
     cause = failures[0]
     recent = counted_restarts(world, now)
     if not is_disruption(failures):
-        recent = (*recent, RestartRecord(round_, now.utc, cause.reason))[-MAX_RECENT_RESTARTS:]
+        failed_from = failed_from_restore_point(world, failures)
+        record = RestartRecord(round_, now.utc, cause.reason, failed_from)
+        recent = (*recent, record)[-MAX_RECENT_RESTARTS:]
     note = Note(cause.reason, f"round {round_}: {cause.message}")
     status = replace(
         status,
@@ -305,7 +312,7 @@ def round_message(world: World) -> Round:
         copies=place_copies(_domains(world), job.spec.peer_copies),
         policy=_policy(world),
         holds=_holds_of_job(world),
-        last_persisted=_persisted_message(status.last_persisted),
+        last_persisted=_persisted_message(world.last_persisted),
     )
 
 

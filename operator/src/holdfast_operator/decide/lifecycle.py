@@ -154,7 +154,7 @@ def may_suspend_now(world: World) -> bool:
 
 def committed_meanwhile(world: World) -> bool:
     """The gang committed a step after Suspended was written and before a pod was deleted."""
-    state, persisted = world.coordinator, world.status.last_persisted
+    state, persisted = world.coordinator, world.last_persisted
     step = None if state is None or state.last_local is None else state.last_local.step
     stored = persisted is not None and step is not None and persisted.step >= step
     return step is not None and not stored and all(m.alive for m in world.members)

@@ -118,7 +118,7 @@ def _persisted(world: World) -> list[tuple[CheckpointId, Digest]]:
         id_ = checkpoint.id
         if id_ is not None and checkpoint.manifest is not None and _restorable(world, checkpoint):
             found.append((id_, checkpoint.manifest))
-    last = world.status.last_persisted
+    last = world.last_persisted
     if last is not None:
         found.append((last.id, last.manifest))
     return found
@@ -142,8 +142,8 @@ def _restorable(world: World, checkpoint: CheckpointView) -> bool:
 
 def recorded_commit(world: World) -> Step | None:
     """The newest step that the status promises."""
-    status = world.status
-    steps = [] if status.last_persisted is None else [status.last_persisted.step]
+    status, persisted = world.status, world.last_persisted
+    steps = [] if persisted is None else [persisted.step]
     if status.last_committed_step is not None:
         steps.append(status.last_committed_step)
     return max(steps, default=None)
@@ -214,7 +214,7 @@ def lost_may_go(world: World, without: Collection[Worker]) -> bool:
     look lost when it is the control plane that is cut off: then the last copies must be there still
     when it comes back.
     """
-    if _hold_nothing(world, without) or world.status.last_persisted is not None:
+    if _hold_nothing(world, without) or world.last_persisted is not None:
         return True
     answered = _answered(world, without)
     if world.status.restore_point is None:
@@ -232,7 +232,8 @@ def answering_may_go(world: World, worker: Worker) -> bool:
     if state is None or state.last_local is None or state.last_local.step is None:
         return False
     newest, copied = state.last_local.step, state.last_replicated
-    if status.last_persisted is not None and status.last_persisted.step >= newest:
+    persisted = world.last_persisted
+    if persisted is not None and persisted.step >= newest:
         return True
     copied_step = None if copied is None else copied.step
     return (
@@ -265,7 +266,7 @@ def lost_with_all_pods(world: World) -> str | None:
             newest = point.step if newest is None else max(newest, point.step)
     if not known:
         return "the sidecars that know the newest committed step do not answer"
-    persisted = world.status.last_persisted
+    persisted = world.last_persisted
     if newest is None or (persisted is not None and persisted.step >= newest):
         return None
     stored = "none is" if persisted is None else f"step {persisted.step} is"

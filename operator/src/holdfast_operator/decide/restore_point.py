@@ -8,16 +8,20 @@
    newest committed one is chosen, however long that takes: its pod may still hold that step, and
    a lower choice would throw it away. A person who gives the step up deletes the silent pods.
    A newer step that was not committed everywhere is waited for HOLDERS_SECONDS at most.
-4. If a committed step is known to have existed and nothing is complete, the job waits. It never
+4. A step from which gangs failed FAILURES_TO_REJECT times before they had finished a step is passed
+   over, if an older complete one exists. The choice says so, and how many steps that costs.
+5. If a committed step is known to have existed and nothing is complete, the job waits. It never
    starts from nothing by itself.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from holdfast_core.ids import Step, TierName, Worker, worker_of
 from holdfast_operator.decide import readable
+from holdfast_operator.decide.failure import counted_restarts
 from holdfast_operator.decide.readable import Candidate, Holders
 from holdfast_operator.decide.status import Note
 from holdfast_operator.decide.times import seconds_since
@@ -32,6 +36,7 @@ from holdfast_operator.model import (
 from holdfast_operator.reasons import Reason
 
 HOLDERS_SECONDS = 60.0
+FAILURES_TO_REJECT = 3
 MAX_LINEAGE = 64
 
 
@@ -68,6 +73,9 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
             words = f"workers {_some([m.worker for m in unknown])} have not answered yet"
             return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{words}: {owed or _MAY_HOLD}"))
     if best is not None:
+        other = _instead_of_rejected(world, found, holders, now)
+        if other is not None:
+            return _rejected(world, best, other, holders)
         return _chosen(world, best, holders, newest, bool(unknown))
     committed = readable.recorded_commit(world)
     if committed is not None:
@@ -117,12 +125,7 @@ def _newest_known(world: World, candidates: list[Candidate]) -> Step | None:
 def _chosen(
     world: World, best: Candidate, holders: Holders, newest: Step | None, unknown: bool
 ) -> Chosen:
-    point = RestorePointView(
-        step=best.id.step,
-        round=best.id.round,
-        manifest=best.manifest,
-        sources=_sources(world, best, holders),
-    )
+    point = _point(world, best, holders)
     words = f"round {world.round} starts from step {best.id.step} of round {best.id.round}"
     if newest is None or best.id.step >= newest:
         return Chosen(point, Reason.RESTORE_POINT_CHOSEN, words)
@@ -134,6 +137,35 @@ def _chosen(
         reason = Reason.SHARDS_LOST
         words = f"{lower} every copy of one of its shards is gone"
     return Chosen(point, reason, words)
+
+
+def _point(world: World, best: Candidate, holders: Holders) -> RestorePointView:
+    return RestorePointView(
+        step=best.id.step,
+        round=best.id.round,
+        manifest=best.manifest,
+        sources=_sources(world, best, holders),
+    )
+
+
+def _instead_of_rejected(
+    world: World, found: list[Candidate], holders: Holders, now: Now
+) -> Candidate | None:
+    """The newest complete one that was not rejected, where the newest complete one was."""
+    failed = Counter(r.failed_from for r in counted_restarts(world, now))
+    complete = [c for c in found if readable.is_complete(c, holders)]
+    good = next((c for c in complete if failed[c.id] < FAILURES_TO_REJECT), None)
+    return None if good is None or good == complete[0] else good
+
+
+def _rejected(world: World, rejected: Candidate, chosen: Candidate, holders: Holders) -> Chosen:
+    words = (
+        f"round {world.round} starts from step {chosen.id.step} of round {chosen.id.round}, and gives "
+        f"up {rejected.id.step - chosen.id.step} steps: ranks that restored step {rejected.id.step} "
+        f"of round {rejected.id.round} failed {FAILURES_TO_REJECT} times before they had finished a "
+        "step"
+    )
+    return Chosen(_point(world, chosen, holders), Reason.RESTORE_POINT_REJECTED, words)
 
 
 def _sources(world: World, best: Candidate, holders: Holders) -> Sources:

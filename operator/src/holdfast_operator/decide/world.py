@@ -11,6 +11,7 @@ from holdfast_operator.model import (
     JobStatusView,
     LineageEntry,
     Observed,
+    PersistedView,
     PodView,
     Reachable,
     SidecarView,
@@ -122,6 +123,12 @@ class World:
         if state is None or state.round != self.status.restart_round:
             return None
         return state
+
+    @property
+    def last_persisted(self) -> PersistedView | None:
+        """The commit of the object tier that this round's history still contains."""
+        last = self.status.last_persisted
+        return None if last is None or not on_lineage(last.id, self.status.lineage) else last
 
     @cached_property
     def highest_sealed(self) -> RestartRound | None:

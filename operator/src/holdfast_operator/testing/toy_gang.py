@@ -153,6 +153,8 @@ class ToyGang:
     promises: list[Promise] = field(default_factory=list)
     manifests_made: set[CheckpointId] = field(default_factory=set)
     """Every checkpoint whose manifest was ever written anywhere."""
+    poisoned: set[CheckpointId] = field(default_factory=set)
+    """Checkpoints whose content ends the script that restores them."""
     restored: dict[RestartRound, CheckpointId | None] = field(default_factory=dict)
     """What each round really started from."""
 
@@ -250,6 +252,10 @@ class ToyGang:
             sidecar.keep(id_, rank)
             sidecar.manifests[id_] = info
         self.restored[run.round] = id_
+        if id_ in self.poisoned:
+            run.dead = (DeadRank(Rank(0), Worker(0), 1, "ValueError: NaN in the optimizer"),)
+            run.version += 1
+            return
         run.started = True
         run.version += 1
 

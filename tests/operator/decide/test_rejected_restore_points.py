@@ -1,0 +1,114 @@
+"""A checkpoint that ends every script that restores it is passed over for the one before, and said."""
+
+from __future__ import annotations
+
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step, Worker
+from holdfast_core.transfer.messages import DeadRank
+from holdfast_operator.observe_views import job_view, status_to_dict
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.life import Life
+
+
+def poisoned(life: Life) -> CheckpointId:
+    """The newest commit, whose content ends the script; the gang fails for the first time."""
+    newest = life.cluster.newest_commit()
+    assert newest is not None
+    life.cluster.gang.poisoned.add(newest)
+    life.rank_dies()
+    return newest
+
+
+def test_the_next_older_one_is_taken_after_three_failures() -> None:
+    life = Life()
+    life.run(40)
+    bad = poisoned(life)
+    life.run(60)
+    assert life.status.is_true("Running")
+    choices = [c.status["restorePoint"]["step"] for c in life.cluster.choices[1:]]
+    assert choices == [bad.step, bad.step, bad.step, bad.step - 5]
+    said = [e for e in life.operator.events if e.reason == Reason.RESTORE_POINT_REJECTED]
+    assert len(said) == 1
+    assert f"gives up 5 steps: ranks that restored step {bad.step}" in said[0].message
+    assert life.status.last_recovery is not None
+    assert life.status.last_recovery.lost_steps is not None
+    assert life.status.last_recovery.lost_steps >= 5
+
+
+def test_an_operator_that_restarts_counts_the_same() -> None:
+    life = Life()
+    life.run(40)
+    bad = poisoned(life)
+    for _ in range(12):
+        life.run(10)
+        life.restart()
+    choices = [c.status["restorePoint"]["step"] for c in life.cluster.choices[1:]]
+    assert choices[:4] == [bad.step, bad.step, bad.step, bad.step - 5]
+
+
+def test_without_an_older_one_it_is_tried_until_the_budget_ends() -> None:
+    life = Life()
+    life.run(30, until=lambda s: s.last_committed_step == 5)
+    life.cluster.job["spec"]["failurePolicy"]["maxRestarts"] = 5
+    life.cluster.touch_job()
+    bad = poisoned(life)
+    life.run(120)
+    assert life.status.is_true("Failed")
+    steps = {c.status["restorePoint"].get("step") for c in life.cluster.choices[1:]}
+    assert steps == {bad.step}, "never from nothing"
+
+
+def test_a_failure_after_progress_is_not_the_restore_points_fault() -> None:
+    life = Life()
+    life.run(40)
+    for _ in range(8):
+        life.rank_dies()
+        life.run(25, until=lambda s: s.is_true("Running"))
+        life.run(2)
+    assert not [e for e in life.operator.events if e.reason == Reason.RESTORE_POINT_REJECTED]
+
+
+def test_ranks_that_are_killed_from_outside_say_nothing_about_it() -> None:
+    life = Life()
+    life.run(40)
+    life.rank_dies()
+    for _ in range(6):
+        life.run(60, until=lambda s: s.restore_point is not None and not s.is_true("Running"))
+        run = life.cluster.gang.run
+        assert run is not None
+        run.dead = (DeadRank(Rank(0), Worker(0), -9),)
+        run.version += 1
+        life.run(1)
+    assert not [e for e in life.operator.events if e.reason == Reason.RESTORE_POINT_REJECTED]
+
+
+def test_uploads_after_it_are_recorded_although_their_steps_are_lower() -> None:
+    """The commit that was passed over is off the history: it hides nothing that comes after it."""
+    life = Life(store=True, every=5)
+    life.run(30, until=lambda s: s.last_persisted is not None and s.last_persisted.step >= 25)
+    life.run(3)
+    bad = poisoned(life)
+    before = life.status.last_persisted
+    assert before is not None
+    life.cluster.gang.poisoned.add(before.id)
+    life.run(400, until=lambda s: s.last_persisted is not None and s.last_persisted.round > 1)
+    after = life.status.last_persisted
+    assert after is not None
+    assert after.round > bad.round
+    for pod in list(life.cluster.pods):
+        life.cluster.lose_pod(pod)
+    life.run(60)
+    assert life.status.restore_point is not None
+    assert life.status.restore_point.step is not None
+    assert life.status.restore_point.step >= after.step
+
+
+def test_the_record_is_kept_in_the_status() -> None:
+    life = Life()
+    life.run(40)
+    bad = poisoned(life)
+    life.run(60, until=lambda s: any(r.failed_from == bad for r in s.recent_restarts))
+    read = job_view({**life.cluster.job, "status": status_to_dict(life.status)}).status
+    assert read.recent_restarts == life.status.recent_restarts
+    assert CheckpointId(Step(bad.step), RestartRound(bad.round)) in {
+        r.failed_from for r in read.recent_restarts
+    }
