@@ -28,19 +28,43 @@ class Room:
     advice: str
 
 
-def volume_room(directory: Path) -> Room:
+@dataclass(frozen=True, slots=True)
+class SlotAdvice:
+    """What to do where slots find no room, in the terms of the place."""
+
+    volume: str
+    memory: str
+
+
+IN_A_POD = SlotAdvice(
+    volume="raise its size: the sizeLimit of the memory volume, which Holdfast derives from "
+    "spec.checkpoint.memory and the trainer's memory limit; or lower spec.checkpoint.memory.slots",
+    memory="raise resources.limits.memory of the trainer: slots are charged to it; or lower "
+    "spec.checkpoint.memory.slots",
+)
+IN_A_FOLDER = SlotAdvice(
+    volume="make it larger (docker run --shm-size=..., mount -o remount,size=... /dev/shm), name another "
+    "directory by Checkpointer(slots_dir=...), or use fewer slots (slots=1)",
+    memory="raise the memory limit of the container or batch job: slots count against it; or use fewer "
+    "slots (slots=1)",
+)
+
+
+class VolumeFullError(CapacityError):
+    """The volume of the slots has no room. Another one may have."""
+
+
+def volume_room(directory: Path, advice: SlotAdvice = IN_A_POD) -> Room:
     stats = os.statvfs(directory)
     return Room(
         stats.f_bavail * stats.f_frsize,
-        f"shared memory volume of {directory}",
-        "raise its size: the sizeLimit of the memory volume, which Holdfast derives from "
-        "spec.checkpoint.memory and the trainer's memory limit; outside of a pod the size of /dev/shm",
+        f"the volume of {directory}",
+        advice.volume,
     )
 
 
-def memory_room(root: Path = _CGROUP) -> Room | None:
+def memory_room(root: Path = _CGROUP, advice: SlotAdvice = IN_A_POD) -> Room | None:
     """What the memory cgroup of this process has left; None where there is no visible limit."""
-    advice = "raise resources.limits.memory of the trainer: slots are charged to it"
     unified = _read_int(root / "memory.max"), _read_int(root / "memory.current")
     stat, cache = root / "memory.stat", "inactive_file"
     if unified[0] is None or unified[1] is None:
@@ -54,7 +78,9 @@ def memory_room(root: Path = _CGROUP) -> Room | None:
     if limit is None or used is None or limit >= 1 << 62:
         return None
     reclaimable = _stat_value(stat, cache)
-    return Room(max(0, limit - used + reclaimable), "memory limit of the container", advice)
+    return Room(
+        max(0, limit - used + reclaimable), "the memory limit of the container", advice.memory
+    )
 
 
 def reserved_bytes(directory: Path) -> int:
@@ -67,16 +93,26 @@ def reserved_bytes(directory: Path) -> int:
     return total
 
 
-def require_room(directory: Path, needed_bytes: int, slots: int) -> None:
-    """Raises CapacityError that says what is needed, what is there, and what to raise."""
+def require_room(
+    directory: Path, needed_bytes: int, slots: int, advice: SlotAdvice = IN_A_POD
+) -> None:
+    """Raises CapacityError (VolumeFullError where it is the volume's) that says what is needed, what is
+    there, and what to raise."""
     pending = reserved_bytes(directory)
-    for room in (volume_room(directory), memory_room()):
-        if room is not None and needed_bytes + pending > room.available_bytes:
-            raise CapacityError(
-                f"{room.limit} needs {needed_bytes + pending} more bytes for {slots} slots"
-                f" (of which {pending} are being taken by other ranks), has {room.available_bytes}: "
-                f"{room.advice}; or lower spec.checkpoint.memory.slots"
-            )
+
+    def words(room: Room) -> str:
+        return (
+            f"{room.limit} needs {needed_bytes + pending} more bytes for {slots} slots"
+            f" (of which {pending} are being taken by other ranks), has {room.available_bytes}: "
+            f"{room.advice}"
+        )
+
+    volume = volume_room(directory, advice)
+    if needed_bytes + pending > volume.available_bytes:
+        raise VolumeFullError(words(volume))
+    memory = memory_room(advice=advice)
+    if memory is not None and needed_bytes + pending > memory.available_bytes:
+        raise CapacityError(words(memory))
 
 
 @contextlib.contextmanager

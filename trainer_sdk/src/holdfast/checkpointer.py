@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, MutableMapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -68,6 +69,8 @@ class Checkpointer:
     dir: folder for checkpoints where there is no sidecar; in a worker pod leave it out.
     interval_steps: optimizer steps between saves (in a pod the job's spec says it). 0: only on request.
     keep_last: committed checkpoints that stay in `dir`, at least 1.
+    slots_dir: where the copies of a state lie until they are written to `dir`, instead of /dev/shm: a
+      directory of this machine that has `slots` times the room of the state. A pod has its own.
     strict: a checkpoint must hold exactly what the state asks for; False: what does not fit is skipped
       and listed in `skipped`.
     on_save_error: "warn" logs and counts; "raise" raises at this or the next save.
@@ -84,6 +87,7 @@ class Checkpointer:
         interval_steps: int | None = None,
         keep_last: int = 3,
         slots: int = 2,
+        slots_dir: str | os.PathLike[str] | None = None,
         strict: bool = True,
         on_save_error: OnSaveError = "warn",
         when_busy: WhenBusy = "skip",
@@ -104,7 +108,8 @@ class Checkpointer:
         elif dir is not None:
             own = _DEFAULT_INTERVAL_STEPS if interval_steps is None else interval_steps
             policy = Policy(interval_steps=own, slots=slots, keep_last=keep_last, peer_copies=0)
-            self._place = DirectoryPlace.of(folder_path(dir), self._settings, policy)
+            memory = None if slots_dir is None else Path(slots_dir).absolute()
+            self._place = DirectoryPlace.of(folder_path(dir), self._settings, policy, memory)
             self._interval_steps = own
         else:
             raise ConfigError(
@@ -119,7 +124,9 @@ class Checkpointer:
             self._place.peer,
             knows_what_is_durable=isinstance(self._place, DirectoryPlace),
         )
-        self._ring = SlotRing(self._place.slots_dir, self._settings.rank, self._place.slots)
+        self._ring = SlotRing(
+            self._place.slots_dir, self._settings.rank, self._place.slots, self._place.advice
+        )
         self._signal = stop_signal(self._session.want_stop)
         self._store: GangStore | None = None
         self._agreement: StepAgreement | None = None
@@ -183,6 +190,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._place.open()
         self._ring.directory = self._place.slots_dir
+        self._ring.spare = self._place.spare_slots_dir
         self._layouts.directory = self._place.layouts_dir
         self._dropped = weakref.finalize(
             self, _let_go, os.getpid(), self._session, self._place, self._signal

@@ -35,6 +35,9 @@ _COMMIT_SECONDS = 30.0
 _WRITER_ENDED = 70
 """Exit status (EX_SOFTWARE): the trainer starts another process, and hands over again what it holds."""
 
+_FOLDER_LOST = 72
+"""Exit status (EX_OSFILE): the folder was deleted or unmounted. The next process looks which."""
+
 
 def main(argv: Sequence[str]) -> int:
     """0 when everything that was staged has been committed."""
@@ -44,13 +47,17 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="[holdfast] %(message)s", stream=sys.stderr)
     sock = socket.socket(fileno=int(argv[0]))
     options = parse_options(argv[1])
-    service = DirectoryService(options, on_worker_end=lambda error: os._exit(_WRITER_ENDED))
-    writing = None if options.writer is None else claim(options.writer)
+    service = DirectoryService(
+        options,
+        on_worker_end=lambda error: os._exit(_WRITER_ENDED),
+        on_folder_lost=lambda: os._exit(_FOLDER_LOST),
+    )
     try:
         service.start()
     except Exception as error:  # noqa: BLE001 - the trainer logs it
         _refuse_hello(sock, error)
         return 1
+    writing = None if options.writer is None else claim(options.writer)
     try:
         Connection(sock, service).serve()
     except Exception:

@@ -20,9 +20,11 @@ from typing import Protocol
 
 from blake3 import blake3
 
+from holdfast.capacity import IN_A_FOLDER, IN_A_POD, SlotAdvice
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.claims import Claim, claim, holder
 from holdfast.directory.options import format_options
+from holdfast.directory.presence import device_of
 from holdfast.directory.processes import Process, wait_for_writers
 from holdfast.own_socket import OwnSocket
 from holdfast.settings import RankSettings
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 _LEAVE_SECONDS = 120.0
 _OWN_LOCK = "in-use.lock"
+_MEMORY = "memory"
+"""In the folder: slots for which there is no room in shared memory."""
 _ENDING_SECONDS = 10.0
 """How long a process that was killed may take to end: it gives back much memory."""
 _POLL_SECONDS = 0.05
@@ -46,6 +50,9 @@ class Place(Protocol):
     """What a Checkpointer needs to know of where it is."""
 
     slots_dir: Path
+    spare_slots_dir: Path | None
+    """Where slots lie for which `slots_dir` has no room; None: nowhere."""
+    advice: SlotAdvice
     layouts_dir: Path
     slots: int
     job_uid: JobUid
@@ -85,6 +92,8 @@ class PodPlace:
     slots: int
     job_uid: JobUid
     hello_seconds: float | None = 10.0
+    spare_slots_dir: Path | None = None
+    advice: SlotAdvice = IN_A_POD
 
     def __str__(self) -> str:
         return f"the sidecar at {self.socket_path}"
@@ -136,6 +145,7 @@ class DirectoryPlace:
     slots: int
     removes_slots: bool
     """No launcher removes them: they go with this Checkpointer."""
+    spare_slots_dir: Path | None = None
     job_uid: JobUid = JOB_UID
     round: RestartRound | None = None
     restore: CheckpointId | None = None
@@ -143,7 +153,10 @@ class DirectoryPlace:
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """The same for all ranks: rank 0's."""
     is_read_only: bool = False
+    device: int | None = None
+    """Of the file system on which the folder was when it was opened."""
     hello_seconds: float | None = None
+    advice: SlotAdvice = IN_A_FOLDER
     exit_status: int | None = None
     """Of the last persister that ended while it was wanted."""
     _process: subprocess.Popen[bytes] | None = None
@@ -152,22 +165,37 @@ class DirectoryPlace:
     _training: Claim | None = None
 
     @classmethod
-    def of(cls, root: Path, settings: RankSettings, policy: Policy) -> DirectoryPlace:
-        """Raises ConfigError when the folder cannot be used."""
+    def of(
+        cls,
+        root: Path,
+        settings: RankSettings,
+        policy: Policy,
+        slots_dir: Path | None = None,
+    ) -> DirectoryPlace:
+        """`slots_dir`: where slots lie, instead of shared memory. Raises ConfigError when a folder cannot
+        be used."""
         try:
             make_directories(root)
         except OSError as error:
             if not root.is_dir():  # of one that is there, durable names are its owner's concern
                 raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
         key = blake3(str(root).encode()).hexdigest()[:16]
-        if settings.scratch_dir is not None:
+        if slots_dir is not None:
+            if not os.access(slots_dir, os.W_OK):
+                raise ConfigError(
+                    f"Checkpointer(slots_dir={str(slots_dir)!r}): expected a directory that this process "
+                    "can write"
+                )
+            memory = slots_dir / f"holdfast-{os.getuid()}-{key}"
+        elif settings.scratch_dir is not None:
             memory = Path(settings.scratch_dir) / key
         elif os.access(SHARED_MEMORY, os.W_OK):
             # The same folder finds the same slots again, touched, after a crash.
             memory = SHARED_MEMORY / f"holdfast-{os.getuid()}-{key}"
         else:
-            memory = root / "memory"
+            memory = root / _MEMORY
         read_only = not all(os.access(p, os.W_OK) for p in (root, root / "tier") if p.exists())
+        has_spare = slots_dir is None and not read_only and memory.parent != root
         return cls(
             root,
             settings,
@@ -175,7 +203,8 @@ class DirectoryPlace:
             memory / SLOTS_DIR,
             memory / LAYOUTS_DIR,
             policy.slots,
-            removes_slots=settings.scratch_dir is None,
+            removes_slots=settings.scratch_dir is None or slots_dir is not None,
+            spare_slots_dir=root / _MEMORY / memory.name / SLOTS_DIR if has_spare else None,
             is_read_only=read_only,
         )
 
@@ -236,15 +265,18 @@ class DirectoryPlace:
         memory: where an earlier life of it left some, unless that lives, or somebody who looks at the
         same folder. Two that shared slots would read each other's steps."""
         shared = self.slots_dir.parent
+        self.device = device_of(self.root)
         if self.settings.rank == 0:
             wait_for_writers(self.processes_dir)
-            _sweep(shared)
+            _sweep(shared, self.root / _MEMORY)
         try:
             self._memory = Claim(shared / f"rank{self.settings.rank:06d}.lock", wait=False)
         except BlockingIOError:
             own = shared.with_name(f"{shared.name}+{secrets.token_hex(8)}")
             self._memory = claim(own / _OWN_LOCK)
             self.slots_dir, self.layouts_dir = own / SLOTS_DIR, own / LAYOUTS_DIR
+            if self.spare_slots_dir is not None:
+                self.spare_slots_dir = self.root / _MEMORY / own.name / SLOTS_DIR
             self.removes_slots = True  # nobody else would find them
         except OSError as error:
             logger.info("%s: %s; others do not see that it is in use", shared, error)
@@ -259,7 +291,10 @@ class DirectoryPlace:
         self._give_up_claim()
         name = f"rank{self.settings.rank:06d}-{secrets.token_hex(8)}"
         process = Process(self.processes_dir, name)
-        self._claim = claim(process.trainer)
+        if (
+            device_of(self.root) == self.device
+        ):  # else it would be made below an unmounted file system
+            self._claim = claim(process.trainer)
         plain, theirs = socket.socketpair()
         ours = OwnSocket.of(plain)
         with theirs:
@@ -274,6 +309,8 @@ class DirectoryPlace:
                 restore=self.restore,
                 rejected=self.rejected,
                 run_id=self.run_id,
+                device=self.device,
+                spare_slots_dir=self.spare_slots_dir,
                 read_only=self.is_read_only,
                 writer=process.writer,
             )
@@ -299,7 +336,15 @@ class DirectoryPlace:
             )
         self._give_up_claim()
         if ended and self.removes_slots:
-            self._remove_slots()
+            self._remove_slots(self.slots_dir)
+            with contextlib.suppress(OSError):
+                if not self.slots_dir.exists():
+                    shutil.rmtree(self.layouts_dir, ignore_errors=True)
+        if ended and self.spare_slots_dir is not None:
+            self._remove_slots(self.spare_slots_dir)
+            with contextlib.suppress(OSError):
+                self.spare_slots_dir.parent.rmdir()
+                (self.root / _MEMORY).rmdir()
         if self._memory is not None:
             self._memory.release()
             self._memory = None
@@ -322,19 +367,20 @@ class DirectoryPlace:
             self._claim.release()
             self._claim = None
 
-    def _remove_slots(self) -> None:
-        for path in self.slots_dir.glob(f"rank{self.settings.rank:06d}.*.slot"):
-            path.unlink(missing_ok=True)
+    def _remove_slots(self, directory: Path) -> None:
+        """Of this rank, and the directory behind the last one."""
         with contextlib.suppress(OSError):
-            (self.slots_dir / ".allocate").unlink(missing_ok=True)
-            self.slots_dir.rmdir()
-            shutil.rmtree(self.layouts_dir, ignore_errors=True)
+            for path in directory.glob(f"rank{self.settings.rank:06d}.*.slot"):
+                path.unlink(missing_ok=True)
+            (directory / ".allocate").unlink(missing_ok=True)
+            directory.rmdir()
 
 
-def _sweep(shared: Path) -> None:
+def _sweep(shared: Path, spare: Path) -> None:
     """Remove the memory of those that had their own and were killed."""
     for left in shared.parent.glob(f"{shared.name}+*"):
         with contextlib.suppress(OSError):
             held = Claim(left / _OWN_LOCK, wait=False)
             shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(spare / left.name, ignore_errors=True)
             held.forget()

@@ -142,7 +142,10 @@ class Session:
         )
 
     def refused(self, error: HoldfastError) -> None:
+        was_connected, said_before = self.policy is not None, str(self.greeting_error)
         self.greeting_error = error
+        if was_connected and str(error) != said_before:
+            logger.warning("%s cannot serve: %s", self.peer, error)
 
     def push(self, message: Any) -> None:
         match message:

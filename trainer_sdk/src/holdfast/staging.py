@@ -19,7 +19,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from holdfast.capacity import allocation_lock, require_room
+from holdfast.capacity import (
+    IN_A_POD,
+    SlotAdvice,
+    VolumeFullError,
+    allocation_lock,
+    require_room,
+)
 from holdfast.touched import touch
 from holdfast_core.errors import CapacityError, DeviceError, FormatError
 from holdfast_core.format.slot import (
@@ -141,9 +147,18 @@ class SlotRing:
     """The slots of one rank in this process. Not thread-safe: the training thread's alone. A thread of
     the ring's own touches pages that nobody waits for yet."""
 
-    def __init__(self, directory: Path, rank: Rank, count: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rank: Rank,
+        count: int,
+        advice: SlotAdvice = IN_A_POD,
+    ) -> None:
         self.directory = directory
         """Of the slot files; may be set until the first of them is there."""
+        self.spare: Path | None = None
+        """Where they lie if `directory` has no room for them; slower, but the saves go on."""
+        self._advice = advice
         self._rank = rank
         self._count = count
         self._slots: list[Slot] = []
@@ -179,6 +194,25 @@ class SlotRing:
         Raises CapacityError before anything is taken; if the volume fills up meanwhile, the next call
         or `acquire` does.
         """
+        try:
+            self._ensure(capacity_bytes, round_, to_fill=to_fill)
+        except VolumeFullError as error:
+            if self.spare is None or self.directory == self.spare:
+                raise
+            logger.warning("slots lie in %s, and saves are slower: %s", self.spare, error)
+            self._discard()
+            self.directory = self.spare
+            self._ensure(capacity_bytes, round_, to_fill=to_fill)
+
+    def _discard(self) -> None:
+        """Leave the directory: what was handed over from it is read by those that have it open."""
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+        for index in range(self._count):
+            self._path(index).unlink(missing_ok=True)
+
+    def _ensure(self, capacity_bytes: int, round_: RestartRound, *, to_fill: bool) -> None:
         capacity_bytes = _whole_pages(capacity_bytes)
         if len(self._slots) == self._count and self.capacity_bytes >= capacity_bytes:
             if not to_fill and self._toucher is None:
@@ -203,7 +237,7 @@ class SlotRing:
                     self._path(index).unlink(missing_ok=True)
                 if missing:
                     size = len(missing) * (HEADER_BYTES + capacity_bytes)
-                    require_room(self.directory, size, self._count)
+                    require_room(self.directory, size, self._count, self._advice)
                 descriptors = {index: self._create(index, capacity_bytes) for index in missing}
             for index, descriptor in descriptors.items():
                 kept[index] = self._open(index, descriptor)

@@ -26,6 +26,7 @@ from holdfast_core.format.manifest import JobIdentity
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
 from holdfast_core.store import build_manifest, commit_local, merge_layouts
+from holdfast_core.tiers.disk import disk_errors
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer import codec
 
@@ -60,10 +61,11 @@ class Committer:
     def prepare(self, record: ShardRecord) -> None:
         """Say that this rank's shard is durable. Seen whole or not at all."""
         directory = self._directory(record.checkpoint)
-        directory.mkdir(parents=True, exist_ok=True)
-        temporary = directory / f".{record.header.rank}.{os.getpid()}.tmp"
-        temporary.write_bytes(codec.dumps(Prepared(record, self.run_id, self.parent)))
-        temporary.replace(_file(directory, record.header.rank))
+        with disk_errors(f"writing the record of rank {record.header.rank} to {directory}"):
+            directory.mkdir(parents=True, exist_ok=True)
+            temporary = directory / f".{record.header.rank}.{os.getpid()}.tmp"
+            temporary.write_bytes(codec.dumps(Prepared(record, self.run_id, self.parent)))
+            temporary.replace(_file(directory, record.header.rank))
 
     def is_prepared(self, checkpoint: CheckpointId, rank: Rank) -> bool:
         return _file(self._directory(checkpoint), rank).exists()
@@ -81,13 +83,16 @@ class Committer:
 
     def commit(self, checkpoint: CheckpointId) -> None:
         """Rank 0, once all are prepared. Idempotent. Raises FormatError for a bad record."""
-        try:
-            prepared = self._prepared(checkpoint)
-        except FileNotFoundError:
-            if self.is_committed(checkpoint):  # by the run that came next, which cleared up, too
-                return
-            raise
-        self._commit(checkpoint, prepared)
+        with self._one_at_a_time():  # another rank may drop its shard where the folder is full
+            try:
+                prepared = self._prepared(checkpoint)
+            except FileNotFoundError:
+                if self.is_committed(
+                    checkpoint
+                ):  # by the run that came next, which cleared up, too
+                    return
+                raise
+            self._commit(checkpoint, prepared)
 
     def commit_left(self) -> None:
         """Commit what all ranks of a former run had made durable, where it is newer than every checkpoint.
@@ -116,6 +121,52 @@ class Committer:
         with self._one_at_a_time():
             self._prune(newest, protected, leader)
 
+    def make_room(
+        self, wanted: CheckpointId, protected: CheckpointId | None
+    ) -> CheckpointId | None:
+        """Delete what is worth least, for a save of `wanted` that found no room; None where nothing is left
+        that may go. In this order, one at a time:
+
+        1. shards of this process's ranks that no checkpoint names, older than the newest checkpoint;
+        2. the oldest checkpoint, never the newest, nor the restore point before this run has one of its
+           own;
+        3. shards of this process's ranks of older saves that other ranks have not completed: with the disk
+           full on their side, too, they never will.
+        """
+        with self._one_at_a_time():
+            held = self._held()
+            orphans = [
+                record
+                for record in self.tier.list_shards()
+                if self._is_own(record, leader=0 in self.own_ranks)
+                and record.checkpoint not in held
+                and _order(record.checkpoint) < _order(wanted)
+            ]
+            orphans.sort(key=lambda record: _order(record.checkpoint))
+            if held and orphans and _order(orphans[0].checkpoint) < _order(held[-1]):
+                return self._drop(orphans[0])
+            has_own = any(checkpoint.round == wanted.round for checkpoint in held)
+            for checkpoint in held[:-1]:
+                if has_own or checkpoint != protected:
+                    self.tier.delete_checkpoint(JOB_UID, checkpoint)
+                    return checkpoint
+            return self._drop(orphans[0]) if orphans else None
+
+    def _drop(self, record: ShardRecord) -> CheckpointId:
+        """The record first: what has a record may be committed."""
+        _file(self._directory(record.checkpoint), record.header.rank).unlink(missing_ok=True)
+        self._delete(record)
+        return record.checkpoint
+
+    def _held(self) -> list[CheckpointId]:
+        """Committed checkpoints, oldest first."""
+        return sorted((c for uid, c in self.tier.list_manifests() if uid == JOB_UID), key=_order)
+
+    def _is_own(self, record: ShardRecord, *, leader: bool) -> bool:
+        """Ranks that an older world had and this one lacks are the leader's."""
+        rank = record.header.rank
+        return rank in self.own_ranks or (leader and rank >= self.world_size)
+
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         """Each process removes directories that it emptied; never under another's hands."""
@@ -129,8 +180,7 @@ class Committer:
             os.close(descriptor)
 
     def _prune(self, newest: CheckpointId, protected: CheckpointId | None, leader: bool) -> None:
-        held = [c for uid, c in self.tier.list_manifests() if uid == JOB_UID]
-        held.sort(key=lambda c: (c.round, c.step))
+        held = self._held()
         if leader:
             extra = held[: -self.keep_last] if self.keep_last else []
             for checkpoint in extra:
@@ -142,12 +192,8 @@ class Committer:
         known = set(held)
         for record in self.tier.list_shards():
             checkpoint = record.checkpoint
-            older = (checkpoint.round, checkpoint.step) < (newest.round, newest.step)
-            # Ranks that an older world had and this one lacks have nobody else.
-            own = record.header.rank in self.own_ranks or (
-                leader and record.header.rank >= self.world_size
-            )
-            if own and older and checkpoint not in known:
+            older = _order(checkpoint) < _order(newest)
+            if self._is_own(record, leader=leader) and older and checkpoint not in known:
                 self._delete(record)
 
     def _delete(self, record: ShardRecord) -> None:
@@ -204,6 +250,10 @@ class Committer:
 
     def _directory(self, checkpoint: CheckpointId) -> Path:
         return self.prepared_dir / str(checkpoint)
+
+
+def _order(checkpoint: CheckpointId) -> tuple[int, int]:
+    return checkpoint.round, checkpoint.step
 
 
 def _file(directory: Path, rank: int) -> Path:

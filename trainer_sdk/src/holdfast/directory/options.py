@@ -29,6 +29,10 @@ class ServiceOptions:
     rejected: tuple[CheckpointId, ...] = ()
     run_id: str = "standalone"
     """Of the run that this process writes for; in its records and manifests. The same for all ranks."""
+    device: int | None = None
+    """Of the file system on which the run opened the folder first."""
+    spare_slots_dir: Path | None = None
+    """Where slots lie for which `slots_dir` has no room."""
     read_only: bool = False
     """The folder cannot be written: restore from it only."""
     writer: Path | None = None
@@ -47,6 +51,8 @@ def format_options(
     restore: CheckpointId | None,
     rejected: Sequence[CheckpointId],
     run_id: str,
+    device: int | None,
+    spare_slots_dir: Path | None,
     read_only: bool,
     writer: Path,
 ) -> str:
@@ -65,6 +71,8 @@ def format_options(
             "restore": None if restore is None else [restore.step, restore.round],
             "rejected": [[c.step, c.round] for c in rejected],
             "runId": run_id,
+            "device": device,
+            "spareSlotsDir": None if spare_slots_dir is None else str(spare_slots_dir),
             "readOnly": read_only,
             "writer": str(writer),
         }
@@ -93,6 +101,8 @@ def parse_options(text: str) -> ServiceOptions:
         choose_restore=round_ is None,
         rejected=tuple(c for c in map(_checkpoint, value["rejected"]) if c is not None),
         run_id=str(value["runId"]),
+        device=value["device"],
+        spare_slots_dir=None if value["spareSlotsDir"] is None else Path(value["spareSlotsDir"]),
         read_only=bool(value["readOnly"]),
         writer=Path(value["writer"]),
     )

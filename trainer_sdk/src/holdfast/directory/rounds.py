@@ -49,6 +49,11 @@ def keep_round(directory: Path, round_: RestartRound, run_id: str) -> None:
         _create(_path(directory, round_), run_id)
 
 
+def has_rounds(directory: Path) -> bool:
+    """Whether a run has been here."""
+    return directory.is_dir() and bool(_taken(directory))
+
+
 def _taken(directory: Path) -> list[RestartRound]:
     matches = (_NAME.fullmatch(path.name) for path in directory.iterdir())
     return [RestartRound(int(match.group(1))) for match in matches if match is not None]

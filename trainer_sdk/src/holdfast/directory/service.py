@@ -13,16 +13,18 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice, next_round
 from holdfast.directory.commit import Committer
 from holdfast.directory.connection import in_words
 from holdfast.directory.options import ServiceOptions
+from holdfast.directory.presence import Presence, expect_not_unmounted, says_gone
 from holdfast.directory.resharding import assemble_payload
-from holdfast.directory.rounds import claim_round, keep_round
+from holdfast.directory.rounds import claim_round, has_rounds, keep_round
 from holdfast.layouts import LayoutFiles
 from holdfast_core.errors import (
+    CapacityError,
     CorruptionError,
     FormatError,
     HoldfastError,
@@ -61,6 +63,7 @@ from holdfast_core.transfer.messages import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Push = Callable[[Any], None]
 
 _POLL_SECONDS = 0.01
@@ -88,10 +91,14 @@ class DirectoryService:
         self,
         options: ServiceOptions,
         on_worker_end: Callable[[BaseException], None] = lambda error: None,
+        on_folder_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_worker_end` is called in the worker thread when an exception has ended it."""
+        """`on_worker_end` is called in the worker thread when an exception has ended it, `on_folder_lost`
+        when the folder was deleted or unmounted: a service that is started anew opens it again."""
         self._options = options
         self._on_worker_end = on_worker_end
+        self._on_folder_lost = on_folder_lost
+        self._presence: Presence | None = None
         self._worker_error: BaseException | None = None
         self._failures = 0
         self._layouts = LayoutFiles(options.layouts_dir)
@@ -116,7 +123,11 @@ class DirectoryService:
         Raises CorruptionError (see `choose`), TierError.
         """
         options = self._options
+        if options.round is not None and not has_rounds(options.root / "rounds"):
+            expect_not_unmounted(options.root, options.device)
         self._tier.open()
+        if not options.read_only:
+            self._presence = Presence.of(options.root / "tier")
         committer = Committer(
             self._tier,
             options.root / "prepared",
@@ -330,10 +341,16 @@ class DirectoryService:
     def _slot(self, name: str) -> SlotFile:
         """Raises FormatError, UnavailableError. A slot that is gone is not a checkpoint that is gone: as
         NotFoundError it would make the ranks reject what they restore from."""
+        spare = self._options.spare_slots_dir
         try:
             return SlotFile.open(self._options.slots_dir, name)
         except NotFoundError as error:
-            raise UnavailableError(str(error)) from error
+            if spare is None:
+                raise UnavailableError(str(error)) from error
+        try:
+            return SlotFile.open(spare, name)
+        except NotFoundError as error:
+            raise UnavailableError(f"{error}, nor in {self._options.slots_dir}") from error
 
     def _may_hold(self, offer: SlotOffer, ref: ShardRef, payload_bytes: int) -> bool:
         """As far as its header says."""
@@ -376,7 +393,15 @@ class DirectoryService:
                     f"slot {message.slot}: state, round, step, bytes are {found}, the message says "
                     f"{wanted}"
                 )
-            self._store_layout(message.layout)
+            checkpoint = CheckpointId(message.step, message.round)
+            try:
+                self._expect_folder()
+                self._with_room(checkpoint, lambda: self._store_layout(message.layout))
+            except HoldfastError as error:
+                if says_gone(error) or self._is_lost():
+                    # Without an answer: the trainer hands the save over again, to a folder made anew.
+                    self._on_folder_lost()
+                raise
             slot.set_state(SlotState.OWNED)
         except BaseException:
             slot.close()
@@ -468,6 +493,8 @@ class DirectoryService:
                 exc_info=_unexpected(error),
             )
             self._fail(_Pending(checkpoint, [job.push]), type(error).__name__, in_words(error))
+            if says_gone(error) or self._is_lost():
+                self._on_folder_lost()
         else:
             self._await_commit(checkpoint, job.push)
 
@@ -486,9 +513,44 @@ class DirectoryService:
             bytes_each_step(stage.payload_bytes, self._options.policy.interval_steps, 0, None)
         )
         failpoint("directory.write_shard")
-        record = self._tier.write_shard(header, slot)
-        if self._committer is not None:
-            self._committer.prepare(record)
+        self._expect_folder()
+        checkpoint, committer = CheckpointId(stage.step, stage.round), self._committer
+        record = self._with_room(checkpoint, lambda: self._tier.write_shard(header, slot))
+        if committer is not None:
+            self._with_room(checkpoint, lambda: committer.prepare(record))
+
+    def _with_room(self, wanted: CheckpointId, write: Callable[[], T]) -> T:
+        """Write; where the folder is full, delete what is worth least and write again."""
+        while True:
+            try:
+                return write()
+            except CapacityError as error:
+                point = None if self._choice is None else self._choice.manifest.checkpoint
+                gone = None if self._committer is None else self._committer.make_room(wanted, point)
+                if gone is None:
+                    raise CapacityError(
+                        f"{self._options.root} has no room for step {wanted.step}, and nothing in it may "
+                        f"be deleted: the newest checkpoint stays. Free space in its file system. ({error})"
+                    ) from error
+                logger.warning(
+                    "%s has no room for step %d: %s was deleted, although keep_last is %d. Free space in "
+                    "its file system, or keep fewer checkpoints",
+                    self._options.root,
+                    wanted.step,
+                    gone,
+                    self._options.policy.keep_last,
+                )
+                self._give_up(gone, "NoRoom", f"it was deleted to make room for step {wanted.step}")
+
+    def _is_lost(self) -> bool:
+        return self._presence is not None and self._presence.is_lost()
+
+    def _expect_folder(self) -> None:
+        if self._is_lost():
+            raise NotFoundError(
+                f"{self._options.root}: the folder that this run opened is not there any more; it was "
+                "deleted or unmounted"
+            )
 
     def _advance(self) -> None:
         """Commit what is complete (rank 0), tell who waits, prune, forget what was overtaken."""
@@ -507,10 +569,13 @@ class DirectoryService:
                     exc_info=_unexpected(error),
                 )
                 self._give_up(checkpoint, "CommitFailed", in_words(error))
+                if says_gone(error) or self._is_lost():
+                    self._on_folder_lost()
                 continue
             self._conclude(checkpoint, _levels(checkpoint))
             self._forget_older(checkpoint)
             try:
+                self._expect_folder()
                 point = None if self._choice is None else self._choice.manifest.checkpoint
                 committer.prune(checkpoint, point, leader=self._leads)
             except BaseException as error:
@@ -528,8 +593,9 @@ class DirectoryService:
     def _commit(self, committer: Committer, checkpoint: CheckpointId) -> bool:
         """Whether it is committed now."""
         failpoint("directory.before_commit")
+        self._expect_folder()
         if self._leads and committer.is_complete(checkpoint):
-            committer.commit(checkpoint)
+            self._with_room(checkpoint, lambda: committer.commit(checkpoint))
         return committer.is_committed(checkpoint)
 
     def _forget_older(self, newest: CheckpointId) -> None:
