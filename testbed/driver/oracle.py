@@ -173,7 +173,7 @@ def gather(job: Job, *, copies: int = 1) -> Evidence:
         checkpoints=[
             item
             for item in job.kube.items("Checkpoint", job.namespace)
-            if item["spec"].get("jobRef", {}).get("name") == job.name
+            if item["metadata"].get("labels", {}).get("holdfast.dev/job-uid") == uid
         ],
         stored=stored_objects(job.namespace, uid),
         uploads_in_progress=uploads_in_progress(job.namespace, uid),
