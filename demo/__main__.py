@@ -25,7 +25,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=None, help="steps of training of `local`")
     arguments = parser.parse_args()
     picture = arguments.picture or Path("build") / f"demo-{arguments.stage}.png"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
+    # SIGTERM ends it as Ctrl-C does. A shell starts background jobs with SIGINT ignored.
+    for interrupting in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(interrupting, signal.default_int_handler)
     log = picture.with_suffix(".log")
     try:
         if arguments.stage == "cluster":

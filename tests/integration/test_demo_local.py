@@ -72,12 +72,12 @@ def interrupt_in_the_middle(folder: Path, with_signal: signal.Signals) -> int:
 
 
 def test_it_completes_after_it_was_interrupted_and_after_it_was_killed(folder: Path) -> None:
-    assert interrupt_in_the_middle(folder, signal.SIGINT) == 130
+    assert interrupt_in_the_middle(folder, signal.SIGINT) == 130, text_of(folder)
     assert text_of(folder).rstrip().endswith("what it had started is ended.")
     assert marked(folder) == []
     assert not memory_of(folder).exists()
 
-    assert interrupt_in_the_middle(folder, signal.SIGKILL) == -9
+    assert interrupt_in_the_middle(folder, signal.SIGKILL) == -9, text_of(folder)
     until(lambda: not marked(folder), "the guardian to end what the demo had started")
 
     process = start(folder)

@@ -344,8 +344,11 @@ class Checkpointer:
         return self._outcomes.watch.saves_since_commit
 
     def should_save(self, step: int) -> bool:
-        """Whether every rank saves after `step` optimizer steps. Ask once after each step, on every
-        rank; sets `stopping` too. `steps` does it itself. Raises ConfigError for what is no step."""
+        """Whether every rank saves after `step` optimizer steps.
+
+        Call it once after each step, on every rank: it also reports the step to the job's status, and
+        sets `stopping`. `steps` does it itself. Raises ConfigError for what is no step.
+        """
         due = self._wants_save(checked_step(step, "Checkpointer.should_save(step)"))
         if not due:  # otherwise the save reports the step, with what it cost
             self._progress.tell(self._round())
