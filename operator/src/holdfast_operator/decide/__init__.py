@@ -364,8 +364,8 @@ def _with_suspend_words(world: World, now: Now, status: JobStatusView) -> JobSta
 def _pod_trouble(world: World) -> Note | None:
     """Why a pod is not created, or the kubelet's or the scheduler's words on one that does not
     start."""
-    refused = acceptance.template_problem(world.observed.job.spec.template)
-    if refused is not None:
+    refused = acceptance.birth_problem(world)
+    if refused is not None and any(member.pod is None for member in world.members):
         return refused
     for member in world.members:
         pod = member.pod

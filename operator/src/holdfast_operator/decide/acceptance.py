@@ -85,6 +85,18 @@ def _store_problem(world: World) -> Note | None:
     return None
 
 
+def birth_problem(world: World) -> Note | None:
+    """Why no pod of this job may be created now. A pod is told its store once, when it is created: one
+    that was created while the CheckpointStore was absent would never upload anything."""
+    refused = template_problem(world.observed.job.spec.template)
+    if refused is not None:
+        return refused
+    missing = _store_problem(world)
+    if missing is None or world.observed.store is not None:
+        return None  # a store that is not reachable now is tried again by the pod itself
+    return Note(missing.reason, f"{missing.message}; no pod is created without it")
+
+
 def _restore_from_problem(world: World) -> Note | None:
     job = world.observed.job
     name = job.spec.restore_from

@@ -26,7 +26,7 @@ from holdfast_operator.actions import (
     SendRound,
     round_digest,
 )
-from holdfast_operator.decide.acceptance import template_problem
+from holdfast_operator.decide.acceptance import birth_problem
 from holdfast_operator.decide.failure import (
     Failure,
     counted_restarts,
@@ -149,9 +149,9 @@ def member_actions(world: World) -> list[Action]:
 def _births(world: World) -> list[Action]:
     """Pods of this round that are not there yet. Once the restore point is chosen a missing pod is
     a lost one, and needs a new round: what it may have held must not come back under its name.
-    A template that was changed to one that is refused gets no pod."""
+    See acceptance.birth_problem for what else must be there."""
     job = world.observed.job
-    if template_problem(job.spec.template) is not None:
+    if birth_problem(world) is not None:
         return []
     born = [m for m in world.members if m.birth_round == world.round]
     missing = [m for m in born if m.pod is None]

@@ -1,0 +1,63 @@
+"""A pod is told its store when it is created: none is created while the store is absent."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_core.api import CheckpointStore, JobCondition
+from holdfast_core.ids import Worker
+from holdfast_operator.actions import CreatePod, WriteStatus
+from holdfast_operator.decide import decide
+from holdfast_operator.model import Observed, StoreView, Unreadable
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.builders import job, now, pod, sidecar, status, store
+
+SURVIVOR = pod(0)
+REPLACED = job(2, status(1, (0, 1)), store="main")
+
+
+def recovery(found: StoreView | None, *hidden: Unreadable) -> Observed:
+    """Worker 1 lost its pod; round 1 is to create another one."""
+    return Observed(
+        job=REPLACED,
+        pods=(SURVIVOR,),
+        sidecars=(sidecar(SURVIVOR, 1),),
+        store=found,
+        unreadable=hidden,
+    )
+
+
+HIDDEN = Unreadable(
+    CheckpointStore.KIND, "team-a", "main", "uid-of-it", "spec.s3.endpoint: unknown value"
+)
+
+
+@pytest.mark.parametrize(
+    ("observed", "reason"),
+    [
+        pytest.param(recovery(None), Reason.STORE_NOT_FOUND, id="absent"),
+        pytest.param(recovery(None, HIDDEN), Reason.CANNOT_READ, id="cannot be read"),
+    ],
+)
+def test_the_gang_waits_for_it_and_says_so(observed: Observed, reason: Reason) -> None:
+    decision = decide(observed, now())
+    assert not [a for a in decision.actions if isinstance(a, CreatePod)]
+    (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]
+    found = write.status.condition(JobCondition.RUNNING)
+    assert found is not None
+    assert (found.status, found.reason) == (False, reason)
+    assert "no pod is created without it" in found.message
+
+
+@pytest.mark.parametrize("available", [True, None, False], ids=["works", "not probed", "down"])
+def test_a_store_that_is_there_delays_nothing(available: bool | None) -> None:
+    """Its server may be down: a sidecar tries again by itself."""
+    decision = decide(recovery(store(available=available)), now())
+    assert [a.worker for a in decision.actions if isinstance(a, CreatePod)] == [Worker(1)]
+
+
+def test_a_job_without_a_store_needs_none() -> None:
+    observed = Observed(
+        job=job(2, status(1, (0, 1))), pods=(SURVIVOR,), sidecars=(sidecar(SURVIVOR, 1),)
+    )
+    assert [a.worker for a in decide(observed, now()).actions if isinstance(a, CreatePod)] == [1]
