@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.state.optimizers import misfit
 from holdfast.state.rng import RNG
 from holdfast.state.tensors import (
     clone,
@@ -67,7 +68,9 @@ def load_state(
 
     `saved` holds views that are only valid during the call: all that is kept is copied. Unless it
     `is_ours`: then its tensors are those of `state` already, or in memory that may be kept.
-    Raises StateMismatchError naming every path, what was expected and what was found.
+    Raises StateMismatchError naming every path, what was expected and what was found; nothing was loaded
+    then. Where an object's own load_state_dict raises, it says so: other parts are loaded by then. With
+    strict=False such an object is skipped and listed, too.
     """
     comparison = _comparison(state, saved)
     if comparison.problems and strict:
@@ -79,13 +82,25 @@ def load_state(
     tasks.sort(key=lambda task: task[0])
     rest = [task for task in tasks if task[0] is not _Order.RNG]
     last = [task for task in tasks if task[0] is _Order.RNG]
-    for order, path, target, value in rest:
-        _load_object(order, path, target, value, skip, own)
+    refused: list[str] = []
+
+    def load(task: tuple[_Order, str, Any, Any]) -> None:
+        try:
+            _load_object(*task, skip, own)
+        except StateMismatchError as error:
+            if strict:
+                raise StateMismatchError(
+                    f"{error}; parts of the state are loaded by now: build it anew before it is used"
+                ) from error
+            refused.append(str(error))
+
+    for task in rest:
+        load(task)
     if before_rng is not None:
         before_rng()
-    for order, path, target, value in last:
-        _load_object(order, path, target, value, skip, own)
-    return tuple(comparison.problems.values())
+    for task in last:
+        load(task)
+    return (*comparison.problems.values(), *refused)
 
 
 def fits(state: Mapping[str, Any], saved: dict[str, Any]) -> bool:
@@ -191,29 +206,11 @@ def _compare_object(current: Any, saved: Any, path: str, out: _Comparison) -> No
         case _Order.MODEL:
             _compare(current.state_dict(), saved, path, out, exact=True)
         case _Order.OPTIMIZER:
-            _compare_optimizer(current, saved, path, out)
+            reason = misfit(current, saved)
+            if reason is not None:
+                out.note(path, *reason)
         case _Order.SCHEDULER | _Order.LOADER | _Order.OTHER | _Order.RNG:
             pass  # their own load_state_dict knows what fits
-
-
-def _compare_optimizer(current: Any, saved: Any, path: str, out: _Comparison) -> None:
-    groups = saved.get("param_groups") if isinstance(saved, dict) else None
-    if groups is None:
-        out.note(path, "an optimizer's state_dict", type(saved).__name__)
-        return
-    expected = [len(group["params"]) for group in current.param_groups]
-    found = [len(group["params"]) for group in groups]
-    if expected != found:
-        out.note(f"{path}.param_groups", f"{expected} parameters a group", str(found))
-        return
-    parameters = [p for group in current.param_groups for p in group["params"]]
-    for index, entries in saved.get("state", {}).items():
-        if not isinstance(index, int) or index >= len(parameters):
-            continue
-        for name, value in entries.items():
-            have = current.state.get(parameters[index], {}).get(name)
-            if _is_array(have) and _is_array(value) and have.numel() > 1:
-                _compare_array(have, value, f"{path}.state.{index}.{name}", out)
 
 
 # ------------------------------------------------------------------------------- merge
@@ -305,7 +302,9 @@ def _load_object(order: _Order, path: str, target: Any, saved: Any, skip: Any, o
             target.load_state_dict(_optimizer_state(target, saved, own))
         else:
             target.load_state_dict(own(saved))
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+    except StateMismatchError:
+        raise
+    except Exception as error:
         raise StateMismatchError(
             f"{path}: {type(target).__name__}.load_state_dict refused what was saved: {error}"
         ) from error

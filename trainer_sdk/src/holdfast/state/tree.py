@@ -9,6 +9,7 @@ Counter, NaN keeps its bits.
   {"$map": [[k, v], ...]} a dict whose keys are not plain strings in sorted order
   {"$odict": [[k, v], ...]} a collections.OrderedDict; "$counter": a collections.Counter
   {"$defaultdict": [factory, [[k, v], ...]]} with the name of a built-in type, or null
+  {"$optimizer": [class, v]} what an optimizer's state_dict gave
   {"$size": [...]}        a torch.Size
   {"$bytes": base64}      bytes; "$bytearray": a bytearray
   {"$str": hex}           a str that UTF-8 cannot say: lone surrogates
@@ -30,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.state.optimizers import SavedOptimizer, kind_of
 from holdfast.state.tensors import Leaf, is_tensor, make_leaf, torch_module
 from holdfast_core.errors import (
     FormatError,
@@ -187,7 +189,8 @@ class Encoder:
             if torch is not None and isinstance(plain, torch.nn.Module) and isinstance(held, dict):
                 # An OrderedDict by its type; a module loads from any dict.
                 return self._dict(held, path, depth + 1)
-            return self.encode(held, path, depth + 1)
+            encoded = self.encode(held, path, depth + 1)
+            return {"$optimizer": [kind_of(plain), encoded]} if steps else encoded
         finally:
             self._rank_local, self._optimizer, self._owned = before
 
@@ -287,6 +290,11 @@ class Decoder:
             return collections.defaultdict(
                 factory, ((self.decode(k), self.decode(v)) for k, v in pairs)
             )
+        if tag == "$optimizer":
+            kind, inner = body
+            saved = SavedOptimizer(self.decode(inner))
+            saved.kind = str(kind)
+            return saved
         if tag == "$bytes":
             return base64.b64decode(body, validate=True)
         if tag == "$bytearray":

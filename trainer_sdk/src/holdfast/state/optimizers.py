@@ -1,0 +1,85 @@
+"""Whether a saved optimizer's state fits an optimizer: asked before anything of a state is loaded.
+
+torch checks the number of parameters alone. The state of another class (AdamW's for SGD) would be
+accepted, and the next `step()` would fail with the old state gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.state.tensors import describe, is_tensor, local_part
+
+_LIKE_PARAMETER = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "prev",
+        "step_size",
+    }
+)
+"""Entries of torch's own optimizers that have the shape of their parameter."""
+
+
+class SavedOptimizer(dict[str, Any]):
+    """What an optimizer's state_dict gave, with the name of its class."""
+
+    kind: str = ""
+
+
+def kind_of(optimizer: Any) -> str:
+    """The class by its own name: a class may move to another module."""
+    return type(optimizer).__qualname__
+
+
+def misfit(optimizer: Any, saved: Any) -> tuple[str, str] | None:
+    """What was expected and what was found; None where `optimizer` can load `saved`."""
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    state = saved.get("state") if isinstance(saved, dict) else None
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        return "an optimizer's state_dict", type(saved).__name__
+    if isinstance(saved, SavedOptimizer) and saved.kind != kind_of(optimizer):
+        return f"the state of {kind_of(optimizer)}", f"that of {saved.kind}"
+    try:
+        found = [len(group["params"]) for group in groups]
+    except (KeyError, TypeError):
+        return "parameter groups with params", "others"
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if expected != found:
+        return f"{expected} parameters a group", str(found)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, entries in state.items():
+        if not isinstance(index, int) or not isinstance(entries, dict):
+            continue  # keyed by names: the optimizer's own code knows them
+        if not 0 <= index < len(parameters):
+            return f"the state of {len(parameters)} parameters", f"one of parameter {index}"
+        reason = _entries_misfit(optimizer, parameters[index], index, entries)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _entries_misfit(
+    optimizer: Any, parameter: Any, index: int, entries: dict[Any, Any]
+) -> tuple[str, str] | None:
+    have = optimizer.state.get(parameter, {})
+    for name, value in entries.items():
+        if not is_tensor(value):
+            continue
+        now = have.get(name)
+        if is_tensor(now) and now.numel() > 1:
+            expected, found = describe(local_part(now)), describe(value)
+        elif name in _LIKE_PARAMETER and value.numel() > 1:
+            expected = str(list(local_part(parameter).shape))
+            found = str(list(value.shape))
+        else:
+            continue
+        if expected != found:
+            return f"{name} of parameter {index} as {expected}", found
+    return None
