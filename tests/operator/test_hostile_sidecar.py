@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.transfer.codec import dumps
 from holdfast_core.transfer.messages import CoordinatorState, ManifestInfo, ShardInfo
 from holdfast_operator.model import Reachable
+from holdfast_operator.sidecars import MAX_WORDS, POLL_BURST, POLL_SECONDS_EACH
 
 DIGEST = Digest("b3:" + "0" * 64)
 GOOD = CoordinatorState(7, RestartRound(0), running=True)
@@ -168,3 +170,48 @@ def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
             assert len(silent) < 150
 
     asyncio.run(story())
+
+
+def test_a_coordinator_with_news_all_the_time_does_not_take_all_the_time() -> None:
+    """Every answer differs and comes at once: after a burst the operator asks at a steady rate."""
+
+    async def story() -> None:
+        async with bench() as b:
+            pod = pod_view(0)
+            server = await b.serve(pod)
+            server.publish(replace(GOOD, version=1))
+            b.follow(pod, coordinator=0)
+
+            def acted() -> bool:
+                """As passes do, at once; and the sidecar has news again."""
+                state = b.sidecars.coordinator_state(UID)
+                if state is not None and server.state == state:
+                    b.sidecars.acted_on(UID, state.version)
+                    server.publish(replace(GOOD, version=state.version + 1))
+                return state is not None and state.version > POLL_BURST + 3
+
+            await b.until(acted)
+            assert len([s for s in b.slept if s > POLL_SECONDS_EACH / 2]) >= 2
+
+    asyncio.run(story())
+
+
+def test_what_sidecars_say_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Another refusal each time, of 4,000 characters."""
+
+    async def story() -> None:
+        async with bench() as b:
+            pod = pod_view(0)
+            server = await b.serve(pod)
+            b.follow(pod, coordinator=0)
+            for n in range(3):
+                words = f"{n} " + "x" * 5000
+                server.refuses_state = words
+                server.calls.clear()
+                await b.until(lambda: len(server.calls) >= 2)
+
+    with caplog.at_level(logging.INFO, "holdfast_operator"):
+        asyncio.run(story())
+    said = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
+    assert len(said) == 1
+    assert len(said[0]) <= MAX_WORDS

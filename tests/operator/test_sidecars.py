@@ -79,12 +79,23 @@ def leaf_of(pod: PodView, age: timedelta = timedelta()) -> Leaf:
     return new_leaf(AUTHORITY, peer_dns_name(pod.name, UID), NOW - age)
 
 
+class RecordingClock(SystemClock):
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await super().sleep(seconds)
+
+
 @dataclass
 class Bench:
     sidecars: Sidecars
     port: int
     enqueued: list[Key] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    slept: list[float] = field(default_factory=list)
+    """Seconds of each pause between polls and the like."""
     defects: list[Exception] = field(default_factory=list)
     """Each is raised once by what takes the news, as a defect of the operator would be."""
     servers: dict[int, FakeSidecar] = field(default_factory=dict)
@@ -136,8 +147,9 @@ async def bench() -> AsyncIterator[Bench]:
             raise defects.pop()
         keys.append(key)
 
-    sidecars = Sidecars(client, Identity(), SystemClock(), enqueue, errors.append)
-    found = Bench(sidecars, port, keys, errors, defects)
+    clock = RecordingClock()
+    sidecars = Sidecars(client, Identity(), clock, enqueue, errors.append)
+    found = Bench(sidecars, port, keys, errors, clock.slept, defects)
     try:
         yield found
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import sys
 
 from prometheus_client import start_http_server
@@ -30,7 +31,15 @@ def main() -> None:
         sys.stderr.write(f"holdfast-operator: {error}\n")
         sys.exit(2)
     logs.configure(settings.log_level)
+    allow_descriptors()
     sys.exit(asyncio.run(run(settings, access)))
+
+
+def allow_descriptors() -> None:
+    """As many open descriptors as this process may have: each job has a poll, and a soft limit of
+    1,024, which some runtimes set, would end at the polls of silent coordinators."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def run(settings: Settings, access: KubeAccess) -> int:

@@ -36,6 +36,7 @@ from holdfast_core.transfer.messages import (
 )
 from holdfast_operator import logs
 from holdfast_operator.actions import round_digest
+from holdfast_operator.allowance import Allowance
 from holdfast_operator.call_slots import CallSlots, Standing
 from holdfast_operator.certificates import LEAF_LIFE, RENEW_AT
 from holdfast_operator.keys import Key
@@ -50,6 +51,10 @@ from holdfast_operator.sidecar_client import (
 T = TypeVar("T")
 
 UNREACHABLE_AFTER = 2
+SAID_SECONDS = 60.0
+"""Between two lines about the silence of one pod: it may come and go as it likes."""
+MAX_WORDS = 300
+"""Of a sidecar, in one line of the log."""
 SILENT_AFTER = 3
 """Failures in a row; from then on the calls to a pod share the few slots of silent ones."""
 STARTING_SECONDS = 15.0
@@ -61,6 +66,10 @@ PROBE_SECONDS = 2.0
 KNOWLEDGE_SECONDS = 1800.0
 """A sidecar that nobody called for so long is asked for its inventory."""
 POLL_AGAIN_SECONDS = 0.2
+POLL_BURST = 20
+POLL_SECONDS_EACH = 0.25
+"""Each answer to a poll may be a pass over the job: a coordinator that has news all the time must
+not take the operator from other jobs."""
 POLL_SECONDS_PER_ENTRY = 200e-6
 """Parsing and comparing an entry of the state costs about 10 us: a coordinator that answers at once
 each time gets a twentieth of one processor, whatever it sends."""
@@ -93,6 +102,8 @@ class _Pod:
     """When it last answered. Not in `view`, whose changes ask for a pass."""
     failures: int = 0
     failing_since: float | None = None
+    said_at: float | None = None
+    """When a line about its silence was logged last."""
     not_before: float = 0.0
     """Monotonic: no call before, because the last one failed."""
     called_at: float | None = None
@@ -118,6 +129,7 @@ class _Job:
     acted: asyncio.Event = field(default_factory=asyncio.Event)
     pruned: dict[str, PruneReply] = field(default_factory=dict)
     asks: set[str] = field(default_factory=set)
+    polls: Allowance = field(default_factory=lambda: Allowance(POLL_BURST, POLL_SECONDS_EACH))
 
 
 class Sidecars:
@@ -385,9 +397,7 @@ class Sidecars:
         """An answer all the same; where it knows of a newer round, what it holds is asked for."""
         self._alive(pod)
         refused = refusal.refused
-        self._said.info(
-            f"{pod.target.pod} {name}", f"sidecar of {pod.target.pod} refused {name}: {refusal}"
-        )
+        self._say_refusal(f"{pod.target.pod} {name}", f"{name} by {pod.target.pod}", refusal)
         if refused.code is Refusal.STALE_ROUND:
             known = pod.view.sealed_round
             newest = refused.round if known is None else max(known, refused.round)
@@ -405,10 +415,15 @@ class Sidecars:
         except HoldfastError as error:
             self._failed(pod, error)
 
+    def _say_refusal(self, subject: str, what: str, refusal: SidecarRefused) -> None:
+        """Once for each code: the words are the sidecar's, and may differ each time."""
+        if self._said.is_new(subject, refusal.code):
+            logs.info(f"refused: {what}: {refusal}"[:MAX_WORDS])
+
     def _unexpected(self, what: str, error: Exception) -> None:
         """A defect of the operator that an answer brought out: it must end no task for good."""
         self._count_error("sidecars")
-        if self._said.is_new(f"unexpected {what}", repr(error)):
+        if self._said.is_new(f"unexpected {what}", type(error).__name__):
             logs.failure(f"{what} ended with an unexpected error", error)
 
     def _alive(self, pod: _Pod) -> None:
@@ -429,8 +444,10 @@ class Sidecars:
             pod.failing_since = self._clock.monotonic()
         self._hold_off(pod)
         if pod.failures >= UNREACHABLE_AFTER:
-            failing_seconds = self._clock.monotonic() - pod.failing_since
-            if pod.answered or failing_seconds >= STARTING_SECONDS:
+            now = self._clock.monotonic()
+            started = pod.answered or now - pod.failing_since >= STARTING_SECONDS
+            if started and (pod.said_at is None or now - pod.said_at >= SAID_SECONDS):
+                pod.said_at = now
                 self._said.warning_once(pod.view.pod_uid, str(error), pod=pod.target.pod)
             pod.view = replace(
                 pod.view,
@@ -459,10 +476,11 @@ class Sidecars:
                     return
                 except SidecarRefused as refusal:
                     if refusal.code is not Refusal.BUSY:
-                        self._said.info(name, f"{path} was refused: {refusal}")
+                        self._say_refusal(f"{job.uid} {name}", f"{path} by {pod}", refusal)
                         return
                 except HoldfastError as error:
-                    self._said.info(name, f"{path} is tried again: {error}")
+                    words = f"{path} is tried again: {error}"
+                    self._said.info(f"{job.uid} {name}", words[:MAX_WORDS])
                 except Exception as error:  # noqa: BLE001 - it is tried again
                     self._unexpected(f"{path} to the sidecar of pod {pod}", error)
                 await self._clock.sleep(ASK_AGAIN_SECONDS)
@@ -525,7 +543,7 @@ class Sidecars:
             )
         except SidecarRefused as refusal:
             self._alive(pod)
-            self._said.info(f"poll {job.uid}", f"the coordinator's state: {refusal}")
+            self._say_refusal(f"poll {job.uid}", f"its state by {pod.target.pod}", refusal)
             return False
         except HoldfastError as error:
             before = pod.view
@@ -540,7 +558,8 @@ class Sidecars:
             job.state = state
             self._enqueue(job.key)
         await self._until_acted(job, state.version)
-        await self._clock.sleep(_entries(state) * POLL_SECONDS_PER_ENTRY)
+        wait = job.polls.wait_seconds(self._clock.monotonic())
+        await self._clock.sleep(max(wait, _entries(state) * POLL_SECONDS_PER_ENTRY))
         return True
 
     async def _until_acted(self, job: _Job, version: int) -> None:

@@ -49,6 +49,8 @@ class FakeSidecar:
     """The newest `since` that a poll said."""
     raw_state: bytes | None = None
     """Set: the body of each answer to a poll, whatever it is."""
+    refuses_state: str = ""
+    """Set: the words with which each poll is refused."""
     raw_inventory: bytes | None = None
     calls: list[tuple[str, Any]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
@@ -135,6 +137,8 @@ class FakeSidecar:
         if self.raw_state is not None:
             return web.Response(body=self.raw_state, content_type="application/json")
         state = self.state
+        if self.refuses_state:
+            return self._refuse(Refusal.BUSY, self.refuses_state)
         if state is None:
             return self._refuse(Refusal.NOT_COORDINATOR, "not the coordinator")
         if state.version <= self.since:
