@@ -80,8 +80,14 @@ def leaf_of(pod: PodView, age: timedelta = timedelta()) -> Leaf:
 
 
 class RecordingClock(SystemClock):
+    """Real time, until `stopped` is set."""
+
     def __init__(self) -> None:
         self.slept: list[float] = []
+        self.stopped: float | None = None
+
+    def monotonic(self) -> float:
+        return super().monotonic() if self.stopped is None else self.stopped
 
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -94,8 +100,7 @@ class Bench:
     port: int
     enqueued: list[Key] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    slept: list[float] = field(default_factory=list)
-    """Seconds of each pause between polls and the like."""
+    clock: RecordingClock = field(default_factory=RecordingClock)
     defects: list[Exception] = field(default_factory=list)
     """Each is raised once by what takes the news, as a defect of the operator would be."""
     servers: dict[int, FakeSidecar] = field(default_factory=dict)
@@ -149,7 +154,7 @@ async def bench() -> AsyncIterator[Bench]:
 
     clock = RecordingClock()
     sidecars = Sidecars(client, Identity(), clock, enqueue, errors.append)
-    found = Bench(sidecars, port, keys, errors, clock.slept, defects)
+    found = Bench(sidecars, port, keys, errors, clock, defects)
     try:
         yield found
     finally:
