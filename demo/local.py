@@ -62,10 +62,18 @@ def _command(steps: int, launcher: Sequence[str], arguments: Sequence[str]) -> t
     return (*start, sys.executable, str(TRAIN / "train.py"), *size, *arguments)
 
 
+def training_command(steps: int) -> tuple[str, ...]:
+    """Of the trainer container: the example at a pace that a person can follow."""
+    return _command(steps, [], ["--sleep-per-step", str(SLEEP_PER_STEP)])
+
+
 class Run:
     """One job on one local cluster, driven by a loop in a thread of its own."""
 
-    def __init__(self, base: Path, shm: Path, name: str, steps: int = STEPS) -> None:
+    def __init__(
+        self, base: Path, shm: Path, name: str, command: tuple[str, ...] | None = None
+    ) -> None:
+        """`command` of the trainer container; None: the example of STEPS steps."""
         self.base = base / name
         self.memory = shm / name
         clock = SystemClock()
@@ -100,7 +108,7 @@ class Run:
             self.base / "logs",
             TRAIN,
         )
-        command = _command(steps, [], ["--sleep-per-step", str(SLEEP_PER_STEP)])
+        command = command or training_command(STEPS)
         self.cluster = LocalCluster(job, place, command, view, Authority())
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
@@ -150,7 +158,7 @@ class LocalStage:
     def __init__(self, base: Path, steps: int = STEPS) -> None:
         self.base = base
         self.total_steps = steps
-        self.run = Run(self.base, memory_of(base), "gpt", steps)
+        self.run = Run(self.base, memory_of(base), "gpt", training_command(steps))
 
     def reference_digests(self, say: Callable[[str], None]) -> dict[int, str]:
         say("an uninterrupted run first, to compare with: one launcher, no pods")
