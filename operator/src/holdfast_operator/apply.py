@@ -99,7 +99,8 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
     First sightings are kept also when a call failed: a seal that fails at every pass must not start
     the wait for holders again at every pass. What was not done is not remembered as done.
     """
-    new, old = decision.memory, observed.memory
+    refused = _refused_create(applied)
+    new, old = replace(decision.memory, create_refused=refused), observed.memory
     written = not (
         applied.conflict
         or applied.not_gone
@@ -117,6 +118,18 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
         counted_at=new.counted_at if old.counted_at is None else old.counted_at,
         blocked_counted_seconds=old.blocked_counted_seconds if same_round else 0.0,
     )
+
+
+def _refused_create(applied: Applied) -> str:
+    creates = (CreateService, CreateCertificates, CreatePod)
+    refused = [f for f in applied.failed if isinstance(f.action, creates)]
+    if not refused:
+        return ""
+    first, more = refused[0], len(refused) - 1
+    name = first.action.secret if isinstance(first.action, CreateCertificates) else ""
+    name = first.action.name if isinstance(first.action, CreateService | CreatePod) else name
+    others = f" (and {more} more)" if more else ""
+    return f"{type(first.action).__name__} {name}{others} was refused: {first.error}"
 
 
 def _stages(

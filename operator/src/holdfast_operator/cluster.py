@@ -66,8 +66,9 @@ class Cluster:
                 return None
             if error.status in (INVALID, BAD_REQUEST):
                 return str(error)
-            if error.status == FORBIDDEN and "exceeded quota" not in str(error):
-                return str(error)
+            if error.status == FORBIDDEN:
+                # The create itself will be refused as well, and the job says so.
+                return None if "exceeded quota" in str(error) else str(error)
             raise
         return None
 

@@ -45,8 +45,6 @@ from holdfast_operator.workqueue import WorkQueue
 
 TICK_SECONDS = 1.0
 SWEEP_SECONDS = 3600.0
-FAILED_AGAIN_SECONDS = 1.0
-NOT_GONE_AGAIN_SECONDS = 0.2
 REFUSAL_SECONDS = (1.0, 30.0)
 """A template that the server refused is shown to it again, at first soon: the namespace may have changed,
 or it is so new that its service account is not there yet. Shortest and longest wait; in between as long
@@ -67,6 +65,14 @@ class _Refusal:
             return math.inf
         shortest, longest = REFUSAL_SECONDS
         return self.at + min(max(self.at - self.since, shortest), longest)
+
+
+class IncompletePass(HoldfastError):
+    """A part of a decision was not carried out. `failed`: a call failed; else the reads were old."""
+
+    def __init__(self, *, failed: bool) -> None:
+        super().__init__("a part of the decision was not carried out")
+        self.failed = failed
 
 
 class Controller:
@@ -188,7 +194,7 @@ class Controller:
             if decision.requeue_after_seconds is not None:
                 self._queue.add_after(key, decision.requeue_after_seconds)
             return
-        self._incomplete(key, job, applied)
+        raise self._incomplete(key, job, applied)
 
     async def _release_checkpoints(self, key: Key) -> None:
         """The job is gone, and with it the sidecars that could delete data: deleted Checkpoints of it
@@ -203,20 +209,16 @@ class Controller:
                 await self._events.emit(subject, EventKind.WARNING, Reason.DATA_KEPT, words)
                 logs.warning(words, namespace=key.namespace)
 
-    def _incomplete(self, key: Key, job: JobView, applied: Applied) -> None:
-        """The same decision, or a better one, is taken again soon."""
-        if applied.conflict:
-            self._queue.add_after(key, NOT_GONE_AGAIN_SECONDS)
-        elif applied.not_gone:
-            self._queue.add_after(key, NOT_GONE_AGAIN_SECONDS)
+    def _incomplete(self, key: Key, job: JobView, applied: Applied) -> IncompletePass:
+        """The same decision, or a better one, is taken again: raised, the queue brings the key back
+        after a growing, jittered delay. A complete pass ends the growth, an event the delay."""
+        if applied.not_gone:
             logs.info("pods that the watch misses are there", pods=applied.not_gone, **_fields(job))
-        else:
-            self._metrics.failed(key.kind)
-            self._queue.add_after(key, FAILED_AGAIN_SECONDS)
-            for failed in applied.failed:
-                name = type(failed.action).__name__
-                words = f"{name} failed: {failed.error}"
-                self._said.warning(f"{key} {name}", words, **_fields(job))
+        for failed in applied.failed:
+            name = type(failed.action).__name__
+            words = f"{name} failed: {failed.error}"
+            self._said.warning(f"{key} {name}", words, **_fields(job))
+        return IncompletePass(failed=bool(applied.failed))
 
     async def _template_refusal(self, key: Key, job: JobView) -> str | None:
         """Before the first round: would the API server take the job's pod? Asked once a generation,
@@ -242,7 +244,11 @@ class Controller:
         return words
 
     def _pass_failed(self, key: Key, error: Exception) -> None:
+        if isinstance(error, IncompletePass) and not error.failed:
+            return  # a lagging watch or another writer: no error
         self._metrics.failed(key.kind)
+        if isinstance(error, IncompletePass):
+            return  # each failed action was logged
         if isinstance(error, HoldfastError):
             self._said.warning(f"pass {key}", f"{key}: {error}")
         else:

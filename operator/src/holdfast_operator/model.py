@@ -456,6 +456,8 @@ class JobMemory:
     """Since when at least one member's sidecar has answered without a gap; None: none answers."""
     terminating_since: tuple[tuple[str, float], ...] = ()
     """(pod uid, first seen terminating)."""
+    create_refused: str = ""
+    """What the API server said to the last create of this round that it refused; "" after success."""
     checkpoints_deleting: tuple[tuple[str, float], ...] = ()
     """(uid of a deleted Checkpoint that our finalizer holds, first seen so)."""
     asked: tuple[AskedSave, ...] = ()

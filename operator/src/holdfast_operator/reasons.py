@@ -62,6 +62,9 @@ class Reason(StrEnum):
     """Pods, seals and the restore point of this round are under way."""
     WAITING_FOR_PODS = "WaitingForPods"
     """Pods are not scheduled or not started; the message holds the scheduler's words."""
+    CREATE_REFUSED = "CreateRefused"
+    """The API server refused a pod, Secret or Service of the job (quota, admission, LimitRange); the
+    message holds its words. The create is tried again."""
     CONTAINER_CANNOT_START = "ContainerCannotStart"
     """Image or container cannot be had; waiting costs no restart."""
     WAITING_FOR_HOLDERS = "WaitingForHolders"

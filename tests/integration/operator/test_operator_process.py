@@ -489,3 +489,29 @@ def test_a_deleted_checkpoint_whose_job_is_gone_does_not_hang(bed: Bed) -> None:
     assert not bed.is_gone(bed.path("checkpoints", "gpt-two"))
     bed.plane.request("DELETE", bed.path("checkpoints", "gpt-two"))
     bed.until("the second goes", lambda: bed.is_gone(bed.path("checkpoints", "gpt-two")))
+
+
+def test_a_quota_that_refuses_pods_reaches_status_and_events(bed: Bed) -> None:
+    quota = f"/api/v1/namespaces/{bed.namespace}/resourcequotas"
+    body = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "pods"},
+        "spec": {"hard": {"pods": "0"}},
+    }
+    created = bed.plane.request("POST", quota, body)
+    # Nobody else fills in the status here: no controller manager runs.
+    created["status"] = {"hard": {"pods": "0"}, "used": {"pods": "0"}}
+    bed.plane.request("PUT", f"{quota}/pods/status", created)
+    bed.start_operator()
+    bed.plane.request("POST", bed.path("trainingjobs"), training_job())
+    refused = bed.until(
+        "the refusal",
+        lambda: (c := bed.condition("Running")).get("reason") == "CreateRefused" and c,
+    )
+    assert "exceeded quota: pods" in refused["message"]
+    events = bed.plane.request("GET", f"/api/v1/namespaces/{bed.namespace}/events")["items"]
+    assert "CreateRefused" in {e["reason"] for e in events}
+    bed.plane.request("DELETE", f"{quota}/pods")
+    names = [bed.pod(w, 0) for w in range(WORKERS)]
+    bed.until("pods of round 0", lambda: bed.pod_names() == names)

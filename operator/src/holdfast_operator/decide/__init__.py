@@ -205,7 +205,8 @@ def _back_off(
 ) -> Decision:
     words = f"{cause.message}; the next round begins after {delay_seconds:.0f} s"
     note = Note(Reason.BACKING_OFF, words)
-    return _with_status_write(world, memory, now, [], note, STARTING_SECONDS)
+    left = delay_seconds - times.seconds_since(memory.failure_seen_at, now)
+    return _with_status_write(world, memory, now, [], note, max(left, STARTING_SECONDS))
 
 
 def _kept(world: World, memory: JobMemory, now: Now, cause: Failure) -> Decision:
@@ -249,9 +250,10 @@ def _fail(world: World, memory: JobMemory, now: Now, note: Note) -> Decision:
 def _choose(world: World, memory: JobMemory, now: Now) -> Decision:
     choice = restore_point.choose(world, memory, now)
     if isinstance(choice, restore_point.Wait):
-        note = _pod_trouble(world) or choice.note
+        note = _refused(world) or _pod_trouble(world) or choice.note
         actions = gang.member_actions(world)
-        return _with_status_write(world, memory, now, actions, note, STARTING_SECONDS)
+        pause = times.again_after(memory.round_seen_at, STARTING_SECONDS, now)
+        return _with_status_write(world, memory, now, actions, note, pause)
     status = _with_choice(world, choice)
     status = refresh(world, now, memory, status, Note(choice.reason, choice.message))
     kind = EventKind.NORMAL if choice.reason is Reason.RESTORE_POINT_CHOSEN else EventKind.WARNING
@@ -321,8 +323,10 @@ def _run(world: World, memory: JobMemory, now: Now) -> Decision:
     if job.spec.suspend and running and job.spec.store is not None:
         actions.extend(lifecycle.ask_stop(world))
     commit = checkpoints.committable(world)
-    requeue = RUNNING_SECONDS if rounds.complete and running else STARTING_SECONDS
-    note = None if running else _pod_trouble(world)
+    requeue = RUNNING_SECONDS
+    if not (rounds.complete and running):
+        requeue = times.again_after(memory.chosen_seen_at, STARTING_SECONDS, now)
+    note = None if running else _refused(world) or _pod_trouble(world)
     if note is None and not running and not job.status.is_true(JobCondition.RUNNING):
         note = Note(Reason.STARTING, f"round {world.round}: ranks restore and rendezvous")
     if commit is None:
@@ -359,6 +363,12 @@ def _with_suspend_words(world: World, now: Now, status: JobStatusView) -> JobSta
     else:
         note = lifecycle.suspend_note(world)
     return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
+
+
+def _refused(world: World) -> Note | None:
+    """The API server's words on the create that it refused in the pass before."""
+    words = world.observed.memory.create_refused
+    return Note(Reason.CREATE_REFUSED, words) if words else None
 
 
 def _pod_trouble(world: World) -> Note | None:

@@ -21,7 +21,7 @@ from holdfast_operator.model import JobStatusView
 from holdfast_operator.reasons import Reason
 
 _HEALTH = (JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOTE_TIER_HEALTHY)
-_TROUBLE = frozenset({Reason.CONTAINER_CANNOT_START})
+_TROUBLE = frozenset({Reason.CONTAINER_CANNOT_START, Reason.CREATE_REFUSED})
 """Reasons of Running=False that nobody else emits an Event of on the job."""
 
 

@@ -272,10 +272,15 @@ def _located(world: World, failure: Failure) -> str:
 
 
 def must_write(old: JobStatusView, new: JobStatusView, memory: JobMemory, now: Now) -> bool:
-    """Changed truths at once; levels, goodput and mere words when the last write is old enough."""
+    """Changed truths at once; levels, goodput and mere words when the last write is old enough.
+
+    Goodput alone is written only while Running holds: a job that waits for days would otherwise write
+    the time that it waited every ten seconds. The next write of another truth carries it.
+    """
     if _durable(old) != _durable(new):
         return True
-    if old == new:
+    running = new.is_true(JobCondition.RUNNING)
+    if old == (new if running else replace(new, goodput=old.goodput)):
         return False
     last = memory.levels_written_at
     return last is None or now.monotonic - last >= LEVELS_EVERY_SECONDS

@@ -10,6 +10,8 @@ from dataclasses import replace
 from holdfast_operator.decide.world import World
 from holdfast_operator.model import JobMemory, Now
 
+LONGEST_PAUSE_SECONDS = 15.0
+
 
 def advance(world: World, now: Now) -> JobMemory:
     """The memory of this pass: first sightings are stamped, what belongs to an older round goes."""
@@ -77,6 +79,12 @@ def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:
     if memory.failure_seen_at is None:
         return replace(memory, failure_seen_at=now.monotonic, failure_seen_utc=now.utc)
     return memory
+
+
+def again_after(since: float | None, shortest: float, now: Now) -> float:
+    """Seconds until a wait that began then is looked at again: a tenth of its age, so that each look
+    comes 1.1 times as late as the one before. An event brings the job back at once anyway."""
+    return min(max(seconds_since(since, now) / 10, shortest), LONGEST_PAUSE_SECONDS)
 
 
 def seconds_since(start: float | None, now: Now) -> float:

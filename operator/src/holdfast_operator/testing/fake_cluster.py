@@ -15,6 +15,7 @@ from holdfast_core.names import pod_name
 from holdfast_operator import labels
 from holdfast_operator.actions import CheckpointRecord
 from holdfast_operator.effects import ConflictError
+from holdfast_operator.kube_api import ApiError
 from holdfast_operator.model import CheckpointView, NodeView, PodPhase, PodView
 from holdfast_operator.testing.builders import START, UID
 from holdfast_operator.testing.toy_gang import ToyGang, ToySidecar, ToyStore
@@ -85,6 +86,8 @@ class FakeCluster:
     """Every status that was ever written, in order."""
     choices: list[ChoiceMade] = field(default_factory=list)
     deletions: list[DeletionMade] = field(default_factory=list)
+    pod_refusal: str = ""
+    """The server's words to whoever creates a pod (quota, admission); "": it takes pods."""
     all_silent: bool = False
     """No sidecar answers the operator; the gang itself talks on (a default-deny policy)."""
     silent_workers: set[int] = field(default_factory=set)
@@ -177,6 +180,8 @@ class FakeCluster:
         name = body["metadata"]["name"]
         if name in self.pods:
             return
+        if self.pod_refusal:
+            raise ApiError(403, "Forbidden", f"pods {name} is forbidden: {self.pod_refusal}")
         marks = body["metadata"]["labels"]
         self._uids += 1
         view = PodView(

@@ -1,0 +1,82 @@
+"""A job that waits says for what, does not write for ever, and is looked at less and less often."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_core.api import JobCondition
+from holdfast_operator.decide.times import LONGEST_PAUSE_SECONDS
+from holdfast_operator.reasons import Reason
+from holdfast_operator.testing.life import Life
+
+QUOTA = "exceeded quota: team, requested: pods=1, used: pods=2, limited: pods=2"
+
+
+def running(life: Life) -> tuple[bool | None, str, str]:
+    found = life.status.condition(JobCondition.RUNNING)
+    assert found is not None
+    return found.status, found.reason, found.message
+
+
+def test_a_refused_create_reaches_the_condition_and_one_event() -> None:
+    life = Life()
+    life.cluster.pod_refusal = QUOTA
+    life.run(60)
+    status, reason, message = running(life)
+    assert (status, reason) == (False, Reason.CREATE_REFUSED)
+    assert QUOTA in message
+    assert "CreatePod" in message
+    events = [e for e in life.operator.events if e.reason == Reason.CREATE_REFUSED]
+    assert len(events) == 1
+    assert QUOTA in events[0].message
+    life.cluster.pod_refusal = ""
+    life.run(30)
+    assert life.status.is_true("Running")
+
+
+def test_a_create_that_is_refused_in_a_recovery_is_said_as_well() -> None:
+    life = Life()
+    life.run(40)
+    life.cluster.pod_refusal = QUOTA
+    life.cluster.lose_pod(life.pod(1))
+    life.run(30)
+    assert running(life)[:2] == (False, Reason.CREATE_REFUSED)
+    life.cluster.pod_refusal = ""
+    life.run(60)
+    assert life.status.is_true("Running")
+
+
+def refused(life: Life) -> None:
+    life.cluster.pod_refusal = QUOTA
+
+
+def unschedulable(life: Life) -> None:
+    for node in life.cluster.nodes.values():
+        node.silent_ticks = 1
+        node.cut_off = True
+
+
+def silent(life: Life) -> None:
+    life.silence()
+
+
+@pytest.mark.parametrize("why", [refused, unschedulable, silent], ids=lambda f: f.__name__)
+def test_a_waiting_job_writes_nothing_when_only_the_clock_moves(why: object) -> None:
+    life = Life()
+    assert callable(why)
+    why(life)
+    life.run(120)
+    written = len(life.cluster.statuses)
+    passes = len(life.operator.decisions)
+    life.run(600)
+    assert len(life.operator.decisions) - passes == 600
+    assert len(life.cluster.statuses) == written
+    assert life.operator.decisions[-1].requeue_after_seconds == LONGEST_PAUSE_SECONDS
+
+
+def test_the_first_looks_at_a_round_are_quick() -> None:
+    life = Life()
+    life.run(1)
+    life.run(3)
+    pauses = [d.requeue_after_seconds for d in life.operator.decisions]
+    assert all(p is not None and p <= 0.5 for p in pauses)
