@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.gang_store import GangStore
 from holdfast.ownership import take_for_training
 from holdfast.places import DirectoryPlace
 from holdfast.settings import RankSettings
@@ -102,7 +103,7 @@ def place(folder: Path) -> DirectoryPlace:
 
 
 def test_every_rank_of_the_second_gang_gets_the_same_error(tmp_path: Path) -> None:
-    first, second = DictStore(), DictStore()
+    first, second = GangStore(DictStore()), GangStore(DictStore())
     owner, other = place(tmp_path / "ckpt"), place(tmp_path / "ckpt")
     take_for_training(owner, first, Rank(0))
     take_for_training(place(tmp_path / "ckpt"), first, Rank(1))

@@ -191,6 +191,8 @@ class Checkpointer:
         self._place.open()
         self._ring.directory = self._place.slots_dir
         self._ring.spare = self._place.spare_slots_dir
+        if isinstance(self._place, DirectoryPlace):
+            self._ring.is_ours = self._place.holds_memory
         self._layouts.directory = self._place.layouts_dir
         self._dropped = weakref.finalize(
             self, _let_go, os.getpid(), self._session, self._place, self._signal

@@ -281,6 +281,19 @@ class DirectoryPlace:
         except OSError as error:
             logger.info("%s: %s; others do not see that it is in use", shared, error)
 
+    def holds_memory(self) -> bool:
+        """Whether the slots' directory is this rank's, also after its lock was removed with the slots."""
+        if self._memory is None or self._memory.is_in_place():
+            return True
+        path = self.slots_dir.parent / self._memory.name
+        try:
+            again = Claim(path, wait=False)
+        except OSError:
+            return False
+        self._memory.forget()
+        self._memory = again
+        return True
+
     def connect(self) -> socket.socket:
         """Ends a persister from before, which has been given up."""
         if self._process is not None:
@@ -335,7 +348,7 @@ class DirectoryPlace:
                 "%s: what was saved is still being written: the next run waits for it", self.root
             )
         self._give_up_claim()
-        if ended and self.removes_slots:
+        if ended and self.removes_slots and self.holds_memory():
             self._remove_slots(self.slots_dir)
             with contextlib.suppress(OSError):
                 if not self.slots_dir.exists():

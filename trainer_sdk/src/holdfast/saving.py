@@ -65,7 +65,8 @@ class Saver:
 
     def ensure_slots(self, payload_bytes: int, round_: RestartRound) -> None:
         """Raises CapacityError."""
-        if self._copies is None or self._ring.capacity_bytes < payload_bytes:
+        too_small = self._ring.capacity_bytes < payload_bytes
+        if self._copies is None or too_small or self._ring.has_lost():
             self.prepare()
         self._ring.ensure(payload_bytes, round_)
 

@@ -288,7 +288,8 @@ class Session:
             return  # repeated when the connection is back
         except HoldfastError as error:
             state = _state_of(save)
-            if state is SlotState.OWNED and not self._knows_what_is_durable:
+            is_left = state is SlotState.OWNED and not self._knows_what_is_durable
+            if is_left and not save.slot.is_lost():
                 # An earlier life of the sidecar took it; this one takes it up, or frees it.
                 save.acknowledged = True
             else:

@@ -42,6 +42,7 @@ from holdfast_core.transfer.messages import SlotOffer
 _PAGE_BYTES = 4096
 _TWO_THREADS_FROM_BYTES = 16 << 20
 _POLL_SECONDS = 0.002
+_SPARE_INDEX = 100
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,12 @@ class Pinner(Protocol):
 class Slot:
     """One mapped slot file. Only its rank writes the payload, and only while it is FREE or FILLING."""
 
-    def __init__(self, path: Path, index: int, memory: mmap.mmap, rank: Rank) -> None:
+    def __init__(
+        self, path: Path, index: int, memory: mmap.mmap, rank: Rank, identity: tuple[int, int]
+    ) -> None:
+        """`identity`: device and inode of the mapped file."""
         self.path = path
+        self._identity = identity
         self.index = index
         self._memory = memory
         self._rank = rank
@@ -78,6 +83,15 @@ class Slot:
     @property
     def payload(self) -> np.ndarray[Any, Any]:
         return self._bytes[HEADER_BYTES:]
+
+    def is_lost(self) -> bool:
+        """The file was removed or replaced (tmp cleaners, logind's RemoveIPC): others that open it by its
+        name do not find what this process writes."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return True
+        return (found.st_dev, found.st_ino) != self._identity
 
     def header(self) -> SlotHeader:
         return SlotHeader.unpack(self._memory[:HEADER_BYTES])
@@ -158,6 +172,10 @@ class SlotRing:
         """Of the slot files; may be set until the first of them is there."""
         self.spare: Path | None = None
         """Where they lie if `directory` has no room for them; slower, but the saves go on."""
+        self.is_ours: Callable[[], bool] = lambda: True
+        """Asked before slots that were removed are made again in `directory`."""
+        self.lost = 0
+        """Slots that were removed by others so far."""
         self._advice = advice
         self._rank = rank
         self._count = count
@@ -209,11 +227,14 @@ class SlotRing:
         for slot in self._slots:
             slot.close()
         self._slots = []
-        for index in range(self._count):
-            self._path(index).unlink(missing_ok=True)
+        if self.is_ours():
+            for index in range(self._count):
+                self._path(index).unlink(missing_ok=True)
 
     def _ensure(self, capacity_bytes: int, round_: RestartRound, *, to_fill: bool) -> None:
         capacity_bytes = _whole_pages(capacity_bytes)
+        if self.has_lost():
+            self._let_go_of_lost()
         if len(self._slots) == self._count and self.capacity_bytes >= capacity_bytes:
             if not to_fill and self._toucher is None:
                 self._join()
@@ -246,6 +267,30 @@ class SlotRing:
         if not to_fill:
             self._join()
 
+    def has_lost(self) -> bool:
+        """Whether `ensure` has to make slots again: no device may copy into them then."""
+        return any(slot.is_lost() for slot in self._slots)
+
+    def _let_go_of_lost(self) -> None:
+        """What was handed over from one is read to its end by those that have the file open. Raises
+        VolumeFullError where another process has the directory by now: two that shared slots would save
+        each other's bytes."""
+        self._await_toucher()
+        lost = [slot for slot in self._slots if slot.is_lost()]
+        self.lost += len(lost)
+        logger.warning(
+            "%d of %d slots were removed from %s by another program and are made again; a save that was in "
+            "one may be lost. Look for what cleans that directory (systemd-tmpfiles, RemoveIPC of logind)",
+            len(lost),
+            len(self._slots),
+            self.directory,
+        )
+        for slot in lost:
+            slot.close()
+        self._slots = [slot for slot in self._slots if slot not in lost]
+        if self.directory != self.spare and not self.is_ours():
+            raise VolumeFullError(f"{self.directory} is used by another process by now")
+
     def touch_meanwhile(self) -> None:
         """Touch what is not touched yet, in a thread: the first step after a restore does not wait for
         it, the first save does."""
@@ -256,7 +301,7 @@ class SlotRing:
 
     def has_free(self) -> bool:
         """Whether `acquire` would find a slot now; only this rank's own saves take one."""
-        return any(slot.header().state is SlotState.FREE for slot in self._slots)
+        return any(slot.header().state is SlotState.FREE or slot.is_lost() for slot in self._slots)
 
     def acquire(self, wait_seconds: float = 0.0) -> Slot | None:
         """A slot that may be written, the one not used last first; None when all are busy. Raises
@@ -323,7 +368,9 @@ class SlotRing:
                 logger.warning("saves copy from the device while training waits: %s", error)
 
     def _path(self, index: int) -> Path:
-        return self.directory / slot_name(self._rank, index)
+        # Other names in the spare directory: the reader looks for a name in both.
+        number = _SPARE_INDEX + index if self.directory == self.spare else index
+        return self.directory / slot_name(self._rank, number)
 
     def _adopt(self, index: int, capacity_bytes: int, round_: RestartRound) -> Slot | None:
         """A slot file of an earlier life, if it is large enough and nobody may still read it."""
@@ -340,7 +387,7 @@ class SlotRing:
             if header.state in (SlotState.FULL, SlotState.OWNED) and header.round != round_:
                 # A late reader keeps the old file; the name gets a new one.
                 return None
-            slot = Slot(path, index, _map(descriptor, size), self._rank)
+            slot = Slot(path, index, _map(descriptor, size), self._rank, _identity(descriptor))
             if header.state is SlotState.FILLING:
                 slot.abandon()
             return slot
@@ -360,14 +407,14 @@ class SlotRing:
         """With a header, which others may read; the rest of its pages is not there yet."""
         path, size = self._path(index), os.fstat(descriptor).st_size
         try:
-            memory = _map(descriptor, size)
+            memory, identity = _map(descriptor, size), _identity(descriptor)
             _touch(memory, path, HEADER_BYTES)
         except (CapacityError, OSError):
             path.unlink(missing_ok=True)
             raise
         finally:
             os.close(descriptor)
-        slot = Slot(path, index, memory, self._rank)
+        slot = Slot(path, index, memory, self._rank, identity)
         slot.abandon()
         return slot
 
@@ -409,6 +456,11 @@ def _run_all(jobs: Jobs) -> None:
 
 def _whole_pages(size: int) -> int:
     return size + -size % _PAGE_BYTES
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 def _map(descriptor: int, size: int) -> mmap.mmap:

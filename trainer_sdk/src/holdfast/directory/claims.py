@@ -27,6 +27,10 @@ class Claim:
         self._descriptor: int | None = _locked(path, wait=wait)
         _held.add(self)
 
+    @property
+    def name(self) -> str:
+        return self._path.name
+
     def release(self) -> None:
         """The file is gone, and its directory, if nothing else is in it."""
         if self._descriptor is not None:
@@ -34,6 +38,15 @@ class Claim:
                 self._path.unlink(missing_ok=True)
                 self._path.parent.rmdir()
             self.forget()
+
+    def is_in_place(self) -> bool:
+        """Whether the file that is held is still the one of this name."""
+        if self._descriptor is None:
+            return False
+        try:
+            return self._path.stat().st_ino == os.fstat(self._descriptor).st_ino
+        except OSError:
+            return False
 
     def forget(self) -> None:
         """Not held by this process; the file stays."""

@@ -379,7 +379,12 @@ class DirectoryService:
                 )
             if any(job.stage == message for job in self._queue):
                 return Staged(message.step)
-        slot = self._slot(message.slot)
+        try:
+            slot = self._slot(message.slot)
+        except UnavailableError:
+            if self._was_made_durable(message, push):
+                return Staged(message.step)
+            raise
         try:
             header = slot.header()
             found = (header.state, header.round, header.step, header.payload_bytes)
