@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from functools import lru_cache
 
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
 
@@ -21,6 +22,7 @@ a host name."""
 _POD_SUFFIX = re.compile(r"-(0|[1-9][0-9]*)-r(0|[1-9][0-9]*)")
 
 
+@lru_cache(maxsize=4096)
 def job_digest(uid: str) -> str:
     """Lower-case letters and digits that stand for this uid in names."""
     digest = hashlib.blake2b(uid.encode(), digest_size=5).digest()

@@ -81,9 +81,9 @@ class PodCache:
         pods = self._foreign.setdefault(pod.namespace, set())
         if not pods:  # once a namespace: somebody who makes thousands of them must not fill the log
             logs.warning(
-                f"pod {pod.namespace}/{pod.name} carries the label of Holdfast's pods, but "
-                f"{pod.whose}: it is ignored, as are all such pods of this namespace "
-                "(metric holdfast_foreign_pods counts them)"
+                f"pod {pod.namespace}/{pod.name} carries the label of Holdfast's pods, but not the "
+                f"controller and the name of one ({pod.whose}): it is ignored, as are all such pods of "
+                "this namespace (metric holdfast_foreign_pods counts them)"
             )
         pods.add(pod.uid)
 

@@ -4,8 +4,10 @@ back, once, from a step that was really there and no lower than what was promise
 from __future__ import annotations
 
 import asyncio
+import copy
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,12 +15,13 @@ from hypothesis import strategies as st
 from holdfast_core.ids import Rank, Worker
 from holdfast_core.names import pod_name
 from holdfast_core.transfer.messages import DeadRank
+from holdfast_operator.certificates import ca_secret_name
 from holdfast_operator.decide import decide
 from holdfast_operator.model import PodPhase
 from holdfast_operator.observe_views import job_view
-from holdfast_operator.testing.builders import UID, now, raw_job
+from holdfast_operator.testing.builders import NAMESPACE, now, raw_job
 from holdfast_operator.testing.fake_cluster import FakeCluster, FakeNode, is_ancestor
-from holdfast_operator.testing.fake_operator import FakeOperator, Trouble, calm
+from holdfast_operator.testing.fake_operator import OPERATOR_NAMESPACE, FakeOperator, Trouble, calm
 from holdfast_operator.testing.oracle import bases_of, broken_rules, holds
 
 KINDS = (
@@ -36,7 +39,15 @@ KINDS = (
     "all sidecars are silent",
     "some sidecars are silent",
     "silence ends",
+    "job is created again",
+    "pods are forged",
+    "job cannot be read",
+    "pod cannot be read",
+    "checkpoint cannot be read",
+    "all can be read again",
 )
+UNKNOWN = "Hibernating"
+"""A phase of a release that does not exist."""
 SETTLE_SECONDS = 240
 
 
@@ -73,6 +84,9 @@ class Simulation:
         self.cluster = cluster
         self.trouble = trouble
         self.operators = [FakeOperator(cluster, trouble) for _ in range(operators)]
+        self.forged: set[tuple[str, str]] = set()
+        self.retained: dict[str, dict[str, Any]] = {}
+        """Checkpoints of former jobs of the name, as they were left."""
 
     async def advance(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -107,6 +121,23 @@ class Simulation:
                 cluster.silent_workers = {w for w in workers if (fault.target + 1) >> w & 1}
             case "silence ends":
                 self.end_silence()
+            case "job is created again":
+                self.can_be_read()
+                for raw in cluster.api.all("checkpoints"):
+                    self.retained[raw["metadata"]["name"]] = copy.deepcopy(raw)
+                cluster.create_job_again()
+            case "pods are forged":
+                self.forge(fault.target)
+            case "job cannot be read":
+                cluster.job["status"]["phase"] = UNKNOWN
+                cluster.touch_job()
+            case "checkpoint cannot be read":
+                for raw in cluster.api.all("checkpoints"):
+                    if raw["metadata"]["name"] not in self.retained and "status" in raw:
+                        raw["status"]["phase"] = UNKNOWN
+                        cluster.api.touch(raw)
+            case "all can be read again":
+                self.can_be_read()
             case "rank dies":
                 run = cluster.gang.run
                 if run is not None and run.started and not run.finished:
@@ -125,8 +156,32 @@ class Simulation:
                 cluster.fail_pod(name, "Evicted")
             case "sidecar restarts":
                 cluster.restart_sidecar(name)
+            case "pod cannot be read":
+                cluster.pods[name].unreadable = True
             case _:
                 raise AssertionError(fault.kind)
+
+    def forge(self, target: int) -> None:
+        """As worker `target` of this round and of the next, in another namespace with all that a real
+        one has, and in the job's own under other names."""
+        status = self.cluster.job["status"]
+        for birth in (status.get("restartRound", 0), status.get("restartRound", 0) + 1):
+            self.cluster.forge_pod("mallory", target, birth, owned=True)
+            for name in (f"job-{target}-r{birth}", f"forged-{target}-r{birth}"):
+                self.cluster.forge_pod(NAMESPACE, target, birth, owned=True, name=name)
+        self.forged = self.cluster.forged_pods()
+
+    def can_be_read(self) -> None:
+        cluster = self.cluster
+        if cluster.job["status"].get("phase") == UNKNOWN:
+            del cluster.job["status"]["phase"]
+            cluster.touch_job()
+        for pod in cluster.pods.values():
+            pod.unreadable = False
+        for raw in cluster.api.all("checkpoints"):
+            if (raw.get("status") or {}).get("phase") == UNKNOWN:
+                raw["status"]["phase"] = "Committed"
+                cluster.api.touch(raw)
 
     def end_silence(self) -> None:
         self.cluster.all_silent = False
@@ -134,6 +189,7 @@ class Simulation:
 
     def heal(self) -> None:
         self.end_silence()
+        self.can_be_read()
         for node in self.cluster.nodes.values():
             node.dead = node.cut_off = False
         for operator in self.operators:
@@ -143,7 +199,8 @@ class Simulation:
     def settled(self) -> bool:
         status = job_view(self.cluster.job).status
         run = self.cluster.gang.run
-        names = {pod_name("job", UID, w, b) for w, b in enumerate(status.members)}
+        members = enumerate(status.members)
+        names = {pod_name("job", self.cluster.uid, w, b) for w, b in members}
         return (
             run is not None
             and run.started
@@ -187,6 +244,12 @@ async def run_case(
     assert broken_rules(cluster, copies) == []
     reason = simulation.operators[0].decisions[-1].reason
     assert simulation.settled() or simulation.waits_rightly(copies), reason
+    assert cluster.forged_pods() == simulation.forged
+    there = {raw["metadata"]["name"]: raw for raw in cluster.api.all("checkpoints")}
+    assert {n: there.get(n) for n in simulation.retained} == simulation.retained
+    for operator in simulation.operators:
+        await operator.sweep()
+    assert cluster.api.names("secrets", OPERATOR_NAMESPACE) == {ca_secret_name(cluster.uid)}
     live: dict[int, int] = {}
     for pod in cluster.pods.values():
         if pod.view.phase is PodPhase.RUNNING:
@@ -228,7 +291,9 @@ def test_the_same_observation_gives_the_same_decision(plan: list[Fault], seed: i
         for fault in plan:
             simulation.inject(fault)
             await simulation.advance(min(fault.after_seconds, 5))
-            observed = simulation.operators[0].observe()
+            observed = await simulation.operators[0].observe()
+            if observed is None:
+                continue  # the job cannot be read
             moment = now(cluster.seconds)
             first, second = decide(observed, moment), decide(observed, moment)
             assert first == second

@@ -35,6 +35,7 @@ from holdfast_operator.model import (
 
 UID = JobUid("11111111-2222-3333-4444-555555555555")
 START = datetime(2026, 1, 1, tzinfo=UTC)
+NAMESPACE = "team-a"
 
 
 def now(seconds: float = 1000.0) -> Now:
@@ -67,7 +68,7 @@ def job(
 ) -> JobView:
     """A job named `job`; `changes` are fields of its spec."""
     return JobView(
-        namespace="team-a",
+        namespace=NAMESPACE,
         name="job",
         uid=UID,
         resource_version="7",
@@ -85,7 +86,7 @@ def raw_job(workers: int = 2, *, checkpoint: Mapping[str, Any] | None = None) ->
         "kind": "TrainingJob",
         "metadata": {
             "name": "job",
-            "namespace": "team-a",
+            "namespace": NAMESPACE,
             "uid": UID,
             "resourceVersion": "1",
             "generation": 1,
@@ -99,6 +100,36 @@ def raw_job(workers: int = 2, *, checkpoint: Mapping[str, Any] | None = None) ->
             "failurePolicy": {"maxRestarts": 1000, "window": "24h"},
         },
         "status": {},
+    }
+
+
+def raw_store(name: str) -> dict[str, Any]:
+    """A CheckpointStore that was probed and answers."""
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "CheckpointStore",
+        "metadata": {"name": name, "namespace": NAMESPACE, "generation": 1},
+        "spec": {
+            "s3": {
+                "endpoint": "http://store:9000",
+                "bucket": "b",
+                "prefix": "p",
+                "credentialsSecretRef": {"name": "store-keys"},
+            }
+        },
+        "status": {
+            "observedGeneration": 1,
+            "lastProbe": "2026-01-01T00:00:00Z",
+            "conditions": [
+                {
+                    "type": "Available",
+                    "status": "True",
+                    "reason": "Probed",
+                    "message": "",
+                    "lastTransitionTime": "2026-01-01T00:00:00Z",
+                }
+            ],
+        },
     }
 
 

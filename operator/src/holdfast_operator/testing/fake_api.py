@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,8 @@ class FakeApi(KubeApi):
     """By method and plural: what such requests are answered with."""
     requests: list[tuple[str, str]] = field(default_factory=list)
     """Method and path of every write."""
+    changes: Counter[str] = field(default_factory=Counter)
+    """How often something of each plural has changed."""
     _version: int = 100
     _uids: int = 0
     _orphaned: dict[Key, int] = field(default_factory=dict)
@@ -65,7 +68,8 @@ class FakeApi(KubeApi):
         if "uid" not in meta:
             meta["uid"] = self._new_uid()
         meta.setdefault("creationTimestamp", STAMP)
-        meta["resourceVersion"] = self._next_version()
+        meta.setdefault("resourceVersion", self._next_version())
+        self.changes[plural] += 1
         self.objects[plural, meta.get("namespace", ""), meta["name"]] = found
         return found
 
@@ -82,9 +86,11 @@ class FakeApi(KubeApi):
     def touch(self, raw: Raw) -> None:
         """Somebody changed it."""
         raw["metadata"]["resourceVersion"] = self._next_version()
+        self.changes.update(key[0] for key, value in self.objects.items() if value is raw)
 
     def remove(self, plural: str, namespace: str, name: str) -> None:
         """Gone at once, whatever holds it."""
+        self.changes[plural] += 1
         self.objects.pop((plural, namespace, name), None)
 
     def tick(self) -> None:
@@ -120,7 +126,7 @@ class FakeApi(KubeApi):
         ]
         return {
             "metadata": {"resourceVersion": str(self._version)},
-            "items": copy.deepcopy(items),
+            "items": items,  # no copies: who lists only parses
         }
 
     async def post(
@@ -147,6 +153,7 @@ class FakeApi(KubeApi):
         )
         raw.pop("status", None)
         self.objects[key] = raw
+        self.changes[where.plural] += 1
         return copy.deepcopy(raw)
 
     async def patch(
@@ -163,10 +170,10 @@ class FakeApi(KubeApi):
             raise _error(409, "Conflict", f"{where.name}: the object has been modified")
         before = copy.deepcopy(raw)
         if where.status:
-            raw["status"] = merged(raw.get("status") or {}, patch.get("status") or {})
+            raw["status"] = merge(raw.get("status") or {}, patch.get("status") or {})
         else:
-            raw["metadata"] = merged(raw["metadata"], meta)
-            raw["spec"] = merged(raw.get("spec") or {}, patch.get("spec") or {})
+            raw["metadata"] = merge(raw["metadata"], meta)
+            raw["spec"] = merge(raw.get("spec") or {}, patch.get("spec") or {})
         if raw != before:
             self.touch(raw)
         self._collect_finalized(where, raw)
@@ -187,6 +194,7 @@ class FakeApi(KubeApi):
 
     def _delete(self, key: Key, options: Mapping[str, Any]) -> None:
         raw = self.objects[key]
+        self.changes[key[0]] += 1
         at_once = key[0] != "pods" or options.get("gracePeriodSeconds") == 0
         if at_once and not raw["metadata"].get("finalizers"):
             del self.objects[key]
@@ -197,7 +205,7 @@ class FakeApi(KubeApi):
     def _collect_finalized(self, where: _Path, raw: Raw) -> None:
         meta = raw["metadata"]
         if meta.get("deletionTimestamp") and not meta.get("finalizers") and where.plural != "pods":
-            self.objects.pop((where.plural, where.namespace, where.name), None)
+            self.remove(where.plural, where.namespace, where.name)
 
     def _find(self, where: _Path) -> Raw:
         try:
@@ -223,7 +231,7 @@ def _error(status: int, reason: str, message: str) -> ApiError:
     return ApiError(status, reason, message)
 
 
-def merged(old: Any, patch: Any) -> Any:
+def merge(old: Any, patch: Any) -> Any:
     """RFC 7396."""
     if not isinstance(patch, Mapping):
         return patch
@@ -232,5 +240,5 @@ def merged(old: Any, patch: Any) -> Any:
         if value is None:
             result.pop(key, None)
         else:
-            result[key] = merged(result.get(key), value)
+            result[key] = merge(result.get(key), value)
     return result

@@ -1,23 +1,29 @@
-"""An in-memory Kubernetes API with nodes and a kubelet that runs toy sidecars.
+"""An in-memory Kubernetes API (fake_api.py) with nodes and a kubelet that runs toy sidecars.
 
-One tick is one second. Writes check what the real API checks: resourceVersion of status writes,
-uid preconditions of deletes, names that exist. Nothing here knows how the operator decides.
+One tick is one second. The job of now has one name; a job of that name that was deleted leaves pods,
+Secrets, Services and Checkpoints behind, which go as slowly as they do in a cluster, or stay. Nothing
+here knows how the operator decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, Worker
+from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import CheckpointId, JobUid, Level, RestartRound, Step
 from holdfast_core.names import pod_name
 from holdfast_operator import labels
-from holdfast_operator.actions import CheckpointRecord
 from holdfast_operator.effects import ConflictError
 from holdfast_operator.kube_api import ApiError
-from holdfast_operator.model import CheckpointView, NodeView, PodPhase, PodView
-from holdfast_operator.testing.builders import START, UID
+from holdfast_operator.model import CheckpointView, PodPhase, PodView
+from holdfast_operator.observe_views import checkpoint_view
+from holdfast_operator.ownership import worker_identity
+from holdfast_operator.testing.builders import NAMESPACE, raw_store
+from holdfast_operator.testing.fake_api import STAMP, FakeApi, Key, merge
 from holdfast_operator.testing.toy_gang import ToyGang, ToySidecar, ToyStore
 
 LEASE_SECONDS = 20
@@ -36,6 +42,8 @@ class FakeNode:
     cut_off: bool = False
     """Runs, but neither the API nor the operator reaches it."""
     silent_ticks: int = 0
+    renewed: int = 0
+    """When its kubelet last renewed the lease."""
 
     @property
     def silent(self) -> bool:
@@ -45,8 +53,12 @@ class FakeNode:
 @dataclass(slots=True)
 class FakePod:
     view: PodView
+    """What its kubelet says of it."""
+    job_uid: str
     age: int = 0
     deleted_for: int | None = None
+    unreadable: bool = False
+    """Its status holds a value that no parser knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +84,18 @@ class DeletionMade:
 @dataclass(slots=True)
 class FakeCluster:
     job: dict[str, Any]
-    """The TrainingJob as the API server holds it."""
+    """The TrainingJob as the API server holds it; the newest of its name."""
     nodes: dict[str, FakeNode]
     store: ToyStore = field(default_factory=ToyStore)
+    """What the job of now has in the object store."""
+    api: FakeApi = field(init=False)
     gang: ToyGang = field(init=False)
     pods: dict[str, FakePod] = field(default_factory=dict)
+    """Pods that a kubelet runs, of the job of now and of earlier ones of its name."""
     sidecars: dict[str, ToySidecar] = field(default_factory=dict)
     """By pod name; the disk of a pod, which goes with it."""
-    checkpoints: dict[str, CheckpointView] = field(default_factory=dict)
-    services: set[str] = field(default_factory=set)
-    secrets: set[str] = field(default_factory=set)
     statuses: list[dict[str, Any]] = field(default_factory=list)
-    """Every status that was ever written, in order."""
+    """Every status that was ever written of the job of now, in order."""
     choices: list[ChoiceMade] = field(default_factory=list)
     deletions: list[DeletionMade] = field(default_factory=list)
     pod_refusal: str = ""
@@ -98,6 +110,32 @@ class FakeCluster:
 
     def __post_init__(self) -> None:
         self.gang = ToyGang(store=self.store, total=self.total_steps)
+        self.api = _ClusterApi(self)
+        self.job = self.api.put("trainingjobs", self.job)
+        store = self.job["spec"]["checkpoint"].get("object")
+        if store is not None:
+            self.api.put("checkpointstores", raw_store(store["storeRef"]["name"]))
+
+    @property
+    def uid(self) -> JobUid:
+        return JobUid(self.job["metadata"]["uid"])
+
+    @property
+    def checkpoints(self) -> dict[str, CheckpointView]:
+        """Of every job; what cannot be read is left out."""
+        found = {}
+        for raw in self.api.all("checkpoints", NAMESPACE):
+            with suppress(ValueError, HoldfastError):
+                found[raw["metadata"]["name"]] = checkpoint_view(raw)
+        return found
+
+    @property
+    def services(self) -> set[str]:
+        return self.api.names("services", NAMESPACE)
+
+    @property
+    def secrets(self) -> set[str]:
+        return self.api.names("secrets", NAMESPACE)
 
     # ------------------------------------------------------------------ the API
 
@@ -108,7 +146,7 @@ class FakeCluster:
             raise ConflictError(
                 f"status of job written at {resource_version}, it is at {meta['resourceVersion']}"
             )
-        merged = _merged(self.job["status"], status)
+        merged = merge(self.job["status"], status)
         if merged != self.job["status"]:
             if "restorePoint" in merged and "restorePoint" not in self.job["status"]:
                 self.choices.append(ChoiceMade(self.job["status"], merged, self._readable(merged)))
@@ -118,7 +156,7 @@ class FakeCluster:
 
     def _readable(self, status: Mapping[str, Any]) -> frozenset[str]:
         members = enumerate(status["members"])
-        names = (pod_name("job", UID, worker, birth) for worker, birth in members)
+        names = (pod_name("job", self.uid, worker, birth) for worker, birth in members)
         return frozenset(n for n in names if n in self.pods and self._has_disk(self.pods[n]))
 
     def _has_disk(self, pod: FakePod) -> bool:
@@ -173,25 +211,22 @@ class FakeCluster:
 
     def touch_job(self) -> None:
         """Somebody else writes the job: its resourceVersion moves on."""
-        meta = self.job["metadata"]
-        meta["resourceVersion"] = str(int(meta["resourceVersion"]) + 1)
+        self.api.touch(self.job)
 
-    def create_pod(self, body: Mapping[str, Any]) -> None:
-        name = body["metadata"]["name"]
-        if name in self.pods:
+    def pod_created(self, raw: Mapping[str, Any]) -> None:
+        """The API has taken a pod: its kubelet will run it, if it is one of a worker."""
+        identity = worker_identity(raw)
+        if identity is None:
             return
-        if self.pod_refusal:
-            raise ApiError(403, "Forbidden", f"pods {name} is forbidden: {self.pod_refusal}")
-        marks = body["metadata"]["labels"]
-        self._uids += 1
+        meta = raw["metadata"]
         view = PodView(
-            name=name,
-            uid=f"uid-{self._uids}",
-            worker=Worker(int(marks[labels.WORKER])),
-            birth_round=RestartRound(int(marks[labels.BIRTH_ROUND])),
+            name=meta["name"],
+            uid=meta["uid"],
+            worker=identity.worker,
+            birth_round=identity.birth_round,
             phase=PodPhase.PENDING,
         )
-        self.pods[name] = FakePod(view)
+        self.pods[meta["name"]] = FakePod(view, identity.job_uid)
 
     def delete_pod(self, name: str, uid: str, *, force: bool) -> None:
         pod = self.pods.get(name)
@@ -203,35 +238,112 @@ class FakeCluster:
             pod.deleted_for = 0
             pod.view = replace(pod.view, terminating=True)
 
-    def put_checkpoint(self, name: str, record: CheckpointRecord, **changes: Any) -> None:
-        old = self.checkpoints.get(name)
-        view = old or CheckpointView(
-            name=name,
-            uid=f"uid-{name}",
-            resource_version="0",
-            job="job",
-            created_at=START,
+    def publish(self) -> None:
+        """What kubelets and nodes have told the API."""
+        for pod in self.pods.values():
+            raw = self.api.objects["pods", NAMESPACE, pod.view.name]
+            status = _UNREADABLE_STATUS if pod.unreadable else pod_status(pod.view)
+            if raw.get("status") != status or raw["spec"].get("nodeName") != pod.view.node:
+                raw["status"], raw["spec"]["nodeName"] = status, pod.view.node
+                self.api.touch(raw)
+            if pod.view.terminating and "deletionTimestamp" not in raw["metadata"]:
+                raw["metadata"]["deletionTimestamp"] = STAMP
+                self.api.touch(raw)
+        for node in self.nodes.values():
+            self._publish_node(node)
+
+    def _publish_node(self, node: FakeNode) -> None:
+        spec = {"renewTime": str(node.renewed)}
+        status = {"conditions": [{"type": "Ready", "status": "False" if node.silent else "True"}]}
+        for plural, namespace, state in (
+            ("nodes", "", {"status": status}),
+            ("leases", "kube-node-lease", {"spec": spec}),
+        ):
+            known = self.api.objects.get((plural, namespace, node.name))
+            if known is None:
+                meta = {"name": node.name, "uid": f"{plural}-{node.name}", "namespace": namespace}
+                self.api.put(plural, {"metadata": meta, **state})
+            elif any(known[k] != v for k, v in state.items()):
+                known.update(state)
+                self.api.touch(known)
+
+    # ------------------------------------------------------------------ the job, again
+
+    def delete_job(self) -> None:
+        """At once, as in the background: what it owns is collected later, its Checkpoints stay."""
+        self.api.remove("trainingjobs", NAMESPACE, self.job["metadata"]["name"])
+
+    def create_job_again(self) -> None:
+        """Delete the job, where it is there, and create it anew under its name."""
+        self.delete_job()
+        self._uids += 1
+        meta = self.job["metadata"]
+        self.job = self.api.put(
+            "trainingjobs",
+            {
+                **self.job,
+                "metadata": {
+                    **{k: meta[k] for k in ("name", "namespace", "creationTimestamp")},
+                    "uid": f"aaaaaaaa-0000-0000-0000-{self._uids:012}",
+                    "generation": 1,
+                },
+                "status": {},
+            },
         )
-        id_ = record.checkpoint
-        self.checkpoints[name] = replace(
-            view,
-            resource_version=str(int(view.resource_version) + 1),
-            phase=record.phase,
-            step=view.step if id_ is None else id_.step,
-            round=view.round if id_ is None else id_.round,
-            manifest=record.manifest,
-            job_uid=record.job_uid,
-            world_size=record.world_size,
-            persisted=record.persisted,
-            committed_at=record.committed_at,
-            **changes,
+        self.store = ToyStore()
+        self.gang = ToyGang(store=self.store, total=self.total_steps)
+        self.statuses, self.choices, self.deletions = [], [], []
+
+    def forge_pod(
+        self, namespace: str, worker: int, birth: int, *, owned: bool = False, name: str = ""
+    ) -> None:
+        """A pod with all labels of a worker of the job of now; it claims to have failed. `owned`: it
+        also copies the owner reference."""
+        meta = self.job["metadata"]
+        owner = {
+            "apiVersion": self.job["apiVersion"],
+            "kind": self.job["kind"],
+            "name": meta["name"],
+            "uid": meta["uid"],
+            "controller": True,
+        }
+        marks = {
+            labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
+            labels.JOB_NAME: meta["name"],
+            labels.JOB_UID: meta["uid"],
+            labels.COMPONENT: labels.COMPONENT_WORKER,
+            labels.WORKER: str(worker),
+            labels.BIRTH_ROUND: str(birth),
+        }
+        self.api.put(
+            "pods",
+            {
+                "metadata": {
+                    "name": name or pod_name(meta["name"], self.uid, worker, birth),
+                    "namespace": namespace,
+                    "labels": marks,
+                    "ownerReferences": [owner] if owned else [],
+                },
+                "spec": {},
+                "status": {"phase": "Failed", "reason": "Forged"},
+            },
         )
+
+    def forged_pods(self) -> set[tuple[str, str]]:
+        """Namespace and name of pods that no kubelet of this cluster runs."""
+        pods = (raw["metadata"] for raw in self.api.all("pods"))
+        return {
+            (m["namespace"], m["name"])
+            for m in pods
+            if m["namespace"] != NAMESPACE or m["name"] not in self.pods
+        }
 
     # ------------------------------------------------------------------ faults
 
     def lose_pod(self, name: str) -> None:
         """Gone at once, with its disk."""
-        self.pods.pop(name, None)
+        if self.pods.pop(name, None) is not None:
+            self.api.remove("pods", NAMESPACE, name)
         self.sidecars.pop(name, None)
 
     def fail_pod(self, name: str, reason: str) -> None:
@@ -248,15 +360,6 @@ class FakeCluster:
         sidecar.message = None
 
     # ------------------------------------------------------------------ what can be seen and called
-
-    def pod_views(self) -> tuple[PodView, ...]:
-        return tuple(p.view for p in self.pods.values())
-
-    def node_views(self) -> dict[str, NodeView]:
-        return {
-            n.name: NodeView(n.name, ready=not n.silent, lost=n.silent_ticks >= LEASE_SECONDS)
-            for n in self.nodes.values()
-        }
 
     def reachable(self, pod: PodView) -> ToySidecar | None:
         """The sidecar that a call to this pod's address reaches; None: nobody answers."""
@@ -286,15 +389,18 @@ class FakeCluster:
         self.seconds += 1
         for node in self.nodes.values():
             node.silent_ticks = node.silent_ticks + 1 if node.silent else 0
+            if not node.silent:
+                node.renewed = self.seconds
         for name, pod in list(self.pods.items()):
             self._kubelet(name, pod)
         running = {n: self.sidecars[n] for n, p in self.pods.items() if self._talks(p)}
         self.gang.tick(running)
+        self.api.tick()
         self._finish()
 
     def _talks(self, pod: FakePod) -> bool:
         """Other workers reach it. A node that is cut off is out of the gang's reach too."""
-        return self._answers(pod) and pod.view.name in self.sidecars
+        return self._answers(pod) and pod.view.name in self.sidecars and pod.job_uid == self.uid
 
     def _kubelet(self, name: str, pod: FakePod) -> None:
         pod.age += 1
@@ -365,14 +471,82 @@ def point_of(status: Mapping[str, Any]) -> CheckpointId | None:
     return CheckpointId(Step(point["step"]), RestartRound(point["round"]))
 
 
-def _merged(old: Any, patch: Any) -> Any:
-    """RFC 7396."""
-    if not isinstance(patch, Mapping):
-        return patch
-    result = dict(old) if isinstance(old, Mapping) else {}
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = _merged(result.get(key), value)
-    return result
+_UNREADABLE_STATUS = {"phase": "Hibernating"}
+
+
+def pod_status(view: PodView) -> dict[str, Any]:
+    """`.status` of a pod as a kubelet writes it; observe_views.pod_view reads the view back."""
+    trainer: dict[str, Any] = {"name": TRAINER_CONTAINER, "restartCount": view.trainer_restarts}
+    if view.trainer_exit_code is not None:
+        trainer["state"] = {"terminated": {"exitCode": view.trainer_exit_code}}
+    elif view.waiting_reason is not None:
+        waiting = {"reason": view.waiting_reason, "message": view.waiting_message}
+        trainer["state"] = {"waiting": waiting}
+    started = {
+        "name": SIDECAR_CONTAINER,
+        "started": view.sidecar_started,
+        "restartCount": view.sidecar_restarts,
+    }
+    conditions = [{"type": "Ready", "status": str(view.ready)}]
+    if view.disrupted:
+        conditions.append({"type": "DisruptionTarget", "status": "True"})
+    return {
+        "phase": view.phase.value,
+        "podIP": view.ip,
+        "reason": view.reason,
+        "message": view.message,
+        "containerStatuses": [trainer],
+        "initContainerStatuses": [started],
+        "conditions": conditions,
+    }
+
+
+class _ClusterApi(FakeApi):
+    """The API of a FakeCluster: kubelets report before each read, and run what was created."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        super().__init__()
+        self._cluster = cluster
+
+    async def get(
+        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
+    ) -> Any:
+        self._cluster.publish()
+        return await super().get(path, params, seconds=seconds)
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        words = self._cluster.pod_refusal
+        if words and body.get("kind") == "Pod":
+            name = body["metadata"]["name"]
+            raise ApiError(403, "Forbidden", f"pods {name} is forbidden: {words}")
+        answer = await super().post(path, body, params)
+        if answer.get("kind") == "Pod":
+            self._cluster.pod_created(answer)
+        return answer
+
+    async def patch(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        job = self._cluster.job
+        meta = job["metadata"]
+        if not path.endswith(f"/trainingjobs/{meta['name']}/status"):
+            return await super().patch(path, body, params)
+        self.requests.append(("PATCH", path))
+        if ("trainingjobs", meta["namespace"], meta["name"]) not in self.objects:
+            raise ApiError(404, "NotFound", f"job {meta['name']} not found")
+        version = body.get("metadata", {}).get("resourceVersion", meta["resourceVersion"])
+        try:
+            self._cluster.patch_job_status(version, body["status"])
+        except ConflictError as error:
+            raise ApiError(409, "Conflict", str(error)) from error
+        return job
+
+    def _delete(self, key: Key, options: Mapping[str, Any]) -> None:
+        pod = self._cluster.pods.get(key[2])
+        if key[:2] != ("pods", NAMESPACE) or pod is None:
+            super()._delete(key, options)
+            return
+        force = options.get("gracePeriodSeconds") == 0
+        self._cluster.operator_deletes(key[2], pod.view.uid, force=force)
