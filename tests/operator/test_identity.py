@@ -337,6 +337,7 @@ def test_unreadable_pods_and_checkpoints_belong_to_their_job() -> None:
         name = checkpoint_name("job", UID, COMMIT)
         edge.api.put("checkpoints", {**checkpoint_body(edge.job, name), "status": {"round": "x"}})
         await edge.look()
+        assert len(edge.cache.unreadable_objects()) == 2
         (pod,) = edge.cache.unreadable_pods(NAMESPACE, UID)
         assert (pod.name, pod.problem) == (POD, "ValueError: 'Paused' is not a valid PodPhase")
         (found,) = edge.cache.unreadable_checkpoints(NAMESPACE)

@@ -133,7 +133,8 @@ class ClusterCache:
         return self._unreadable.get((kind, namespace, name))
 
     def unreadable_objects(self) -> tuple[Unreadable, ...]:
-        return tuple(self._unreadable.values())
+        """Of our own kinds, and pods of jobs and stores."""
+        return (*self._unreadable.values(), *self._pods.all_unreadable())
 
     def unreadable_checkpoints(self, namespace: str) -> tuple[Unreadable, ...]:
         return tuple(

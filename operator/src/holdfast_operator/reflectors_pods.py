@@ -46,6 +46,9 @@ class PodCache:
     def unreadable(self, namespace: str, owner_uid: str) -> tuple[Unreadable, ...]:
         return tuple(self._unreadable.get((namespace, owner_uid), {}).values())
 
+    def all_unreadable(self) -> tuple[Unreadable, ...]:
+        return tuple(u for found in self._unreadable.values() for u in found.values())
+
     def foreign_count(self) -> int:
         return sum(len(pods) for pods in self._foreign.values())
 

@@ -68,6 +68,8 @@ class FakeOperator:
         )
         self._observer = Observer(self.cache, self.link, self._effects, clock)
         self._reports = UnreadableReports(kube, events, clock)
+        self.stuck: set[str] = set()
+        """Plurals whose watch delivers nothing more."""
         self._gone: list[JobView | Unreadable] = []
         self._listed: dict[str, int] = {}
         """Changes of each plural that were there when it was listed last."""
@@ -111,6 +113,8 @@ class FakeOperator:
             plural = reflector.collection.path.rpartition("/")[2]
             changes = self.cluster.api.changes[plural]
             known = self._listed.get(plural)
+            if plural in self.stuck:
+                continue
             fresh = known is None or plural in ALWAYS_FRESH
             if fresh or not self.trouble.strikes(self.trouble.stale_read):
                 if known != changes or plural == "leases":
