@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from kubernetes.client.exceptions import ApiException
 from testbed import faults
 from testbed.driver import metrics
 from testbed.driver.install import ensure_installed
 from testbed.driver.jobs import Job, Training, job_manifest, prepare_namespace
 from testbed.driver.kube import Kube, is_true, kubeconfig_path
+from urllib3.exceptions import HTTPError
 
 from demo.recorder import Act, Recovery, Sample
 from demo.waits import DemoFailed, wait_while_moving
@@ -28,6 +30,8 @@ REFERENCE = Path(kubeconfig_path()).parent / "demo-reference.json"
 
 class ClusterStage:
     total_steps = TRAINING.steps
+    transient: tuple[type[Exception], ...] = (ApiException, HTTPError, OSError)
+    """The API server of a busy machine."""
 
     def __init__(self, kube: Kube) -> None:
         self.kube = kube
@@ -49,12 +53,17 @@ class ClusterStage:
         job = self._fresh("reference")
         job.start(self._manifest("reference"))
         self.job = job
-        wait_while_moving(
-            "the end of the uninterrupted run",
-            self.is_complete,
-            lambda: self.sample().sign,
-            self.failed,
-        )
+        seen = Sample(0.0, "Pending", 0, None, None, None, None)
+
+        def ended() -> bool | None:
+            nonlocal seen
+            try:
+                seen = self.sample()
+                return self.is_complete()
+            except self.transient:
+                return None
+
+        wait_while_moving("the end of the uninterrupted run", ended, lambda: seen.sign, self.failed)
         digests = job.final_digests()
         job.delete()
         REFERENCE.write_text(json.dumps({"key": key, "digests": digests}))
@@ -120,9 +129,13 @@ class ClusterStage:
     def failed(self, happened: str) -> DemoFailed:
         log = Path("build/demo-cluster.log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(self.job.describe())
         pods = f"kubectl --namespace {NAMESPACE} logs --all-containers POD"
-        return DemoFailed(happened, self.sample().words(), f"{log}; {pods}")
+        try:
+            log.write_text(self.job.describe())
+            seen = self.sample().words()
+        except self.transient as error:
+            seen = f"the cluster does not answer: {error}".partition("\n")[0]
+        return DemoFailed(happened, seen, f"{log}; {pods}")
 
     def delete_jobs(self) -> None:
         """After an interruption: nothing trains on. The next demo waits until they are gone."""

@@ -19,6 +19,8 @@ from typing import IO, Self
 from demo.waits import DemoFailed
 
 MARK = "HOLDFAST_DEMO_FOLDER"
+MADE_BY_DEMO = ".holdfast-demo"
+"""Only a folder with this file in it is deleted by the next demo."""
 
 
 class Claim:
@@ -35,7 +37,7 @@ class Claim:
         self._guardian: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        path = self._folder.with_suffix(".lock")
+        path = self._folder.with_name(f"{self._folder.name}.lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = path.open("a+")
         try:
@@ -52,8 +54,17 @@ class Claim:
         self._lock.truncate(0)
         self._lock.write(f"{os.getpid()}\n")
         self._lock.flush()
+        if self._folder.exists() and not (self._folder / MADE_BY_DEMO).exists():
+            self._lock.close()
+            raise DemoFailed(
+                f"{self._folder} is not of a demo, and would be deleted.",
+                f"it exists and holds no file {MADE_BY_DEMO}",
+                "none yet; delete the folder, or name another with --folder",
+            )
         clear(self._folder, self._memory)
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir()
+        (self._folder / MADE_BY_DEMO).touch()
         self._memory.mkdir(mode=0o700, parents=True)
         # In a session of its own, so that Ctrl-C does not reach it. It reads until this process ends.
         self._guardian = subprocess.Popen(

@@ -155,6 +155,9 @@ class Run:
 class LocalStage:
     """Use it inside of a `Claim` of its folder."""
 
+    transient: tuple[type[Exception], ...] = (OSError,)
+    """A sidecar that is being killed while its metrics are read."""
+
     def __init__(self, base: Path, steps: int = STEPS) -> None:
         self.base = base
         self.total_steps = steps

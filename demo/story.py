@@ -23,6 +23,8 @@ class Stage(Protocol):
     """Where the story plays: the kind cluster, or processes on this machine."""
 
     total_steps: int
+    transient: tuple[type[Exception], ...]
+    """What a look may raise where the thing that is asked is busy: the next look may succeed."""
 
     def reference_digests(self, say: Callable[[str], None]) -> dict[int, str]:
         """Rank -> digest of an uninterrupted run. Raises DemoFailed."""
@@ -144,11 +146,16 @@ class Teller:
         """Show what happens until `done`; every look is a sample of the picture."""
 
         def look() -> T | None:
-            sample = replace(self.stage.sample(), at_seconds=time.monotonic() - self.began)
-            self.recorder.samples.append(sample)
-            screen.refresh()
-            return done()
+            try:
+                sample = replace(self.stage.sample(), at_seconds=time.monotonic() - self.began)
+                self.recorder.samples.append(sample)
+                screen.refresh()
+                return done()
+            except self.stage.transient:
+                return None
 
-        return wait_while_moving(
-            what, look, lambda: self.recorder.samples[-1].sign, self.stage.failed
-        )
+        def sign() -> object:
+            latest = self.recorder.latest
+            return None if latest is None else latest.sign
+
+        return wait_while_moving(what, look, sign, self.stage.failed)

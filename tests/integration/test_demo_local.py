@@ -128,3 +128,12 @@ def test_a_second_demo_in_the_same_folder_is_refused(folder: Path) -> None:
     finally:
         first.send_signal(signal.SIGTERM)
         assert first.wait(120) == 130
+
+
+def test_a_folder_that_no_demo_made_is_not_deleted(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("mine")
+    process = start(folder)
+    assert process.wait(120) == 1
+    assert "is not of a demo" in text_of(folder)
+    assert (folder / "thesis.tex").read_text() == "mine"
