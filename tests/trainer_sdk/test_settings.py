@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import pytest
+from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from holdfast.settings import RankSettings, rank_environment
 from holdfast_core.errors import ConfigError
@@ -21,6 +25,7 @@ FULL = RankSettings(
     restore_known=True,
     scratch_dir="/dev/shm/x",
     agent_store=True,
+    store_secret="secret",
 )
 
 
@@ -43,7 +48,12 @@ def test_environment_round_trip(settings: RankSettings) -> None:
 
 
 def test_torchrun_names_are_kept() -> None:
-    env = rank_environment(FULL, group_rank=1, run_id="job")
+    env = rank_environment(FULL, group_rank=1, run_id="job", max_restarts=9)
+    assert env["GROUP_WORLD_SIZE"] == "4"
+    assert env["ROLE_NAME"] == "default"
+    assert env["ROLE_RANK"] == "3"
+    assert env["ROLE_WORLD_SIZE"] == "8"
+    assert env["TORCHELASTIC_MAX_RESTARTS"] == "9"
     assert env["RANK"] == "3"
     assert env["WORLD_SIZE"] == "8"
     assert env["LOCAL_RANK"] == "1"
@@ -54,6 +64,14 @@ def test_torchrun_names_are_kept() -> None:
     assert env["TORCHELASTIC_RESTART_COUNT"] == "5"
     assert env["TORCHELASTIC_RUN_ID"] == "job"
     assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+def test_nothing_that_torchrun_sets_is_missing() -> None:
+    """As torch's own agent spells it: a new release of torch may add a variable."""
+    source = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
+    names = set(re.findall(r'^ {16}"([A-Z_]+)":', source, re.MULTILINE))
+    assert "RANK" in names
+    assert names <= rank_environment(FULL, group_rank=1, run_id="job").keys()
 
 
 @pytest.mark.parametrize(

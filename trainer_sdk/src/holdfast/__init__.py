@@ -10,16 +10,32 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.handle import SaveHandle, SaveTimeoutError
 from holdfast.state.rng import RNG
 from holdfast.warmup import pin_threads, warm_up
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import (
+    CapacityError,
+    ConfigError,
+    CorruptionError,
+    HoldfastError,
+    SaveFailedError,
+    StateDictError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
 from holdfast_core.ids import Level
 
 __all__ = [
     "RNG",
+    "CapacityError",
     "Checkpointer",
+    "ConfigError",
+    "CorruptionError",
     "HoldfastError",
     "Level",
+    "SaveFailedError",
     "SaveHandle",
     "SaveTimeoutError",
+    "StateDictError",
+    "StateMismatchError",
+    "UnsupportedStateError",
     "pin_threads",
     "restore",
     "save",

@@ -17,22 +17,26 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from holdfast.agreement import StepAgreement, Verdict
+from holdfast.directory.choice import older_than
 from holdfast.folder import folder_path
 from holdfast.gang_store import GangStore, connect_store
 from holdfast.handle import SaveHandle
 from holdfast.layouts import LayoutFiles
+from holdfast.lazy_loaders import LazyLoaderWatch
 from holdfast.loop import Position, TrainingLoop
+from holdfast.notices import say
 from holdfast.outcomes import Outcomes
 from holdfast.ownership import report_other_training, take_for_training
 from holdfast.places import DirectoryPlace, Place, PodPlace
 from holdfast.progress import ProgressReporter
-from holdfast.restoring import Restorer
+from holdfast.restoring import Fetched, Restorer
 from holdfast.saving import Saver
 from holdfast.session import Session
 from holdfast.settings import RankSettings
 from holdfast.signals import HandledSignal, stop_signal
 from holdfast.staging import SlotRing
 from holdfast.state.load import load_state
+from holdfast.state.rng import RNG
 from holdfast.state.wish import Wish
 from holdfast.steps import checked_step
 from holdfast_core.contract import PodContract
@@ -97,6 +101,7 @@ class Checkpointer:
                 f"Checkpointer: keep_last={keep_last}, slots={slots}, "
                 f"interval_steps={interval_steps}: expected at least 1, 1 and 0"
             )
+        self._dir = dir
         self._strict = strict
         self._on_save_error = on_save_error
         self._when_busy = when_busy
@@ -153,6 +158,7 @@ class Checkpointer:
         self._last_saved: Step | None = None
         self._outcomes = Outcomes()
         self._position = Position()
+        self._lazy_loaders = LazyLoaderWatch()
         self._loop: TrainingLoop | None = None
         self._left: SaveHandle | None = None
         """The save of a loop that was left by `break`, until it is known what comes next."""
@@ -281,6 +287,8 @@ class Checkpointer:
             start = self._position.done
         else:
             start = self.restore(state, before_rng=before_rng) or 0
+            if start >= total:
+                self._say("step %d of %d was done before: nothing is left to do", start, total)
         try:
             self.allocate(state)
         except StateDictError as error:
@@ -391,6 +399,7 @@ class Checkpointer:
             if before_rng is not None:
                 before_rng()
             self._position.restored(0, state)
+            self._say("nothing to restore from %s: starting from the beginning", self._place_name())
             return None
         saved = found.saved()
         if found.lies_over is not None and not wish.fits(saved):
@@ -408,9 +417,11 @@ class Checkpointer:
         )
         self._position.restored(found.step, state)
         self._ring.touch_meanwhile()
+        if before_rng is None and any(isinstance(part, RNG) for part in state.values()):
+            self._lazy_loaders.restored()
         for line in self.skipped:
             logger.warning("not restored: %s", line)
-        logger.info("restored step %d from %s", found.step, found.tier)
+        self._say("restored step %d from %s", found.step, self._place_name(found))
         return found.step
 
     def allocate(self, state: Mapping[str, Any]) -> None:
@@ -477,6 +488,22 @@ class Checkpointer:
             self._watch_commits()
         self._foresee(step + 1)
         return handle
+
+    def _say(self, message: str, *args: object) -> None:
+        if self._settings.rank == 0:
+            say(logger, message, *args)
+
+    def _place_name(self, found: Fetched | None = None) -> str:
+        """Where checkpoints are, in the words of the script; of a restored one, how many are older."""
+        if not isinstance(self._place, DirectoryPlace):
+            return "the job's checkpoints" if found is None else f"the {found.tier} tier"
+        if found is None or self._settings.rank != 0:
+            return str(self._dir)
+        try:
+            older = older_than(self._place.root, found.step)
+        except OSError:  # the folder went away since: what was read is restored
+            return str(self._dir)
+        return f"{self._dir} ({older} older {'exists' if older == 1 else 'exist'})"
 
     def _require_own(self) -> None:
         """Raises ConfigError in a forked child."""
@@ -602,6 +629,8 @@ class Checkpointer:
         self._opened()
         self._hand_over_left()
         self._position.trained(step)
+        if self._settings.rank == 0:
+            self._lazy_loaders.step_done()
         if not self._began:
             self._begin(step - 1)
         verdict = self._verdict(step)

@@ -86,8 +86,16 @@ class RankSettings:
         return settings
 
 
-def rank_environment(settings: RankSettings, *, group_rank: int, run_id: str) -> dict[str, str]:
-    """Variables that the launcher adds to a rank's environment.
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def rank_environment(
+    settings: RankSettings, *, group_rank: int, run_id: str, max_restarts: int = 0
+) -> dict[str, str]:
+    """Variables that the launcher adds to a rank's environment: all that torchrun sets, and ours.
+
+    `max_restarts`: of a standalone run. In a pod the operator counts, and the launcher does not know its
+    limit: the variable is then at least the number of the restart. All ranks have one role.
 
     TORCHELASTIC_USE_AGENT_STORE makes `init_process_group` (env://) a client of the round's store
     instead of letting rank 0 host one. Every round has a store process of its own, so that no key
@@ -99,14 +107,20 @@ def rank_environment(settings: RankSettings, *, group_rank: int, run_id: str) ->
         "LOCAL_RANK": str(settings.local_rank),
         "LOCAL_WORLD_SIZE": str(settings.local_world_size),
         "GROUP_RANK": str(group_rank),
+        "GROUP_WORLD_SIZE": str(settings.world_size // settings.local_world_size),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(settings.rank),
+        "ROLE_WORLD_SIZE": str(settings.world_size),
         "MASTER_ADDR": settings.master_address,
         "MASTER_PORT": str(settings.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(settings.round or 0),
+        "TORCHELASTIC_MAX_RESTARTS": str(max(max_restarts, settings.round or 0)),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # Distributions build torch without libuv, and asking for it then is an error. Heard by torch
         # after 2.6; for 2.6 see tcp_store.
         "USE_LIBUV": "0",
+        _NCCL_ERRORS: os.environ.get(_NCCL_ERRORS, "1"),
     }
     if settings.round is not None:
         env[ENV_ROUND] = str(settings.round)

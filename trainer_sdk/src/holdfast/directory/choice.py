@@ -13,7 +13,7 @@ from pathlib import Path
 
 from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, UnavailableError
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest_of
-from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
 from holdfast_core.tiers.node import DiskNodeTier, manifests_in
 
 JOB_UID = JobUid("standalone")
@@ -46,6 +46,11 @@ def committed(root: Path) -> list[CheckpointId]:
     """The checkpoints of a folder that another process writes, in the order in which `choose` tries
     them. Reads names alone."""
     return _newest_first(manifests_in(root / "tier"))
+
+
+def older_than(root: Path, step: Step) -> int:
+    """How many checkpoints of lower steps a folder holds."""
+    return sum(checkpoint.step < step for checkpoint in committed(root))
 
 
 def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:

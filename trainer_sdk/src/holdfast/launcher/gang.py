@@ -32,6 +32,7 @@ class RoundPlan:
     restore_known: bool = False
     scratch_dir: str | None = None
     store_secret: str | None = field(default=None, repr=False)
+    max_restarts: int = 0
 
 
 def environments(plan: RoundPlan) -> list[tuple[Rank, dict[str, str]]]:
@@ -53,7 +54,12 @@ def environments(plan: RoundPlan) -> list[tuple[Rank, dict[str, str]]]:
             scratch_dir=plan.scratch_dir,
             store_secret=plan.store_secret,
         )
-        env = rank_environment(settings, group_rank=plan.group_rank, run_id=plan.run_id)
+        env = rank_environment(
+            settings,
+            group_rank=plan.group_rank,
+            run_id=plan.run_id,
+            max_restarts=plan.max_restarts,
+        )
         result.append((rank, env))
     return result
 

@@ -77,6 +77,7 @@ class StandaloneLauncher:
             run_id=self._run_id,
             scratch_dir=self._options.scratch_dir,
             store_secret=secrets.token_hex(STORE_SECRET_BYTES),
+            max_restarts=self._options.max_restarts,
         )
         gang = Gang(self._processes, plan)
         try:
