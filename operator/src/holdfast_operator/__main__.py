@@ -6,8 +6,6 @@ import asyncio
 import resource
 import sys
 
-from prometheus_client import start_http_server
-
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import ConfigError
 from holdfast_operator import logs
@@ -16,6 +14,7 @@ from holdfast_operator.handlers import Rim, run_kopf
 from holdfast_operator.kube_access import KubeAccess, load_access
 from holdfast_operator.kube_api import KubeApi
 from holdfast_operator.metrics import Metrics
+from holdfast_operator.plain_ports import PlainPorts
 from holdfast_operator.settings import Settings
 
 KOPF_END_SECONDS = 15.0
@@ -45,12 +44,14 @@ def allow_descriptors() -> None:
 async def run(settings: Settings, access: KubeAccess) -> int:
     """Until kopf or the controller ends; the other one is then ended, too."""
     metrics = Metrics()
-    server, thread = start_http_server(settings.metrics_port, registry=metrics.registry)
     api = KubeApi(access)
     await api.start()
-    controller = Controller(settings, api, SystemClock(), metrics)
+    clock = SystemClock()
+    controller = Controller(settings, api, clock, metrics)
+    ports = PlainPorts(metrics, controller.watch_age_seconds, clock)
+    await ports.start("0.0.0.0", settings.metrics_port, settings.health_port)
     stop = asyncio.Event()
-    rim = Rim(settings, access, controller.enqueue, controller.watch_age_seconds)
+    rim = Rim(settings, access, controller.enqueue)
     logs.info("operator starts", server=access.server, namespaces=settings.watch_namespaces)
     work = asyncio.create_task(controller.run())
     kopf = asyncio.create_task(run_kopf(rim, stop))
@@ -65,9 +66,7 @@ async def run(settings: Settings, access: KubeAccess) -> int:
         work.cancel()
         await asyncio.gather(work, kopf, return_exceptions=True)
         await api.close()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        await ports.close()
         logs.info("operator ends")
 
 

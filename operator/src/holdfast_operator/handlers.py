@@ -1,4 +1,4 @@
-"""The rim: kopf owns the process, signals, login, /healthz, and events of our kinds as hints.
+"""The rim: kopf owns the process, signals, login, and events of our kinds as hints.
 
 The only importer of kopf. A handler turns an event into a key and does nothing else; when kopf ends,
 for whatever reason, the process ends in order: nothing in its memory matters.
@@ -37,7 +37,6 @@ class Rim:
     settings: Settings
     access: KubeAccess
     enqueue: Callable[[Key], None]
-    watch_age_seconds: Callable[[], float | None]
 
 
 async def run_kopf(rim: Rim, stop: asyncio.Event) -> None:
@@ -51,7 +50,6 @@ async def run_kopf(rim: Rim, stop: asyncio.Event) -> None:
         standalone=True,
         # kopf would name itself after the Unix user, and uid 65532 of an image has no name.
         identity="holdfast",  # type: ignore[arg-type]  # its NewType is private to kopf
-        liveness_endpoint=f"http://0.0.0.0:{rim.settings.health_port}/healthz",
         stop_flag=stop,
     )
 
@@ -97,13 +95,8 @@ def _registry(rim: Rim) -> kopf.OperatorRegistry:
             private_key_data=access.key_pem,
         )
 
-    def watches(**_: Any) -> str:
-        age = rim.watch_age_seconds()
-        return "syncing" if age is None else f"{age:.0f} s"
-
     kopf.on.event(GROUP, VERSION, TrainingJob.PLURAL, registry=registry)(on_job)
     kopf.on.event(GROUP, VERSION, Checkpoint.PLURAL, registry=registry)(on_checkpoint)
     kopf.on.event(GROUP, VERSION, CheckpointStore.PLURAL, registry=registry)(on_store)
     kopf.on.login(registry=registry)(login)
-    kopf.on.probe(id="oldest-watch", registry=registry)(watches)
     return registry

@@ -71,6 +71,13 @@ class Metrics:
             ("part",),
             registry=self.registry,
         )
+        self._dropped = Counter(
+            "holdfast_connections_dropped",
+            "Connections to a port of the operator that were closed before their end: for lack of "
+            "room, or because they could not be accepted.",
+            ("port", "reason"),
+            registry=self.registry,
+        )
         self._depth = Gauge(
             "holdfast_queue_depth", "Keys that wait for a worker.", registry=self.registry
         )
@@ -102,6 +109,9 @@ class Metrics:
 
     def unexpected(self, part: str) -> None:
         self._unexpected.labels(part).inc()
+
+    def dropped_connection(self, port: str, reason: str) -> None:
+        self._dropped.labels(port, reason).inc()
 
     def depth(self, read: Callable[[], float]) -> None:
         self._depth.set_function(read)
