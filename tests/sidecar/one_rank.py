@@ -18,6 +18,7 @@ from holdfast_core.testing.builders import (
     rank_payload,
     shard_header,
 )
+from holdfast_core.tiers.base import NodeTier
 from holdfast_core.tiers.memory import MemoryTier
 from holdfast_sidecar.backoff import Backoff, Patience
 from holdfast_sidecar.metrics import Metrics
@@ -36,7 +37,7 @@ PATIENCE_SECONDS = 60.0
 
 def rehydrator_of(
     state: RoundState,
-    node: MemoryTier,
+    node: NodeTier,
     others: Any,
     pools: Pools,
     clock: ManualClock,

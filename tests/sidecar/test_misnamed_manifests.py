@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sidecar.one_rank import DOCUMENT, HEADER, JOB, LAYOUT, MANIFEST, PAYLOAD, rehydrator_of
+from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, rehydrator_of
 
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import NotFoundError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
-from holdfast_core.testing.builders import BytesSource
+from holdfast_core.testing.builders import JOB, BytesSource
 from holdfast_core.tiers.memory import MemoryTier
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import (

@@ -45,9 +45,11 @@ from holdfast_sidecar.metrics import Metrics
 from holdfast_sidecar.parts import Keeper, Parts
 from holdfast_sidecar.pools import Pools
 from holdfast_sidecar.rehydrate import Rehydrator
+from holdfast_sidecar.replace import Replacer
 from holdfast_sidecar.report import Reporter, Sources
 from holdfast_sidecar.reshard import Resharder
 from holdfast_sidecar.rounds import RoundState
+from holdfast_sidecar.scrub import Scrubber
 from holdfast_sidecar.server import ControlServer, PlainServer
 from holdfast_sidecar.settings import PORTS_FILE, Settings
 from holdfast_sidecar.sources import Places
@@ -66,6 +68,7 @@ class Sidecar:
         self._clock = clock or SystemClock()
         self._stack = AsyncExitStack()
         self._parts: Parts | None = None
+        self._scrubber: Scrubber | None = None
         self._metrics = Metrics()
         self.deaths = Deaths(self._metrics.unexpected)
         self._pacing = Pacing(
@@ -123,6 +126,9 @@ class Sidecar:
         hooks = HookServer(settings.node_dir, control.flushed)
         await hooks.start()
         self._stack.push_async_callback(hooks.close)
+        if self._scrubber is not None:
+            self._scrubber.start()
+            self._stack.push_async_callback(self._scrubber.close)
         await parts.intake.start()
         self._stack.push_async_callback(parts.intake.close)
         logs.info(
@@ -256,6 +262,23 @@ class Sidecar:
             on_change=changed,
         )
         sources = Sources(gang, flow, stager, rehydrator, starter, failures)
+
+        def busy() -> bool:
+            restores = rehydrator.restored is None or filler.busy
+            saves = not stager.idle or flow.pending > 0
+            return keeper.state.held is None or restores or saves
+
+        self._scrubber = Scrubber(
+            settings,
+            node,
+            Replacer(node, rehydrator, keeper.current, pools),
+            pools=pools,
+            metrics=metrics,
+            failures=failures,
+            clock=clock,
+            busy=busy,
+            throttle=self._pacing.take,
+        )
         return Parts(
             settings,
             clock,

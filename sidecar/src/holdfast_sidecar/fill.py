@@ -79,6 +79,11 @@ class Filler:
         self._targets: dict[Rank, FillTarget] = {}
         """Of the newest fill of each rank, while it runs."""
 
+    @property
+    def busy(self) -> bool:
+        """A rank is being restored now."""
+        return bool(self._targets)
+
     async def restore(self, state: RoundState, message: Restore) -> RestoreReply:
         """Raises RefusedError: BUSY while the shards are not here (Run comes after that), and where
         layout or restore point cannot be had now; NotFoundError, FormatError of a layout that was

@@ -80,6 +80,11 @@ class Metrics:
             ["tier"],
             registry=self._registry,
         )
+        self._scrubbed = Counter(
+            "holdfast_scrubbed_bytes",
+            "Bytes on the node tier that were read again to find copies that have changed",
+            registry=self._registry,
+        )
         self._skipped = Counter(
             "holdfast_saves_skipped",
             "Saves that ranks skipped because no slot was free",
@@ -239,6 +244,9 @@ class Metrics:
 
     def recovered(self, phase: str, seconds: float) -> None:
         self._recovery.labels(phase).observe(seconds)
+
+    def scrubbed(self, length_bytes: int) -> None:
+        self._scrubbed.inc(length_bytes)
 
     def corruption(self, tier: TierName) -> None:
         self._corruptions.labels(tier.value).inc()

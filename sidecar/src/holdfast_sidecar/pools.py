@@ -51,7 +51,7 @@ class Pools:
     the disk; `meta` writes the round file, manifests and layouts (small: a
     seal must not wait behind gigabytes for them); `read` only looks at the disk, `fill` reads
     shards from it; `copy` sends to peers; `fetch` brings back what ranks wait for, from peers and
-    store; `store` uploads.
+    store; `store` uploads; `scrub` reads again what lies on the disk, slowly.
     """
 
     def __init__(self, *, disk: int, copy: int, store: int) -> None:
@@ -63,6 +63,7 @@ class Pools:
         self.copy = Pool("copy", copy)
         self.fetch = Pool("fetch", copy)
         self.store = Pool("store", store)
+        self.scrub = Pool("scrub", 1)
 
     async def drain_writes(self, timeout_seconds: float) -> bool:
         """No fenced write is on its way when this is True."""
@@ -81,5 +82,6 @@ class Pools:
             self.copy,
             self.fetch,
             self.store,
+            self.scrub,
         ):
             pool.close()

@@ -153,7 +153,7 @@ class Rehydrator:
             raise NotFoundError("there is no restore point in this round")
         if restored.layout is not None:
             return restored.layout
-        return await self._layout(restored.point, restored.manifest)
+        return await self.layout_of(restored.point, restored.manifest)
 
     def namespace_of(self, point: RestorePoint) -> str:
         """Of the job that saved it, in the keys of the store."""
@@ -200,13 +200,13 @@ class Rehydrator:
     async def _attempt(self, point: RestorePoint, tried: Tried) -> Restored | None:
         if point.step is None or point.round is None:
             return Restored(point, None, {}, {}, {})
-        manifest = await self._manifest(point, CheckpointId(point.step, point.round), tried)
+        manifest = await self.manifest(point, CheckpointId(point.step, point.round), tried)
         if manifest is None:
             return None
         state = self._current()
         if manifest.world_size != state.world_size:
             try:
-                layout = await self._layout(point, manifest)
+                layout = await self.layout_of(point, manifest)
             except HoldfastError as error:
                 tried.failed(f"layout of step {point.step}", error)
                 return None
@@ -236,9 +236,10 @@ class Rehydrator:
 
     # ------------------------------------------------------------------ manifest
 
-    async def _manifest(
+    async def manifest(
         self, point: RestorePoint, checkpoint: CheckpointId, tried: Tried
     ) -> Manifest | None:
+        """On the node tier from now on; None where no place has it (`tried` says why)."""
         job_uid = self._job_uid(point)
         try:
             document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
@@ -299,7 +300,7 @@ class Rehydrator:
             seconds=_MANIFEST_SECONDS,
         )
 
-    async def _layout(self, point: RestorePoint, manifest: Manifest) -> bytes:
+    async def layout_of(self, point: RestorePoint, manifest: Manifest) -> bytes:
         """The layout that the manifest names, in the node tier from now on. Raises as `layout`."""
         digest, job_uid = manifest.layout, self._job_uid(point)
         tried = Tried()
@@ -356,6 +357,10 @@ class Rehydrator:
         await self._pools.meta.run(self._node.put_manifest, job_uid, checkpoint, document)
 
     # ------------------------------------------------------------------ shards
+
+    async def fetch(self, ref: ShardRef, tried: Tried) -> TierName | None:
+        """Bring a shard of this job to the node tier. See `_shard`."""
+        return await self._shard(ref, RestorePoint(), tried)
 
     async def _shard(self, ref: ShardRef, point: RestorePoint, tried: Tried) -> TierName | None:
         """Where it is or came from; None when every source failed (`tried` says how)."""

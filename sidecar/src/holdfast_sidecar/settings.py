@@ -57,6 +57,11 @@ class Settings:
     restore_patience_seconds: float = 60.0
     """How long a rank's restore waits for a source that is busy or restarting before anybody hears
     of it: a new round would ask the same sources again, all ranks at once."""
+    scrub_pass_seconds: float = 12 * 3600.0
+    """Everything on the node tier is read again in this time, so that no shard waits for more than
+    twice as long."""
+    scrub_rest_seconds: float = 300.0
+    """Between the start, or the end of a pass, and the next one at the earliest."""
     no_commit_intervals: int = 3
     """Intervals of saves without a commit after which the status of the job reports it."""
     no_commit_seconds: float = 60.0
