@@ -1,4 +1,4 @@
-"""What the job's status is told about steps, whichever calls a training loop uses."""
+"""Each finished step reaches the sidecar, whichever calls a training loop uses."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def test_every_way_reports_the_steps(sidecar: FakeSidecar, loop: Loop, expected:
     with holdfast.Checkpointer(when_busy="wait") as ckpt:
         loop(ckpt, {"t": torch.zeros(1)})
     sidecar.wait_for(Progress, len(expected))
-    told = sidecar.messages(Progress)
-    assert list(dict.fromkeys(message.step for message in told)) == expected
-    assert all(message.metrics == {"loss": 0.5} for message in told)
+    reported = sidecar.messages(Progress)
+    assert list(dict.fromkeys(message.step for message in reported)) == expected
+    assert all(message.metrics == {"loss": 0.5} for message in reported)
 
 
 def test_a_due_step_without_a_save_is_reported_at_the_end(sidecar: FakeSidecar) -> None:
@@ -99,7 +99,7 @@ def test_skipped_saves_are_counted_once(
     assert sum(message.saves_skipped for message in sidecar.messages(Progress)) == skipped
 
 
-def test_a_sidecar_that_restarts_is_told_the_step_again(sidecar: FakeSidecar) -> None:
+def test_a_sidecar_that_restarts_receives_the_step_again(sidecar: FakeSidecar) -> None:
     """Between two steps, and after the last one, no further message would come."""
     with holdfast.Checkpointer() as ckpt:
         ckpt.should_save(1)

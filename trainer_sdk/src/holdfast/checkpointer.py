@@ -233,7 +233,7 @@ class Checkpointer:
             self._leave(self._loop)
         left_error, self._left_error = self._left_error, None
         self._hand_over_left()
-        self._progress.tell(self._round())
+        self._progress.send(self._round())
         copies_seconds = _COPIES_SECONDS if wait else _COPIES_AFTER_ERROR_SECONDS
         copied = self._saver.wait(copies_seconds)
         if wait:
@@ -361,7 +361,7 @@ class Checkpointer:
         """
         due = self._wants_save(checked_step(step, "Checkpointer.should_save(step)"))
         if not due:  # otherwise the save reports the step, with what it cost
-            self._progress.tell(self._round())
+            self._progress.send(self._round())
         return due
 
     # ------------------------------------------------------------------ restore and save
@@ -484,7 +484,7 @@ class Checkpointer:
             self._blocked_seconds += spent
             self._progress.blocked(spent)
             self._progress.finished(step)
-            self._progress.tell(self._round())
+            self._progress.send(self._round())
             self._watch_commits()
         self._foresee(step + 1)
         return handle
@@ -653,7 +653,7 @@ class Checkpointer:
             wanted = last or verdict.save or verdict.stop or self._when_busy == "wait"
             self._save(step, state, wait=wanted)
         else:
-            self._progress.tell(self._round())
+            self._progress.send(self._round())
 
     def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], *, wait: bool) -> None:
         if self._saver.save(handle, state, _BUSY_WAIT_SECONDS if wait else 0.0):

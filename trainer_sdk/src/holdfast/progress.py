@@ -1,4 +1,4 @@
-"""What a rank tells its sidecar about the steps that it has done.
+"""Report finished steps, metrics and the cost of saves to the sidecar.
 
 `steps`, `should_save` and `save` all report here, so that the job's status does not depend on which of
 them a script uses. Decides nothing and never blocks the training thread.
@@ -25,7 +25,7 @@ class ProgressReporter:
         self._blocked_seconds = 0.0
         self._skipped = 0
         self._done: Step | None = None
-        self._told: Step | None = None
+        self._sent: Step | None = None
 
     def measured(self, metrics: Mapping[str, Any]) -> None:
         """Keep the newest finite value of each metric. Scalar tensors are copied to the host."""
@@ -43,10 +43,10 @@ class ProgressReporter:
         self._skipped += 1
 
     def finished(self, step: Step) -> None:
-        """Note that `step` optimizer steps are done; `tell` sends it."""
+        """Note that `step` optimizer steps are done; `send` sends it."""
         self._done = step
 
-    def tell(self, round_: RestartRound) -> None:
+    def send(self, round_: RestartRound) -> None:
         """Send the newest finished step, if anything changed since the last message.
 
         Without a connection the costs stay here for the next message, and the session sends the step
@@ -54,9 +54,9 @@ class ProgressReporter:
         """
         if self._done is None:
             return
-        if self._done == self._told and not self._blocked_seconds and not self._skipped:
+        if self._done == self._sent and not self._blocked_seconds and not self._skipped:
             return
-        sent = self._session.progress(
+        delivered = self._session.progress(
             Progress(
                 round_,
                 self._rank,
@@ -66,7 +66,7 @@ class ProgressReporter:
                 self._skipped,
             )
         )
-        self._told = self._done
-        if sent:
+        self._sent = self._done
+        if delivered:
             self._blocked_seconds = 0.0
             self._skipped = 0
