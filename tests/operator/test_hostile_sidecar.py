@@ -1,4 +1,4 @@
-"""A sidecar that answers the operator whatever it likes: its own job is poorer for it, no other."""
+"""Answers of a hostile sidecar: they cost its own job something, and no other job anything."""
 
 from __future__ import annotations
 

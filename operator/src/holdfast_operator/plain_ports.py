@@ -1,7 +1,8 @@
 """The operator's two ports without TLS: /metrics for Prometheus, /healthz and /readyz for the kubelet.
 
-Anybody in the cluster may be able to reach them. Connections have few places, a newer one displaces
-the oldest of the address that holds most, and none costs a thread. Decides nothing about jobs.
+Every pod of the cluster may be able to reach them. A port has few places for connections: a new one
+displaces the oldest of the address that holds most, and none costs a thread. Decides nothing about
+jobs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ the operator does not see what happens."""
 PLACES = Places(strangers=32, strangers_per_address=16)
 _IDLE_SECONDS = 5.0
 _RENDERED_SECONDS = 0.2
-"""How long the answer to /metrics is used again: anybody may ask, as often as they like."""
+"""How long one rendering of /metrics is used again, because the number of requests has no limit."""
 
 
 class PlainPorts:

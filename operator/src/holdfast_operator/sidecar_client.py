@@ -71,7 +71,7 @@ class Target:
     address: str
     """Pod IP."""
     ranks: int
-    """Of the job: bounds what its sidecars may answer."""
+    """Number of ranks of the job, which bounds the size of the answers of its sidecars."""
 
 
 class SidecarClient:

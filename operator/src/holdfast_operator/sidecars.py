@@ -52,9 +52,9 @@ T = TypeVar("T")
 
 UNREACHABLE_AFTER = 2
 SAID_SECONDS = 60.0
-"""Between two lines about the silence of one pod: it may come and go as it likes."""
+"""The least time between two lines about one pod that answers and falls silent again and again."""
 MAX_WORDS = 300
-"""Of a sidecar, in one line of the log."""
+"""Characters of one log line that repeats what a sidecar said."""
 SILENT_AFTER = 3
 """Failures in a row; from then on the calls to a pod share the few slots of silent ones."""
 STARTING_SECONDS = 15.0

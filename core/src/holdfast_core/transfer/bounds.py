@@ -1,8 +1,8 @@
 """How large what a peer sends may be: notes on the fields of messages, and body limits by message.
 
-The codec enforces them before a value reaches anybody. They are far above what an honest sender
-sends and keep a hostile one from taking memory, time or the right to write a status. May know ids
-and messages, no transport.
+The codec enforces them before any other code sees a value. They are far above what an honest sender
+sends, and keep a hostile one from taking memory and time, or from making a status that the API server
+refuses. May import ids and formats; knows no transport.
 """
 
 from __future__ import annotations

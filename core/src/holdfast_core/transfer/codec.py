@@ -33,7 +33,8 @@ Decoder = Callable[[Any], Any]
 
 
 class _MismatchError(Exception):
-    """A value is not what its type says. `path` is filled from its end while the error travels up."""
+    """Raised where a value does not fit its type. Each caller appends its part of `path`, innermost
+    part first."""
 
     def __init__(self, words: str) -> None:
         super().__init__(words)
