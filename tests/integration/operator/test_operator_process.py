@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -515,3 +516,105 @@ def test_a_quota_that_refuses_pods_reaches_status_and_events(bed: Bed) -> None:
     bed.plane.request("DELETE", f"{quota}/pods")
     names = [bed.pod(w, 0) for w in range(WORKERS)]
     bed.until("pods of round 0", lambda: bed.pod_names() == names)
+
+
+def test_a_job_created_again_while_everything_of_the_old_one_is_there(bed: Bed) -> None:
+    """No garbage collector runs here: pods, Secret and Service of the old job stay for ever."""
+    bed.start_operator()
+    run_first_round(bed)
+    old, old_pods = bed.uid(), set(bed.pod_names())
+    authority = f"/api/v1/namespaces/holdfast-system/secrets/holdfast-ca-{old}"
+    bed.plane.request("DELETE", bed.path("trainingjobs", "gpt"))
+    bed.plane.request("POST", bed.path("trainingjobs"), training_job())
+    names = {bed.pod(w, 0) for w in range(WORKERS)}
+    assert not names & old_pods
+    bed.until("the new job's pods", lambda: names <= set(bed.pod_names()))
+    for name in sorted(names):
+        bed.kubelet.run_pod(name)
+    fresh = bed.kubelet.sidecars[bed.pod(0, 0)]
+    bed.until("ROUND", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
+    bed.kubelet.publish(bed.pod(0, 0), training(2, 0, 40))
+    bed.until("Running", lambda: bed.condition("Running").get("status") == "True")
+    assert old_pods <= set(bed.pod_names()), "they are the garbage collector's"
+    bed.until("the old authority goes", lambda: bed.is_gone(authority))
+    assert not bed.is_gone(authority.replace(old, bed.uid()))
+
+
+def test_forged_pods_are_left_alone(bed: Bed) -> None:
+    bed.start_operator()
+    run_first_round(bed)
+    real = bed.plane.request("GET", f"/api/v1/namespaces/{bed.namespace}/pods/{bed.pod(1, 0)}")
+    meta, other = real["metadata"], f"{bed.namespace}-mallory"
+    bed.plane.create_namespace(other)
+    forged = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"labels": meta["labels"], "ownerReferences": meta["ownerReferences"]},
+        "spec": {"containers": [{"name": "c", "image": "i"}]},
+    }
+    for namespace, name, owners in (
+        (other, meta["name"], meta["ownerReferences"]),
+        (bed.namespace, "gpt-1-r0", meta["ownerReferences"]),
+        (bed.namespace, "forged", []),
+    ):
+        identity = {"name": name, "ownerReferences": owners}
+        body = {**forged, "metadata": {**forged["metadata"], **identity}}
+        path = f"/api/v1/namespaces/{namespace}/pods"
+        bed.plane.request("POST", path, body)
+        pod = bed.plane.request("GET", f"{path}/{name}")
+        bed.plane.request("PUT", f"{path}/{name}/status", {**pod, "status": {"phase": "Failed"}})
+    bed.kill_operator()
+    bed.start_operator()
+    sidecar = bed.kubelet.sidecars[bed.pod(0, 0)]
+    sidecar.since = -1
+    bed.until("the coordinator is followed again", lambda: sidecar.since >= 0)
+    bed.kubelet.delete_pod(bed.pod(1, 0))
+    bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
+    bed.until("new pod", lambda: bed.pod(1, 1) in bed.pod_names())
+    left = {bed.pod(0, 0), bed.pod(1, 1), "gpt-1-r0", "forged"}
+    assert set(bed.pod_names()) == left
+    assert not bed.is_gone(f"/api/v1/namespaces/{other}/pods/{meta['name']}")
+    assert "is ignored" in bed.log()
+
+
+def test_a_job_that_cannot_be_read_is_left_as_it_is(bed: Bed) -> None:
+    """The CRD of a newer release lets a phase in that this operator does not know."""
+    kind = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/trainingjobs.holdfast.dev"
+    bed.start_operator()
+    run_first_round(bed)
+    authority = f"/api/v1/namespaces/holdfast-system/secrets/holdfast-ca-{bed.uid()}"
+    before = bed.plane.request("GET", kind)
+    newer = copy.deepcopy(before)
+    schema = newer["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema["properties"]["status"]["properties"]["phase"]["enum"].append("Hibernating")
+    path = f"{bed.path('trainingjobs', 'gpt')}/status"
+    bed.plane.request("PUT", kind, newer)
+
+    def set_phase(phase: str) -> bool:
+        job = bed.plane.request("GET", bed.path("trainingjobs", "gpt"))
+        try:
+            bed.plane.request("PUT", path, {**job, "status": {**job["status"], "phase": phase}})
+        except ControlPlaneError:
+            return False  # a conflict, or the new schema is not served yet
+        return True
+
+    try:
+        bed.until("an unknown phase", lambda: set_phase("Hibernating"))
+        bed.until("it is said", lambda: bed.condition("Readable").get("status") == "False")
+        assert "status.phase" in bed.condition("Readable")["message"]
+        bed.kubelet.delete_pod(bed.pod(1, 0))
+        bed.kill_operator()
+        bed.start_operator()
+        bed.until("left alone", lambda: "cannot be read and is left alone" in bed.log())
+        bed.until("in sync", lambda: "in sync" in bed.log())
+        assert bed.status()["phase"] == "Hibernating"
+        assert bed.status()["restartRound"] == 0
+        assert not bed.is_gone(authority)
+        bed.until("a phase that it knows", lambda: set_phase("Running"))
+        bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
+        bed.until("readable", lambda: bed.condition("Readable").get("status") == "True")
+        bed.until("new pod", lambda: bed.pod(1, 1) in bed.pod_names())
+        assert not bed.is_gone(authority)
+    finally:
+        current = bed.plane.request("GET", kind)
+        bed.plane.request("PUT", kind, {**current, "spec": before["spec"]})
