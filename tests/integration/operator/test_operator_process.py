@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import os
 import signal
@@ -10,11 +11,14 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast_core.clock import SystemClock
+from holdfast_core.contract import peer_dns_name
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_core.testing.control_plane import ControlPlane, ControlPlaneError
@@ -30,6 +34,7 @@ from holdfast_core.transfer.messages import (
 )
 from holdfast_operator import labels
 from holdfast_operator.actions import round_digest
+from holdfast_operator.certificates import Authority, new_leaf
 from holdfast_operator.testing.played_kubelet import PlayedKubelet
 from holdfast_operator.testing.waiting import poll
 
@@ -301,6 +306,37 @@ def test_operator_killed_while_a_round_begins(bed: Bed) -> None:
     assert bed.status()["restartRound"] == 1
     assert bed.status()["restorePoint"]["step"] == 40
     assert bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)]
+
+
+def test_operator_away_until_every_leaf_has_expired(bed: Bed) -> None:
+    """Two days without an operator, in which a pod was lost, too: it recovers the job at once."""
+    bed.start_operator()
+    run_first_round(bed)
+    survivor = bed.kubelet.sidecars[bed.pod(0, 0)]
+    survivor.manifests = (manifest(40, 0),)
+    survivor.held = tuple(
+        HeldShard(Step(40), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
+        for s in shards(40, 0)
+    )
+    bed.kill_operator()
+    path = f"/api/v1/namespaces/holdfast-system/secrets/holdfast-ca-{bed.uid()}"
+    data = bed.plane.request("GET", path)["data"]
+    authority = Authority(*(base64.b64decode(data[k]).decode() for k in ("ca.crt", "ca.key")))
+    name = peer_dns_name(survivor.pod, bed.uid())
+    survivor.show(new_leaf(authority, name, SystemClock().utc_now() - timedelta(days=2)))
+    bed.kubelet.delete_pod(bed.pod(1, 0))
+    survivor.calls.clear()
+    bed.start_operator()
+    bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
+    bed.until("new pod", lambda: bed.pod(1, 1) in bed.pod_names())
+    fresh = bed.kubelet.run_pod(bed.pod(1, 1))
+    bed.until("ROUND 1", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
+    assert survivor.round == 1
+    assert [kind for kind, _ in survivor.calls].count("certificate") == 1
+    assert bed.status()["restorePoint"]["step"] == 40
+    assert bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)]
+    bed.kubelet.publish(bed.pod(0, 0), training(5, 1, 50))
+    bed.until("Running again", lambda: bed.condition("Running").get("status") == "True")
 
 
 def test_operator_that_restarts_leaves_a_running_gang_alone(bed: Bed) -> None:

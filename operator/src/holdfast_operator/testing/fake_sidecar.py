@@ -82,6 +82,11 @@ class FakeSidecar:
         await self._runner.setup()
         await web.TCPSite(self._runner, address, port, ssl_context=context).start()
 
+    def show(self, leaf: Leaf) -> None:
+        """New connections see this leaf, as if time had passed since it was issued."""
+        assert self._context is not None
+        load_leaf(self._context, leaf.certificate, leaf.key)
+
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
@@ -165,8 +170,7 @@ class FakeSidecar:
     async def _certificate(self, request: web.Request) -> web.Response:
         message = loads(Certificate, await request.read())
         self.calls.append(("certificate", message))
-        if self._context is not None:
-            load_leaf(self._context, message.certificate, message.key)
+        self.show(Leaf(message.certificate, message.key))
         return _json(Ok(self.round))
 
 
