@@ -80,6 +80,18 @@ def test_goodput_bar_is_bounded():
 def test_recovery_line_names_phases_and_lost_steps():
     assert recovery_line(None) == "none"
     assert recovery_line(JOB["status"]["lastRecovery"]) == "PodLost: seal 0.3 s; 7 steps lost"
+    closed = {
+        "reason": "NodeLost",
+        "begunAt": "2026-01-01T00:00:00Z",
+        "totalSeconds": 23.1,
+        "firstStepSeconds": 0.4,
+        "detectSeconds": 20.2,
+        "sealSeconds": 2.5,
+        "backOffSeconds": 0.0,
+    }
+    assert recovery_line(closed) == (
+        "NodeLost: 23.1 s: detect 20.2 s, back off 0.0 s, seal 2.5 s, first step 0.4 s"
+    )
 
 
 def test_checkpoints_are_listed_by_step():
