@@ -246,3 +246,15 @@ def test_wrong_values_are_refused(helm: Helm, value: str, words: str) -> None:
     done = helm("template", "holdfast", str(CHART), "--set", value, check=False)
     assert done.returncode != 0
     assert words in done.stderr
+
+
+def test_liveness_and_readiness_ask_different_questions(render: Render) -> None:
+    """A frozen API server makes the operator not ready; to restart it would be in vain."""
+    objects = render()
+    (operator,) = (o for o in objects if o["kind"] == "Deployment")
+    (container,) = operator["spec"]["template"]["spec"]["containers"]
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert container["startupProbe"]["httpGet"]["path"] == "/healthz"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    (metrics,) = (o for o in objects if o["kind"] == "Service")
+    assert metrics["spec"]["publishNotReadyAddresses"] is True

@@ -66,3 +66,38 @@ def test_node_without_a_lease_is_unknown() -> None:
     assert leases.stale_seconds("n", 1000.0) is None
     assert not leases.is_silent("n", THRESHOLD, 1000.0, 1000.0)
     assert not leases.needs_confirmation("n", THRESHOLD, 1000.0, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "advance", "contact_after", "silent"),
+    [
+        ("just missed", 5.0, 5.0, False),
+        ("missed for long, as the watch of nodes shows", 21.0, 20.5, True),
+        ("missed for long, but the watch is silent", 21.0, 3.0, False),
+    ],
+)
+def test_a_node_whose_object_is_gone(
+    name: str, advance: float, contact_after: float, silent: bool
+) -> None:
+    """Its lease goes with it: nothing would ever turn stale."""
+    clock = ManualClock()
+    leases = seen(clock, "node-a")
+    leases.forget("node-a")
+    start = clock.monotonic()
+    leases.miss("node-a", start)
+    leases.miss("node-a", start + 4.0)
+    now = start + advance
+    assert leases.stale_seconds("node-a", now) == advance, name
+    assert leases.is_silent("node-a", THRESHOLD, now, start + contact_after) is silent
+    assert not leases.is_silent("node-a", THRESHOLD, now, None)
+    assert not leases.needs_confirmation("node-a", THRESHOLD, now, None)
+
+
+def test_a_node_that_comes_late_to_the_watch_is_not_missing() -> None:
+    """A pod's event may overtake the one of its new node."""
+    clock = ManualClock()
+    leases = seen(clock)
+    leases.miss("node-a", clock.monotonic())
+    leases.found("node-a")
+    assert leases.stale_seconds("node-a", clock.monotonic() + 100.0) is None
+    assert not leases.is_silent("node-a", THRESHOLD, clock.monotonic() + 100.0, 1e9)

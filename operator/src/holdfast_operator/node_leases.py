@@ -3,13 +3,19 @@
 1. A lease is stale when its renewTime has not changed for the threshold.
 2. That counts only if the copy is known to be newer than the moment when it became stale: the watch
    delivered something since, or a direct GET found the same renewTime.
-3. Whether the node is lost is decided with the sidecars' silence; this module knows leases only.
+3. A Node object that is not there, although a pod is bound to it, is stale from the moment at which we
+   miss it; what proves it is the watch of nodes. The lease goes with the object, so that nothing would
+   ever turn stale otherwise.
+4. Whether the node is lost is decided with the sidecars' silence; this module knows leases only.
 Other machines' clocks are compared for equality, never for order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+MAX_MISSING = 4096
+"""Names of nodes that are remembered as missing: more than pods are ever bound to at a time."""
 
 
 @dataclass(slots=True)
@@ -24,6 +30,20 @@ class NodeLeases:
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
+        self._missing: dict[str, float] = {}
+
+    def miss(self, node: str, at: float) -> None:
+        """A pod is bound to this node, and there is no Node object of that name."""
+        if len(self._missing) >= MAX_MISSING:
+            self._missing.clear()
+        self._missing.setdefault(node, at)
+
+    def found(self, node: str) -> None:
+        """The Node object is there."""
+        self._missing.pop(node, None)
+
+    def is_missing(self, node: str) -> bool:
+        return node in self._missing
 
     def observe(self, node: str, renewed: str, at: float) -> None:
         """The reflector, or a direct GET, saw this renewTime."""
@@ -42,14 +62,20 @@ class NodeLeases:
         return None if known is None else known.changed_at
 
     def stale_seconds(self, node: str, now: float) -> float | None:
-        """Since when nothing changed; None for a node without a lease."""
+        """For how long nothing changed; None for a node without a lease."""
+        if node in self._missing:
+            return now - self._missing[node]
         known = self._seen.get(node)
         return None if known is None else now - known.changed_at
 
     def is_silent(
         self, node: str, threshold_seconds: float, now: float, contact: float | None
     ) -> bool:
-        """`contact`: when the watch of leases last delivered anything."""
+        """`contact`: when the watch of leases last delivered anything, or the watch of nodes if the node
+        is missing."""
+        if node in self._missing:
+            due = self._missing[node] + threshold_seconds
+            return now >= due and contact is not None and contact >= due
         known = self._seen.get(node)
         if known is None or now - known.changed_at < threshold_seconds:
             return False
@@ -59,6 +85,8 @@ class NodeLeases:
         self, node: str, threshold_seconds: float, now: float, contact: float | None
     ) -> bool:
         """Stale for long enough, but nothing proves that it is not our own watch that is silent."""
+        if node in self._missing:
+            return False  # the next bookmark of the watch of nodes proves it
         known = self._seen.get(node)
         if known is None or now - known.changed_at < threshold_seconds:
             return False

@@ -82,8 +82,9 @@ class Observer:
         )
 
     def suspects(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
-        """Nodes of the job's pods whose leases are late."""
+        """Nodes of the job's pods whose leases are late, or whose objects are gone."""
         now = self._clock.monotonic()
+        self._note_missing_nodes(pods, now)
         limit = job.spec.suspect_after.total_seconds() * SUSPECT_SHARE
         found = set()
         for pod in pods:
@@ -92,27 +93,43 @@ class Observer:
                 found.add(pod.node)
         return frozenset(found)
 
+    def _note_missing_nodes(self, pods: tuple[PodView, ...], now: float) -> None:
+        for node in {p.node for p in pods if p.node is not None}:
+            if self._cache.node_is_there(node):
+                self._cache.leases.found(node)
+            else:
+                self._cache.leases.miss(node, now)
+
+    def _contact(self, node: str) -> float | None:
+        """Of the watch that would have shown that the node is well."""
+        missing = self._cache.leases.is_missing(node)
+        return self._cache.node_contact if missing else self._cache.lease_contact
+
     def silent_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Nodes of the job's pods whose lease did not change for suspect_after, as proven."""
-        now, contact = self._clock.monotonic(), self._cache.lease_contact
+        now = self._clock.monotonic()
         threshold = job.spec.suspect_after.total_seconds()
         nodes = {p.node for p in pods if p.node is not None}
         leases = self._cache.leases
-        return frozenset(n for n in nodes if leases.is_silent(n, threshold, now, contact))
+        return frozenset(n for n in nodes if leases.is_silent(n, threshold, now, self._contact(n)))
 
     def unproven_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Nodes that would be silent if we knew that our watch of leases is not."""
-        now, contact = self._clock.monotonic(), self._cache.lease_contact
+        now = self._clock.monotonic()
         threshold = job.spec.suspect_after.total_seconds()
         nodes = {p.node for p in pods if p.node is not None}
         leases = self._cache.leases
-        return frozenset(n for n in nodes if leases.needs_confirmation(n, threshold, now, contact))
+        return frozenset(
+            n for n in nodes if leases.needs_confirmation(n, threshold, now, self._contact(n))
+        )
 
     def _nodes(self, job: JobView, pods: tuple[PodView, ...]) -> dict[str, NodeView]:
         silent = self.silent_nodes(job, pods)
         nodes: dict[str, NodeView] = {}
         for name in {p.node for p in pods if p.node is not None}:
             node = self._cache.node(name)
+            if node is None and name in silent:
+                nodes[name] = NodeView(name, ready=False, lost=True)
             if node is not None:
                 nodes[name] = NodeView(
                     name,

@@ -72,6 +72,8 @@ class ClusterCache:
         self._checkpoints_of: dict[tuple[str, str], dict[str, CheckpointView]] = {}
         self._stores: dict[tuple[str, str], StoreRecord] = {}
         self._nodes: dict[str, NodeView] = {}
+        self._hidden_nodes: set[str] = set()
+        """Names of Node objects that cannot be parsed."""
         self.leases = NodeLeases()
         self.reflectors: list[Reflector[Any]] = []
 
@@ -91,7 +93,8 @@ class ClusterCache:
             watch(api, checkpoints, read_checkpoint, self._ckpt)
             watch(api, stores, read_store, self._store)
             watch(api, Collection("pods", f"/api/v1{scope}/pods", mine, "Pod"), read_pod, self._pod)
-        watch(api, Collection("nodes", "/api/v1/nodes", kind="Node"), read_node, self._node)
+        nodes = Collection("nodes", "/api/v1/nodes", kind="Node")
+        self._node_watch = watch(api, nodes, read_node, self._node)
         leases = Collection("leases", LEASES_PATH, kind="Lease")
         self._lease_watch = watch(api, leases, read_lease, self._lease)
 
@@ -182,6 +185,15 @@ class ClusterCache:
 
     def node(self, name: str) -> NodeView | None:
         return self._nodes.get(name)
+
+    def node_is_there(self, name: str) -> bool:
+        """Its object exists, readable or not."""
+        return name in self._nodes or name in self._hidden_nodes
+
+    @property
+    def node_contact(self) -> float | None:
+        """When the watch of nodes last delivered anything; monotonic seconds."""
+        return self._node_watch.last_contact
 
     @property
     def lease_contact(self) -> float | None:
@@ -318,7 +330,9 @@ class ClusterCache:
 
     def _node(self, old: NodeView | Unreadable | None, new: NodeView | Unreadable | None) -> None:
         if isinstance(new, Unreadable):
+            self._hidden_nodes.add(new.name)
             return  # it exists: what was known of it stays
+        self._hidden_nodes.discard(new.name if new is not None else old.name if old else "")
         before = self._nodes.get(new.name if new is not None else old.name if old else "")
         if new is not None:
             self._nodes[new.name] = new

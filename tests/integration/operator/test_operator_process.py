@@ -52,6 +52,7 @@ class Bed:
     folder: Path
     kubelet: PlayedKubelet
     metrics_port: int = field(default_factory=free_port)
+    health_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
 
@@ -64,7 +65,7 @@ class Bed:
             "HOLDFAST_OPERATOR_NAMESPACE": "holdfast-system",
             "HOLDFAST_WATCH_NAMESPACES": self.namespace,
             "HOLDFAST_METRICS_PORT": str(self.metrics_port),
-            "HOLDFAST_HEALTH_PORT": str(free_port()),
+            "HOLDFAST_HEALTH_PORT": str(self.health_port),
         }
         log = (self.folder / f"operator-{self.starts}.log").open("wb")
         self.process = subprocess.Popen(
@@ -244,6 +245,9 @@ def test_a_job_starts(bed: Bed) -> None:
     assert "RoundBegan" in {e["reason"] for e in events}
     metrics = urllib.request.urlopen(f"http://127.0.0.1:{bed.metrics_port}/metrics").read().decode()
     assert 'holdfast_restart_rounds_total{reason="FirstRound"} 1.0' in metrics
+    for path in ("healthz", "readyz"):
+        with urllib.request.urlopen(f"http://127.0.0.1:{bed.health_port}/{path}") as reply:
+            assert reply.status == 200
     bed.plane.request("DELETE", bed.path("trainingjobs", "gpt"))
     bed.until("the authority goes with its job", lambda: bed.is_gone(ca_path))
 
@@ -457,6 +461,23 @@ def test_silent_node_is_lost(bed: Bed) -> None:
     bed.until("round 1", lambda: bed.status().get("restartRound") == 1, 60)
     assert bed.status()["lastRecovery"]["reason"] == "NodeLost"
     # Both pods are on the silent node, but worker 0 still answers: it is not lost.
+    assert bed.status()["members"] == [0, 1]
+    bed.until("the corpse goes", lambda: bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)])
+
+
+def test_a_node_whose_object_was_deleted_is_lost(bed: Bed) -> None:
+    """The lease goes with the object, so nothing turns stale; the sidecar does not answer."""
+    node = f"node-{bed.namespace}"
+    bed.kubelet.node = node
+    bed.plane.request("POST", "/api/v1/nodes", {"metadata": {"name": node}})
+    bed.start_operator()
+    job = training_job()
+    job["spec"]["nodeLoss"] = {"suspectAfterSeconds": 15}
+    run_first_round(bed, job)
+    bed.plane.request("DELETE", f"/api/v1/nodes/{node}")
+    bed.kubelet.kill_sidecar(bed.pod(1, 0))
+    bed.until("round 1", lambda: bed.status().get("restartRound") == 1, 180)
+    assert bed.status()["lastRecovery"]["reason"] == "NodeLost"
     assert bed.status()["members"] == [0, 1]
     bed.until("the corpse goes", lambda: bed.pod_names() == [bed.pod(0, 0), bed.pod(1, 1)])
 
