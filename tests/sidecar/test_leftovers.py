@@ -12,8 +12,9 @@ from tests.sidecar.pods import contract_with
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import FormatError, UnavailableError
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, ShardRef, Step
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef, Step
 from holdfast_core.testing.builders import JOB_UID
+from holdfast_core.tiers.memory import MemoryTier
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.s3_credentials import Keys, StaticCredentials
 from holdfast_sidecar.leftovers import Leftovers
@@ -58,6 +59,11 @@ class CountingTier(S3ObjectTier):
             raise FormatError("references: not understood")
         return frozenset()
 
+    def list_layouts(
+        self, namespace: str, job_uid: JobUid, older_than: timedelta
+    ) -> frozenset[Digest]:
+        raise UnavailableError("no answer")
+
 
 class Hours(SystemClock):
     """Nobody waits; ends after so many seconds."""
@@ -84,6 +90,7 @@ def test_again_and_again_whatever_the_store_says(hours: float, reaped: int, swep
             CONTRACT,
             RestartRound(3),
             tier,
+            MemoryTier(),
             pools=pools,
             clock=clock,
             uploading=lambda: frozenset({BUSY}),
@@ -101,7 +108,13 @@ def test_again_and_again_whatever_the_store_says(hours: float, reaped: int, swep
 def test_without_a_store_there_is_nothing_to_do() -> None:
     pools = Pools(disk=1, copy=1, store=1)
     leftovers = Leftovers(
-        CONTRACT, RestartRound(0), None, pools=pools, clock=SystemClock(), uploading=frozenset
+        CONTRACT,
+        RestartRound(0),
+        None,
+        MemoryTier(),
+        pools=pools,
+        clock=SystemClock(),
+        uploading=frozenset,
     )
     asyncio.run(leftovers.run())
     pools.close()

@@ -135,6 +135,7 @@ class Coordinator:
             settings.contract,
             message.round,
             store,
+            node,
             pools=pools,
             clock=clock,
             uploading=self._uploading,

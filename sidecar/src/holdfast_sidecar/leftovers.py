@@ -1,4 +1,5 @@
-"""What dead pods and deletions leave in the store: unfinished uploads, and objects that nobody needs.
+"""What dead pods and deletions leave in the store: unfinished uploads, and objects and layouts that no
+checkpoint needs.
 
 The coordinator looks now and then, never while somebody waits for it. A failure keeps what there is
 until the next time.
@@ -13,10 +14,11 @@ from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import CheckpointId, RestartRound
-from holdfast_core.tiers.base import ObjectTier
+from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_sidecar import logs
 from holdfast_sidecar.pools import Pools
+from holdfast_sidecar.store_layouts import StoreLayouts
 
 _STALE_UPLOADS = timedelta(hours=24)
 """Unfinished multipart uploads cost money for ever."""
@@ -25,6 +27,8 @@ _QUIET = timedelta(hours=1)
 it, is not putting its manifest any more."""
 _SWEEP_SECONDS = 900.0
 _SWEEPS_A_REAP = 24
+_SWEEPS_A_LOOK = 4
+"""Layouts are looked at less often, and deleted when two looks in a row found them unnamed."""
 
 
 class Leftovers:
@@ -33,6 +37,7 @@ class Leftovers:
         contract: SidecarContract,
         round_: RestartRound,
         store: ObjectTier | None,
+        node: NodeTier,
         *,
         pools: Pools,
         clock: Clock,
@@ -42,6 +47,7 @@ class Leftovers:
         self._contract = contract
         self._round = round_
         self._store = store
+        self._node = node
         self._pools = pools
         self._clock = clock
         self._uploading = uploading
@@ -49,13 +55,28 @@ class Leftovers:
     async def run(self) -> None:
         """Until cancelled: one coordinator may live for weeks."""
         store = self._store
-        if not isinstance(store, S3ObjectTier):
+        if store is None:
             return
+        s3 = store if isinstance(store, S3ObjectTier) else None
+        layouts = StoreLayouts(self._contract, self._node, store, _QUIET, self._uploading)
         while True:
-            await self._reap(store)
-            for _ in range(_SWEEPS_A_REAP):
+            if s3 is not None:
+                await self._reap(s3)
+            for sweep in range(1, _SWEEPS_A_REAP + 1):
                 await self._clock.sleep(_SWEEP_SECONDS)
-                await self._sweep(store)
+                if s3 is not None:
+                    await self._sweep(s3)
+                if sweep % _SWEEPS_A_LOOK == 0:
+                    await self._look(layouts)
+
+    async def _look(self, layouts: StoreLayouts) -> None:
+        try:
+            gone = await self._pools.store.run(layouts.look)
+        except HoldfastError as error:
+            logs.warning("layouts in the store were not looked at", error=str(error))
+        else:
+            if gone:
+                logs.info("deleted layouts that no manifest names", layouts=sorted(gone))
 
     async def _reap(self, store: S3ObjectTier) -> None:
         contract = self._contract

@@ -245,6 +245,8 @@ class Uploads:
             )
         await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
         await self._pools.store.run(store.put_manifest, namespace, job_uid, checkpoint, manifest)
+        # Once more: another coordinator may have taken it for unneeded before the manifest was there.
+        await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
         return True
 
     def _persisted(self, entry: StepEntry) -> None:

@@ -8,6 +8,7 @@ after an unknown outcome the caller repeats it.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from datetime import timedelta
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -230,6 +231,16 @@ class ObjectTier(Protocol):
     def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest: ...
 
     def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes: ...
+
+    def list_layouts(
+        self, namespace: str, job_uid: JobUid, older_than: timedelta
+    ) -> frozenset[Digest]:
+        """Layouts that were written so long ago by the store's own clock."""
+        ...
+
+    def delete_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> None:
+        """Tolerates absence."""
+        ...
 
     def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
         """Manifest first, then its shards."""

@@ -13,12 +13,16 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
+from holdfast_core.clock import SystemClock
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import (
+    LAYOUTS,
     MANIFESTS,
+    LayoutKey,
     ManifestKey,
     job_prefix,
     layout_key,
@@ -153,6 +157,25 @@ class DirectoryObjectTier:
             path = self._path(namespace, job_uid, layout_key(digest))
             raise CorruptionError(f"layout {path}: expected digest {digest}, found {found}")
         return document
+
+    def list_layouts(
+        self, namespace: str, job_uid: JobUid, older_than: timedelta
+    ) -> frozenset[Digest]:
+        root = self._root / job_prefix(namespace, job_uid)
+        before = (SystemClock().utc_now() - older_than).timestamp()
+        found = set[Digest]()
+        with disk_errors(f"listing the layouts in {root}"):
+            for path in (root / LAYOUTS).glob("*.json"):
+                key = parse_key(str(path.relative_to(root)))
+                if isinstance(key, LayoutKey) and path.stat().st_mtime <= before:
+                    found.add(key.digest)
+        return frozenset(found)
+
+    def delete_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> None:
+        path = self._path(namespace, job_uid, layout_key(digest))
+        with disk_errors(f"delete of {path}"):
+            path.unlink(missing_ok=True)
+            Path(f"{path}{_BAD}").unlink(missing_ok=True)
 
     def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
         manifest = self._path(namespace, job_uid, manifest_key(checkpoint))

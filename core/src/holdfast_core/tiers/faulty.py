@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 from types import TracebackType
 from typing import Self
@@ -203,6 +204,16 @@ class FaultyObjectTier:
     def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
         self._faults.strike("put_layout")
         return self._inner.put_layout(namespace, job_uid, document)
+
+    def list_layouts(
+        self, namespace: str, job_uid: JobUid, older_than: timedelta
+    ) -> frozenset[Digest]:
+        self._faults.strike("list_layouts")
+        return self._inner.list_layouts(namespace, job_uid, older_than)
+
+    def delete_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> None:
+        self._faults.strike("delete_layout")
+        self._inner.delete_layout(namespace, job_uid, digest)
 
     def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes:
         flip = self._faults.strike("get_layout")

@@ -179,6 +179,20 @@ class S3ObjectTier:
             raise CorruptionError(f"layout {key}: expected digest {digest}, found {found}")
         return document
 
+    def list_layouts(
+        self, namespace: str, job_uid: JobUid, older_than: timedelta
+    ) -> frozenset[Digest]:
+        """Layouts that were written so long ago by the server's own clock."""
+        found = set[Digest]()
+        for item in self._list(namespace, job_uid, f"{keys.LAYOUTS}/"):
+            digest = _layout_of(item.key)
+            if digest is not None and item.age >= older_than:
+                found.add(digest)
+        return frozenset(found)
+
+    def delete_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> None:
+        self._delete([self._key(namespace, job_uid, keys.layout_key(digest))])
+
     def put_references(self, namespace: str, job_uid: JobUid, references: References) -> None:
         """put-if-absent, before the manifest. Raises AlreadyExistsError where others are there."""
         key = self._key(namespace, job_uid, keys.references_key(references.checkpoint))
@@ -376,6 +390,15 @@ def _by_checkpoint(listed: Iterable[_Stored]) -> dict[CheckpointId, list[str]]:
 def _written_lately(listed: Iterable[_Stored], within: timedelta) -> frozenset[CheckpointId]:
     found = (_checkpoint_of(item.key) for item in listed if item.age < within)
     return frozenset(checkpoint for checkpoint in found if checkpoint is not None)
+
+
+def _layout_of(key: str) -> Digest | None:
+    """None: no layout."""
+    try:
+        parsed = keys.parse_key(key)
+    except FormatError:
+        return None
+    return parsed.digest if isinstance(parsed, keys.LayoutKey) else None
 
 
 def _checkpoint_of(key: str) -> CheckpointId | None:

@@ -39,6 +39,8 @@ def commit_shared(
         return False
     tier.put_layout(namespace, job_uid, layout)
     tier.put_manifest(namespace, job_uid, checkpoint, manifest.to_bytes())
+    # Once more: another coordinator may have taken it for unneeded before the manifest was there.
+    tier.put_layout(namespace, job_uid, layout)
     return True
 
 
