@@ -207,6 +207,15 @@ def test_a_layout_is_named_by_its_bytes(
         tier.get_layout(NAMESPACE, JOB_UID, digest)
 
 
+def test_layouts_are_listed_by_age_and_deleted_one_by_one(tier: S3ObjectTier) -> None:
+    first, second = (tier.put_layout(NAMESPACE, JOB_UID, d) for d in (b"{}", b'{"tensors":{}}'))
+    assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == {first, second}
+    assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(hours=1)) == frozenset()
+    tier.delete_layout(NAMESPACE, JOB_UID, first)
+    tier.delete_layout(NAMESPACE, JOB_UID, first)
+    assert tier.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == {second}
+
+
 def test_a_checkpoint_is_deleted_manifest_first_and_nothing_else_is(
     tmp_path: Path,
     tier: S3ObjectTier,
