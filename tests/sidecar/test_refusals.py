@@ -40,7 +40,9 @@ from holdfast_sidecar.rounds import (
     Caller,
     RoundState,
     refuse,
+    refuse_caller,
     refuse_copy,
+    refuse_reader,
     refuse_rendezvous,
     refuse_state,
 )
@@ -247,7 +249,9 @@ CASES = [
     Case("certificate: operator", PLAIN, OPERATOR, CERTIFICATE, None),
     Case("certificate: operator, sealed", sealed(0), OPERATOR, CERTIFICATE, None),
     Case("certificate: a member", PLAIN, MEMBER[1], CERTIFICATE, Refusal.NOT_MEMBER),
-    Case("suspect: any pod", sealed(0), STRANGER, SUSPECT, None),
+    Case("suspect: a member", PLAIN, MEMBER[1], SUSPECT, None),
+    Case("suspect: a former member", PLAIN, STRANGER, SUSPECT, Refusal.NOT_MEMBER),
+    Case("suspect: sealed", sealed(0), MEMBER[1], SUSPECT, Refusal.SEALED),
 ]
 
 
@@ -283,31 +287,73 @@ def test_copy(
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"),
+    ("state", "caller", "expected"),
     [
-        pytest.param(holding(1), None, id="the coordinator"),
-        pytest.param(holding(0), Refusal.NOT_COORDINATOR, id="another"),
-        pytest.param(sealed(1), Refusal.NOT_COORDINATOR, id="sealed"),
+        pytest.param(holding(1), OPERATOR, None, id="the coordinator"),
+        pytest.param(holding(1), MEMBER[0], None, id="a member asks"),
+        pytest.param(holding(1), STRANGER, Refusal.NOT_MEMBER, id="a former member asks"),
+        pytest.param(holding(0), OPERATOR, Refusal.NOT_COORDINATOR, id="another"),
+        pytest.param(sealed(1), OPERATOR, Refusal.NOT_COORDINATOR, id="sealed"),
     ],
 )
-def test_state_poll(state: RoundState, expected: Refusal | None) -> None:
-    refused = refuse_state(state)
+def test_state_poll(state: RoundState, caller: Caller, expected: Refusal | None) -> None:
+    refused = refuse_state(state, caller)
     assert (None if refused is None else refused.code) == expected
 
 
 @pytest.mark.parametrize(
-    ("state", "round_", "expected"),
+    ("state", "caller", "round_", "expected"),
     [
-        pytest.param(holding(2), NOW, None, id="the store host"),
-        pytest.param(holding(0), NOW, Refusal.NOT_FOUND, id="another"),
-        pytest.param(holding(2), OLD, Refusal.STALE_ROUND, id="older"),
-        pytest.param(holding(2), NEW, Refusal.FUTURE_ROUND, id="newer"),
-        pytest.param(sealed(2), NOW, Refusal.SEALED, id="sealed"),
+        pytest.param(holding(2), MEMBER[0], NOW, None, id="the store host"),
+        pytest.param(holding(2), STRANGER, NOW, Refusal.NOT_MEMBER, id="a former member"),
+        pytest.param(holding(0), MEMBER[0], NOW, Refusal.NOT_FOUND, id="another"),
+        pytest.param(holding(2), MEMBER[0], OLD, Refusal.STALE_ROUND, id="older"),
+        pytest.param(holding(2), MEMBER[0], NEW, Refusal.FUTURE_ROUND, id="newer"),
+        pytest.param(sealed(2), MEMBER[0], NOW, Refusal.SEALED, id="sealed"),
     ],
 )
-def test_rendezvous(state: RoundState, round_: RestartRound, expected: Refusal | None) -> None:
-    refused = refuse_rendezvous(state, round_)
+def test_rendezvous(
+    state: RoundState, caller: Caller, round_: RestartRound, expected: Refusal | None
+) -> None:
+    refused = refuse_rendezvous(state, caller, round_)
     assert (None if refused is None else refused.code) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "caller", "expected"),
+    [
+        pytest.param(holding(1), OPERATOR, None, id="the operator"),
+        pytest.param(sealed(1), OPERATOR, None, id="the operator, sealed"),
+        pytest.param(holding(1), MEMBER[2], None, id="a member"),
+        pytest.param(holding(1), STRANGER, Refusal.NOT_MEMBER, id="a former member"),
+        pytest.param(sealed(1), MEMBER[2], Refusal.SEALED, id="a member, sealed"),
+        pytest.param(sealed(1), STRANGER, Refusal.SEALED, id="a former member, sealed"),
+    ],
+)
+def test_readers(state: RoundState, caller: Caller, expected: Refusal | None) -> None:
+    refused = refuse_reader(state, caller)
+    assert (None if refused is None else refused.code) == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_nothing_that_is_served_is_refused_before_its_body_is_read(case: Case) -> None:
+    early = refuse_caller(
+        case.state, case.caller, type(case.message), getattr(case.message, "round", None)
+    )
+    if case.expected is None:
+        assert early is None
+    if early is not None:
+        assert early.code == case.expected
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("state", [PLAIN, sealed(0)], ids=["held", "sealed"])
+@pytest.mark.parametrize("round_", [None, OLD, NOW, NEW], ids=["no word", "older", "now", "newer"])
+def test_a_former_member_is_refused_before_its_body_is_read(
+    kind: type[object], state: RoundState, round_: RestartRound | None
+) -> None:
+    """Whatever it says of its round."""
+    assert refuse_caller(state, STRANGER, kind, round_) is not None
 
 
 def test_tier_names_are_not_refusals() -> None:

@@ -6,9 +6,12 @@ contract's; `ip:control_port:bulk_port` names the ports too, so that several sid
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast_core.errors import ConfigError
+from holdfast_core.transfer.messages import Round
+from holdfast_sidecar.rounds import RoundState
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +49,26 @@ def _is_ip(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class MemberAddresses:
+    """IP addresses of the members of the round that is held."""
+
+    def __init__(self, current: Callable[[], RoundState]) -> None:
+        self._current = current
+        self._known: tuple[Round | None, frozenset[str]] = None, frozenset()
+
+    def __call__(self) -> frozenset[str]:
+        held = self._current().held
+        if held is not self._known[0]:
+            members = () if held is None else held.members
+            self._known = held, frozenset(h for m in members if (h := _host(m.address)) is not None)
+        return self._known[1]
+
+
+def _host(address: str) -> str | None:
+    try:
+        endpoint = parse_address(address, control_port=0, bulk_port=0)
+    except ConfigError:
+        return None
+    return None if endpoint is None else endpoint.host

@@ -25,6 +25,7 @@ from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.tiers.object import S3ObjectTier
 from holdfast_core.tiers.s3_credentials import FileCredentials
 from holdfast_sidecar import logs
+from holdfast_sidecar.addresses import MemberAddresses
 from holdfast_sidecar.backoff import Backoff, Patience
 from holdfast_sidecar.bulk import BulkPeers, BulkServing
 from holdfast_sidecar.certificates import Certificates
@@ -102,13 +103,19 @@ class Sidecar:
         local.parts = parts
         await lifecycle.resume()
 
-        bulk = BulkServing(contract, node, certificates, keeper.current)
+        members = MemberAddresses(keeper.current)
+        dropped = metrics.dropped_connection
+        bulk = BulkServing(
+            contract, node, certificates, keeper.current, expected=members, dropped=dropped
+        )
         bulk_port = await pools.read.run(bulk.start, _LISTEN, contract.bulk_port)
         self._stack.push_async_callback(pools.read.run, bulk.close)
-        server = ControlServer(control, contract.job_uid, certificates.server)
+        server = ControlServer(
+            control, contract.job_uid, certificates.server, expected=members, dropped=dropped
+        )
         control_port = await server.start(_LISTEN, contract.control_port)
         self._stack.push_async_callback(server.close)
-        plain = PlainServer(control)
+        plain = PlainServer(control, dropped=dropped)
         metrics_port = await plain.start(_LISTEN, contract.metrics_port)
         self._stack.push_async_callback(plain.close)
         await parts.peers.start(control.dispatch)
@@ -196,7 +203,9 @@ class Sidecar:
         bulk = BulkPeers(node, certificates, peers, keeper.current, self._pacing.take)
         layouts = RankLayouts(settings.layouts_dir, node, pools)
         gang = LocalGang(contract.worker)
-        intake = Intake(settings.socket_path, contract.job_uid, local)
+        intake = Intake(
+            settings.socket_path, contract.job_uid, local, dropped=metrics.dropped_connection
+        )
         stager = Stager(
             settings,
             node,

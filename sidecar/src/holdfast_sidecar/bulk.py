@@ -6,7 +6,7 @@ and never changed in place. Calls block: run them in a pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 from holdfast_core.contract import SidecarContract
@@ -20,9 +20,10 @@ from holdfast_core.transfer.bulk_peer import Peer
 from holdfast_core.transfer.bulk_ranges import PeerShard
 from holdfast_core.transfer.bulk_server import BulkServer
 from holdfast_core.transfer.messages import Member, Refusal
+from holdfast_sidecar import logs
 from holdfast_sidecar.certificates import Certificates
 from holdfast_sidecar.client import Peers, raise_refused
-from holdfast_sidecar.rounds import Caller, RoundState, refuse_copy
+from holdfast_sidecar.rounds import Caller, RoundState, refuse_copy, refuse_reader
 from holdfast_sidecar.server import caller_of
 
 _OPTIONS = BulkOptions(attempts=2)
@@ -30,8 +31,8 @@ _OPTIONS = BulkOptions(attempts=2)
 
 
 class BulkServing:
-    """BulkHandler: copies only from assigned members of the round that is held; reads for any pod
-    of the job, in any state."""
+    """BulkHandler: copies only from assigned members of the round that is held, reads for all of its
+    members."""
 
     def __init__(
         self,
@@ -39,16 +40,31 @@ class BulkServing:
         node: NodeTier,
         certificates: Certificates,
         current: Callable[[], RoundState],
+        *,
+        expected: Callable[[], Container[str]] = frozenset,
+        dropped: Callable[[str, str], None] = lambda port, reason: None,
     ) -> None:
+        """`expected`, `dropped`: see ControlServer."""
         self._contract = contract
         self._node = node
         self._certificates = certificates
         self._current = current
+        self._expected = expected
+        self._dropped = dropped
+        self._seldom = logs.Seldom()
         self._server: BulkServer | None = None
 
     def start(self, host: str, port: int) -> int:
         """Returns the port bound. Raises ConfigError."""
-        self._server = BulkServer(self, self._node, self._certificates.server, host=host, port=port)
+        self._server = BulkServer(
+            self,
+            self._node,
+            self._certificates.server,
+            host=host,
+            port=port,
+            expected=self._expected,
+            dropped=self._drop,
+        )
         self._server.start()
         return self._server.port
 
@@ -75,11 +91,18 @@ class BulkServing:
             )
 
     def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
-        """Raises RefusedError for a stranger."""
-        self._caller(peer_dns_name)
+        """Raises RefusedError for anybody but a member of the round that is held."""
+        caller = self._caller(peer_dns_name)
+        refused = refuse_reader(self._current(), caller)
+        if refused is not None:
+            raise_refused(refused)
 
     def allows_plain(self) -> bool:
         return plain_copies(self._current())
+
+    def _drop(self, reason: str) -> None:
+        self._dropped("bulk", reason)
+        self._seldom.warning(reason, f"a bulk connection was closed: {reason}", port="bulk")
 
     def _caller(self, peer_dns_name: str) -> Caller:
         caller = caller_of((peer_dns_name,), self._contract.job_uid)

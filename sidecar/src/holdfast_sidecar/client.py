@@ -26,7 +26,7 @@ from holdfast_core.transfer.codec import MAX_CONTROL_BYTES, dumps, loads
 from holdfast_core.transfer.messages import Member, Refusal, Refused
 from holdfast_sidecar.addresses import Endpoint, parse_address
 from holdfast_sidecar.rounds import Caller, RoundState
-from holdfast_sidecar.verbs import PATHS
+from holdfast_sidecar.verbs import PATHS, ROUND_HEADER
 
 T = TypeVar("T")
 
@@ -95,8 +95,14 @@ class Peers:
             if not isinstance(answer, reply):
                 raise FormatError(f"{target}: answered {type(answer).__name__}")
             return answer
+        round_ = getattr(message, "round", None)
         data = await self._request(
-            "POST", worker, target, body=dumps(message), seconds=self._call_seconds
+            "POST",
+            worker,
+            target,
+            body=dumps(message),
+            headers=None if round_ is None else {ROUND_HEADER: str(round_)},
+            seconds=self._call_seconds,
         )
         return loads(reply, data)
 
@@ -124,6 +130,7 @@ class Peers:
         seconds: float,
         query: dict[str, str] | None = None,
         body: bytes | None = None,
+        headers: dict[str, str] | None = None,
     ) -> bytes:
         member = self._current().member(worker)
         if member is None:
@@ -138,6 +145,7 @@ class Peers:
                 endpoint.url + path,
                 params=query,
                 data=body,
+                headers=headers,
                 server_hostname=self.server_name(member),
                 timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5),
                 allow_redirects=False,

@@ -57,7 +57,14 @@ from holdfast_sidecar.lifecycle import Lifecycle
 from holdfast_sidecar.local import Local
 from holdfast_sidecar.parts import Parts
 from holdfast_sidecar.prune import delete_manifests, delete_orphans, delete_steps, protected_steps
-from holdfast_sidecar.rounds import Caller, RoundState, refuse, refuse_rendezvous, refuse_state
+from holdfast_sidecar.rounds import (
+    Caller,
+    RoundState,
+    refuse,
+    refuse_reader,
+    refuse_rendezvous,
+    refuse_state,
+)
 from holdfast_sidecar.tasks import Tasks
 
 
@@ -82,24 +89,30 @@ class Control:
 
     # ------------------------------------------------------------------ reads
 
-    async def inventory(self) -> Inventory:
+    async def inventory(self, caller: Caller) -> Inventory:
+        self._check_reader(caller)
         return await self._lifecycle.inventory()
 
     async def coordinator_state(
         self, caller: Caller, since: int, timeout_seconds: float
     ) -> CoordinatorState:
-        refused = refuse_state(self.state)
+        refused = refuse_state(self.state, caller)
         if refused is not None:
             raise_refused(refused)
         return await self._coordinator().state(since, timeout_seconds, acknowledges=caller.operator)
 
-    async def rendezvous(self, round_: RestartRound, timeout_seconds: float) -> Rendezvous:
-        refused = refuse_rendezvous(self.state, round_)
+    async def rendezvous(
+        self, caller: Caller, round_: RestartRound, timeout_seconds: float
+    ) -> Rendezvous:
+        refused = refuse_rendezvous(self.state, caller, round_)
         if refused is not None:
             raise_refused(refused)
         return await self._parts.starter.rendezvous(round_, timeout_seconds)
 
-    async def manifest(self, job_uid: JobUid | None, checkpoint: CheckpointId) -> ManifestDocument:
+    async def manifest(
+        self, caller: Caller, job_uid: JobUid | None, checkpoint: CheckpointId
+    ) -> ManifestDocument:
+        self._check_reader(caller)
         parts = self._parts
         uid = job_uid or parts.settings.contract.job_uid
         document = await parts.pools.read.run(parts.node.get_manifest, uid, checkpoint)
@@ -174,6 +187,11 @@ class Control:
 
     def _check(self, caller: Caller, message: Any) -> None:
         refused = refuse(self.state, caller, message)
+        if refused is not None:
+            raise_refused(refused)
+
+    def _check_reader(self, caller: Caller) -> None:
+        refused = refuse_reader(self.state, caller)
         if refused is not None:
             raise_refused(refused)
 

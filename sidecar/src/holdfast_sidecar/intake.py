@@ -1,13 +1,17 @@
 """The Unix socket that the launcher and the ranks of this pod speak to (docs/protocol.md).
 
-Carries words, never tensor bytes. Each request gets one reply; pushes get none. A connection that
-does not read is dropped when its buffer is full: it may not cost the sidecar memory.
+Carries words, never tensor bytes. Each request gets one reply; pushes get none. The trainer may open
+as many connections as it likes: those that have not introduced themselves displace one another, an
+unfinished frame ends its connection after a while, and large frames share a few MiB. A connection
+that does not read is dropped when its buffer is full.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +26,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import JobUid, Rank
 from holdfast_core.shared_files import listen_unix
+from holdfast_core.transfer.admission import Admission, Places
 from holdfast_core.transfer.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -32,11 +37,30 @@ from holdfast_core.transfer.messages import (
 )
 from holdfast_core.transfer.socket_frames import Frame, read_frame, write_frame
 from holdfast_sidecar import logs
+from holdfast_sidecar.budget import ByteBudget
 from holdfast_sidecar.rounds import RoundState
 from holdfast_sidecar.tasks import Tasks
 
-_MAX_BUFFERED_BYTES = 4 << 20
-_MAX_CONNECTIONS = 1024
+_MAX_BUFFERED_BYTES = 256 << 10
+_READ_BYTES = 16 << 10
+"""Buffered of a connection while no frame is read."""
+_LARGE_FRAMES_BYTES = 8 << 20
+"""Of all frames together that are larger than `_READ_BYTES`."""
+_HELLO_BYTES = 4 << 10
+
+
+_PLACES = Places(strangers=64, strangers_per_address=64, known=256, known_per_name=8)
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeLimits:
+    places: Places = _PLACES
+    hello_seconds: float = 10.0
+    """From the connection to the end of Hello."""
+    frame_seconds: float = 30.0
+    """From the length of a frame to its end."""
+
+
 _MAX_REQUESTS = 32
 """Requests of one connection that may be in work at once; more wait in the socket."""
 
@@ -68,6 +92,11 @@ class Connection:
         self.hello: Hello | None = None
 
     @property
+    def name(self) -> str:
+        hello = self.hello
+        return "" if hello is None else f"{hello.role}:{hello.rank}"
+
+    @property
     def rank(self) -> Rank | None:
         return self.hello.rank if self.hello is not None else None
 
@@ -80,7 +109,7 @@ class Connection:
             return False
         if self._writer.transport.get_write_buffer_size() > _MAX_BUFFERED_BYTES:
             logs.warning("a local connection does not read: dropped", rank=self.rank)
-            self._writer.close()
+            self.abort()
             return False
         self._writer.write(write_frame(message, id_))
         return True
@@ -88,11 +117,29 @@ class Connection:
     def close(self) -> None:
         self._writer.close()
 
+    def abort(self) -> None:
+        """Close it without waiting for what it has not read."""
+        self._writer.transport.abort()
+
 
 class Intake:
     """Listens; keeps the launcher's connection and one for each rank (the newest counts)."""
 
-    def __init__(self, path: Path, job_uid: JobUid, handler: LocalHandler) -> None:
+    def __init__(
+        self,
+        path: Path,
+        job_uid: JobUid,
+        handler: LocalHandler,
+        *,
+        limits: IntakeLimits | None = None,
+        dropped: Callable[[str, str], None] = lambda port, reason: None,
+    ) -> None:
+        """`dropped`: see ControlServer."""
+        self._limits = limits or IntakeLimits()
+        self._dropped = dropped
+        self._seldom = logs.Seldom()
+        self._large = ByteBudget(_LARGE_FRAMES_BYTES)
+        self._admission: Admission[Connection] = Admission(self._limits.places, self._displace)
         self._path = path
         self._job_uid = job_uid
         self._handler = handler
@@ -107,7 +154,9 @@ class Intake:
     async def start(self) -> None:
         """Mode 0660: trainer and sidecar share the volume's group, not their uid."""
         listener = listen_unix(self._path.parent, self._path.name, mode=0o660)
-        self._server = await asyncio.start_unix_server(self._serve, sock=listener)
+        self._server = await asyncio.start_unix_server(
+            self._serve, sock=listener, limit=_READ_BYTES
+        )
 
     async def close(self) -> None:
         if self._server is not None:
@@ -142,38 +191,66 @@ class Intake:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(writer)
-        if len(self._connections) >= _MAX_CONNECTIONS:
-            connection.close()
-            return
         self._connections.add(connection)
+        self._admission.enter(connection, "")
         task = asyncio.current_task()
         if task is not None:
             self._tasks.add(task)
         try:
             await self._read(reader, connection)
         except FormatError as error:
-            logs.warning("a local connection sent what is no frame: dropped", error=str(error))
-        except (OSError, UnavailableError):
-            logs.info("a local connection broke", rank=connection.rank)
+            self._drop("frame", f"a local connection sent what is no frame: {error}")
+        except (OSError, UnavailableError) as error:
+            self._drop("broken", f"a local connection broke: {error or type(error).__name__}")
         finally:
+            self._admission.leave(connection)
             self._connections.discard(connection)
             if task is not None:
                 self._tasks.discard(task)
             self._forget(connection)
             connection.close()
 
+    def _displace(self, connection: Connection) -> None:
+        connection.abort()
+        self._drop("room", "a local connection was closed to make room for a newer one")
+
+    def _drop(self, reason: str, message: str) -> None:
+        self._dropped("socket", reason)
+        self._seldom.warning(reason, message)
+
+    @property
+    def connections(self) -> int:
+        return len(self._admission)
+
+    @property
+    def large_bytes(self) -> int:
+        """Held for large frames that are being read."""
+        return self._large.taken_bytes
+
     async def _read(self, reader: asyncio.StreamReader, connection: Connection) -> None:
-        room = asyncio.Semaphore(_MAX_REQUESTS)
-        while (frame := await read_frame(reader)) is not None:
-            if connection.hello is None and isinstance(frame.message, Hello):
+        async with asyncio.timeout(self._limits.hello_seconds):
+            while connection.hello is None:
+                frame = await read_frame(reader, limit_bytes=_HELLO_BYTES)
+                if frame is None:
+                    return
+                if not isinstance(frame.message, Hello):
+                    raise FormatError(f"{type(frame.message).__name__} before Hello")
                 self._introduce(connection, frame.message, frame.id)
-            elif frame.id == 0:
-                self._notify(connection, frame.message)
+        requests = asyncio.Semaphore(_MAX_REQUESTS)
+        while (frame := await self._next_frame(reader)) is not None:
+            if frame.id == 0:
+                self._handler.notify(connection, frame.message)
             else:
-                await room.acquire()
+                await requests.acquire()
                 self._requests.spawn(
-                    self._answer(connection, frame, room.release), type(frame.message).__name__
+                    self._answer(connection, frame, requests.release), type(frame.message).__name__
                 )
+
+    async def _next_frame(self, reader: asyncio.StreamReader) -> Frame | None:
+        return await read_frame(reader, room=self._room, body_seconds=self._limits.frame_seconds)
+
+    def _room(self, length: int) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if length <= _READ_BYTES else self._large.take(length)
 
     def _introduce(self, connection: Connection, hello: Hello, id_: int) -> None:
         state = self._handler.state
@@ -191,16 +268,14 @@ class Intake:
             )
             return
         connection.hello = hello
+        if not self._admission.is_known(connection, connection.name):
+            connection.hello = None
+            raise UnavailableError(f"no place for another connection of {hello.role} {hello.rank}")
         if hello.role is LocalRole.LAUNCHER:
             self.launcher = connection
         elif hello.rank is not None:
             self.ranks[hello.rank] = connection
         connection.send(self._handler.hello(connection), id_)
-
-    def _notify(self, connection: Connection, message: Any) -> None:
-        if connection.hello is None:
-            raise FormatError(f"{type(message).__name__} before Hello")
-        self._handler.notify(connection, message)
 
     async def _answer(
         self, connection: Connection, frame: Frame, release: Callable[[], None]

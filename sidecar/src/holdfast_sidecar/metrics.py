@@ -165,6 +165,13 @@ class Metrics:
             registry=self._registry,
         )
 
+        self._connections = Counter(
+            "holdfast_connections_dropped",
+            "Connections that this sidecar closed before their end: no room, no handshake or no "
+            "words in time, or no descriptor for them",
+            ("port", "reason"),
+            registry=self._registry,
+        )
         self._buffers = self._gauge(
             "holdfast_buffer_bytes", "Memory of the buffers that payloads pass through"
         )
@@ -258,6 +265,9 @@ class Metrics:
     def buffers(self, held_bytes: int, limit_bytes: int) -> None:
         self._buffers.set(held_bytes)
         self._buffer_limit.set(limit_bytes)
+
+    def dropped_connection(self, port: str, reason: str) -> None:
+        self._connections.labels(port, reason).inc()
 
     def free(self, free_bytes: int) -> None:
         self._free.set(free_bytes)

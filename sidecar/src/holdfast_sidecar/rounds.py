@@ -4,7 +4,8 @@ The refusal table lives here as data (`RULES`), and `refuse` reads it; tests/sid
 one case for each cell. Everything that writes passes through `refuse` first (I5).
 
 States of one round: sealed (SEAL heard or the pod was born in it; no ROUND yet: nothing is written,
-reads are served) -> held (ROUND accepted; higher versions replace it) -> sealed for a newer one.
+and only the operator may read) -> held (ROUND accepted; higher versions replace it) -> sealed for a
+newer one.
 """
 
 from __future__ import annotations
@@ -104,7 +105,6 @@ class From(StrEnum):
     MEMBER = "member"
     COORDINATOR = "coordinator"
     OPERATOR_OR_COORDINATOR = "operator or coordinator"
-    ANY = "any pod of the job"
 
 
 class To(StrEnum):
@@ -137,7 +137,7 @@ RULES: dict[type[Any], Rule] = {
     LevelNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
     HoldNotice: Rule(From.COORDINATOR, To.ANY, fenced=True),
     PersistRequest: Rule(From.COORDINATOR, To.ANY, fenced=True),
-    Suspect: Rule(From.ANY, To.ANY, fenced=False),
+    Suspect: Rule(From.MEMBER, To.ANY, fenced=False),
 }
 
 
@@ -153,7 +153,7 @@ def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
     if isinstance(message, Round):
         return _not_operator(state, caller) or _round_message(state, message)
     if not rule.fenced:
-        return _not_operator(state, caller) if rule.sender is From.OPERATOR else None
+        return refuse_caller(state, caller, type(message))
     return (
         (_not_operator(state, caller) if rule.sender is From.OPERATOR else None)
         or fence(state, message.round)
@@ -161,6 +161,38 @@ def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
         or _receiver(state, caller, rule.receiver)
         or _speaks_for_itself(state, caller, message)
     )
+
+
+def refuse_caller(
+    state: RoundState, caller: Caller, kind: type[Any], round_: RestartRound | None = None
+) -> Refused | None:
+    """Refuse a message of that kind by what is known before its body is read.
+
+    `round_` is the round that the caller says the message is of, None where it says none. The message
+    itself passes through `refuse` afterwards.
+    """
+    rule = RULES[kind]
+    if rule.sender is From.OPERATOR:
+        return _not_operator(state, caller)
+    if rule.fenced and round_ is not None and (refused := fence(state, round_)) is not None:
+        return refused
+    if caller.operator:
+        return _sender(state, caller, rule.sender)
+    return _sealed(state) or _sender(state, caller, rule.sender)
+
+
+def refuse_reader(state: RoundState, caller: Caller) -> Refused | None:
+    """Reads are for the operator and for members of the round that is held.
+
+    A sidecar that is sealed does not know its members: a pod that was removed from the job may still
+    have a valid certificate. Callers ask again until the ROUND has arrived.
+    """
+    if caller.operator:
+        return None
+    refused = _sealed(state)
+    if refused is None and state.member_of_pod(caller.pod) is None:
+        refused = _not_member(state, caller)
+    return refused
 
 
 def fence(state: RoundState, round_: RestartRound) -> Refused | None:
@@ -172,12 +204,7 @@ def fence(state: RoundState, round_: RestartRound) -> Refused | None:
             Refusal.FUTURE_ROUND,
             f"round {round_} is not known here: worker {state.worker} is in round {state.round}",
         )
-    if state.held is None:
-        return state.refused(
-            Refusal.SEALED,
-            f"worker {state.worker} is sealed for round {state.round} and waits for its ROUND",
-        )
-    return None
+    return _sealed(state)
 
 
 def refuse_copy(state: RoundState, caller: Caller, round_: RestartRound) -> Refused | None:
@@ -202,13 +229,16 @@ def refuse_copy(state: RoundState, caller: Caller, round_: RestartRound) -> Refu
     return None
 
 
-def refuse_state(state: RoundState) -> Refused | None:
+def refuse_state(state: RoundState, caller: Caller) -> Refused | None:
     """GET /v1/state is answered by the coordinator alone."""
-    return None if state.is_coordinator else _not_coordinator(state)
+    refused = refuse_reader(state, caller)
+    if refused is not None or state.is_coordinator:
+        return refused
+    return _not_coordinator(state)
 
 
-def refuse_rendezvous(state: RoundState, round_: RestartRound) -> Refused | None:
-    refused = fence(state, round_)
+def refuse_rendezvous(state: RoundState, caller: Caller, round_: RestartRound) -> Refused | None:
+    refused = fence(state, round_) or refuse_reader(state, caller)
     if refused is not None:
         return refused
     if state.held is not None and state.held.store_host != state.worker:
@@ -218,6 +248,15 @@ def refuse_rendezvous(state: RoundState, round_: RestartRound) -> Refused | None
             f"worker {state.held.store_host} does",
         )
     return None
+
+
+def _sealed(state: RoundState) -> Refused | None:
+    if state.held is not None:
+        return None
+    return state.refused(
+        Refusal.SEALED,
+        f"worker {state.worker} is sealed for round {state.round} and waits for its ROUND",
+    )
 
 
 def _stale(state: RoundState, round_: RestartRound) -> Refused | None:
@@ -273,7 +312,7 @@ def _is_coordinator_pod(state: RoundState, caller: Caller) -> bool:
 
 def _sender(state: RoundState, caller: Caller, sender: From) -> Refused | None:
     match sender:
-        case From.OPERATOR | From.ANY:
+        case From.OPERATOR:
             return None
         case From.MEMBER:
             member = state.member_of_pod(caller.pod)

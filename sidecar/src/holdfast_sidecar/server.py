@@ -1,17 +1,20 @@
 """The control server: HTTPS with mutual TLS, and the plain one for kubelet and Prometheus.
 
-It authenticates (who does the certificate name), parses, asks `rounds.refuse`, and hands on; it
-decides nothing itself. Up before the first ROUND: reads are served in any state.
+It authenticates (who does the certificate name), asks `rounds` whether the caller may say this at
+all, reads and parses the body only then, and hands on; it decides nothing itself. Up before the first
+ROUND, when only the operator is served.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from typing import Any, Protocol
 
 from aiohttp import web
 
+from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.contract import operator_dns_name
 from holdfast_core.errors import (
     FormatError,
@@ -21,6 +24,8 @@ from holdfast_core.errors import (
     StaleRoundError,
 )
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
+from holdfast_core.transfer.admission import Places
+from holdfast_core.transfer.bounds import body_limit_bytes
 from holdfast_core.transfer.codec import MAX_CONTROL_BYTES, dumps, loads
 from holdfast_core.transfer.messages import (
     CoordinatorState,
@@ -30,12 +35,25 @@ from holdfast_core.transfer.messages import (
     Rendezvous,
 )
 from holdfast_sidecar import logs
-from holdfast_sidecar.rounds import OPERATOR, Caller, RoundState
-from holdfast_sidecar.verbs import POSTS, Endpoint
+from holdfast_sidecar.bodies import Bodies
+from holdfast_sidecar.client import raise_refused
+from holdfast_sidecar.listener import ListenerLimits
+from holdfast_sidecar.port import Port
+from holdfast_sidecar.rounds import OPERATOR, Caller, RoundState, refuse_caller
+from holdfast_sidecar.verbs import POSTS, ROUND_HEADER, Endpoint
 
 MAX_POLL_SECONDS = 60.0
-_SMALL_BODY_BYTES = 4 << 20
-"""Everything but manifests and layouts: bounded before it is parsed."""
+_BODIES_BYTES = 2 * MAX_CONTROL_BYTES
+"""Of all requests together: a sidecar has a memory limit, and a gang many members."""
+_OFF_LOOP_BYTES = 256 << 10
+"""From this size on a body is parsed in a thread."""
+_IDLE_SECONDS = 30.0
+"""Between two requests of one connection, and for the head of one."""
+_PLAIN_IDLE_SECONDS = 5.0
+_PLAIN_PLACES = Places(strangers=32, strangers_per_address=16)
+_RENDER_SECONDS = 0.2
+"""Between two renderings of /metrics: anybody may ask, as often as they like. Those who ask meanwhile
+share the next one."""
 
 
 class Handler(Protocol):
@@ -46,16 +64,18 @@ class Handler(Protocol):
 
     async def dispatch(self, caller: Caller, path: str, message: Any) -> Any: ...
 
-    async def inventory(self) -> Inventory: ...
+    async def inventory(self, caller: Caller) -> Inventory: ...
 
     async def coordinator_state(
         self, caller: Caller, since: int, timeout_seconds: float
     ) -> CoordinatorState: ...
 
-    async def rendezvous(self, round_: RestartRound, timeout_seconds: float) -> Rendezvous: ...
+    async def rendezvous(
+        self, caller: Caller, round_: RestartRound, timeout_seconds: float
+    ) -> Rendezvous: ...
 
     async def manifest(
-        self, job_uid: JobUid | None, checkpoint: CheckpointId
+        self, caller: Caller, job_uid: JobUid | None, checkpoint: CheckpointId
     ) -> ManifestDocument: ...
 
     def metrics(self) -> bytes: ...
@@ -84,15 +104,33 @@ def _dns_names(request: web.Request) -> tuple[str, ...]:
 class ControlServer:
     """Serves `handler` on the control port."""
 
-    def __init__(self, handler: Handler, job_uid: str, context: ssl.SSLContext) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        job_uid: str,
+        context: ssl.SSLContext,
+        *,
+        limits: ListenerLimits | None = None,
+        expected: Callable[[], Container[str]] = frozenset,
+        dropped: Callable[[str, str], None] = lambda port, reason: None,
+    ) -> None:
+        """`expected`: addresses of members; `dropped` is called for each connection that was closed
+        before its end, with the port's name and the reason."""
         self._handler = handler
         self._job_uid = job_uid
-        self._context = context
-        self._runner: web.AppRunner | None = None
+        self._bodies = Bodies(_BODIES_BYTES)
+        self._port = Port(
+            "control",
+            context=context,
+            limits=limits or ListenerLimits(),
+            idle_seconds=_IDLE_SECONDS,
+            expected=expected,
+            dropped=dropped,
+        )
 
     async def start(self, host: str, port: int) -> int:
         """Returns the port bound (it was chosen where `port` is 0)."""
-        app = web.Application(client_max_size=MAX_CONTROL_BYTES)
+        app = web.Application()
         for endpoint in POSTS:
             app.router.add_post(endpoint.path, self._post(endpoint))
         for path, get in (
@@ -102,22 +140,27 @@ class ControlServer:
             ("/v1/manifest", self._manifest),
         ):
             app.router.add_get(path, self._guarded(get))
-        self._runner, bound = await _serve(app, host, port, self._context)
-        return bound
+        return await self._port.start(app, host, port)
+
+    @property
+    def connections(self) -> int:
+        return self._port.connections
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._port.close()
 
     def _post(self, endpoint: Endpoint) -> Callable[[web.Request], Awaitable[web.Response]]:
-        limit = MAX_CONTROL_BYTES if endpoint.path == "/v1/manifest" else _SMALL_BODY_BYTES
-
         async def handle(request: web.Request, caller: Caller) -> Any:
-            if (request.content_length or 0) > limit:
-                raise FormatError(
-                    f"{endpoint.path}: {request.content_length} bytes, at most {limit}"
-                )
-            message = loads(endpoint.request, await request.read(), limit_bytes=limit)
+            refused = refuse_caller(
+                self._handler.state, caller, endpoint.request, _said_round(request)
+            )
+            if refused is not None:
+                raise_refused(refused)
+            async with self._bodies.read(request, body_limit_bytes(endpoint.request)) as body:
+                if len(body) < _OFF_LOOP_BYTES:
+                    message = loads(endpoint.request, body)
+                else:
+                    message = await asyncio.to_thread(loads, endpoint.request, body)
             return await self._handler.dispatch(caller, endpoint.path, message)
 
         return self._guarded(handle)
@@ -126,6 +169,10 @@ class ControlServer:
         self, handle: Callable[[web.Request, Caller], Awaitable[Any]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def respond(request: web.Request) -> web.Response:
+            with self._port.working(request):
+                return await answer(request)
+
+        async def answer(request: web.Request) -> web.Response:
             caller = caller_of(_dns_names(request), self._job_uid)
             state = self._handler.state
             if caller is None:
@@ -152,7 +199,7 @@ class ControlServer:
         return respond
 
     async def _inventory(self, request: web.Request, caller: Caller) -> Inventory:
-        return await self._handler.inventory()
+        return await self._handler.inventory(caller)
 
     async def _state(self, request: web.Request, caller: Caller) -> CoordinatorState:
         return await self._handler.coordinator_state(
@@ -161,12 +208,13 @@ class ControlServer:
 
     async def _rendezvous(self, request: web.Request, caller: Caller) -> Rendezvous:
         return await self._handler.rendezvous(
-            RestartRound(_number(request, "round", None)), _timeout(request)
+            caller, RestartRound(_number(request, "round", None)), _timeout(request)
         )
 
     async def _manifest(self, request: web.Request, caller: Caller) -> ManifestDocument:
         job_uid = request.query.get("jobUid")
         return await self._handler.manifest(
+            caller,
             JobUid(job_uid) if job_uid else None,
             CheckpointId(
                 Step(_number(request, "step", None)), RestartRound(_number(request, "round", None))
@@ -178,9 +226,25 @@ class PlainServer:
     """/healthz and /metrics without TLS: neither the kubelet nor Prometheus has a certificate.
     Neither changes any state."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        limits: ListenerLimits | None = None,
+        dropped: Callable[[str, str], None] = lambda port, reason: None,
+        clock: Clock | None = None,
+    ) -> None:
         self._handler = handler
-        self._runner: web.AppRunner | None = None
+        self._clock = clock or SystemClock()
+        self._rendering: asyncio.Task[bytes] | None = None
+        self._not_before = 0.0
+        self._port = Port(
+            "metrics",
+            context=None,
+            limits=limits or ListenerLimits(_PLAIN_PLACES),
+            idle_seconds=_PLAIN_IDLE_SECONDS,
+            dropped=dropped,
+        )
 
     async def start(self, host: str, port: int) -> int:
         async def healthz(request: web.Request) -> web.Response:
@@ -188,30 +252,44 @@ class PlainServer:
 
         async def metrics(request: web.Request) -> web.Response:
             return web.Response(
-                body=self._handler.metrics(),
+                body=await self._metrics(),
                 headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
             )
 
         app = web.Application(client_max_size=1024)
         app.router.add_get("/healthz", healthz)
         app.router.add_get("/metrics", metrics)
-        self._runner, bound = await _serve(app, host, port, None)
-        return bound
+        return await self._port.start(app, host, port)
+
+    @property
+    def connections(self) -> int:
+        return self._port.connections
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._port.close()
+
+    async def _metrics(self) -> bytes:
+        """Rendered after the request came in."""
+        if self._rendering is None:
+            self._rendering = asyncio.create_task(self._render())
+        return await asyncio.shield(self._rendering)
+
+    async def _render(self) -> bytes:
+        pause = self._not_before - self._clock.monotonic()
+        if pause > 0:
+            await self._clock.sleep(pause)
+        self._rendering = None  # who asks from now on gets the next one
+        self._not_before = self._clock.monotonic() + _RENDER_SECONDS
+        return self._handler.metrics()
 
 
-async def _serve(
-    app: web.Application, host: str, port: int, context: ssl.SSLContext | None
-) -> tuple[web.AppRunner, int]:
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
-    await runner.setup()
-    site = web.TCPSite(runner, host, port, ssl_context=context, reuse_address=True)
-    await site.start()
-    address = runner.addresses[0]
-    return runner, int(address[1])
+def _said_round(request: web.Request) -> RestartRound | None:
+    text = request.headers.get(ROUND_HEADER)
+    if text is None:
+        return None
+    if not text.isdecimal() or not text.isascii() or len(text) > 18:
+        raise FormatError(f"{ROUND_HEADER}: {text[:40]!r}: expected a whole number >= 0")
+    return RestartRound(int(text))
 
 
 def _json(status: int, message: Any) -> web.Response:

@@ -32,6 +32,10 @@ SAVE_NOW = "/v1/save-now"
 STOP = "/v1/stop"
 
 
+ROUND_HEADER = "Holdfast-Round"
+"""The round of the message in the body: a request of another round is refused before it is read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     path: str

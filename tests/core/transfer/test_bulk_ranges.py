@@ -75,7 +75,8 @@ def test_many_runs_on_one_connection(pair: Pair, version: int) -> None:
         assert [bytes(view) for view in shard.read(RUNS[:1])] == [bytes_of(RUNS[0])]
     cutter.close()
     assert cutter.connections == 1
-    assert pair.handler.gets == [(CLIENT, record.ref)] * (1 + len(RUNS) + 1)
+    assert set(pair.handler.gets) == {(CLIENT, record.ref)}
+    assert len(pair.handler.gets) > 1 + len(RUNS) + 1, "asked again before each chunk"
 
 
 def test_a_broken_connection_goes_on_with_the_run_that_was_cut(pair: Pair) -> None:

@@ -1,7 +1,4 @@
-"""A peer that is there and does nothing (F40, F45): given up after its time, and nobody else waits.
-
-Each server has one place: whoever comes next is served only once the silent one has been let go.
-"""
+"""A peer that is there and does nothing (F40, F45): it is given up after its time, and holds up nobody."""
 
 from __future__ import annotations
 
@@ -102,7 +99,7 @@ PATIENT = BulkOptions(connect_seconds=60, io_seconds=60, reply_seconds=60, attem
 def test_f45_a_reader_that_does_not_read_is_let_go(
     serving: Serving, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
-    with serving(BulkLimits(connections=1, io_seconds=2)) as (port, record):
+    with serving(BulkLimits(requests=1, io_seconds=2)) as (port, record):
         with connected(port, contexts[1]) as sock:
             send_frame(sock, BulkFrame(Kind.GET_SHARD, record.ref, ROUND))
             assert sock.recv(1)  # it is being served, and reads no more
@@ -112,17 +109,19 @@ def test_f45_a_reader_that_does_not_read_is_let_go(
 def test_f40_a_caller_that_went_away_without_a_word_is_let_go(
     serving: Serving, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
-    with serving(BulkLimits(connections=1, idle_seconds=0.5)) as (port, record):
-        with connected(port, contexts[1]):
+    with serving(BulkLimits(requests=1, idle_seconds=0.5)) as (port, record):
+        with connected(port, contexts[1]) as sock:
             assert fetch(port, contexts[1], record.ref, PATIENT) == record
+            assert sock.recv(1) == b""
 
 
 def test_f40_a_caller_that_says_nothing_at_all_is_let_go(
     serving: Serving, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
-    with serving(BulkLimits(connections=1, handshake_seconds=0.5)) as (port, record):
-        with socket.create_connection(("127.0.0.1", port)):
+    with serving(BulkLimits(handshake_seconds=0.5)) as (port, record):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as silent:
             assert fetch(port, contexts[1], record.ref, PATIENT) == record
+            assert silent.recv(1) == b""
 
 
 def test_f40_a_server_that_is_gone_without_a_word_is_given_up(

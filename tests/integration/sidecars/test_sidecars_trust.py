@@ -78,7 +78,9 @@ def test_strangers_get_no_further_than_the_handshake_or_a_refusal(gangs: Gangs) 
             assert refused.value.code == Refusal.NOT_MEMBER
 
             former = caller(gang, peer_dns_name("gpt-1-r9", uid))
-            assert (await former.inventory(0)).worker == 0, "reads: any pod of the job"
+            with pytest.raises(RefusedError) as refused:
+                await former.inventory(0)
+            assert refused.value.code == Refusal.NOT_MEMBER
             with pytest.raises(RefusedError) as refused:
                 await former.call(0, "/v1/prepared", prepared(1), PreparedReply)
             assert refused.value.code == Refusal.NOT_MEMBER
@@ -101,6 +103,12 @@ def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gangs: Gan
             ref = ShardRef(uid, shard.step, shard.round, shard.rank, shard.blake3)
             tier = DiskNodeTier(gang.root / "elsewhere", capacity_bytes=1 << 30)
             tier.open()
+            former = caller(gang, peer_dns_name("gpt-1-r9", uid)).context
+            with pytest.raises(RefusedError) as refused:
+                await asyncio.to_thread(
+                    fetch_shard, *where, former, RestartRound(0), ref, tier.begin_copy
+                )
+            assert refused.value.code == Refusal.NOT_MEMBER
             await asyncio.to_thread(
                 fetch_shard, *where, context, RestartRound(0), ref, tier.begin_copy
             )
@@ -110,6 +118,38 @@ def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gangs: Gan
                         send_copy, *where, context, RestartRound(round_), reader
                     )
                 assert refused.value.code == code
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_is_replaced_reads_no_more(gangs: Gangs) -> None:
+    """Also while the next round is sealed, and also on a connection from before."""
+
+    async def scenario() -> None:
+        async with gangs(2) as gang:
+            await gang.start()
+            await gang.commit(1, Level.REPLICATED)
+            uid = gang.operator.job_uid
+            member = caller(gang, peer_dns_name("gpt-1-r0", uid))
+            connector = aiohttp.TCPConnector(ssl=member.context)
+            async with aiohttp.ClientSession(connector=connector) as session:
+
+                async def inventory() -> tuple[int, str]:
+                    host, control, _ = gang.operator.members[0].address.split(":")
+                    async with session.get(
+                        f"https://{host}:{control}/v1/inventory",
+                        server_hostname=peer_dns_name("gpt-0-r0", uid),
+                    ) as response:
+                        return response.status, (await response.json()).get("code", "")
+
+                assert await inventory() == (200, "")
+                await gang.operator.seal(0, 1)
+                assert await inventory() == (409, Refusal.SEALED)
+                # Worker 1 has a new pod in round 1.
+                gang.lose(1)
+                await gang.launch(1, 1)
+                await gang.operator.round_all(gang.operator.message(1, copies=gang.copies))
+                assert await inventory() == (409, Refusal.NOT_MEMBER)
 
     asyncio.run(scenario())
 

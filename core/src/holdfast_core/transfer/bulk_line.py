@@ -26,6 +26,7 @@ from holdfast_core.errors import (
 from holdfast_core.transfer.tls import peer_name
 
 Wrap = Callable[[socket.socket], ssl.SSLSocket]
+"""Puts TLS around a socket, without the handshake."""
 
 
 class Line:
@@ -53,6 +54,8 @@ class Line:
         """Handshake; returns the peer's name. Raises OSError; AccessDeniedError where it has none,
         or another one than at the first handshake."""
         self._sock = self._wrap(self._plain if self._sock is None else self._sock)
+        # Not within `_wrap`: until it returns, `interrupt` knows no socket that it could shut.
+        self._sock.do_handshake()
         name = peer_name(self._sock)
         if self._name not in (None, name):
             raise AccessDeniedError(f"bulk: {self._name} came back to TLS as {name}")

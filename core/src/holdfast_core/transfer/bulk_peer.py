@@ -53,7 +53,9 @@ class Peer:
         return PacedLine(line, Pace(f"{what} from {self}", clock, clock.monotonic(), grace_seconds))
 
     def wrap(self, plain: socket.socket) -> ssl.SSLSocket:
-        return self.ssl_context.wrap_socket(plain, server_hostname=self.server_hostname)
+        return self.ssl_context.wrap_socket(
+            plain, server_hostname=self.server_hostname, do_handshake_on_connect=False
+        )
 
 
 def with_attempts(peer: Peer, attempt: Callable[[bool], T]) -> T:

@@ -1,7 +1,9 @@
 """The serving side of the bulk wire: takes peers' copies, gives shards to rehydrating members.
 
-Decides nothing: who may put and get is the handler's. Threads are bounded, every wait has an end,
-and a copy whose connection broke waits a while for its sender to come back.
+Decides nothing: who may put and get is the handler's. Connections are bounded and strangers cannot
+take the places of members (`admission`); requests are bounded apart from connections, so that one
+that is silent holds up nothing. Every wait has an end, and a copy whose connection broke waits a
+while for its sender to come back.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast_core.clock import Clock, SystemClock
@@ -27,6 +29,7 @@ from holdfast_core.format.digest import crc32c
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import ByteRange, RestartRound, ShardRef
 from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
+from holdfast_core.transfer.admission import Admission, Places
 from holdfast_core.transfer.bulk import (
     MAX_DATA_BYTES,
     BulkFrame,
@@ -54,6 +57,8 @@ from holdfast_core.transfer.equal_chunks import Run
 
 CONNECTION_THREAD = "bulk"
 """Name of each thread that serves one connection."""
+_ENDING = 64
+"""Connections that have lost their place, and whose threads have not ended yet."""
 _DRAIN_BYTES = 16 << 20
 _DRAIN_SECONDS = 2.0
 
@@ -69,7 +74,8 @@ class BulkHandler(Protocol):
         ...
 
     def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
-        """Raises RefusedError."""
+        """Called before a read and again before each piece of it: a caller may cease to be a member
+        meanwhile. Raises RefusedError."""
         ...
 
     def allows_plain(self) -> bool:
@@ -79,8 +85,10 @@ class BulkHandler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BulkLimits:
-    connections: int = 32
-    handshake_seconds: float = 10.0
+    places: Places = field(default_factory=lambda: Places(known=512))
+    requests: int = 32
+    """In work at once; more wait for `io_seconds` at most."""
+    handshake_seconds: float = 5.0
     io_seconds: float = 30.0
     idle_seconds: float = 60.0
     """Between two requests of one connection."""
@@ -102,7 +110,11 @@ class BulkServer:
         port: int = 0,
         limits: BulkLimits | None = None,
         clock: Clock | None = None,
+        expected: Callable[[], Container[str]] = frozenset,
+        dropped: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        """`expected`: addresses of members; `dropped` is called with the reason for each connection
+        that was closed before its end, by any thread."""
         self._handler = handler
         self._tier = tier
         self._context = context
@@ -114,7 +126,11 @@ class BulkServer:
             parked_copies=self._limits.parked_copies,
             parked_seconds=self._limits.parked_seconds,
         )
-        self._slots = threading.BoundedSemaphore(self._limits.connections)
+        self._turns = threading.BoundedSemaphore(self._limits.requests)
+        self._admission: Admission[Line] = Admission(
+            self._limits.places, self._displace, expected=expected
+        )
+        self._dropped = dropped
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -161,40 +177,59 @@ class BulkServer:
         listener = self._listener
         if listener is None:
             return
+        places = self._limits.places
+        most = places.strangers + places.expected + places.known + _ENDING
         while not self._closing.is_set():
-            # A slot first: what comes over the limit waits in the backlog, not in a thread.
-            if not self._slots.acquire(timeout=0.5):
-                continue
             try:
-                sock, _ = listener.accept()
+                sock, address = listener.accept()
             except OSError:
-                self._slots.release()
                 # Out of descriptors is no reason to stop listening; a closed listener is.
-                self._closing.wait(0.1)
+                if not self._closing.wait(0.1):
+                    self._dropped("accept")
                 continue
             line = Line(sock, self._wrap)
+            self._admission.enter(line, str(address[0]))
             thread = threading.Thread(
-                target=self._serve, args=(line, sock), name=CONNECTION_THREAD, daemon=True
+                target=self._serve, args=(line, sock), name="bulk", daemon=True
             )
             with self._lock:
                 self._open[thread] = line
             thread.start()
+            while len(self._open) >= most and not self._closing.wait(0.01):
+                continue  # until threads that lost their places have ended
+
+    def _displace(self, line: Line) -> None:
+        self._dropped("room")
+        line.interrupt()
+
+    @property
+    def connections(self) -> int:
+        """How many are open now."""
+        return len(self._open)
 
     def _wrap(self, sock: socket.socket) -> ssl.SSLSocket:
-        return self._context.wrap_socket(sock, server_side=True)
+        return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def _serve(self, line: Line, plain: socket.socket) -> None:
         try:
             with line:
                 plain.settimeout(self._limits.handshake_seconds)
-                tune(plain)
+                try:
+                    peer = line.secure()
+                except (OSError, HoldfastError):
+                    self._dropped("handshake")
+                    return
+                if not self._admission.is_known(line, peer):
+                    self._dropped("room")
+                    return
+                tune(line.sock)
                 with KeptReader(self._open_shard) as kept:
-                    self._converse(line, line.secure(), kept)
+                    self._converse(line, peer, kept)
         except (OSError, HoldfastError):
             # The caller sees its connection end and says why it cared; a stranger is not logged.
             return
         finally:
-            self._slots.release()
+            self._admission.leave(line)
             with self._lock:
                 self._open.pop(threading.current_thread(), None)
 
@@ -206,13 +241,26 @@ class BulkServer:
                 return
             line.sock.settimeout(self._limits.io_seconds)
             try:
-                self._answer(line, peer, request, kept)
+                with self._admission.working(line), self._turn():
+                    self._answer(line, peer, request, kept)
             except HoldfastError as error:
                 if line.outside:
                     return  # words outside TLS would not be believed; the caller asks again inside
                 send_frame(line.sock, error_reply(request, error))
                 _drain(line.sock)
                 return
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._turns.acquire(timeout=self._limits.io_seconds):
+            raise UnavailableError(
+                f"bulk: {self._limits.requests} requests are in work, and none ended within "
+                f"{self._limits.io_seconds:.0f} s"
+            )
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     def _answer(self, line: Line, peer: str, request: BulkFrame, kept: KeptReader) -> None:
         match request.kind:
@@ -221,10 +269,10 @@ class BulkServer:
             case Kind.GET_SHARD:
                 self._handler.authorize_get(peer, request.ref)
                 with self._open_shard(request.ref) as reader:
-                    self._give_file(line, request, reader)
+                    self._give_file(line, peer, request, reader)
             case Kind.GET_RANGE:
                 self._handler.authorize_get(peer, request.ref)
-                self._give_range(line.sock, request, kept.of(request.ref))
+                self._give_range(line.sock, peer, request, kept.of(request.ref))
             case Kind.GET_TABLE:
                 self._handler.authorize_get(peer, request.ref)
                 reader = kept.of(request.ref)
@@ -301,7 +349,7 @@ class BulkServer:
             with _broken(request):
                 line.secure()
 
-    def _give_file(self, line: Line, request: BulkFrame, reader: ShardReader) -> None:
+    def _give_file(self, line: Line, peer: str, request: BulkFrame, reader: ShardReader) -> None:
         size = reader.record.file_bytes
         if request.offset > size:
             raise FormatError(f"bulk: offset {request.offset} of a file of {size} bytes")
@@ -318,16 +366,22 @@ class BulkServer:
             ),
         )
         wanted = tuple(pieces(reader.record, ByteRange(request.offset, size)))
+
+        def still_may(length: int) -> None:
+            self._handler.authorize_get(peer, request.ref)
+
         try:
             if plain:
-                send_outside(line, request, reader, wanted, _unbounded)
+                send_outside(line, request, reader, wanted, still_may)
             else:
-                send_pieces(line.sock, request, reader, wanted, _unbounded)
+                send_pieces(line.sock, request, reader, wanted, still_may)
         except CorruptionError as error:
             self._tier.quarantine(request.ref, str(error))
             raise
 
-    def _give_range(self, sock: ssl.SSLSocket, request: BulkFrame, reader: ShardReader) -> None:
+    def _give_range(
+        self, sock: ssl.SSLSocket, peer: str, request: BulkFrame, reader: ShardReader
+    ) -> None:
         header = reader.record.header
         stop = request.offset + request.length
         if stop > header.payload_bytes:
@@ -338,6 +392,7 @@ class BulkServer:
         buffer = memoryview(bytearray(min(header.chunk_bytes, header.payload_bytes)))
         first = request.offset - request.offset % header.chunk_bytes
         for start in range(first, stop, header.chunk_bytes):
+            self._handler.authorize_get(peer, request.ref)
             chunk = buffer[: min(header.chunk_bytes, header.payload_bytes - start)]
             try:
                 reader.read_payload_into(start, chunk)
@@ -402,10 +457,6 @@ def _broken(request: BulkFrame) -> Iterator[None]:
         raise BrokenTransferError(
             f"copy of {request.ref}: {error or type(error).__name__}"
         ) from error
-
-
-def _unbounded(length: int) -> None:
-    """Before a frame: who serves does not throttle."""
 
 
 def _drain(sock: ssl.SSLSocket) -> None:

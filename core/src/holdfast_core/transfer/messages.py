@@ -875,7 +875,8 @@ class PruneReply:
     deleted: tuple[RestorePoint, ...]
 
 
-# GET /v1/manifest?step=&round=[&jobUid=]  -> ManifestDocument (reads are served in any state)
+# GET /v1/manifest?step=&round=[&jobUid=]  -> ManifestDocument (reads are for the operator and for
+# members of the round that is held)
 @dataclass(frozen=True, slots=True)
 class ManifestDocument:
     manifest: Document

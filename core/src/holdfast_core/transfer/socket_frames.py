@@ -12,7 +12,8 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -97,19 +98,39 @@ def parse_body(body: bytes) -> Frame:
     return Frame(id_, from_json(cls, value.get("body")))
 
 
-async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
-    """The next frame; None where the peer closed between two frames. Raises FormatError,
-    UnavailableError (the connection broke)."""
+Room = Callable[[int], AbstractAsyncContextManager[None]]
+"""Holds so many bytes of memory for the body of a frame."""
+
+
+async def read_frame(
+    reader: asyncio.StreamReader,
+    *,
+    limit_bytes: int = MAX_MESSAGE_BYTES,
+    room: Room = lambda length: nullcontext(),
+    body_seconds: float | None = None,
+) -> Frame | None:
+    """The next frame; None where the peer closed between two frames.
+
+    Args:
+        limit_bytes: Of the body.
+        room: Entered before the body is read.
+        body_seconds: From the length to the end of the body.
+
+    Raises FormatError, UnavailableError (the connection broke, or the body took too long).
+    """
     while True:
         try:
-            length = _checked_length(await reader.readexactly(_LENGTH.size))
-            frame = parse_body(await reader.readexactly(length))
+            length = _checked_length(await reader.readexactly(_LENGTH.size), limit_bytes)
+            async with asyncio.timeout(body_seconds), room(length):
+                frame = parse_body(await reader.readexactly(length))
         except asyncio.IncompleteReadError as error:
             if not error.partial and error.expected == _LENGTH.size:
                 return None
             raise UnavailableError("socket: closed within a frame") from error
         except OSError as error:
-            raise UnavailableError(f"socket: reading a frame: {error}") from error
+            raise UnavailableError(
+                f"socket: reading a frame: {error or type(error).__name__}"
+            ) from error
         if not _is_unknown_push(frame):
             return frame
 
@@ -139,10 +160,10 @@ def send_frame(sock: socket.socket, message: Any, id: int = 0) -> None:
         raise UnavailableError(f"socket: sending {type(message).__name__}: {error}") from error
 
 
-def _checked_length(head: bytes) -> int:
+def _checked_length(head: bytes, limit_bytes: int = MAX_MESSAGE_BYTES) -> int:
     (length,) = _LENGTH.unpack(head)
-    if not 0 < length <= MAX_MESSAGE_BYTES:
-        raise FormatError(f"frame: {length} bytes, expected 1..{MAX_MESSAGE_BYTES}")
+    if not 0 < length <= limit_bytes:
+        raise FormatError(f"frame: {length} bytes, expected 1..{limit_bytes}")
     return int(length)
 
 
