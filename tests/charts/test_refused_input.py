@@ -179,6 +179,25 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "endpoint of another scheme": (store_object(endpoint="s3://bucket"), ['is "s3://bucket"']),
     "endpoint without host": (store_object(endpoint="https://"), ['s3.endpoint is "https://"']),
+    **{
+        f"endpoint {endpoint}": (
+            store_object(endpoint=endpoint),
+            ["spec.s3.endpoint:", f's3.endpoint is "{endpoint}", expected http(s)://host:port'],
+        )
+        for endpoint in (
+            "http://h:0",
+            "http://h:00",
+            "http://h:65536",
+            "http://h:99999999999",
+            "http://h:",
+            "http://[::1]:0",
+            "http://user:word@h:9000",
+            "http://h:9000?x=y",
+            "http://h:9000#x",
+            "http://:9000",
+            "http://h:9000/%2e",
+        )
+    },
     "bucket with a slash": (
         store_object(bucket="team/checkpoints"),
         ["spec.s3.bucket:", 's3.bucket is "team/checkpoints"', "the name of the bucket alone"],
@@ -267,6 +286,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "request to save": checkpoint_object(),
     "hold": checkpoint_object(step=100, hold=True, deletionPolicy="DeleteData"),
     "smallest store": store_object(),
+    "store at an IPv6 address": store_object(endpoint="http://[::1]:9000"),
+    "store at the last port": store_object(endpoint="http://minio:65535/"),
     "https store": store_object(
         endpoint="https://s3.eu-central-1.example.com",
         prefix="team-a/runs",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
@@ -55,6 +56,19 @@ def operator_dns_name(job_uid: str) -> str:
     return f"operator.{job_uid}.holdfast"
 
 
+_ENDPOINT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::([1-9][0-9]{0,4}))?")
+
+
+def is_endpoint(text: object) -> bool:
+    """Whether it is `host`, `host:port` or `[v6]:port`, or names the directory of a folder's store."""
+    if not isinstance(text, str):
+        return False
+    if text.startswith("file://"):
+        return True
+    match = _ENDPOINT.fullmatch(text)
+    return match is not None and int(match.group(2) or 1) < 65536
+
+
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     """Where the object tier lives; everything but the keys. Travels as JSON in one variable."""
@@ -78,9 +92,16 @@ class StoreConfig:
         try:
             data = json.loads(text)
             known = {f.name for f in fields(cls)}
-            return cls(**{k: v for k, v in data.items() if k in known})
+            config = cls(**{k: v for k, v in data.items() if k in known})
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"store configuration is not valid: {error}") from error
+        if not is_endpoint(config.endpoint):
+            raise ConfigError(
+                f"store configuration: s3.endpoint is {config.endpoint!r}, expected host:port with "
+                "a port of 1 to 65535, without scheme, user and path: correct spec.s3.endpoint of "
+                "the CheckpointStore"
+            )
+        return config
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
@@ -52,7 +52,7 @@ class Authority:
     """Certificate and private key, PEM."""
 
     certificate: str
-    key: str
+    key: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Leaf:
     """Certificate and private key, PEM."""
 
     certificate: str
-    key: str
+    key: str = field(repr=False)
 
 
 def new_authority(job_uid: str) -> Authority:

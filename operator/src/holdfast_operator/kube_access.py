@@ -9,7 +9,7 @@ import base64
 import binascii
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ class KubeAccess:
     """https://host:port, without a slash at its end."""
     ca_pem: str | None = None
     """None: the system's authorities."""
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     token_file: Path | None = None
     """Read again for each request: projected tokens rotate."""
     certificate_pem: str | None = None
-    key_pem: str | None = None
+    key_pem: str | None = field(default=None, repr=False)
 
     def current_token(self) -> str | None:
         if self.token_file is None:

@@ -71,3 +71,21 @@ def test_ca_file_is_optional(tmp_path: Path) -> None:
 
 def test_a_secret_is_not_in_the_repr() -> None:
     assert "hunter2" not in repr(Keys("a", "hunter2", "hunter2-token"))
+
+
+def test_nothing_of_the_keys_is_in_the_repr() -> None:
+    shown = repr(Keys("ACCESS-KEY", "SECRET-KEY", "SESSION-TOKEN"))
+    assert [word for word in ("ACCESS-KEY", "SECRET-KEY", "SESSION-TOKEN") if word in shown] == []
+
+
+@pytest.mark.parametrize(
+    "token", ["two\nlines-of-a-token", "a-tok\x00en", "a tok en", "t\u00f6ken"]
+)
+def test_a_key_that_no_header_can_carry_is_refused_without_its_text(
+    tmp_path: Path, token: str
+) -> None:
+    """The HTTP library would refuse it later, with an error that quotes it."""
+    publish(tmp_path / "store", "1", accessKey="access", secretKey="secret", sessionToken=token)
+    with pytest.raises(ConfigError, match="sessionToken: expected one key") as caught:
+        FileCredentials(tmp_path / "store").retrieve()
+    assert token not in str(caught.value)

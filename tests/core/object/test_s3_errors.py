@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import codecs
+import json
+from collections.abc import Callable
+from urllib.parse import quote
+from xml.sax.saxutils import escape
+
 import pytest
 
 from holdfast_core.errors import (
@@ -86,10 +93,80 @@ def test_namespaces_and_padding_are_accepted() -> None:
     assert parse_failure(200, body, REQUEST, ()).code == "A"
 
 
-def test_a_secret_that_the_server_repeats_is_blotted_out() -> None:
+TOKEN = "FwoGZXIvYXdzEBYaDKq1v0Zt7+Example/Session5Token=="
+KEY = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+
+
+def test_a_secret_that_the_server_repeats_is_removed() -> None:
     body = document("InvalidToken", "token TOPSECRET of key hunter2 is bad")
     error = parse_failure(400, body, REQUEST, ("TOPSECRET", "hunter2", "")).error()
     assert "TOPSECRET" not in str(error) and "hunter2" not in str(error)
+    assert "token *** of key *** is bad" in str(error)
+
+
+PADDING = "a b " * 70 + "12345 "
+"""Up to just before the end of what is shown of a message."""
+
+
+def _letters(text: str) -> str:
+    return "".join(c for c in text.lower() if c.isalnum())
+
+
+def _spaced(secret: str) -> str:
+    return " ".join(secret[start : start + 3] for start in range(0, len(secret), 3))
+
+
+ECHOES: dict[str, Callable[[str], str]] = {
+    "as it is": str,
+    "small letters": str.lower,
+    "the first half": lambda s: s[: len(s) // 2],
+    "the last half": lambda s: s[len(s) // 2 :],
+    "in pieces": _spaced,
+    "backwards": lambda s: s[::-1],
+    "quoted for a URL": lambda s: quote(s, safe=""),
+    "JSON": lambda s: json.dumps(s).replace("/", "\\/"),
+    "HTML": lambda s: "".join(f"&#{ord(c)};" if c in "+/=" else c for c in s),
+    "Base64": lambda s: base64.b64encode(s.encode()).decode(),
+    "Base64 of a line": lambda s: base64.b64encode(f"x: {s}\n".encode()).decode(),
+    "hex": lambda s: s.encode().hex(),
+    "rotated": lambda s: codecs.encode(s, "rot13"),
+    "cut by the end of the message": lambda s: PADDING + s,
+}
+
+
+@pytest.mark.parametrize("secret", [TOKEN, KEY], ids=["session token", "secret key"])
+@pytest.mark.parametrize("echo", ECHOES)
+@pytest.mark.parametrize("place", ["message", "code", "body"])
+def test_no_echo_of_a_secret_is_shown(secret: str, echo: str, place: str) -> None:
+    repeated = ECHOES[echo](secret)
+    body = {
+        "message": document("AccessDenied", escape(f"you sent {repeated} to us")),
+        "code": document(escape(repeated)),
+        "body": f"500 you sent {repeated} to us".encode(),
+    }[place]
+    words = str(parse_failure(500, body, REQUEST, (secret,)).error())
+    shown, hidden = _letters(words), _letters(repeated.removeprefix(PADDING))
+    longest = max(
+        stop - start
+        for start in range(len(hidden))
+        for stop in range(start, min(start + 40, len(hidden)) + 1)
+        if hidden[start:stop] in shown
+    )
+    assert longest < 16, words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "The specified bucket does not exist: holdfast-checkpoints-2026",
+        "prefix team-a/jobs/11111111-2222-3333-4444-555555555555/step-000000000100 is not yours",
+        "digest b3:196203ac4dd4f181d6cc512d112e28ae92c2fbecbf079d3941d9b2e08dd3ee77 differs",
+    ],
+)
+def test_what_is_no_secret_is_shown(words: str) -> None:
+    assert (
+        parse_failure(403, document("AccessDenied", words), REQUEST, (TOKEN, KEY)).message == words
+    )
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def silence(connection: socket.socket) -> None:
     [
         (nothing, "without response"),
         (silence, "no answer in time"),
-        (reply(b"SSH-2.0-OpenSSH_9\r\n"), "SSH-2.0"),
+        (reply(b"SSH-2.0-OpenSSH_9\r\n"), "status line of the reply is not of HTTP"),
         (reply(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort"), "after 5 of 9 bytes"),
         (reply(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab"), "reading"),
         (reply(b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000 + b"\r\n\r\n"), "header line"),

@@ -22,8 +22,10 @@ class StoreCondition(StrEnum):
 
 
 _ENDPOINT_RULE = rule(
-    "isURL(self) && url(self).getScheme() in ['http', 'https'] && url(self).getHostname() != ''"
-    " && url(self).getEscapedPath() in ['', '/']",
+    # No user, query or fragment, and a port that exists: anything else would fail in every pod.
+    "isURL(self) && self.matches("
+    "'^https?://([A-Za-z0-9._-]+|[[][0-9A-Fa-f:.]+[]])(:[1-9][0-9]{0,4})?/?$')"
+    " && (url(self).getPort() == '' || int(url(self).getPort()) <= 65535)",
     message_expression=(
         '\'s3.endpoint is "%s", expected http(s)://host:port without a path: write for example '
         "https://minio.storage.svc:9000'.format([self])"

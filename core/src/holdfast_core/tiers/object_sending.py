@@ -264,7 +264,8 @@ class Upload:
             if found != checksum or not etag:
                 raise UnavailableError(
                     f"{self._client.describe(request)}: {what}: expected checksum {checksum} and "
-                    f"an ETag in the reply, found {found!r} and {etag!r}"
+                    f"an ETag in the reply, found {self._client.shown(found)!r} and "
+                    f"{self._client.shown(etag)!r}"
                 )
             return etag
 

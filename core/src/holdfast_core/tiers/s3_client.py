@@ -24,6 +24,7 @@ from holdfast_core.tiers.s3_credentials import CredentialsProvider, Keys
 from holdfast_core.tiers.s3_errors import (
     S3Failure,
     child_text,
+    clean,
     is_error_document,
     local_name,
     parse_failure,
@@ -132,11 +133,15 @@ def _key_decoder(root: ElementTree.Element) -> Callable[[str], str]:
     return unquote_plus if child_text(root, "EncodingType") == "url" else str
 
 
+def _number(text: str, default: int) -> int:
+    """A number that the store sent; `str.isdigit` is true of digits that `int` does not take."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else default
+
+
 def _uploaded_part(item: ElementTree.Element) -> UploadedPart:
-    number, size = child_text(item, "PartNumber"), child_text(item, "Size")
     return UploadedPart(
-        int(number) if number.isdigit() else 0,
-        int(size) if size.isdigit() else -1,
+        _number(child_text(item, "PartNumber"), 0),
+        _number(child_text(item, "Size"), -1),
         decode_crc(child_text(item, "ChecksumCRC32C")),
         child_text(item, "ETag"),
     )
@@ -177,6 +182,10 @@ class S3Client:
         what = f"{request.method} {request.key!r} in " if request.key else f"{request.method} of "
         return f"{what}bucket {self.config.bucket!r} at {self.config.endpoint}"
 
+    def shown(self, text: str) -> str:
+        """What the store said, as errors and logs may show it."""
+        return clean(text, self._credentials.retrieve().secrets())
+
     def send(self, request: S3Request, *, limit_bytes: int = MAX_CONTROL_BYTES) -> S3Reply:
         """One round trip. Raises UnavailableError when no whole answer came: the outcome of a write
         is then unknown."""
@@ -207,7 +216,7 @@ class S3Client:
             if reply.status != 206 or not found.startswith(expected):
                 raise UnavailableError(
                     f"{self.describe(request)}: expected 206 with Content-Range {expected}*, "
-                    f"found {reply.status} with {found!r}"
+                    f"found {reply.status} with {self.shown(found)!r}"
                 )
             yield reply
 
@@ -220,12 +229,12 @@ class S3Client:
             if reply.failure.is_absent:
                 return None
             raise reply.failure.error()
-        length = reply.headers.get("content-length", "")
-        if not length.isdigit():
+        length = _number(reply.headers.get("content-length", ""), -1)
+        if length < 0:
             raise UnavailableError(f"{self.describe(request)}: no Content-Length in the reply")
         full = reply.headers.get("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT"
         crc = decode_crc(reply.headers.get(CHECKSUM_HEADER)) if full else None
-        return ObjectInfo(int(length), crc)
+        return ObjectInfo(length, crc)
 
     def delete(self, key: str) -> None:
         """Tolerates absence."""
@@ -319,7 +328,8 @@ class S3Client:
         if root is None or local_name(root) != expected:
             raise TierError(
                 f"{self.describe(request)}: expected a {expected} document, found "
-                f"{reply.body[:80]!r}; is this an S3 endpoint?"
+                f"{self.shown(reply.body[:1000].decode('utf-8', 'replace'))[:80]!r}; is this an S3 "
+                "endpoint?"
             )
         return root
 

@@ -27,7 +27,7 @@ _ATTEMPTS = 5
 class Keys:
     """One consistent set of credentials."""
 
-    access_key: str
+    access_key: str = field(repr=False)
     secret_key: str = field(repr=False)
     session_token: str | None = field(default=None, repr=False)
 
@@ -36,7 +36,7 @@ class Keys:
 
     def secrets(self) -> tuple[str, ...]:
         """What must never appear in a text."""
-        return tuple(s for s in (self.secret_key, self.session_token) if s)
+        return tuple(s for s in (self.access_key, self.secret_key, self.session_token) if s)
 
 
 class CredentialsProvider(Protocol):
@@ -124,13 +124,20 @@ class FileCredentials:
     def _text(self, name: str) -> str:
         try:
             with (self._directory / name).open("rb") as file:
-                return file.read(_MAX_FILE_BYTES).decode("utf-8").strip()
+                text = file.read(_MAX_FILE_BYTES).decode("utf-8").strip()
         except (FileNotFoundError, NotADirectoryError):
             return ""
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"credentials file {self._directory / name}: {type(error).__name__}"
             ) from error
+        if not (text.isascii() and text.isprintable()) or " " in text:
+            # The HTTP library would refuse it as a header, with an error that quotes it.
+            raise ConfigError(
+                f"credentials file {self._directory / name}: expected one key of printable ASCII "
+                "characters without spaces; check the Secret that the store names"
+            )
+        return text
 
     def _describe(self) -> str:
         try:

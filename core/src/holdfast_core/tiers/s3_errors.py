@@ -20,13 +20,13 @@ from holdfast_core.errors import (
     TierError,
     UnavailableError,
 )
+from holdfast_core.tiers.s3_redact import redact
 
 MAX_WORDS = 300
+_CLEANED_WORDS = 4 * MAX_WORDS
 MAX_ELEMENTS = 200_000
 """A list of 10,000 parts (some servers send all at once) has 60,000."""
 MAX_DEPTH = 32
-_SHORTEST_SECRET = 6
-"""Shorter ones are no secrets, and blotting them out would eat the words around them."""
 _BAD_BYTES_CODES = frozenset(
     {
         "BadDigest",
@@ -124,15 +124,15 @@ def advice_on_denial(code: str) -> str:
 
 
 def parse_failure(status: int, body: bytes, request: str, secrets: tuple[str, ...]) -> S3Failure:
-    """Reads an <Error> document; anything else becomes the message. `secrets` are blotted out,
-    because a server may repeat what it was sent."""
+    """Reads an <Error> document; anything else becomes the message, without what a server may
+    repeat of `secrets` (see `redact`)."""
     code = message = ""
     root = parse_xml(body)
     if root is not None and local_name(root) == "Error":
         code, message = child_text(root, "Code"), child_text(root, "Message")
     elif body:
-        message = body[:MAX_WORDS].decode("utf-8", "replace")
-    return S3Failure(status, _clean(code, secrets), _clean(message, secrets), request)
+        message = body[:_CLEANED_WORDS].decode("utf-8", "replace")
+    return S3Failure(status, clean(code, secrets), clean(message, secrets), request)
 
 
 def is_error_document(body: bytes) -> bool:
@@ -189,8 +189,8 @@ def child_text(element: ElementTree.Element, name: str) -> str:
     return ""
 
 
-def _clean(text: str, secrets: tuple[str, ...]) -> str:
-    for secret in secrets:
-        if len(secret) >= _SHORTEST_SECRET:
-            text = text.replace(secret, "***")
-    return re.sub(r"[\x00-\x20\x7f]+", " ", text).strip()[:MAX_WORDS]
+def clean(text: str, secrets: tuple[str, ...]) -> str:
+    """What a server said, in one bounded line without credentials."""
+    # First without secrets, then cut: a secret that the end cuts in two would not be found.
+    shown = redact(text[:_CLEANED_WORDS], secrets)
+    return re.sub(r"[\x00-\x20\x7f]+", " ", shown).strip()[:MAX_WORDS]

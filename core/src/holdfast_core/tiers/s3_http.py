@@ -239,6 +239,14 @@ class HttpPool:
                 f"(connect {self._timeouts.connect_seconds:g} s, "
                 f"silence {self._timeouts.idle_seconds:g} s)"
             ) from error
+        except http.client.RemoteDisconnected as error:
+            raise UnavailableError(f"{doing} at {self.name}: {error}") from error
+        except (http.client.BadStatusLine, http.client.UnknownProtocol):
+            # Their text quotes the server, which may repeat the credentials that it was sent; a
+            # traceback would show it as the cause.
+            raise UnavailableError(
+                f"{doing} at {self.name}: the status line of the reply is not of HTTP/1.1"
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             words = str(error) or type(error).__name__
             raise UnavailableError(f"{doing} at {self.name}: {words}") from error

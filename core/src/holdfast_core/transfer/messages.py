@@ -618,7 +618,7 @@ class Certificate:
     """POST /v1/certificate, operator -> sidecar: a new leaf (PEM)."""
 
     certificate: Pem
-    key: Pem
+    key: Pem = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,55 @@
+"""What a sidecar is told of a store: an endpoint that no connection can be made to is refused at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import ConfigError
+
+
+def text(endpoint: str) -> str:
+    return StoreConfig(endpoint, True, "b", "p", "us-east-1").to_json()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["minio:9000", "minio.storage.svc", "10.0.0.1:1", "[::1]:65535", "[::1]", "file:///tmp/store"],
+)
+def test_endpoints_that_are_accepted(endpoint: str) -> None:
+    assert StoreConfig.from_json(text(endpoint)).endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "h:0",
+        "h:00",
+        "h:65536",
+        "h:99999999999",
+        "h:",
+        "h:-1",
+        "h:+1",
+        "h:1_0",
+        "h:\u0661",
+        ":9000",
+        "",
+        "user:word@h:9000",
+        "http://h:9000",
+        "h:9000/",
+        "h:9000?x",
+        "h h:9000",
+        "h:9000\n",
+        "::1",
+        "[::1]:0",
+    ],
+)
+def test_endpoints_that_are_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"spec\.s3\.endpoint"):
+        StoreConfig.from_json(text(endpoint))
+
+
+@pytest.mark.parametrize("document", ["", "[]", "7", "null", "{}", '{"endpoint": 7}'])
+def test_documents_that_are_refused(document: str) -> None:
+    with pytest.raises(ConfigError, match="store configuration"):
+        StoreConfig.from_json(document)
