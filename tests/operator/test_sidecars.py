@@ -35,7 +35,7 @@ from holdfast_operator.certificates import (
 from holdfast_operator.keys import Key, job_key
 from holdfast_operator.model import PodPhase, PodView, Reachable, SidecarView
 from holdfast_operator.sidecar_client import SidecarClient
-from holdfast_operator.sidecars import Sidecars
+from holdfast_operator.sidecars import Sidecars, back_off_seconds
 from holdfast_operator.testing.fake_sidecar import FakeSidecar
 
 UID = JobUid("0c0ffee0-0000-4000-8000-000000000000")
@@ -219,6 +219,24 @@ def test_two_failures_make_it_unreachable_and_an_answer_reachable_again() -> Non
             assert server.round == 1
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("failures", "silent_seconds", "pause"),
+    [
+        (1, 0.0, 0.25),
+        (2, 1.0, 0.5),
+        (3, 2.0, 1.0),
+        (50, 55.0, 1.0),
+        (90, 180.0, 3.0),
+        (4000, 86_400.0, 10.0),
+        (1, 86_400.0, 0.25),
+    ],
+)
+def test_a_silent_sidecar_is_called_less_and_less_often(
+    failures: int, silent_seconds: float, pause: float
+) -> None:
+    assert back_off_seconds(failures, silent_seconds) == pause
 
 
 def test_pass_never_waits_and_never_calls_twice_at_once() -> None:

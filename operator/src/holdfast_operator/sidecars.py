@@ -61,6 +61,8 @@ STARTING_SECONDS = 15.0
 """A sidecar that never answered may still be starting: its silence is not worth a line before."""
 FIRST_BACKOFF_SECONDS = 0.25
 MAX_BACKOFF_SECONDS = 1.0
+"""In the first minute of a silence; afterwards the pause grows with it up to LONG_BACKOFF_SECONDS."""
+LONG_BACKOFF_SECONDS = 10.0
 PROBE_SECONDS = 2.0
 """Between calls to a sidecar that is unknown, silent or on a silent node."""
 KNOWLEDGE_SECONDS = 1800.0
@@ -204,6 +206,7 @@ class Sidecars:
                 job.pods[pod_uid] = _Pod(SidecarView(pod.worker, pod_uid), target)
             elif known.target != target:
                 known.target = target
+                known.not_before = 0.0
             starts = (pod.sidecar_started, pod.sidecar_restarts)
             if job.pods[pod_uid].starts != starts:
                 if starts[1] != job.pods[pod_uid].starts[1]:
@@ -457,9 +460,9 @@ class Sidecars:
             )
 
     def _hold_off(self, pod: _Pod) -> None:
-        steps = min(max(pod.failures - 1, 0), 8)
-        pause = min(FIRST_BACKOFF_SECONDS * 2.0**steps, MAX_BACKOFF_SECONDS)
-        pod.not_before = self._clock.monotonic() + pause
+        now = self._clock.monotonic()
+        silent_seconds = 0.0 if pod.failing_since is None else now - pod.failing_since
+        pod.not_before = now + back_off_seconds(pod.failures, silent_seconds)
 
     async def _ask(self, job: _Job, pod: str, path: str, message: Ask, name: str) -> None:
         try:
@@ -516,7 +519,7 @@ class Sidecars:
 
     async def _poll(self, job: _Job, pod_uid: str) -> None:
         """Until cancelled by the next coordinator or round."""
-        pause = FIRST_BACKOFF_SECONDS
+        failures = 0
         while True:
             pod = job.pods.get(pod_uid)
             if pod is None:
@@ -527,10 +530,14 @@ class Sidecars:
                 self._unexpected(f"the poll of coordinator {pod.target.pod}", error)
                 answered = False
             if answered:
-                pause = FIRST_BACKOFF_SECONDS
+                failures = 0
                 continue
-            await self._clock.sleep(pause)
-            pause = min(pause * 2, MAX_BACKOFF_SECONDS)
+            failing = pod.failing_since
+            now = self._clock.monotonic()
+            failures += 1
+            await self._clock.sleep(
+                back_off_seconds(failures, 0.0 if failing is None else now - failing)
+            )
 
     async def _poll_once(self, job: _Job, pod: _Pod) -> bool:
         """True where there is a state, and it was acted on or had its time to be."""
@@ -572,6 +579,12 @@ class Sidecars:
                     await job.acted.wait()
         except TimeoutError:
             return
+
+
+def back_off_seconds(failures: int, silent_seconds: float) -> float:
+    """The pause after so many failures in a row, the first of them so long ago."""
+    longest = min(max(MAX_BACKOFF_SECONDS, silent_seconds / 60), LONG_BACKOFF_SECONDS)
+    return float(min(FIRST_BACKOFF_SECONDS * 2.0 ** min(max(failures - 1, 0), 8), longest))
 
 
 def _standing(pod: _Pod) -> Standing:
