@@ -151,3 +151,19 @@ def test_a_child_that_leaves_the_block_closes_nothing(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         ckpt.save(2, {"t": torch.ones(4)}).wait(timeout=_HANG_GUARD_SECONDS)
     assert committed_step(tmp_path / "ckpt") == 2
+
+
+def test_a_child_that_fails_leaves_the_loop_of_its_parent_alone(tmp_path: Path) -> None:
+    """The slot that holds the state in which a loop was left is in memory that both share."""
+    state = {"t": torch.zeros(4)}
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", interval_steps=100) as ckpt:
+        for index in ckpt.steps(9, state):
+            state["t"] += 1
+            if index == 3:
+                break
+        pid = os.fork()
+        if pid == 0:
+            ckpt.__exit__(RuntimeError, RuntimeError("in the child"), None)
+            os._exit(0)
+        os.waitpid(pid, 0)
+    assert committed_step(tmp_path / "ckpt") == 4

@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 from holdfast.testing import committed_step
-from holdfast_core.errors import ConfigError
+from holdfast_core.errors import ConfigError, CorruptionError
 
 
 class Training:
@@ -101,6 +101,33 @@ def test_a_step_that_the_folder_does_not_have(folder: Path) -> None:
     assert restored(folder)[0] == 2
 
 
+def test_a_step_that_cannot_be_read_is_not_replaced_by_another(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, keep_last=9) as ckpt:
+        for step in (1, 2, 3):
+            training.step()
+            ckpt.save(step, training.state).wait(timeout=60)
+        (shard,) = folder.rglob("s000000000002/*/*.shard")
+        data = bytearray(shard.read_bytes())
+        data[-100:] = bytes(100)
+        shard.write_bytes(data)
+        with pytest.raises(CorruptionError, match=r"restore\(step=2\): no copy"):
+            ckpt.restore(training.state, step=2)
+        assert ckpt.restore(training.state) == 3
+        assert training.done == 3
+
+
+def test_a_save_before_the_first_restore_is_no_history(folder: Path) -> None:
+    """Scripts that save step 0 whenever they start go on where the last run ended."""
+    for total in (3, 5):
+        training = Training()
+        with holdfast.Checkpointer(dir=folder, interval_steps=1, when_busy="wait") as ckpt:
+            ckpt.save(0, training.state)
+            list(lap(ckpt, training, total))
+        assert training.done == total
+    assert restored(folder) == (5, 5)
+
+
 def test_an_older_step_of_an_earlier_run(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=1, when_busy="wait") as ckpt:
@@ -147,13 +174,20 @@ def test_ranks_roll_back_together(tmp_path: Path) -> None:
         "        dist.barrier()\n"
         "    assert t[0] == 8, t\n"
         "    assert ckpt.restore({'t': t}) == 8\n"
+        "    try:\n"
+        "        ckpt.restore({'t': t}, step=77)\n"
+        "    except holdfast.ConfigError as error:\n"
+        "        assert 'step=77' in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError('it was found')\n"
+        "    ckpt.save(9, {'t': t}).wait(timeout=60)\n"
     )
     words = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
     done = subprocess.run(
         [*words, str(tmp_path / "ckpt")], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert committed_step(tmp_path / "ckpt") == 8
+    assert committed_step(tmp_path / "ckpt") == 9
 
 
 # ------------------------------------------------------------------------------- going on

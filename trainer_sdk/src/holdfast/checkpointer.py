@@ -180,6 +180,8 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child leaves the block of its parent
         waited_out = self._was_interrupted and isinstance(error, KeyboardInterrupt)
         deliberate = error is None or waited_out or _is_clean_exit(error)
         if not deliberate:
@@ -286,7 +288,9 @@ class Checkpointer:
         if self._position.continues(state):
             start = self._position.done
         else:
-            start = self.restore(state, before_rng=before_rng) or 0
+            # Before the first restore the saves of this process are no history to go back to.
+            rolls_back = self._has_saved and self._position.is_known
+            start = self._restore(state, None, before_rng, rolls_back=rolls_back) or 0
             if start >= total:
                 self._say("step %d of %d was done before: nothing is left to do", start, total)
         try:
@@ -386,15 +390,30 @@ class Checkpointer:
         of a bad one then). Blocks while the sidecar is away: a
         run never starts from nothing because its checkpoint could not be asked for.
         """
+        wanted = None if step is None else checked_step(step, "Checkpointer.restore(step)")
+        rolls_back = self._has_saved or wanted is not None
+        return self._restore(state, wanted, before_rng, rolls_back=rolls_back)
+
+    def _restore(
+        self,
+        state: MutableMapping[str, Any],
+        step: Step | None,
+        before_rng: Callable[[], None] | None,
+        *,
+        rolls_back: bool,
+    ) -> int | None:
         restorer = self._opened()
         self._forget_left("the state was restored")
         self._saver.prepare()
-        if self._has_saved or step is not None:
-            self._roll_back(
-                None if step is None else checked_step(step, "Checkpointer.restore(step)")
-            )
+        if rolls_back:
+            self._roll_back(step)
         wish = Wish(state, self._settings.rank, strict=self._strict)
-        found = restorer.fetch(wish)
+        try:
+            found = restorer.fetch(wish)
+        except CorruptionError:
+            # Every rank raises this for a step that was asked for: the next call looks again.
+            self._has_saved = self._has_saved or step is not None
+            raise
         if found is None:
             if before_rng is not None:
                 before_rng()

@@ -33,12 +33,15 @@ class Position:
 
     def __init__(self) -> None:
         self.done = 0
+        self.is_known = False
+        """A restore said where it began. A script may save before it restores: step 0, say."""
         self._has_trained = False
         self._parts: dict[str, weakref.ref[Any]] = {}
 
     def restored(self, done: int, state: Mapping[str, Any]) -> None:
         """The state holds what a checkpoint held, or was made anew."""
         self.done = done
+        self.is_known = True
         self._has_trained = False
         self._parts = _parts(state)
 
@@ -50,8 +53,12 @@ class Position:
     def continues(self, state: Mapping[str, Any]) -> bool:
         """Whether `state` was trained here since it was restored: it must not be restored again."""
         parts = _parts(state)
-        return self._has_trained and all(
-            self._parts[name]() is parts[name]() for name in parts.keys() & self._parts.keys()
+        return (
+            self.is_known
+            and self._has_trained
+            and all(
+                self._parts[name]() is parts[name]() for name in parts.keys() & self._parts.keys()
+            )
         )
 
 

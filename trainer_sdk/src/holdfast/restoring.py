@@ -10,6 +10,7 @@ In a pod the sidecar knows; every rank asks its own. In a directory the ranks ag
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -100,6 +101,9 @@ class Restorer:
         self._layouts = layouts
         self._store = store
         self._attempt = 0
+        self._lookups = 0
+        self._asked: Step | None = None
+        """The step that a script asked for: no other one is restored instead."""
         self._left_parts: CheckpointId | None = None
         """The last one that was put into the state, wholly or not."""
 
@@ -134,8 +138,14 @@ class Restorer:
                 found, failed = None, error
             if not isinstance(self._place, DirectoryPlace) or self._place.restore is None:
                 return found
-            if self._all_succeeded(failed is None):
+            if self._all_succeeded(failed is None) and self._is_asked_for(found):
                 return found
+            if self._asked is not None:
+                step, self._asked = self._asked, None
+                raise CorruptionError(
+                    f"Checkpointer.restore(step={step}): no copy of it in {self._place.root} can be read by "
+                    f"all ranks{'' if failed is None else f' ({failed})'}; restore() takes another step"
+                ) from failed
             logger.warning(
                 "checkpoint %s cannot be restored by all ranks%s: trying an older one",
                 self._place.restore,
@@ -144,6 +154,9 @@ class Restorer:
             self._reject(self._place)
 
     # ------------------------------------------------------------------ inside
+
+    def _is_asked_for(self, found: Fetched | None) -> bool:
+        return self._asked is None or (found is not None and found.step == self._asked)
 
     def _fetch_once(self, wish: Wish) -> Fetched | None:
         round_ = self._wait_connected()
@@ -313,14 +326,31 @@ class Restorer:
                 "that the operator chose, and this rank has saved since: end the process with an exit "
                 "code other than 0, and the gang restarts from its newest checkpoint"
             )
-        wanted = None if step is None else _of_step(place, step)
         bad = list(place.rejected)
-        if wanted is not None:
-            place.rejected = [*bad, *_newer(place, wanted)]
+        if step is not None:
+            place.rejected = [*bad, *self._newer_than(place, step)]
         self._begin_again(place)
         place.rejected = bad
-        if wanted is not None and place.restore != wanted:
-            raise CorruptionError(f"{place.root}: checkpoint {wanted} cannot be restored")
+        self._asked = step
+
+    def _newer_than(self, place: DirectoryPlace, step: Step) -> list[CheckpointId]:
+        """What is passed over to find `step`. Rank 0 looks, and all raise the same ConfigError: ranks may
+        see a shared folder at different moments."""
+        self._lookups += 1
+        key = f"lookup/{self._lookups}"
+        if self._settings.rank != 0 and self._store is not None:
+            error = json.loads(self._store.wait(key))
+            if error is not None:
+                raise ConfigError(error)
+            return []
+        known = committed(place.root)
+        newer = list(itertools.takewhile(lambda one: one.step != step, known))
+        error = None if len(newer) < len(known) else _no_such_step(place, step, known)
+        if self._store is not None:
+            self._store.publish(key, json.dumps(error))
+        if error is not None:
+            raise ConfigError(error)
+        return newer
 
     def _begin_again(self, place: DirectoryPlace) -> None:
         self._attempt += 1
@@ -354,22 +384,12 @@ def _pair(value: list[int] | None) -> CheckpointId | None:
     return None if value is None else CheckpointId(Step(value[0]), RestartRound(value[1]))
 
 
-def _of_step(place: DirectoryPlace, step: Step) -> CheckpointId:
-    """Its newest one. Raises ConfigError."""
-    known = committed(place.root)
-    for checkpoint in known:
-        if checkpoint.step == step:
-            return checkpoint
-    steps = sorted({checkpoint.step for checkpoint in known})
-    raise ConfigError(
+def _no_such_step(place: DirectoryPlace, step: Step, known: list[CheckpointId]) -> str:
+    steps = ", ".join(str(one) for one in sorted({checkpoint.step for checkpoint in known}))
+    return (
         f"Checkpointer.restore(step={step}): {place.root} holds no such checkpoint; it has steps "
-        f"{', '.join(map(str, steps)) or 'none'}"
+        f"{steps or 'none'}"
     )
-
-
-def _newer(place: DirectoryPlace, wanted: CheckpointId) -> list[CheckpointId]:
-    known = committed(place.root)
-    return known[: known.index(wanted)]
 
 
 def _is_bad_copy(error: HoldfastError) -> bool:
