@@ -93,9 +93,8 @@ class Teller:
                 highlight=False,
             )
         draw(self.recorder, self.picture, title=self.title, verdict=verdict)
-        screen.console.print(
-            f"{verdict}\n{elapsed:.0f} s; picture: {self.picture}", highlight=False
-        )
+        for line in (*verdict.split(": "), f"{elapsed:.0f} s; picture: {self.picture}"):
+            screen.console.print(line, highlight=False)
         return same
 
     def _first_commit(self) -> bool:
