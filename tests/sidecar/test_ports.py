@@ -24,6 +24,7 @@ from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import JobUid, Rank, RestartRound, Worker
 from holdfast_core.testing.pki import Authority
 from holdfast_core.transfer.admission import Places
+from holdfast_core.transfer.listener import ListenerLimits
 from holdfast_core.transfer.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -40,7 +41,6 @@ from holdfast_core.transfer.socket_frames import read_frame, write_frame
 from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
 from holdfast_sidecar import logs
 from holdfast_sidecar.intake import Connection, Intake, IntakeLimits
-from holdfast_sidecar.listener import ListenerLimits
 from holdfast_sidecar.rounds import Caller, RoundState
 from holdfast_sidecar.server import ControlServer, PlainServer
 

@@ -27,6 +27,7 @@ from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.transfer.admission import Places
 from holdfast_core.transfer.bounds import body_limit_bytes
 from holdfast_core.transfer.codec import MAX_CONTROL_BYTES, dumps, loads
+from holdfast_core.transfer.listener import ListenerLimits
 from holdfast_core.transfer.messages import (
     CoordinatorState,
     Inventory,
@@ -34,11 +35,10 @@ from holdfast_core.transfer.messages import (
     Refusal,
     Rendezvous,
 )
+from holdfast_core.transfer.port import Port
 from holdfast_sidecar import logs
 from holdfast_sidecar.bodies import Bodies
 from holdfast_sidecar.client import raise_refused
-from holdfast_sidecar.listener import ListenerLimits
-from holdfast_sidecar.port import Port
 from holdfast_sidecar.rounds import OPERATOR, Caller, RoundState, refuse_caller
 from holdfast_sidecar.verbs import POSTS, ROUND_HEADER, Endpoint
 
@@ -126,6 +126,7 @@ class ControlServer:
             idle_seconds=_IDLE_SECONDS,
             expected=expected,
             dropped=dropped,
+            warn=logs.Seldom().warning,
         )
 
     async def start(self, host: str, port: int) -> int:
@@ -244,6 +245,7 @@ class PlainServer:
             limits=limits or ListenerLimits(_PLAIN_PLACES),
             idle_seconds=_PLAIN_IDLE_SECONDS,
             dropped=dropped,
+            warn=logs.Seldom().warning,
         )
 
     async def start(self, host: str, port: int) -> int:
