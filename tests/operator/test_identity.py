@@ -22,6 +22,7 @@ from holdfast_operator.events import Events
 from holdfast_operator.expectations import Expectations
 from holdfast_operator.job_effects import JobEffects
 from holdfast_operator.keys import Key
+from holdfast_operator.kube_api import ApiError
 from holdfast_operator.metrics import Metrics
 from holdfast_operator.model import JobView, Unreadable
 from holdfast_operator.observe_views import job_view
@@ -31,7 +32,9 @@ from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
 from holdfast_operator.sidecar_client import SidecarClient
 from holdfast_operator.sidecars import Sidecars
-from holdfast_operator.testing.builders import UID, manifest_digest, raw_job
+from holdfast_operator.stores import Stores
+from holdfast_operator.stores_probe import probe_name
+from holdfast_operator.testing.builders import UID, manifest_digest, raw_job, raw_store
 from holdfast_operator.testing.fake_api import FakeApi, Raw
 from holdfast_operator.unreadable_reports import UnreadableReports
 
@@ -413,10 +416,17 @@ def test_the_sweep_finds_what_is_left_and_spares_what_a_stale_watch_misses() -> 
         edge.api.put("trainingjobs", {**raw_job(), "metadata": {**AGAIN, "name": "gone"}})
         await edge.certificates.round_data(replace(vanished, name="gone"), [POD])
         edge.api.remove("trainingjobs", NAMESPACE, "gone")
+        refused = replace(edge.job, namespace="closed", name="kept", uid=JobUid("0" * 36))
+        meta = {"name": "kept", "namespace": "closed", "uid": refused.uid}
+        edge.api.put("trainingjobs", {**raw_job(), "metadata": meta})
+        await edge.certificates.round_data(refused, [POD])
+        edge.api.closed.add("closed")
         another = {"name": "token", "namespace": "holdfast-system"}
         edge.api.put("secrets", {"metadata": another})
-        await edge.certificates.sweep(set())
-        assert edge.api.names("secrets") == {ca_secret_name(UID), "token"}
+        with pytest.raises(ApiError, match="closed"):
+            await edge.certificates.sweep(set())
+        kept = {ca_secret_name(UID), ca_secret_name(refused.uid), "token"}
+        assert edge.api.names("secrets") == kept
 
     asyncio.run(story())
 
@@ -474,5 +484,28 @@ def test_conditions_that_are_no_list_of_conditions_are_left_alone(conditions: An
         await reports.report(hidden)
         assert edge.raw["status"] == {"conditions": conditions}
         assert edge.events() == ["CannotRead"]
+
+    asyncio.run(story())
+
+
+def test_a_foreign_pod_under_a_probe_s_name_is_said_on_the_store() -> None:
+    async def story() -> None:
+        edge = Edge()
+        raw = raw_store("main")
+        raw["status"] = {}
+        edge.api.put("checkpointstores", raw)
+        await edge.look()
+        store = edge.cache.store(NAMESPACE, "main")
+        assert store is not None
+        name = probe_name(store)
+        forged = {"name": name, "namespace": NAMESPACE, "labels": {}}
+        edge.api.put("pods", {"metadata": forged})
+        events = Events(edge.cluster, edge.clock)
+        stores = Stores(edge.cluster, edge.cache, events, SidecarSettings("i"), edge.clock)
+        await stores.reconcile(NAMESPACE, "main")
+        (said,) = edge.api.all("checkpointstores")[0]["status"]["conditions"]
+        assert (said["status"], said["reason"]) == ("False", "ProbeRefused")
+        assert name in said["message"]
+        assert name in edge.api.names("pods", NAMESPACE)
 
     asyncio.run(story())

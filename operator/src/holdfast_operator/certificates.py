@@ -33,6 +33,7 @@ from holdfast_core.transfer.messages import Certificate
 from holdfast_core.transfer.tls import ignore_validity_period, load_leaf
 from holdfast_operator import labels, logs
 from holdfast_operator.cluster import Cluster
+from holdfast_operator.kube_api import ApiError
 from holdfast_operator.model import JobView
 from holdfast_operator.render.names import certificate_items
 
@@ -225,16 +226,23 @@ class Certificates:
     async def sweep(self, living: Set[str]) -> None:
         """Delete authorities of jobs that vanished while no operator ran, or while one was being
         created. What is known to live is spared; the others are looked for on the server first, as
-        this operator's watch may be behind. Raises ApiError."""
+        this operator's watch may be behind. One that cannot be looked for does not keep the others.
+        Raises ApiError."""
+        failed: ApiError | None = None
         found = await self._cluster.secret_labels(self._namespace, f"{_CA_LABEL}=true")
         for name, marks in found.items():
             uid = JobUid(marks.get(labels.JOB_UID, ""))
             namespace, job = marks.get(labels.JOB_NAMESPACE), marks.get(labels.JOB_NAME)
             if uid in living or namespace is None or job is None or name != ca_secret_name(uid):
                 continue
-            if not await self._cluster.job_exists(namespace, job, uid):
-                logs.info(f"deleting Secret {name}: job {namespace}/{job} is gone")
-                await self.forget(uid)
+            try:
+                if not await self._cluster.job_exists(namespace, job, uid):
+                    logs.info(f"deleting Secret {name}: job {namespace}/{job} is gone")
+                    await self.forget(uid)
+            except ApiError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     async def _authority(self, job_uid: JobUid) -> Authority:
         """Of a job whose pods were given leaves; creates none."""

@@ -41,6 +41,9 @@ from holdfast_operator.status_writer import checkpoint_status
 SURE_SECONDS = 600.0
 """Nobody watches Services: one that somebody deleted is created anew after this at the latest."""
 
+SECRET_SURE_SECONDS = 60.0
+"""While pods wait to start, the Secret that they mount is created again after this long."""
+
 
 class JobEffects:
     """Implements effects.Effects."""
@@ -63,7 +66,7 @@ class JobEffects:
         self._metrics = metrics
         self._clock = clock
         self._services: dict[JobUid, dict[str, float]] = {}
-        self._secrets: dict[JobUid, set[str]] = {}
+        self._secrets: dict[JobUid, dict[str, float]] = {}
 
     # ------------------------------------------------------------------ what is known to exist
 
@@ -72,7 +75,12 @@ class JobEffects:
         return frozenset(n for n, at in self._services.get(uid, {}).items() if at > oldest)
 
     def secrets(self, uid: JobUid) -> frozenset[str]:
-        return frozenset(self._secrets.get(uid, set()))
+        return frozenset(self._secrets.get(uid, {}))
+
+    def doubtful_secrets(self, uid: JobUid) -> frozenset[str]:
+        """What may have been deleted since: a pod would wait for it without end."""
+        oldest = self._clock.monotonic() - SECRET_SURE_SECONDS
+        return frozenset(n for n, at in self._secrets.get(uid, {}).items() if at <= oldest)
 
     def forget(self, uid: JobUid) -> None:
         self._services.pop(uid, None)
@@ -121,11 +129,11 @@ class JobEffects:
         data = await self._certificates.round_data(job, action.pods)
         metadata = {"labels": job_labels(job), "ownerReferences": [owner_reference(job)]}
         await self._cluster.create_secret(job.namespace, action.secret, data, metadata)
-        self._secrets.setdefault(job.uid, set()).add(action.secret)
+        self._secrets.setdefault(job.uid, {})[action.secret] = self._clock.monotonic()
 
     async def delete_certificates(self, job: JobView, secret: str) -> None:
         await self._cluster.delete_secret(job.namespace, secret)
-        self._secrets.get(job.uid, set()).discard(secret)
+        self._secrets.get(job.uid, {}).pop(secret, None)
 
     # ------------------------------------------------------------------ Checkpoint objects
 

@@ -491,6 +491,8 @@ class Observed:
     """Names of Services of the job that are known to exist."""
     secrets: frozenset[str] = frozenset()
     """Certificate Secrets that this process created or found there (they cannot be read)."""
+    doubtful_secrets: frozenset[str] = frozenset()
+    """Those of them that may have been deleted since: it was long ago."""
     memory: JobMemory = JobMemory()
     unreadable: tuple[Unreadable, ...] = ()
     """What exists and cannot be parsed: pods of the job, its store, its Checkpoints and the one that

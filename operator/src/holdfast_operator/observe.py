@@ -57,6 +57,7 @@ class Observer:
             store=self._store(job),
             services=self._effects.services(job.uid),
             secrets=self._effects.secrets(job.uid),
+            doubtful_secrets=self._effects.doubtful_secrets(job.uid),
             memory=memory,
             unreadable=self._unreadable(job),
             template_refusal=template_refusal,

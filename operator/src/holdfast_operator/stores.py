@@ -11,12 +11,14 @@ from holdfast_core.api import API_VERSION, CheckpointStore
 from holdfast_core.clock import Clock
 from holdfast_operator import logs
 from holdfast_operator.cluster import Cluster
+from holdfast_operator.effects import NameTakenError
 from holdfast_operator.events import Events, Subject
 from holdfast_operator.observe import store_config
 from holdfast_operator.reflectors_cache import ClusterCache
 from holdfast_operator.reflectors_records import ProbePod, StoreRecord
 from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.stores_probe import (
+    PROBE_REFUSED,
     ProbeResult,
     next_look_seconds,
     probe_due,
@@ -72,9 +74,12 @@ class Stores:
         refusal = await self._cluster.refusal_of_pod(namespace, body)
         if refusal is not None:
             words = f"the namespace does not take the probe's pod: {refusal}"
-            await self._write(store, ProbeResult(False, "ProbeRefused", words, None))
+            await self._write(store, ProbeResult(False, PROBE_REFUSED, words, None))
             return LOOK_AGAIN_SECONDS
-        await self._cluster.create_pod(namespace, body)
+        try:
+            await self._cluster.create_pod(namespace, body)
+        except NameTakenError as error:
+            await self._write(store, ProbeResult(False, PROBE_REFUSED, str(error), None))
         return LOOK_AGAIN_SECONDS
 
     async def _look_at(self, store: StoreRecord, pod: ProbePod) -> float:

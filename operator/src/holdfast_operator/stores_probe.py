@@ -31,6 +31,7 @@ comes a moment after the store, and a store that is down for a night is not wort
 
 SECRET_NOT_FOUND = "SecretNotFound"
 PROBE_FAILED = "ProbeFailed"
+PROBE_REFUSED = "ProbeRefused"
 _STUCK_WORDS = frozenset({"CreateContainerConfigError", "FailedMount", "ContainerCreating"})
 
 

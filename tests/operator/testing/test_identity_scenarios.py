@@ -314,3 +314,29 @@ def test_no_authority_of_a_deleted_job_comes_back() -> None:
 
     for seed in range(40):
         asyncio.run(scenario(seed))
+
+
+# --------------------------------------------------------------------------- deleted by hand
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
+def test_a_certificate_secret_that_was_deleted_while_pods_start_comes_back(restarts: bool) -> None:
+    async def scenario() -> None:
+        cluster = build()
+        operator = FakeOperator(cluster)
+        cluster.hold_starts = True
+        await advance(cluster, operator, 5)
+        (secret,) = cluster.secrets
+        cluster.api.remove("secrets", NAMESPACE, secret)
+        if restarts:
+            operator = FakeOperator(cluster)
+        await advance(cluster, operator, 65)
+        assert cluster.secrets == {secret}
+        cluster.hold_starts = False
+        status = await advance(cluster, operator, 20)
+        assert status.is_true("Running")
+        cluster.api.requests.clear()
+        await advance(cluster, operator, 120)
+        assert not [p for m, p in cluster.api.requests if m == "POST" and p.endswith("/secrets")]
+
+    asyncio.run(scenario())

@@ -135,8 +135,11 @@ def member_actions(world: World) -> list[Action]:
     service = service_name(job.name, job.uid)
     if service not in world.observed.services:
         actions.append(CreateService(service))
+    births: list[Action] = []
     if world.status.restore_point is None and not job.spec.suspend:
-        actions.extend(_births(world))
+        births = _births(world)
+    actions.extend(_leaves(world, bool(births)))
+    actions.extend(births)
     for member in world.members:
         pod = member.pod
         if pod is None or pod.ip is None or not member.alive or member.sealed_for(world.round):
@@ -153,20 +156,29 @@ def _births(world: World) -> list[Action]:
     job = world.observed.job
     if birth_problem(world) is not None:
         return []
-    born = [m for m in world.members if m.birth_round == world.round]
-    missing = [m for m in born if m.pod is None]
-    if not missing:
-        return []
-    actions: list[Action] = []
-    secret = certificates_secret_name(job.name, job.uid, world.round)
-    if secret not in world.observed.secrets:
-        names = tuple(pod_name(job.name, job.uid, m.worker, world.round) for m in born)
-        actions.append(CreateCertificates(secret, world.round, names))
-    actions.extend(
+    return [
         CreatePod(pod_name(job.name, job.uid, m.worker, world.round), m.worker, world.round)
-        for m in missing
-    )
-    return actions
+        for m in _born(world)
+        if m.pod is None
+    ]
+
+
+def _leaves(world: World, pods_are_created: bool) -> list[Action]:
+    """The Secret with the leaves of this round's pods. It is looked after until every sidecar has
+    started: a pod whose Secret was deleted would wait for it without end."""
+    job = world.observed.job
+    born = _born(world)
+    waiting = any(m.alive and m.pod is not None and not m.pod.sidecar_started for m in born)
+    secret = certificates_secret_name(job.name, job.uid, world.round)
+    known = world.observed.secrets - world.observed.doubtful_secrets
+    if secret in known or not (pods_are_created or waiting):
+        return []
+    names = tuple(pod_name(job.name, job.uid, m.worker, world.round) for m in born)
+    return [CreateCertificates(secret, world.round, names)]
+
+
+def _born(world: World) -> list[MemberState]:
+    return [m for m in world.members if m.birth_round == world.round]
 
 
 def delete_obsolete(world: World) -> list[Action]:

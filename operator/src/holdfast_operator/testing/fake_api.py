@@ -50,6 +50,8 @@ class FakeApi(KubeApi):
     objects: dict[Key, Raw] = field(default_factory=dict)
     refuse: dict[tuple[str, str], ApiError] = field(default_factory=dict)
     """By method and plural: what such requests are answered with."""
+    closed: set[str] = field(default_factory=set)
+    """Namespaces in which nothing is allowed."""
     requests: list[tuple[str, str]] = field(default_factory=list)
     """Method and path of every write."""
     changes: Counter[str] = field(default_factory=Counter)
@@ -214,6 +216,8 @@ class FakeApi(KubeApi):
             raise _error(404, "NotFound", f"{where.plural} {where.name!r} not found") from None
 
     def _check(self, method: str, where: _Path) -> None:
+        if where.namespace in self.closed:
+            raise _error(403, "Forbidden", f"{where.plural} of namespace {where.namespace}")
         refusal = self.refuse.get((method, where.plural))
         if refusal is not None:
             raise refusal

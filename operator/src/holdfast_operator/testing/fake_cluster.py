@@ -100,6 +100,8 @@ class FakeCluster:
     deletions: list[DeletionMade] = field(default_factory=list)
     pod_refusal: str = ""
     """The server's words to whoever creates a pod (quota, admission); "": it takes pods."""
+    hold_starts: bool = False
+    """No pod leaves Pending (images are pulled, a mounted Secret is missing)."""
     all_silent: bool = False
     """No sidecar answers the operator; the gang itself talks on (a default-deny policy)."""
     silent_workers: set[int] = field(default_factory=set)
@@ -417,6 +419,8 @@ class FakeCluster:
             if pod.deleted_for >= DELETE_SECONDS:
                 self.lose_pod(name)
                 return
+        if self.hold_starts:
+            return
         if view.phase is PodPhase.PENDING and pod.age >= START_SECONDS:
             self._uids += 1
             pod.view = replace(
