@@ -182,7 +182,7 @@ def test_a_shard_that_was_pruned_meanwhile_is_not_brought_back(tmp_path: Path) -
         newer = replace(HEADER, step=Step(HEADER.step + 1))
         other = world.node.write_shard(newer, BytesSource(PAYLOAD))
         await world.until(lambda: world.counted(SCRUBBED) >= before + 3 * len(PAYLOAD))
-        assert world.node.list_shards() == (other,)
+        await world.until(lambda: world.node.list_shards() == (other,))
         assert world.node.list_manifests() == ()
 
     run(tmp_path, scenario)

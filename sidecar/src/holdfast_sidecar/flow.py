@@ -217,7 +217,7 @@ class Flow:
             self._failed(action, error)
         except CorruptionError as error:
             await self._accused(action, error)
-        except Exception as error:  # noqa: BLE001 - else the shard stops here and no one hears of it
+        except Exception as error:  # noqa: BLE001 - else the shard stops here and nothing reports it
             self._failed(action, error)
         finally:
             self._running.discard(action)

@@ -32,6 +32,7 @@ from holdfast_sidecar.settings import Settings
 from holdfast_sidecar.tasks import Tasks
 
 _MAX_RECENT = 1024
+_RETOLD_PRUNES = 64
 
 
 @dataclass(slots=True)
@@ -171,7 +172,8 @@ class Outbox:
     def repeat(self, worker: Worker) -> None:
         """A new life of this member: it has forgotten everything but what is on its disk."""
         told = _Told()
-        # It hears again what was pruned: it may have ended before it had deleted all of that.
+        # It hears again what was pruned last: it may have ended before it had deleted that.
+        told.pruned = max(0, self._told[worker].pruned - _RETOLD_PRUNES)
         told.memory = self._told[worker].memory
         self._told[worker] = told
         self.wake()

@@ -69,8 +69,7 @@ class Replacer:
         """True: it is here, or wanted no more."""
         if (ref.job_uid, ref.checkpoint) in self._manifests:
             return False
-        found = await self._pools.read.run(self._node.list_manifests)
-        if (ref.job_uid, ref.checkpoint) not in found:
+        if not await self._is_wanted(ref):
             return True
         tried = Tried()
         tier = await self._rehydrator.fetch(ref, tried)
@@ -78,8 +77,16 @@ class Replacer:
             self._said.say(str(ref), f"a bad shard cannot be replaced now: {tried}")
             return False
         self._said.healthy(str(ref))
+        if not await self._is_wanted(ref):
+            # Pruned while it came: what was deleted then did not include it.
+            await self._pools.shard.run(self._node.delete_shard, ref)
+            return True
         logs.info("replaced a bad shard", ref=str(ref), source=tier)
         return True
+
+    async def _is_wanted(self, ref: ShardRef) -> bool:
+        found = await self._pools.read.run(self._node.list_manifests)
+        return (ref.job_uid, ref.checkpoint) in found
 
     async def _manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
         """True: it is here, or wanted no more: a peer may still have one that was pruned here."""

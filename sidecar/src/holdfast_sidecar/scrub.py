@@ -87,17 +87,20 @@ class Scrubber:
 
     async def _run(self) -> None:
         settings, rest = self._settings, self._settings.scrub_rest_seconds
+        next_pass = self._clock.monotonic()
         while True:
             await self._clock.sleep(rest)
+            await self._replacer.replace_missing()
             started = self._clock.monotonic()
+            if started < next_pass:
+                continue
             try:
                 await self._pass()
             except (HoldfastError, OSError) as error:
                 self._failures.note(_SUBJECT, TierName.NODE, error)
             else:
                 self._failures.healthy(_SUBJECT)
-            elapsed = self._clock.monotonic() - started
-            rest = max(settings.scrub_rest_seconds, settings.scrub_pass_seconds - elapsed)
+            next_pass = started + settings.scrub_pass_seconds
 
     async def _pass(self) -> None:
         """Read everything once."""
@@ -110,26 +113,28 @@ class Scrubber:
         )
         await self._documents()
         for record in records:
-            await self._shard(record.ref, schedule)
-            await self._replacer.replace_missing()
+            if await self._shard_is_bad(record.ref, schedule):
+                await self._replacer.replace_missing()
 
     # ------------------------------------------------------------------ shards
 
-    async def _shard(self, ref: ShardRef, schedule: Schedule) -> None:
+    async def _shard_is_bad(self, ref: ShardRef, schedule: Schedule) -> bool:
         try:
             await self._read(ref, schedule)
         except NotFoundError:
-            return  # pruned meanwhile
+            return False  # pruned meanwhile
         except CorruptionError as error:
             # Once more: the memory of this process may be what is bad.
             damage = await self._pools.scrub.run(self._damage, ref)
             if damage is None:
                 logs.warning("a shard verified at the second look", ref=str(ref), error=str(error))
-                return
+                return False
             self._metrics.corruption(TierName.NODE)
             logs.warning("scrub: quarantined a shard", ref=str(ref), error=str(damage))
             await self._pools.meta.run(self._node.quarantine, ref, str(damage))
             self._replacer.shard_is_bad(ref)
+            return True
+        return False
 
     async def _read(self, ref: ShardRef, schedule: Schedule) -> None:
         reader = await self._pools.scrub.run(self._node.open_shard, ref)
@@ -183,7 +188,8 @@ class Scrubber:
                 self._replacer.manifest_is_bad(*bad.manifest)
             elif bad.layout is not None:
                 self._replacer.layout_is_bad(*bad.layout)
-        await self._replacer.replace_missing()
+        if found:
+            await self._replacer.replace_missing()
 
     def _bad_documents(self) -> list[BadDocument]:
         return list(bad_documents(self._node, self._metrics.scrubbed))

@@ -54,7 +54,7 @@ class SlotWrites:
         """What the bytes in memory are; nothing is written."""
         try:
             record = await self._pools.digest.run(digest_slot, self._header(owned), owned.slot)
-        except Exception as error:  # noqa: BLE001 - else the slot stays owned and no one hears of it
+        except Exception as error:  # noqa: BLE001 - else the slot stays owned and nothing reports it
             return self._failed(owned, error)
         return Outcome(owned.stage, record)
 
@@ -70,7 +70,7 @@ class SlotWrites:
                 )
                 await self._pools.meta.run(self._node.quarantine, record.ref, str(error))
                 raise error
-        except Exception as error:  # noqa: BLE001 - else the slot stays owned and no one hears of it
+        except Exception as error:  # noqa: BLE001 - else the slot stays owned and nothing reports it
             return self._failed(owned, error)
         self._failures.healthy(_subject(owned))
         self._metrics.stored(

@@ -172,7 +172,7 @@ class Uploads:
             except AlreadyExistsError as error:
                 self._note(entry, error)
                 self._ledger.upload_ended(entry.step, persisted=False)
-            except Exception as error:  # noqa: BLE001 - else uploads stop and no one hears of it
+            except Exception as error:  # noqa: BLE001 - else uploads stop and nothing reports it
                 self._note(entry, error)
                 await self._clock.sleep(backoff.next_seconds())
             else:
