@@ -112,6 +112,7 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
     same_round = old.round == new.round
     return replace(
         new,
+        create_refused=old.create_refused if same_round else "",
         asked=old.asked,
         round_sent_at=old.round_sent_at if same_round else None,
         levels_written_at=old.levels_written_at,

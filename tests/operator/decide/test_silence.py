@@ -169,6 +169,32 @@ def test_every_node_looks_lost_when_the_control_plane_is_cut_off(store: bool) ->
     assert broken_rules(life.cluster, copies=1) == []
 
 
+@pytest.mark.parametrize("reached", [begun, chosen], ids=["before the choice", "before ROUND"])
+def test_the_control_plane_is_cut_off_in_the_middle_of_a_round(
+    reached: Callable[[JobStatusView], bool],
+) -> None:
+    """What the store holds is older than what the nodes hold: they are waited for."""
+    life = Life(store=True, every=20)
+    life.run(30, until=lambda s: s.last_persisted is not None)
+    life.run(12)
+    life.rank_dies()
+    life.run(30, until=reached)
+    newest = life.newest()
+    assert life.status.last_persisted is not None
+    assert life.status.last_persisted.step < newest
+    for node in life.cluster.nodes.values():
+        node.cut_off = True
+    life.run(250)
+    assert life.nothing_was_deleted()
+    for node in life.cluster.nodes.values():
+        node.cut_off = False
+    life.run(60)
+    assert life.status.is_true("Running")
+    assert life.status.restore_point is not None
+    assert life.status.restore_point.step == newest
+    assert broken_rules(life.cluster, copies=1) == []
+
+
 def test_the_last_copies_on_lost_nodes_are_kept_for_ever() -> None:
     life = training()
     newest = life.newest()

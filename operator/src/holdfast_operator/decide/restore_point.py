@@ -60,6 +60,10 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
     missing = [m.worker for m in world.members if m.pod is None]
     if missing:
         return Wait(Note(Reason.STARTING, f"pods of workers {_some(missing)} are not there yet"))
+    kept = [m.worker for m in world.members if _kept_on_lost_node(m, world)]
+    if kept:
+        words = f"workers {_some(kept)} are on nodes that look lost, and may hold the only copies"
+        return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{words} of the newest step"))
     answered = [m for m in world.members if readable.has_answered(m, world)]
     unknown = [m for m in world.members if readable.may_hold(m, world)]
     found = readable.candidates(world, answered)
@@ -87,6 +91,12 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
             )
         )
     return _from_spec(world, newest)
+
+
+def _kept_on_lost_node(member: MemberState, world: World) -> bool:
+    """failure has decided not to replace it, so the choice must not give up what it holds either."""
+    alive = member.pod is not None and member.pod.alive
+    return alive and member.node_lost and readable.is_survivor(member, world)
 
 
 _MAY_HOLD = "they may hold the newest step"

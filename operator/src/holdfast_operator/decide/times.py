@@ -10,7 +10,7 @@ from dataclasses import replace
 from holdfast_operator.decide.world import World
 from holdfast_operator.model import JobMemory, Now
 
-LONGEST_PAUSE_SECONDS = 15.0
+LONGEST_PAUSE_SECONDS = 5.0
 
 
 def advance(world: World, now: Now) -> JobMemory:
