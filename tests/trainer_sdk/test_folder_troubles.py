@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from holdfast import places
 from holdfast.directory.choice import JOB_UID, candidates
 from holdfast.directory.commit import Committer
 from holdfast.testing import committed_step, until
+from holdfast.testing.launched import children_of
 from holdfast_core.errors import CapacityError, SaveFailedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.record import ShardHeader
@@ -286,3 +288,35 @@ def test_slots_lie_where_the_script_says(tmp_path: Path, small_memory: Path) -> 
         holdfast.Checkpointer(dir=tmp_path / "ckpt", slots_dir=small_memory) as ckpt,
     ):
         ckpt.allocate(state(1, 20))
+
+
+CLUSTER_WORDS = ("sidecar", "spec.checkpoint", "node tier", "emptyDir", "pod")
+
+
+@mounts
+def test_messages_of_a_folder_name_nothing_of_a_cluster(
+    volume: Volume,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A full disk, a killed writer, a folder that is gone, and too little memory."""
+    folder = volume.path / "ckpt"
+    said = []
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        ckpt.save(1, state(1, 6)).wait(timeout=60)
+        full = ckpt.save(2, state(2, 6))
+        with pytest.raises(SaveFailedError) as error:
+            full.wait(timeout=60)
+        said.append(str(error.value))
+        with pytest.raises(CapacityError) as no_memory:
+            ckpt.allocate({"t": np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 45,), (0,))})
+        said.append(str(no_memory.value))
+        (writer,) = children_of(os.getpid())
+        os.kill(writer, signal.SIGKILL)
+        until(lambda: "saves go on" in caplog.text, "the next writer")
+        volume.unmount()
+        until(lambda: ckpt.save(3, state(3, 6)).failure is not None, "a failed save")
+    said += [caplog.text, capfd.readouterr().err]
+    for text in said:
+        assert [word for word in CLUSTER_WORDS if word in text] == []

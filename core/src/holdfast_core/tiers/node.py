@@ -47,7 +47,7 @@ from holdfast_core.tiers.node_documents import (
     write_document,
     write_round,
 )
-from holdfast_core.tiers.node_index import Budget, IndexEntry, NodeIndex
+from holdfast_core.tiers.node_index import VOLUME_ADVICE, Budget, IndexEntry, NodeIndex
 from holdfast_core.tiers.node_scan import list_manifests, read_shard, scan
 
 QUARANTINE = "quarantine"
@@ -91,18 +91,22 @@ class DiskNodeTier:
         capacity_bytes: int = 0,
         fill_limit: float = 0.85,
         read_only: bool = False,
+        name: str = "node tier",
+        advice: str = VOLUME_ADVICE,
     ) -> None:
         """`read_only`: a volume that cannot be written, or must not be. Nothing is made, removed or
-        quarantined then."""
+        quarantined then. `name` and `advice` stand in messages: what this is, and what to do where it is
+        full."""
         if not 0 < fill_limit <= 1 or capacity_bytes < 0:
             raise ConfigError(
-                f"node tier {root}: fill limit {fill_limit} of {capacity_bytes} bytes; expected "
+                f"{name} {root}: fill limit {fill_limit} of {capacity_bytes} bytes; expected "
                 "a limit within (0, 1] and a capacity that is not negative"
             )
         self._root = root
         self._directories = Directories(root)
         self._index = NodeIndex()
-        self._budget = Budget(root, capacity_bytes, fill_limit)
+        self._name = name
+        self._budget = Budget(root, capacity_bytes, fill_limit, advice)
         self._buffers = BufferPool(WRITE_BYTES, _KEPT_BUFFERS, _BUFFER_LIMIT_BYTES)
         self._lock = threading.Lock()
         self._round_lock = threading.Lock()
@@ -116,8 +120,8 @@ class DiskNodeTier:
         """Make the directories, remove temporaries of dead processes, index what is whole,
         quarantine what is torn. Once, before other calls."""
         if self._opened:
-            raise TierError(f"node tier {self._root}: is open already")
-        with disk_errors(f"opening the node tier {self._root}"):
+            raise TierError(f"{self._name} {self._root}: is open already")
+        with disk_errors(f"opening the {self._name} {self._root}"):
             if not self._read_only:
                 for path in (self._root, self._root / QUARANTINE, self._root / LAYOUTS):
                     self._directories.ensure(path)
@@ -203,7 +207,7 @@ class DiskNodeTier:
         self._expect_open()
         entry = self._index.find(ref)
         if entry is None:
-            raise NotFoundError(f"shard of {ref}: not in the node tier {self._root}")
+            raise NotFoundError(f"shard of {ref}: not in the {self._name} {self._root}")
         try:
             with disk_errors(f"opening shard {entry.path}"):
                 return DiskShardReader.open(entry.path, ref, self._buffers)
@@ -474,7 +478,7 @@ class DiskNodeTier:
 
     def _expect_open(self) -> None:
         if not self._opened:
-            raise TierError(f"node tier {self._root}: not open yet; call open() first")
+            raise TierError(f"{self._name} {self._root}: not open yet; call open() first")
 
 
 def manifests_in(root: Path) -> tuple[tuple[JobUid, CheckpointId], ...]:

@@ -14,6 +14,8 @@ from holdfast_core.errors import CapacityError
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.ids import CheckpointId, JobUid, ShardRef
 
+VOLUME_ADVICE = "raise spec.checkpoint.node.volume.emptyDir.sizeLimit, or keep fewer steps"
+
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
@@ -78,8 +80,11 @@ class Budget:
     instead of refusing the write.
     """
 
-    def __init__(self, root: Path, capacity_bytes: int, fill_limit: float) -> None:
+    def __init__(
+        self, root: Path, capacity_bytes: int, fill_limit: float, advice: str = VOLUME_ADVICE
+    ) -> None:
         self._root = root
+        self._advice = advice
         self._capacity_bytes = capacity_bytes
         self._fill_limit = fill_limit
         self._lock = threading.Lock()
@@ -107,8 +112,8 @@ class Budget:
             if size > free:
                 raise CapacityError(
                     f"{what} into {self._root}: needs {size} bytes, {free} available of "
-                    f"{self._limit()} that the node tier may use ({self._used + self._reserved} "
-                    "taken); raise spec.checkpoint.node.volume.emptyDir.sizeLimit, or keep fewer steps"
+                    f"{self._limit()} that may be used ({self._used + self._reserved} taken); "
+                    f"{self._advice}"
                 )
             self._reserved += size
 

@@ -103,7 +103,11 @@ class DirectoryService:
         self._failures = 0
         self._layouts = LayoutFiles(options.layouts_dir)
         self._tier = DiskNodeTier(
-            options.root / "tier", fill_limit=1.0, read_only=options.read_only
+            options.root / "tier",
+            fill_limit=1.0,
+            read_only=options.read_only,
+            name="folder",
+            advice="free space in its file system, or keep fewer checkpoints (keep_last)",
         )
         self._pacing = Pacing(options.slots_dir)
         self._lock = threading.Condition()
@@ -535,7 +539,7 @@ class DirectoryService:
                 if gone is None:
                     raise CapacityError(
                         f"{self._options.root} has no room for step {wanted.step}, and nothing in it may "
-                        f"be deleted: the newest checkpoint stays. Free space in its file system. ({error})"
+                        f"be deleted: the newest checkpoint stays ({error})"
                     ) from error
                 logger.warning(
                     "%s has no room for step %d: %s was deleted, although keep_last is %d. Free space in "
