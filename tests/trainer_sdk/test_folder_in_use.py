@@ -95,7 +95,11 @@ def test_two_trainings_of_one_process(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* one run at a time"):
             second.save(2, state())
         first.close()
-        second.save(2, state()).wait(timeout=60)
+        with pytest.raises(ConfigError, match="has saved step 1 since this one opened"):
+            second.save(2, state())
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as third:
+        assert third.restore(state()) == 1
+        third.save(2, state()).wait(timeout=60)
 
 
 def place(folder: Path) -> DirectoryPlace:

@@ -29,9 +29,10 @@ from holdfast.directory.processes import Process, wait_for_writers
 from holdfast.own_socket import OwnSocket
 from holdfast.settings import RankSettings
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
-from holdfast_core.errors import ConfigError
+from holdfast_core.errors import ConfigError, HoldfastError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound
 from holdfast_core.tiers.disk import make_directories
+from holdfast_core.tiers.node import manifests_in
 from holdfast_core.transfer.messages import Policy
 
 logger = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ class DirectoryPlace:
     _claim: Claim | None = None
     _memory: Claim | None = None
     _training: Claim | None = None
+    _seen: frozenset[CheckpointId] = frozenset()
 
     @classmethod
     def of(
@@ -233,7 +235,8 @@ class DirectoryPlace:
 
     def take_for_training(self) -> None:
         """Keep other runs from saving here until `close`, or until this process ends. Waits for a moment
-        for a process that is ending. Raises ConfigError."""
+        for a process that is ending. Raises ConfigError, also where another run has saved since `look`: this
+        one goes on from an older step, and its later round would hide what the other one did."""
         if self.is_read_only:
             raise ConfigError(
                 f"{self.root} cannot be written by this process (user {os.getuid()}): it can be restored "
@@ -255,6 +258,24 @@ class DirectoryPlace:
             except OSError as error:
                 logger.info("%s: %s; other runs do not see this one", self._training_lock, error)
                 return
+        newer = [c for c in self._checkpoints() - self._seen if c.round != self.round]
+        if newer:
+            self._training.release()
+            self._training = None
+            raise ConfigError(
+                f"{self.root}: another run has saved step {max(c.step for c in newer)} since this one opened "
+                "the folder. Start again, to go on from there, or choose another folder"
+            )
+
+    def look(self) -> None:
+        """Remember which checkpoints are there, when it is known what this run starts from."""
+        self._seen = self._checkpoints()
+
+    def _checkpoints(self) -> frozenset[CheckpointId]:
+        try:
+            return frozenset(checkpoint for _, checkpoint in manifests_in(self.root / "tier"))
+        except (HoldfastError, OSError):
+            return frozenset()  # the folder is gone: there is nothing to hide
 
     @property
     def processes_dir(self) -> Path:
