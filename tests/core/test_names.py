@@ -46,6 +46,8 @@ def test_a_pod_name_is_read_back() -> None:
         pod_name("gpt", FIRST, 0, 0).replace("-0-r0", "-00-r0"),
         pod_name("gpt", FIRST, 0, 0).replace("-0-r0", "--1-r0"),
         pod_name("gpt", FIRST, 0, 0).replace("-r0", "-r٣"),
+        pod_name("gpt", FIRST, 0, 10**9),
+        pod_name("gpt", FIRST, 10**5, 0),
         "gpt-0-r0",
         "",
     ],

@@ -19,7 +19,7 @@ DIGEST_CHARACTERS = 6
 """30 bits. A job's name has at most 40 characters, so that a pod's name stays below 63, the limit of
 a host name."""
 
-_POD_SUFFIX = re.compile(r"-(0|[1-9][0-9]*)-r(0|[1-9][0-9]*)")
+_POD_SUFFIX = re.compile(r"-(0|[1-9][0-9]{0,4})-r(0|[1-9][0-9]{0,8})")
 
 
 @lru_cache(maxsize=4096)

@@ -175,3 +175,11 @@ def test_a_round_above_it_begins_and_keeps_it_where_the_status_is_behind() -> No
     assert begin.resource_version == seen.job.resource_version
     assert begin.status.restart_round == 4
     assert begin.status.members == (0, 3)
+
+
+def test_a_round_that_no_status_can_have_missed_is_not_believed() -> None:
+    """Nor is the pod deleted: a name must not use up the numbers of rounds."""
+    odd = pod(1, 900_000_000)
+    seen = Observed(job=job(2, status(1, (0, 1))), pods=(pod(0), pod(1, 1), odd))
+    actions = decide(seen, now()).actions
+    assert not any(isinstance(a, BeginRound | DeletePod) for a in actions)

@@ -18,6 +18,9 @@ from holdfast_operator.model import (
 )
 
 
+MAX_ROUNDS_AHEAD = 10_000
+
+
 @dataclass(frozen=True, slots=True)
 class MemberState:
     """One worker of the current round: its birth round, its pod and its sidecar, where known."""
@@ -95,10 +98,16 @@ class World:
         what is known now."""
         return self.status.restart_round is None or pod.birth_round > self.status.restart_round
 
+    def _is_evidence(self, pod: PodView) -> bool:
+        """A round that no status can have missed is not believed: one name must not use up the
+        numbers of rounds."""
+        return pod.birth_round <= (self.status.restart_round or 0) + MAX_ROUNDS_AHEAD
+
     @cached_property
     def highest_birth(self) -> RestartRound | None:
         """The highest round that a pod of the job was born in."""
-        return max((p.birth_round for p in self.observed.pods), default=None)
+        births = (p.birth_round for p in self.observed.pods if self._is_evidence(p))
+        return max(births, default=None)
 
     @cached_property
     def pods_ahead(self) -> dict[Worker, RestartRound]:
@@ -106,7 +115,9 @@ class World:
         (etcd was restored), they become members: they may hold the newest copies."""
         found: dict[Worker, RestartRound] = {}
         for pod in self.observed.pods:
-            if pod.alive and self.is_ahead(pod) and not self.observed.node_lost(pod):
+            if not pod.alive or not self._is_evidence(pod):
+                continue
+            if self.is_ahead(pod) and not self.observed.node_lost(pod):
                 found[pod.worker] = max(pod.birth_round, found.get(pod.worker, pod.birth_round))
         return found
 
