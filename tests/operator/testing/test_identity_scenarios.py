@@ -340,3 +340,26 @@ def test_a_certificate_secret_that_was_deleted_while_pods_start_comes_back(resta
         assert not [p for m, p in cluster.api.requests if m == "POST" and p.endswith("/secrets")]
 
     asyncio.run(scenario())
+
+
+def test_a_job_says_that_it_waits_for_a_name_that_is_taken() -> None:
+    async def scenario() -> None:
+        cluster = build()
+        operator = FakeOperator(cluster)
+        await advance(cluster, operator, 40)
+        taken = pod_name("job", UID, 1, 1)
+        cluster.forge_pod(NAMESPACE, 1, 1, name=taken)
+        cluster.lose_pod(pod_name("job", UID, 1, 0))
+        waiting = await advance(cluster, operator, 30)
+        running = waiting.condition("Running")
+        assert running is not None
+        assert running.status is False
+        assert taken in running.message
+        assert "no controller owns it" in running.message
+        assert taken in cluster.api.names("pods", NAMESPACE), "it is left alone"
+        cluster.api.remove("pods", NAMESPACE, taken)
+        after = await advance(cluster, operator, 60)
+        assert after.is_true("Running")
+        assert after.restart_round == 1
+
+    asyncio.run(scenario())
