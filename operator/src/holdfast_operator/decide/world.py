@@ -17,7 +17,6 @@ from holdfast_operator.model import (
     SidecarView,
 )
 
-
 MAX_ROUNDS_AHEAD = 10_000
 
 
