@@ -360,17 +360,22 @@ class Control:
     async def _verify(self, ref: ShardRef) -> None:
         parts = self._parts
         try:
-            await parts.pools.fill.run(self._verify_blocking, ref)
-        except CorruptionError as error:
-            parts.metrics.corruption(TierName.NODE)
-            logs.warning("quarantined a bad copy", rank=ref.rank, step=ref.step, error=str(error))
-            await parts.pools.meta.run(parts.node.quarantine, ref, str(error))
+            await self._verify_or_quarantine(ref)
         except NotFoundError:
             return
         except (HoldfastError, OSError) as error:
             parts.failures.note("verification", TierName.NODE, error)
         else:
             parts.failures.healthy("verification")
+
+    async def _verify_or_quarantine(self, ref: ShardRef) -> None:
+        parts = self._parts
+        try:
+            await parts.pools.fill.run(self._verify_blocking, ref)
+        except CorruptionError as error:
+            parts.metrics.corruption(TierName.NODE)
+            logs.warning("quarantined a bad copy", rank=ref.rank, step=ref.step, error=str(error))
+            await parts.pools.meta.run(parts.node.quarantine, ref, str(error))
 
     def _verify_blocking(self, ref: ShardRef) -> None:
         with self._parts.node.open_shard(ref) as reader:

@@ -264,7 +264,7 @@ class Ledger:
         return self.uploading
 
     def upload_ended(self, step: Step, *, persisted: bool) -> None:
-        if persisted:
+        if persisted and step in self.steps:
             self.steps[step].persisted = True
         if self.uploading == step:
             self.uploading = None

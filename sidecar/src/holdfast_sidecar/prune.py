@@ -14,7 +14,7 @@ from holdfast_core.transfer.messages import Round
 
 
 def protected_steps(message: Round, committed: Iterable[CheckpointId] = ()) -> frozenset[Step]:
-    """What a sidecar does not delete in this round, whoever asks: held steps, and the restore point
+    """What a sidecar does not delete in this round, not even on request: held steps, and the restore point
     until a newer step of this round is among the `committed` ones."""
     steps = set(message.holds)
     base = message.restore_point.step

@@ -173,7 +173,11 @@ class Rehydrator:
         while True:
             self._kick.clear()
             tried = Tried()
-            restored = await self._attempt(point, tried)
+            restored = None
+            try:
+                restored = await self._attempt(point, tried)
+            except (HoldfastError, OSError) as error:
+                tried.failed("this node", error)
             if restored is not None:
                 self.restored = restored
                 self._tried = ""
