@@ -50,6 +50,14 @@ def test_strangers_do_not_take_the_place_of_an_expected_address() -> None:
     assert port.admission.is_known("member/1", "pod")
 
 
+def test_pods_that_share_an_expected_address_may_all_begin_at_once() -> None:
+    port = Port(expected={"node"})
+    port.enter("node/1", "node/2", "node/3")
+    assert port.closed == []
+    port.enter("node/4")
+    assert port.closed == ["node/1"]
+
+
 def test_strangers_do_not_take_the_place_of_a_known_caller() -> None:
     port = Port()
     port.enter("x/1")

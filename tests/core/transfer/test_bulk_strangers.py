@@ -60,7 +60,7 @@ def test_silent_strangers_do_not_stop_replication(
         with silent(pair.port, 400):
             assert pair.send(source, record) > 0
             assert pair.fetch(MemoryTier(), record.ref) == record
-            assert bulk_threads() <= 64 + 64 + 2
+            assert bulk_threads() <= 64 + 128 + 2
 
 
 def test_strangers_that_say_half_a_hello_do_not_stop_replication(

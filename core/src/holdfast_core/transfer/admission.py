@@ -29,8 +29,9 @@ class Places:
     strangers: int = 64
     """Whose caller is not known yet."""
     strangers_per_address: int = 16
-    expected: int = 64
-    """The same, from addresses of known callers."""
+    expected: int = 128
+    """The same, from addresses of known callers. One address may hold all of them: many pods share
+    one where a node translates addresses."""
     known: int = 4096
     known_per_name: int = 32
 
@@ -132,7 +133,7 @@ class Admission(Generic[C]):
             if entry.name is None and entry.is_expected == is_expected
         ]
         held = Counter(found for _, found in waiting)
-        if held[address] >= places.strangers_per_address:
+        if not is_expected and held[address] >= places.strangers_per_address:
             crowded = address
         elif len(waiting) >= (places.expected if is_expected else places.strangers):
             crowded = held.most_common(1)[0][0]

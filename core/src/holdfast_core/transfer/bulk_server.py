@@ -88,7 +88,7 @@ class BulkLimits:
     places: Places = field(default_factory=lambda: Places(known=512))
     requests: int = 32
     """In work at once; more wait for `io_seconds` at most."""
-    handshake_seconds: float = 5.0
+    handshake_seconds: float = 10.0
     io_seconds: float = 30.0
     idle_seconds: float = 60.0
     """Between two requests of one connection."""

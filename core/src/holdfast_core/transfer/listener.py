@@ -26,7 +26,7 @@ _SHUTDOWN_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class ListenerLimits:
     places: Places = field(default_factory=Places)
-    handshake_seconds: float = 5.0
+    handshake_seconds: float = 10.0
 
 
 class Listener:
