@@ -144,7 +144,7 @@ def test_a_loss_spike_inside_of_the_loop(folder: Path) -> None:
         for index in ckpt.steps(9, training.state):
             training.step()
             if index == 4:
-                break  # it spiked at a step that nobody wants to come back to
+                break  # it spiked at a step that is not worth coming back to
         assert ckpt.restore(training.state) == 4
         assert training.done == 4
         assert list(lap(ckpt, training, 9)) == [4, 5, 6, 7, 8]
@@ -358,6 +358,21 @@ def test_ctrl_c_saves_after_the_step_that_runs(folder: Path) -> None:
     assert training.done == 3
     assert restored(folder) == (3, 3)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_after_ctrl_c_the_same_process_may_go_on(folder: Path) -> None:
+    """As in a notebook, where the next cell runs the loop again."""
+    training = Training()
+    ckpt = holdfast.Checkpointer(dir=folder, interval_steps=100)
+    with pytest.raises(KeyboardInterrupt):
+        for index in ckpt.steps(6, training.state):
+            if index == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            training.step()
+    assert not ckpt.stopping
+    assert list(lap(ckpt, training, 6)) == [3, 4, 5]
+    ckpt.close()
+    assert restored(folder) == (6, 6)
 
 
 def test_a_second_ctrl_c_does_not_wait(folder: Path) -> None:

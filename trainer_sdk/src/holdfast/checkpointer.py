@@ -59,6 +59,8 @@ WhenBusy = Literal["skip", "wait"]
 
 _DEFAULT_INTERVAL_STEPS = 100
 _BUSY_WAIT_SECONDS = 600.0
+_LEAVE_WAIT_SECONDS = 30.0
+"""For a slot when a loop is left: it may be left by an exception, which should not be held up for long."""
 _ACKNOWLEDGE_SECONDS = 10.0
 _SETTLE_SECONDS = 120.0
 _COPIES_SECONDS = 120.0
@@ -300,7 +302,7 @@ class Checkpointer:
             # The state's own code may succeed later: as for every save, training goes on.
             logger.warning("memory for saves is taken at the first save, not now: %s", error)
         self._begin(start)
-        loop = self._loop = TrainingLoop(state, self._session.want_stop)
+        loop = self._loop = TrainingLoop(state, self._session.interrupt)
         try:
             for index in range(start, total):
                 loop.begins(index)
@@ -313,6 +315,8 @@ class Checkpointer:
             self._leave(loop)
         if loop.was_interrupted:
             self._was_interrupted = True
+            if self._session.forget_interrupt() and self._store is None:
+                self._stopping = False  # in a notebook the script may go on in the next cell
             raise KeyboardInterrupt(f"saved after {self._position.done} steps")
 
     def report(self, **metrics: Any) -> None:
@@ -480,10 +484,11 @@ class Checkpointer:
     def _save(self, step: Step, state: Mapping[str, Any], *, wait: bool) -> SaveHandle:
         self._open_to_save()
         self._hand_over_left()
-        return self._start_save(SaveHandle(step, self._round()), state, wait=wait)
+        wait_seconds = _BUSY_WAIT_SECONDS if wait else 0.0
+        return self._start_save(SaveHandle(step, self._round()), state, wait_seconds)
 
     def _start_save(
-        self, handle: SaveHandle, state: Mapping[str, Any], *, wait: bool
+        self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float
     ) -> SaveHandle:
         step = handle.step
         started = time.monotonic()
@@ -491,7 +496,7 @@ class Checkpointer:
         self._position.trained(step)
         try:
             self._raise_older()
-            self._hand_over(handle, state, wait=wait)
+            self._hand_over(handle, state, wait_seconds)
             self._last_saved = handle.step
         except SaveFailedError:
             raise
@@ -565,7 +570,7 @@ class Checkpointer:
         self._session.hold_back(self._left)
         try:
             self._open_to_save()
-            self._start_save(self._left, loop.state, wait=True)
+            self._start_save(self._left, loop.state, _LEAVE_WAIT_SECONDS)
         except Exception as error:  # noqa: BLE001 - Python would print it and go on: see close
             self._left_error = error
 
@@ -675,15 +680,15 @@ class Checkpointer:
         else:
             self._progress.send(self._round())
 
-    def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], *, wait: bool) -> None:
-        if self._saver.save(handle, state, _BUSY_WAIT_SECONDS if wait else 0.0):
+    def _hand_over(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> None:
+        if self._saver.save(handle, state, wait_seconds):
             self._outcomes.add(handle)
             self._found_no_slot = False
             return
         self._found_no_slot = True
-        if wait:
+        if wait_seconds:
             raise UnavailableError(
-                f"save of step {handle.step}: no slot became free within {_BUSY_WAIT_SECONDS} s: "
+                f"save of step {handle.step}: no slot became free within {wait_seconds:g} s: "
                 f"{self._place.where_to_look}"
             )
         self._saves_skipped += 1

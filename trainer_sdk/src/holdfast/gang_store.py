@@ -43,7 +43,7 @@ class PlainStore(Protocol):
 
 
 class GangStore:
-    """Keys and values of this round's ranks, and of nobody else.
+    """Keys and values that ranks of this round wrote; what others wrote counts as absent.
 
     Args:
         plain: Where they are kept.

@@ -15,8 +15,8 @@ from typing import Self
 
 
 class OwnSocket(socket.socket):
-    """Closed in a forked child right after the fork. `close` ends the connection at once, whoever else
-    holds the descriptor (a child that C code forked runs no Python)."""
+    """Closed in a forked child right after the fork. `close` ends the connection at once, also
+    where another process still holds the descriptor (a child that C code forked runs no Python)."""
 
     @classmethod
     def of(cls, plain: socket.socket) -> Self:

@@ -79,6 +79,7 @@ class Session:
         self._tokens: set[str] = set()
         self._save_wanted = False
         self._stop_wanted = False
+        self._is_interrupted = False
         self._said_lost = False
         self._held_back: SaveHandle | None = None
         self._held: _Staged | None = None
@@ -220,11 +221,20 @@ class Session:
 
     @property
     def stop_wanted(self) -> bool:
-        return self._stop_wanted
+        return self._stop_wanted or self._is_interrupted
 
     def want_stop(self) -> None:
         """Like a push; also called by a signal handler, so it takes no lock."""
         self._stop_wanted = True
+
+    def interrupt(self) -> None:
+        """Ctrl-C: as `want_stop`, until `forget_interrupt`."""
+        self._is_interrupted = True
+
+    def forget_interrupt(self) -> bool:
+        """The loop that was interrupted has ended. False where a stop was asked for besides."""
+        self._is_interrupted = False
+        return not self._stop_wanted
 
     def wait_acknowledged(self, timeout_seconds: float) -> bool:
         """The sidecar owns every slot that was handed over."""
