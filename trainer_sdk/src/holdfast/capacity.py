@@ -32,17 +32,21 @@ class Room:
 class SlotAdvice:
     """What to do where slots find no room, in the terms of the place."""
 
+    place: str
+    """What the directory of the slots lies on."""
     volume: str
     memory: str
 
 
 IN_A_POD = SlotAdvice(
+    place="shared memory volume",
     volume="raise its size: the sizeLimit of the memory volume, which Holdfast derives from "
     "spec.checkpoint.memory and the trainer's memory limit; or lower spec.checkpoint.memory.slots",
     memory="raise resources.limits.memory of the trainer: slots are charged to it; or lower "
     "spec.checkpoint.memory.slots",
 )
 IN_A_FOLDER = SlotAdvice(
+    place="file system",
     volume="make it larger (docker run --shm-size=..., mount -o remount,size=... /dev/shm), name another "
     "directory by Checkpointer(slots_dir=...), or use fewer slots (slots=1)",
     memory="raise the memory limit of the container or batch job: slots count against it; or use fewer "
@@ -58,7 +62,7 @@ def volume_room(directory: Path, advice: SlotAdvice = IN_A_POD) -> Room:
     stats = os.statvfs(directory)
     return Room(
         stats.f_bavail * stats.f_frsize,
-        f"the volume of {directory}",
+        f"the {advice.place} of {directory}",
         advice.volume,
     )
 
