@@ -211,7 +211,29 @@ def test_a_loop_after_steps_by_hand(folder: Path) -> None:
             if ckpt.should_save(step):
                 ckpt.save(step, training.state)
         assert list(lap(ckpt, training, 5)) == [3, 4]
-    assert restored(folder) == (5, 5)
+        assert list(lap(ckpt, training, 6)) == [5]
+        assert ckpt.saves_failed == 0
+    assert restored(folder) == (6, 6)
+
+
+def test_a_loop_after_steps_by_hand_restores_where_it_can(folder: Path) -> None:
+    """The second run of the same script does its own steps again before it restores."""
+    for total, expected in ((5, [3, 4]), (7, [5, 6])):
+        training = Training()
+        with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
+            for step in (1, 2, 3):
+                training.step()
+                ckpt.should_save(step)
+            assert list(lap(ckpt, training, total)) == expected
+        assert restored(folder) == (total, total)
+
+
+def test_steps_by_hand_on_another_model_are_not_gone_on_with(folder: Path) -> None:
+    first, second = Training(), Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        first.step()
+        ckpt.save(1, first.state).wait(timeout=60)
+        assert next(ckpt.steps(5, second.state)) == 0
 
 
 def test_a_loop_over_another_model_restores(folder: Path) -> None:

@@ -281,7 +281,9 @@ class Checkpointer:
 
         `break` and `return` save what is done, as a stop would; an exception in the body does not. The
         first Ctrl-C saves after the step that runs, then raises KeyboardInterrupt. Called again with
-        the same models and tensors it goes on where the training stands, without restoring.
+        the same models and tensors it goes on where the training stands, without restoring. After
+        steps that the script did and reported by itself it restores first, and goes on after them
+        where there is nothing to restore.
         """
         total = checked_step(total, "Checkpointer.steps(total=...)")
         self._opened()
@@ -293,7 +295,13 @@ class Checkpointer:
         else:
             # Before the first restore the saves of this process are no history to go back to.
             rolls_back = self._has_saved and self._position.is_known
-            start = self._restore(state, None, before_rng, rolls_back=rolls_back) or 0
+            by_hand = self._position.done_by_hand(state)
+            found = self._restore(state, None, before_rng, rolls_back=rolls_back)
+            start = by_hand if found is None else found
+            if found is None:
+                self._say_nothing_found(start)
+                if start > 0:
+                    self._position.trained(start)
             if start >= total:
                 self._say("step %d of %d was done before: nothing is left to do", start, total)
         try:
@@ -397,7 +405,10 @@ class Checkpointer:
         """
         wanted = None if step is None else checked_step(step, "Checkpointer.restore(step)")
         rolls_back = self._has_saved or wanted is not None
-        return self._restore(state, wanted, before_rng, rolls_back=rolls_back)
+        found = self._restore(state, wanted, before_rng, rolls_back=rolls_back)
+        if found is None:
+            self._say_nothing_found(0)
+        return found
 
     def _restore(
         self,
@@ -423,7 +434,6 @@ class Checkpointer:
             if before_rng is not None:
                 before_rng()
             self._position.restored(0, state)
-            self._say("nothing to restore from %s: starting from the beginning", self._place_name())
             return None
         saved = found.saved()
         if found.lies_over is not None and not wish.fits(saved):
@@ -495,6 +505,7 @@ class Checkpointer:
         self._has_saved = True
         self._position.trained(step)
         try:
+            self._position.saved(state)
             self._raise_older()
             self._hand_over(handle, state, wait_seconds)
             self._last_saved = handle.step
@@ -517,6 +528,10 @@ class Checkpointer:
     def _say(self, message: str, *args: object) -> None:
         if self._settings.rank == 0:
             say(logger, message, *args)
+
+    def _say_nothing_found(self, done: int) -> None:
+        start = f"going on after step {done}" if done else "starting from the beginning"
+        self._say("nothing to restore from %s: %s", self._place_name(), start)
 
     def _place_name(self, found: Fetched | None = None) -> str:
         """Where checkpoints are, in the words of the script; of a restored one, how many are older."""

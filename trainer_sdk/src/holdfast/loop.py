@@ -50,15 +50,25 @@ class Position:
         self.done = done
         self._has_trained = True
 
+    def saved(self, state: Mapping[str, Any]) -> None:
+        """`state` is saved. Before the first restore, this is what tells which objects are trained."""
+        if not self.is_known:
+            self._parts = _parts(state)
+
+    def done_by_hand(self, state: Mapping[str, Any]) -> int:
+        """Steps that the script did on `state` and reported before anything was restored. A loop over
+        `state` must not number its steps from 0 again: their saves would repeat numbers of other bytes.
+        """
+        return 0 if self.is_known or not self._is_same(state) else self.done
+
     def continues(self, state: Mapping[str, Any]) -> bool:
         """Whether `state` was trained here since it was restored: it must not be restored again."""
+        return self.is_known and self._has_trained and self._is_same(state)
+
+    def _is_same(self, state: Mapping[str, Any]) -> bool:
         parts = _parts(state)
-        return (
-            self.is_known
-            and self._has_trained
-            and all(
-                self._parts[name]() is parts[name]() for name in parts.keys() & self._parts.keys()
-            )
+        return all(
+            self._parts[name]() is parts[name]() for name in parts.keys() & self._parts.keys()
         )
 
 
