@@ -21,9 +21,9 @@ from holdfast.staging import Slot, SlotRing
 from holdfast.state.snapshot import read_payload
 from holdfast.testing import FakeSidecar, until
 from holdfast.testing.fake_device import FakeDevice
-from holdfast_core.errors import SaveFailedError
+from holdfast_core.errors import ConfigError, SaveFailedError
 from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState
-from holdfast_core.ids import Rank, RestartRound, Step
+from holdfast_core.ids import Rank, RestartRound
 from holdfast_core.transfer.messages import Progress, Restore, Stage
 
 WEIGHT = torch.full((4, 3), 7.0)
@@ -378,9 +378,11 @@ def test_a_crash_before_the_copies_are_done_leaves_nothing_to_believe(training: 
 
 
 def test_a_restore_waits_for_the_copies(training: Training) -> None:
-    """It would write into the tensors that are being read."""
-    training.ckpt.save(1, training.state)
-    restoring = Thread(target=training.ckpt.restore, args=(training.state,))
+    """It would write into the tensors that are being read. In a pod the first restore may follow a save
+    of step 0; a later one is refused."""
+    training.ckpt.save(0, training.state)
+    loop = training.ckpt.steps(1, training.state)
+    restoring = Thread(target=next, args=(loop,))
     restoring.start()
     until_blocked(restoring, training)
     training.device.catch_up()
@@ -389,6 +391,32 @@ def test_a_restore_waits_for_the_copies(training: Training) -> None:
         Stage,
         Restore,
     ]
+
+
+def test_a_restore_after_a_save_is_refused_in_a_pod(training: Training) -> None:
+    training.ckpt.save(1, training.state)
+    training.device.catch_up()
+    with pytest.raises(ConfigError, match="in a worker pod all ranks of a round start from"):
+        training.ckpt.restore(training.state)
+    assert training.sidecar.messages(Restore) == []
+    assert torch.equal(training.net.weight, WEIGHT)
+
+
+def test_a_roll_back_waits_for_the_copies(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        unused = FakeSidecar(
+            tmp_path / "shared", tmp_path / "node"
+        )  # never started: a folder has none
+        training = Training(unused, ckpt)
+        ckpt.save(1, training.state)
+        restoring = Thread(target=ckpt.restore, args=(training.state,))
+        restoring.start()
+        until_blocked(restoring, training)
+        assert not training.device.is_idle
+        training.device.catch_up()
+        restoring.join()
+        assert torch.equal(training.net.weight, WEIGHT)
+    assert ckpt.last_committed_step == 1
 
 
 def test_the_end_waits_for_the_copies(training: Training) -> None:
@@ -419,8 +447,9 @@ def test_copies_beside_training_are_not_blocked_time(training: Training) -> None
     training.device.catch_up()
     handle.wait(timeout=60)
     assert training.ckpt.blocked_seconds == spent > 0
-    training.ckpt._report_progress(Step(1))
-    assert training.sidecar.wait_for(Progress).blocked_seconds == spent
+    training.ckpt.close()
+    training.sidecar.wait_for(Progress)
+    assert sum(message.blocked_seconds for message in training.sidecar.messages(Progress)) == spent
 
 
 def test_slots_are_page_locked_while_they_are_there(training: Training) -> None:

@@ -26,6 +26,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.testing.builders import payload, rank_layout_and_plan
 from holdfast_core.testing.failpoints import failpoints, in_every_python
+from holdfast_core.tiers.disk import TEMP_PREFIX
 from holdfast_core.transfer.messages import LevelReached, Policy, Refusal, SaveFailed, Stage
 
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=100)
@@ -174,7 +175,9 @@ def test_a_writer_that_cannot_come_back_does_not_hang_the_end(
     ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
     go.unlink()
     ckpt.save(2, {"t": torch.ones(4)})
-    assert ckpt._session.wait_acknowledged(60)
+    until(
+        lambda: bool(list(folder.rglob(f"{TEMP_PREFIX}*"))), "the file of step 2 is being written"
+    )
     folder.rename(tmp_path / "away")
     folder.write_text("not a folder any more")
     os.kill(writer_of_this_process(), signal.SIGKILL)
