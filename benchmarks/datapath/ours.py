@@ -121,8 +121,8 @@ class _Heard(logging.Handler):
     tier = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.msg.startswith("restored step") and isinstance(record.args, tuple):
-            self.tier = str(record.args[1])
+        if record.msg.startswith("rank %d restored step") and isinstance(record.args, tuple):
+            self.tier = str(record.args[2])
 
 
 def _with_persister(digests: bool) -> MakeSaver:

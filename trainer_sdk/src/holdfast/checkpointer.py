@@ -455,6 +455,8 @@ class Checkpointer:
             self._lazy_loaders.restored()
         for line in self.skipped:
             logger.warning("not restored: %s", line)
+        # For every rank: each has its own copy, and a rank that reads from a slower tier delays all.
+        logger.info("rank %d restored step %d from %s", self._settings.rank, found.step, found.tier)
         self._say("restored step %d from %s", found.step, self._place_name(found))
         return found.step
 
