@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -88,6 +89,9 @@ class LocalCluster:
     store: StoreView | None
     authority: Authority
     pods: dict[str, LocalPod] = field(default_factory=dict)
+    """Replaced at each change, never changed in place: the thread of the story and the operator's both
+    change it, and each iterates over it."""
+    _pods_change: threading.Lock = field(default_factory=threading.Lock)
     nodes: dict[str, NodeView] = field(default_factory=dict)
     sidecars: dict[str, SidecarView] = field(default_factory=dict)
     checkpoints: dict[str, CheckpointView] = field(default_factory=dict)
@@ -183,8 +187,14 @@ class LocalCluster:
     # ------------------------------------------------------------ faults of the demo
 
     def delete(self, name: str) -> None:
-        self.pods.pop(name).delete()
+        self._forget(name).delete()
         self._wake.set()
+
+    def _forget(self, name: str) -> LocalPod:
+        with self._pods_change:
+            gone = self.pods[name]
+            self.pods = {known: pod for known, pod in self.pods.items() if known != name}
+        return gone
 
     # ------------------------------------------------------------ effects on Kubernetes
 
@@ -228,14 +238,15 @@ class LocalCluster:
                 workdir=self.place.workdir,
             )
         )
-        self.pods[name] = pod
+        with self._pods_change:
+            self.pods = {**self.pods, name: pod}
         await asyncio.to_thread(pod.start)
         self._wake.set()
 
     async def delete_pod(self, job: JobView, name: str, uid: str, *, force: bool) -> None:
         pod = self.pods.get(name)
         if pod is not None and pod.spec.uid == uid:
-            del self.pods[name]
+            self._forget(name)
             await asyncio.to_thread(pod.delete)
 
     async def create_network_policy(self, job: JobView, body: Mapping[str, Any]) -> None:

@@ -143,3 +143,50 @@ def test_a_seal_that_is_repeated_takes_no_longer_than_one(
         pools.close()
 
     asyncio.run(scenario())
+
+
+def test_an_inventory_from_before_the_end_of_a_seal_does_not_carry_its_round(
+    slow: SlowNode, tmp_path: Path
+) -> None:
+    """Its list lacks what the seal had still to write: the operator would choose an older step."""
+    listing, go_on = threading.Event(), threading.Event()
+
+    def list_shards() -> list[Any]:
+        first = not listing.is_set()
+        listing.set()
+        assert not first or go_on.wait(120)
+        return []
+
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=1, store=1)
+        parts = parts_of(RoundState(Worker(0), 1, RestartRound(4)), slow, pools)
+        parts.settings.slots_dir = tmp_path
+        parts.settings.contract.pod_name = "gpt-0-r0"
+        parts.stager.memory = {}
+        parts.gang.running_round = None
+        parts.node = SimpleNamespace(
+            read_round=slow.read_round,
+            write_round=slow.write_round,
+            list_manifests=slow.list_manifests,
+            list_shards=list_shards,
+            free_bytes=lambda: 1,
+        )
+        lifecycle = Lifecycle(parts)
+        slow.go_on.set()
+        writes_end = asyncio.Event()
+
+        async def settle(*_: object) -> bool:
+            await writes_end.wait()
+            return True
+
+        parts.stager.settle.side_effect = settle
+        seal = asyncio.create_task(lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
+        early = asyncio.create_task(lifecycle.inventory())
+        await asyncio.to_thread(listing.wait, 120)
+        writes_end.set()
+        assert (await seal).round == 5
+        go_on.set()
+        assert (await early).round == 4
+        pools.close()
+
+    asyncio.run(scenario())

@@ -252,6 +252,9 @@ class Lifecycle:
 
     async def inventory(self) -> Inventory:
         parts = self._parts
+        # Before anything is listed: a seal that is settled meanwhile would give its round to a list
+        # that lacks what it had still to write, and the operator would choose an older step.
+        state = self._unsettled or parts.keeper.state
         uid = parts.settings.contract.job_uid
         corrupt = functools.partial(parts.metrics.corruption, TierName.NODE)
         manifests = await parts.pools.read.run(held_manifests, parts.node, uid, corrupt)
@@ -264,7 +267,6 @@ class Lifecycle:
         except HoldfastError as error:
             parts.failures.note("node volume", TierName.NODE, error)
             free = 0
-        state = self._unsettled or parts.keeper.state
         return Inventory(
             worker=state.worker,
             pod=parts.settings.contract.pod_name,
