@@ -52,7 +52,12 @@ def run(recipe: Recipe, folder: Path, kill_after: int = 0) -> tuple[int, dict[st
     done = subprocess.run(
         [str(Path(sys.executable).with_name(program)), *arguments],
         cwd=folder,
-        env={**os.environ, "KILL_AFTER": str(kill_after), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "KILL_AFTER": str(kill_after),
+            "SAVED": str(SAVED),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=False,

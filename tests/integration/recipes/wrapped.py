@@ -1,4 +1,8 @@
-"""Run recipe.py as a script; kill it after KILL_AFTER optimizer steps; print what it ended with."""
+"""Run recipe.py as a script, kill it after KILL_AFTER optimizer steps, and print what it ended with.
+
+Saves become durable in the background, and these scripts do thousands of steps in the time of one
+commit. The process is therefore killed when the save of step SAVED has become durable.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,15 @@ import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from holdfast.testing import committed_step, until
+
 steps = 0
+saved = int(os.environ.get("SAVED", "0"))
 kill_after = int(os.environ.get("KILL_AFTER", "0"))
 
 
@@ -20,6 +28,7 @@ def count(*_: object) -> None:
     global steps
     steps += 1
     if steps == kill_after:
+        until(lambda: committed_step(Path("ckpt")) >= saved, f"the commit of step {saved}")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
