@@ -11,7 +11,9 @@ see a new life of it (`instance`), and inventories show which manifests exist.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections.abc import Iterable
 from dataclasses import replace
 
 from holdfast_core.clock import Clock
@@ -104,7 +106,8 @@ class Coordinator:
         self._done_at: float | None = None
         self._finished_version: int | None = None
         self._gave_up = False
-        self._pressed_at = -_PRESSED_EVERY_SECONDS
+        self._pressed = asyncio.Event()
+        """A report said that a node has no room."""
         self._versioned = Versioned()
         self.instance = secrets.token_hex(8)
         self._dropped = 0
@@ -156,6 +159,7 @@ class Coordinator:
             self._tasks.spawn(rebuild, f"rebuild from worker {worker}")
         self._tasks.spawn(self._uploads.run(), "uploads")
         self._tasks.spawn(self._leftovers.run(), "leftovers")
+        self._tasks.spawn(self._make_room(), "room")
         self._tasks.spawn(self._finish_loop(), "finish")
 
     def update(self, message: Round) -> None:
@@ -252,7 +256,10 @@ class Coordinator:
             self._outbox.repeat(message.worker)
         urgent = self._gathered.heard(message, self._clock.monotonic())
         self._alarm.look(self._message.policy.interval_steps)
-        self._make_room()
+        pressed = self._gathered.pressed
+        if pressed:
+            self._pressed.set()
+        self._give_up(abandoned_steps(self._ledger, self._saves(), pressed=pressed))
         self._changed(urgent=urgent)
         return Ok(message.round, self.instance, holds=True)
 
@@ -409,28 +416,31 @@ class Coordinator:
         gone = steps_to_prune(self._ledger, self._message, self._older, self._uploads.last)
         self._forget(gone)
 
-    def _make_room(self) -> None:
-        """After a report: steps that can no longer be committed go, and where a node is full so do
-        steps that the job can do without."""
-        pressed = self._gathered.pressed
-        gone = set(abandoned_steps(self._ledger, self._saves(), pressed=pressed))
-        now = self._clock.monotonic()
-        if pressed and now - self._pressed_at >= _PRESSED_EVERY_SECONDS:
-            self._pressed_at = now
-            gone |= set(self._ledger.overtaken(pressed=True))
-            gone |= set(
-                steps_to_prune(
-                    self._ledger,
-                    self._message,
-                    self._older,
-                    self._uploads.last,
-                    pressed=True,
-                    restored=self._gathered.running,
-                )
+    async def _make_room(self) -> None:
+        """Prune steps that the job can do without while a node is full: as soon as a report says so, and
+        again each second, because the next commit may let another step go and need not be followed by a
+        report."""
+        while True:
+            await self._pressed.wait()
+            if not self._gathered.pressed:
+                self._pressed.clear()
+                continue
+            gone = steps_to_prune(
+                self._ledger,
+                self._message,
+                self._older,
+                self._uploads.last,
+                pressed=True,
+                restored=self._gathered.running,
             )
+            self._give_up({*gone, *self._ledger.overtaken(pressed=True)})
+            await self._clock.sleep(_PRESSED_EVERY_SECONDS)
+
+    def _give_up(self, steps: Iterable[Step]) -> None:
+        gone = tuple(sorted(set(steps) - self._ledger.on_way_to_store))
         if gone:
-            logs.info("given up", steps=sorted(gone), pressed=pressed)
-            self._forget(tuple(sorted(gone)))
+            logs.info("given up", steps=list(gone), pressed=self._gathered.pressed)
+            self._forget(gone)
             self._changed()
 
     def _saves(self) -> dict[Rank, RankSaves]:

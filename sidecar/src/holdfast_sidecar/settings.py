@@ -43,7 +43,7 @@ class Settings:
     repeated. With `end_seconds` less than the operator waits for a holder (HOLDERS_SECONDS)."""
     disk_quiet_seconds: float = 60.0
     """A write that takes no bytes for so long is reported: the disk hangs. A block is 16 MiB."""
-    room_seconds: float = 20.0
+    room_seconds: float = 5.0
     """How long a save waits on a full node volume for older steps to be deleted before it fails."""
     launcher_grace_seconds: float = 1.0
     """Between the launcher's end of file and its ranks being reported dead."""

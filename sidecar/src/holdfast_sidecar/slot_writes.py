@@ -84,7 +84,7 @@ class SlotWrites:
 
     async def _with_room(self, owned: OwnedSlot) -> ShardRecord:
         """Write the shard; on a full volume again after each deletion, for a while. The coordinator
-        hears of the full volume while this waits, and prunes what the job can do without."""
+        sees the failure in this worker's report meanwhile, and prunes what the job can do without."""
         deadline: float | None = None
         while True:
             try:
@@ -96,6 +96,9 @@ class SlotWrites:
                     deadline = now + self._settings.room_seconds
                 if now >= deadline or not await self._room.wait(deadline - now):
                     raise
+                # The write that follows may take long. The coordinator would go on pruning meanwhile
+                # if this failure stayed.
+                self._failures.healthy(_subject(owned))
 
     async def _watched(self, owned: OwnedSlot) -> ShardRecord:
         """Write the shard; while the disk hangs, that is a failure for all to see."""
