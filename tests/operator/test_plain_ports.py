@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -14,6 +15,7 @@ import aiohttp
 import pytest
 
 from holdfast_core.clock import SystemClock
+from holdfast_operator import logs
 from holdfast_operator.metrics import Metrics
 from holdfast_operator.plain_ports import PLACES, SILENT_WATCH_SECONDS, PlainPorts
 
@@ -86,6 +88,36 @@ def test_half_requests_take_neither_descriptors_nor_threads(
             assert f'holdfast_connections_dropped_total{{port="{port}",reason="room"}}' in text
 
     story(tell)
+
+
+@pytest.mark.parametrize("port", ["metrics", "health"])
+def test_requests_that_are_not_http_fill_no_log(
+    port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """aiohttp logs a traceback with what was sent for each of them, and the log is on the disk of the
+    node: an operator whose log outgrows its limit is evicted."""
+
+    async def tell(bed: Bed) -> None:
+        number = bed.ports.metrics_port if port == "metrics" else bed.ports.health_port
+        for n in range(ATTACKERS):
+            reader, writer = await asyncio.open_connection("127.0.0.1", number)
+            writer.write(b"GET / HTTP/1.1\r\n" + b"x" * 4000 + b"%d\r\n\r\n" % n)
+            await reader.read()
+            writer.close()
+
+    root = logging.getLogger()
+    own = logging.getLogger("holdfast_operator")
+    before = root.handlers[:], root.level, own.level
+    try:
+        logs.configure("INFO")
+        story(tell)
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+        own.setLevel(before[2])
+    said = capsys.readouterr().err
+    assert 1 <= said.count("Error handling request") <= 5
+    assert len(said) < 100_000
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import logging
 import sys
 from typing import Any
 
+from holdfast_core.bounded_logs import BoundedLogs
 from holdfast_core.clock import SystemClock, stamp
 
 LOGGER = logging.getLogger("holdfast_operator")
@@ -37,9 +38,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """Route all logs of this process through one handler; libraries only from warnings up."""
+    """Route all logs of this process through one handler; libraries only from warnings up, and a few
+    lines a minute of each of their messages."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
+    handler.addFilter(BoundedLogs(LOGGER.name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections import Counter
 from typing import Any
 
+from holdfast_core.bounded_logs import BoundedLogs
 from holdfast_core.clock import Clock, SystemClock, stamp
 
 LOGGER = logging.getLogger("holdfast_sidecar")
 _SELDOM_SECONDS = 60.0
-_LINES = 5
-"""Of one message of a library in a minute."""
-_SUBJECTS = 100
 
 
 class _JsonFormatter(logging.Formatter):
@@ -43,7 +40,7 @@ def configure(**fixed: Any) -> None:
     """Route all of this process's logs through one handler; `fixed` goes into every line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(fixed))
-    handler.addFilter(_Bounded())
+    handler.addFilter(BoundedLogs(LOGGER.name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
@@ -83,28 +80,6 @@ class Seldom:
         if now >= self._next.get(subject, now):
             self._next[subject] = now + _SELDOM_SECONDS
             warning(message, occurred=self._occurred.pop(subject), **fields)
-
-
-class _Bounded(logging.Filter):
-    """Lets through a few lines a minute of each message of a library: what strangers send makes
-    libraries log, too."""
-
-    def __init__(self, clock: Clock | None = None) -> None:
-        super().__init__()
-        self._clock = clock or SystemClock()
-        self._minute = 0
-        self._seen: Counter[tuple[str, str]] = Counter()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.name == LOGGER.name:
-            return True
-        minute = int(self._clock.monotonic() // _SELDOM_SECONDS)
-        if minute != self._minute:
-            self._minute = minute
-            self._seen.clear()
-        subject = (record.name, str(record.msg)[:200])
-        self._seen[subject] += 1
-        return self._seen[subject] <= _LINES and len(self._seen) <= _SUBJECTS
 
 
 class Changed:
