@@ -122,7 +122,9 @@ class Scrubber:
         try:
             await self._read(ref, schedule)
         except NotFoundError:
-            return False  # pruned meanwhile
+            # Pruned meanwhile, or deleted by another program: what a manifest still names is fetched.
+            self._replacer.shard_is_bad(ref)
+            return True
         except CorruptionError as error:
             # Once more: the memory of this process may be what is bad.
             damage = await self._pools.scrub.run(self._damage, ref)

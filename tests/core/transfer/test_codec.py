@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from holdfast_core.errors import FormatError
-from holdfast_core.ids import Digest, Level, RestartRound, Step, Worker
+from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
 from holdfast_core.transfer import messages
 from holdfast_core.transfer.bounds import body_limit_bytes, reply_limit_bytes
 from holdfast_core.transfer.codec import dumps, loads
@@ -21,6 +21,7 @@ from holdfast_core.transfer.messages import (
     Policy,
     Progress,
     RankProgress,
+    RankTiers,
     Refused,
     RestorePoint,
     Round,
@@ -180,3 +181,18 @@ def test_the_largest_reply_follows_from_the_size_of_the_job():
     assert reply_limit_bytes(Inventory, 1024) > 64 * small / 8
     assert reply_limit_bytes(Inventory, 1 << 18) == body_limit_bytes(Inventory)
     assert reply_limit_bytes(Refused, 1 << 18) == body_limit_bytes(Refused) < small
+
+
+@pytest.mark.parametrize("kind", [Inventory, CoordinatorState])
+@pytest.mark.parametrize("entry", [b"[],", b"{},", b'{"a":1},'])
+def test_many_empty_entries_are_refused_before_they_are_parsed(kind, entry):
+    """They take thirty times their bytes in memory; the broken end would be found by parsing."""
+    body = b'{"unknown":[' + entry * 100_000
+    with pytest.raises(FormatError, match=f"^{kind.__name__}: more than .* objects and lists in"):
+        loads(kind, body)
+
+
+def test_the_smallest_honest_entries_are_not_too_many():
+    tiers = tuple(RankTiers(Rank(0)) for _ in range(200_000))
+    state = CoordinatorState(0, RestartRound(0), tiers=tiers)
+    assert loads(CoordinatorState, dumps(state)) == state
