@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from holdfast.ownership import take_for_training
 from holdfast.places import DirectoryPlace
 from holdfast.settings import RankSettings
 from holdfast.testing import DictStore, committed_step
-from holdfast_core.errors import ConfigError
+from holdfast_core.errors import ConfigError, SaveFailedError
 from holdfast_core.ids import Rank
 from holdfast_core.transfer.messages import Policy
 
@@ -117,6 +119,65 @@ def test_every_rank_of_the_second_gang_gets_the_same_error(tmp_path: Path) -> No
         take_for_training(place(tmp_path / "ckpt"), second, Rank(1))
     assert str(of_rank_0.value) == str(of_rank_1.value)
     owner.close(wait=False)
+
+
+def saves_again(ckpt: holdfast.Checkpointer) -> None:
+    for step in range(2, 50):
+        with contextlib.suppress(SaveFailedError):
+            ckpt.save(step, state()).wait(timeout=60)
+            return
+    raise AssertionError("no save into the folder became durable")
+
+
+@pytest.mark.parametrize("what", ["", "training.lock"], ids=["the folder", "its lock alone"])
+def test_a_training_takes_its_folder_again_after_a_deletion(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "ckpt"
+    with holdfast.Checkpointer(dir=folder) as first:
+        first.save(1, state()).wait(timeout=60)
+        if what:
+            (folder / what).unlink()
+        else:
+            shutil.rmtree(folder)
+        saves_again(first)
+        with (
+            holdfast.Checkpointer(dir=folder) as second,
+            pytest.raises(ConfigError, match=rf"process {os.getpid()} on \S+ trains in it"),
+        ):
+            second.save(60, state())
+
+
+def test_a_training_does_not_save_into_a_folder_that_another_one_has_taken(tmp_path: Path) -> None:
+    """The folder was deleted, and the other training started before the first one saved again."""
+    folder = tmp_path / "ckpt"
+    with holdfast.Checkpointer(dir=folder) as first:
+        first.save(1, state()).wait(timeout=60)
+        shutil.rmtree(folder)
+        second = training(folder)
+        with pytest.raises(SaveFailedError, match=rf"process {second.pid} on \S+ trains in it"):
+            first.save(2, state()).wait(timeout=60)
+        assert first.saves_failed == 1
+    assert committed_step(folder) == 1, "the other training's"
+    with (
+        holdfast.Checkpointer(dir=folder) as third,
+        pytest.raises(ConfigError, match=rf"process {second.pid} on \S+ trains in it"),
+    ):
+        third.save(2, state())
+    second.communicate()
+
+
+def test_no_writer_is_started_in_a_folder_that_another_run_has_taken(tmp_path: Path) -> None:
+    """It would write what was handed over before the folder was deleted."""
+    first, second = place(tmp_path / "ckpt"), place(tmp_path / "ckpt")
+    first.open()
+    first.take_for_training()
+    shutil.rmtree(tmp_path / "ckpt")
+    second.take_for_training()
+    with pytest.raises(ConfigError, match="is in use"):
+        first.connect()
+    first.close(wait=False)
+    with pytest.raises(ConfigError, match="is in use"):
+        place(tmp_path / "ckpt").take_for_training()
+    second.close(wait=False)
 
 
 READ = """

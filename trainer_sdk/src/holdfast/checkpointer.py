@@ -509,6 +509,8 @@ class Checkpointer:
         try:
             self._position.saved(state)
             self._raise_older()
+            if isinstance(self._place, DirectoryPlace):
+                self._place.keep_for_training()
             self._hand_over(handle, state, wait_seconds)
             self._last_saved = handle.step
         except SaveFailedError:

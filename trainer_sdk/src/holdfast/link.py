@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from holdfast.frames import FrameDecoder
 from holdfast_core.errors import (
+    ConfigError,
     FormatError,
     HoldfastError,
     RefusedError,
@@ -186,7 +187,7 @@ class Link:
         """One connection, from its opening to its end; why it ended."""
         try:
             connection = self._connect()
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             return f"cannot connect: {error}"
         except BaseException as error:
             logger.exception("connecting to %s failed in an unexpected way", self._peer)

@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,6 +165,8 @@ class DirectoryPlace:
     _claim: Claim | None = None
     _memory: Claim | None = None
     _training: Claim | None = None
+    _keeping: threading.Lock = field(default_factory=threading.Lock)
+    """`connect` is called by the link's thread."""
     _seen: frozenset[CheckpointId] = frozenset()
 
     @classmethod
@@ -250,18 +253,49 @@ class DirectoryPlace:
                 if time.monotonic() < deadline:
                     time.sleep(_POLL_SECONDS)
                     continue
-                whose = holder(self._training_lock) or "another process"
-                raise ConfigError(
-                    f"{self.root} is in use: {whose} trains in it, and one run at a time may save in a "
-                    "folder. Wait for its end, end it, or choose another folder"
-                ) from None
+                raise self._in_use() from None
             except OSError as error:
                 logger.info("%s: %s; other runs do not see this one", self._training_lock, error)
                 return
-        newer = [c for c in self._checkpoints() - self._seen if c.round != self.round]
-        if newer:
+        try:
+            self._expect_nothing_newer()
+        except ConfigError:
             self._training.release()
             self._training = None
+            raise
+
+    def keep_for_training(self) -> None:
+        """Take the lock of `take_for_training` again where it was removed, alone or with the folder. Does not
+        wait. Raises ConfigError where another run has taken the folder since, or has saved in it."""
+        with self._keeping:
+            held = self._training
+            if held is None or held.is_in_place() or device_of(self.root) != self.device:
+                return
+            try:
+                again = Claim(self._training_lock, wait=False)
+            except BlockingIOError:
+                raise self._in_use() from None
+            except OSError as error:
+                logger.info("%s: %s; other runs do not see this one", self._training_lock, error)
+                return
+            try:
+                self._expect_nothing_newer()
+            except ConfigError:
+                again.release()
+                raise
+            held.forget()
+            self._training = again
+
+    def _in_use(self) -> ConfigError:
+        whose = holder(self._training_lock) or "another process"
+        return ConfigError(
+            f"{self.root} is in use: {whose} trains in it, and one run at a time may save in a "
+            "folder. Wait for its end, end it, or choose another folder"
+        )
+
+    def _expect_nothing_newer(self) -> None:
+        newer = [c for c in self._checkpoints() - self._seen if c.round != self.round]
+        if newer:
             raise ConfigError(
                 f"{self.root}: another run has saved step {max(c.step for c in newer)} since this one opened "
                 "the folder. Start again, to go on from there, or choose another folder"
@@ -316,13 +350,15 @@ class DirectoryPlace:
         return True
 
     def connect(self) -> socket.socket:
-        """Ends a persister from before, which has been given up."""
+        """End a persister from before, which has been given up, and start another one. Raises OSError, and
+        ConfigError where another run trains in the folder by now."""
         if self._process is not None:
             if self._process.poll() is None:
                 self._process.kill()
             self.exit_status = self._process.wait()
             self._process = None
         self._give_up_claim()
+        self.keep_for_training()
         name = f"rank{self.settings.rank:06d}-{secrets.token_hex(8)}"
         process = Process(self.processes_dir, name)
         if (

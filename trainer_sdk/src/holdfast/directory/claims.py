@@ -32,11 +32,13 @@ class Claim:
         return self._path.name
 
     def release(self) -> None:
-        """The file is gone, and its directory, if nothing else is in it."""
+        """Remove the file, and its directory if nothing else is in it. A file that another process has made
+        under this name since stays."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):  # the folder may be gone, and the lock ends anyhow
-                self._path.unlink(missing_ok=True)
-                self._path.parent.rmdir()
+                if self.is_in_place():
+                    self._path.unlink(missing_ok=True)
+                    self._path.parent.rmdir()
             self.forget()
 
     def is_in_place(self) -> bool:
