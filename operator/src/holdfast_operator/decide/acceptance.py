@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast_core.api import Checkpoint, CheckpointStore
 from holdfast_core.contract import TRAINER_CONTAINER
-from holdfast_operator.decide.isolation import find_breach
+from holdfast_operator.decide.isolation import find_breach, items_of
 from holdfast_operator.decide.status import Note
 from holdfast_operator.decide.world import World
 from holdfast_operator.reasons import Reason
@@ -27,8 +27,7 @@ def find_problem(world: World) -> Note | None:
 
 
 def template_problem(template: Mapping[str, Any]) -> Note | None:
-    spec = template.get("spec")
-    containers = _maps(spec, "containers")
+    containers = [c for _, c in items_of(template.get("spec"), "containers", "spec.template.spec")]
     trainers = [c for c in containers if c.get("name") == TRAINER_CONTAINER]
     if len(trainers) != 1:
         names = ", ".join(str(c.get("name")) for c in containers) or "none"
@@ -129,13 +128,6 @@ def _restore_from_problem(world: World) -> Note | None:
 
 def _invalid(message: str) -> Note:
     return Note(Reason.INVALID_TEMPLATE, message)
-
-
-def _maps(parent: Any, key: str) -> list[Mapping[str, Any]]:
-    items = parent.get(key) if isinstance(parent, Mapping) else None
-    if not isinstance(items, Sequence) or isinstance(items, str):
-        return []
-    return [item for item in items if isinstance(item, Mapping)]
 
 
 def _words(value: Any) -> list[str]:

@@ -56,9 +56,9 @@ def _breaches(spec: Mapping[str, Any]) -> Iterator[Breach]:
                 "environment and files, and with them its certificate and the store's keys",
             )
     for kind in _CONTAINER_LISTS:
-        for path, container in _items(spec, kind, root):
+        for path, container in items_of(spec, kind, root):
             yield from _of_container(path, container)
-    for path, volume in _items(spec, "volumes", root):
+    for path, volume in items_of(spec, "volumes", root):
         yield from _of_volume(path, volume)
 
 
@@ -69,26 +69,24 @@ def _of_container(path: str, container: Mapping[str, Any]) -> Iterator[Breach]:
             f"is {container['name']!r}, but names that start with {RESERVED_PREFIX} belong to the "
             f"operator, as {SIDECAR_CONTAINER} does: choose another name",
         )
-    for at, mount in _items(container, "volumeMounts", path):
+    for at, mount in items_of(container, "volumeMounts", path):
         yield from _reserved_volume(at, mount)
         yield from _mount_path(f"{at}.mountPath", str(mount.get("mountPath", "")))
-    for at, device in _items(container, "volumeDevices", path):
+    for at, device in items_of(container, "volumeDevices", path):
         yield from _reserved_volume(at, device)
-    for at, variable in _items(container, "env", path):
+    for at, variable in items_of(container, "env", path):
         source = variable.get("valueFrom")
         if isinstance(source, Mapping):
             yield from _secret(f"{at}.valueFrom.secretKeyRef", source.get("secretKeyRef"), "name")
-    for at, source in _items(container, "envFrom", path):
+    for at, source in items_of(container, "envFrom", path):
         yield from _secret(f"{at}.secretRef", source.get("secretRef"), "name")
 
 
 def _of_volume(path: str, volume: Mapping[str, Any]) -> Iterator[Breach]:
     yield from _reserved_volume(path, volume)
     yield from _secret(f"{path}.secret", volume.get("secret"), "secretName")
-    projected = volume.get("projected")
-    if isinstance(projected, Mapping):
-        for at, source in _items(projected, "sources", f"{path}.projected"):
-            yield from _secret(f"{at}.secret", source.get("secret"), "name")
+    for at, source in items_of(volume.get("projected"), "sources", f"{path}.projected"):
+        yield from _secret(f"{at}.secret", source.get("secret"), "name")
 
 
 def _reserved_volume(path: str, item: Mapping[str, Any]) -> Iterator[Breach]:
@@ -126,10 +124,9 @@ def _secret(path: str, source: Any, key: str) -> Iterator[Breach]:
         )
 
 
-def _items(
-    parent: Mapping[str, Any], key: str, path: str
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    values = parent.get(key)
+def items_of(parent: Any, key: str, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Walk the objects of the list `key`, each with its path. Skip what a template may not hold there."""
+    values = parent.get(key) if isinstance(parent, Mapping) else None
     if isinstance(values, Sequence) and not isinstance(values, str):
         for index, value in enumerate(values):
             if isinstance(value, Mapping):
