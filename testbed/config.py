@@ -24,6 +24,8 @@ KINDEST_NODE = (
 """Node image where a registry is reached: the default of the pinned kind, whose authors push a tag
 again for a later kind. HOLDFAST_TESTBED_NODE_IMAGE takes another."""
 REGISTRY_BASE = "python:3.13.9-slim-trixie"
+"""Base of the operator's and the sidecar's images where a registry is reached. HOLDFAST_TESTBED_BASE_IMAGE
+takes another, such as this one by digest."""
 REGISTRY_TORCH_BASE = "debian:trixie-slim"
 """torch is Debian's in both modes: stable keeps one version, and the bits of a run are compared."""
 PYTHON = "3.13"
@@ -137,6 +139,10 @@ def current_bed() -> Bed:
 
 def kindest_node() -> str:
     return os.environ.get("HOLDFAST_TESTBED_NODE_IMAGE", KINDEST_NODE)
+
+
+def python_base() -> str:
+    return os.environ.get("HOLDFAST_TESTBED_BASE_IMAGE", REGISTRY_BASE)
 
 
 def digest(*parts: str | bytes | Path) -> str:

@@ -55,7 +55,7 @@ IMAGES = (
 def base_of(bed: Bed, image: Image) -> str:
     if bed.local or image.torch:
         return config.TORCH_BASE_IMAGE if image.torch else config.BASE_IMAGE
-    return config.REGISTRY_BASE
+    return config.python_base()
 
 
 def build_all(bed: Bed, log: Path) -> str:
@@ -179,7 +179,7 @@ def registry_bases(bed: Bed, log: Path) -> None:
     built again: a build that does nothing gives an image another id, which would be loaded again.
     """
     env = bed.environment()
-    for base in (config.REGISTRY_BASE, config.REGISTRY_TORCH_BASE):
+    for base in (config.python_base(), config.REGISTRY_TORCH_BASE):
         if not nodeimage.image_exists(bed, base):
             run(["docker", "pull", "-q", base], env=env, log=log)
     text = torch_dockerfile()
@@ -191,9 +191,9 @@ def registry_bases(bed: Bed, log: Path) -> None:
         run(command, env=env, log=log, stdin=text.encode())
     sets = [tool_set for tool_set in tools.TOOL_SETS if tool_set.name in ("minio", "mc")]
     pinned = [tool_set.folder for tool_set in sets]
-    inputs = digest(image_id(bed, config.REGISTRY_BASE), *pinned, *map(repr, sets))
+    inputs = digest(image_id(bed, config.python_base()), *pinned, *map(repr, sets))
     if image_label(bed, config.MINIO_IMAGE) != inputs:
-        nodeimage.minio_image(bed, config.REGISTRY_BASE, log, f"LABEL {LABEL}={inputs}")
+        nodeimage.minio_image(bed, config.python_base(), log, f"LABEL {LABEL}={inputs}")
 
 
 def torch_dockerfile() -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from testbed import engine, host, tools
+from testbed import config, engine, host, tools
 from testbed.config import Bed, bed_root
 from testbed.mirror import network, standins
 from testbed.shell import BedError, Command, answers
@@ -49,6 +49,7 @@ def environment(bed: Bed) -> dict[str, str]:
         "PATH": f"{bed.engine}/usr/bin:{os.environ['PATH']}",
         "HOLDFAST_TESTBED_DIR": str(bed.root / "bed"),
         "HOLDFAST_TESTBED_NODE_IMAGE": standins.NODE,
+        "HOLDFAST_TESTBED_BASE_IMAGE": config.REGISTRY_BASE,
     }
 
 

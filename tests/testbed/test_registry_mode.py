@@ -10,6 +10,7 @@ from testbed import config, engine, images, load, nodeimage, tools
 from testbed.config import Bed
 from testbed.mirror import standins
 from testbed.mirror.__main__ import environment, share_tools
+from testbed.shell import BedError
 from testbed.steps import is_done
 
 
@@ -95,6 +96,20 @@ def test_without_an_answer_of_the_user_the_node_image_is_pinned_by_digest(
     assert name.startswith("kindest/node:v")
     assert len(pin) == 64
     assert name == standins.NODE
+
+
+def test_images_are_built_from_the_base_that_the_user_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed, pinned = Bed(tmp_path, local=False), f"{config.REGISTRY_BASE}@sha256:{'0' * 64}"
+    monkeypatch.setenv("HOLDFAST_TESTBED_BASE_IMAGE", pinned)
+    bases = {image.tag: images.base_of(bed, image) for image in images.IMAGES}
+    assert bases["holdfast/operator:dev"] == bases["holdfast/sidecar:dev"] == pinned
+    assert bases["holdfast/trainer-gpt:dev"] == config.TORCH_BASE_IMAGE
+    asked = docker_that(tmp_path, "exit 1", monkeypatch)
+    with pytest.raises(BedError):
+        images.registry_bases(bed, tmp_path / "log")
+    assert pinned in asked.read_text()
 
 
 def test_status_misses_only_what_the_mode_needs(tmp_path: Path) -> None:
