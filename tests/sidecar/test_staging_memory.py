@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -446,3 +448,47 @@ def test_a_coordinator_that_knows_no_memory_is_not_waited_for(tmp_path: Path) ->
         assert world.stager.idle
 
     run(tmp_path, 3, scenario)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+@pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "waits in memory"])
+def test_a_trainer_that_truncates_its_slot_and_fills_the_volume_ends_no_task(
+    tmp_path: Path, slots: int
+) -> None:
+    """The state of a slot is written into a page of it that is gone, and there is no other page. A
+    task of the sidecar that dies ends the process."""
+
+    async def scenario(world: World) -> None:
+        deaths: list[object] = []
+
+        def died(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+            deaths.append(context)
+            world.outcomes.append(Outcome(Mock(), None))
+            world._changed.set()
+
+        asyncio.get_running_loop().set_exception_handler(died)
+        await world.save(0, 1)
+        os.truncate(world.settings.slots_dir / slot_name(RANK, 0), 0)
+        (shared / "staged").rename(shared / "kept")  # else the note's page is free for the slot
+        with (shared / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError):
+            while True:
+                filler.write(bytes(1 << 12))
+        world.node.let(1)
+        await world.until(lambda: bool(world.outcomes))
+        assert not deaths
+        assert world.outcomes[0].failed is not None
+        (shared / "filler").unlink()
+        os.truncate(world.settings.slots_dir / slot_name(RANK, 0), HEADER_BYTES + CAPACITY)
+        world.life()
+        await world.save(1, 2)
+        world.node.let(2)
+        await world.until(lambda: len(world.outcomes) == 2)
+        assert world.stored() == [2]
+
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(shared)], check=True)
+    try:
+        run(tmp_path, slots, scenario)
+    finally:
+        subprocess.run(["umount", "--lazy", str(shared)], check=True)

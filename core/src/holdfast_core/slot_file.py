@@ -91,20 +91,29 @@ class SlotFile:
             raise UnavailableError(f"reading the header of slot {self.name}: {error}") from error
 
     def set_state(self, state: SlotState) -> None:
-        os.pwrite(self.fd, pack_state(state), STATE_OFFSET)
+        """Raises UnavailableError: the trainer truncated the file, and its volume is full."""
+        self._write(STATE_OFFSET, pack_state(state))
 
     def write_header(self, header: SlotHeader) -> None:
-        """State last and alone, as the slot's contract wants it."""
+        """State last and alone, as the slot's contract wants it. Raises as `set_state` does."""
         packed = bytearray(header.pack())
         state = pack_state(header.state)
         packed[STATE_OFFSET : STATE_OFFSET + len(state)] = pack_state(SlotState.FILLING)
-        os.pwrite(self.fd, packed, 0)
-        os.pwrite(self.fd, state, STATE_OFFSET)
+        self._write(0, packed)
+        self._write(STATE_OFFSET, state)
 
     def write_payload(self, offset: int, data: memoryview) -> None:
+        """Raises as `set_state` does."""
+        self._write(HEADER_BYTES + offset, data)
+
+    def _write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
         done = 0
-        while done < len(data):
-            done += os.pwrite(self.fd, data[done:], HEADER_BYTES + offset + done)
+        try:
+            while done < len(view):
+                done += os.pwrite(self.fd, view[done:], offset + done)
+        except OSError as error:
+            raise UnavailableError(f"writing into slot {self.name}: {error}") from error
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """PayloadSource: raises FormatError when the file ends too early."""

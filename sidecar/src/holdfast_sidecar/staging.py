@@ -391,7 +391,11 @@ class Stager:
         self._owned.pop(name, None)
         self._notes.remove(name)
         failpoint("memory.before_free")
-        owned.slot.set_state(SlotState.FREE)
+        try:
+            owned.slot.set_state(SlotState.FREE)
+        except HoldfastError as error:
+            # The trainer can cause this at any time; a task that dies here would end the process.
+            logs.warning("a slot was not freed", slot=name, error=str(error))
         owned.slot.close()
 
     async def _digest(self, owned: OwnedSlot) -> None:
