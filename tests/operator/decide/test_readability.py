@@ -183,3 +183,12 @@ def test_a_round_that_no_status_can_have_missed_is_not_believed() -> None:
     seen = Observed(job=job(2, status(1, (0, 1))), pods=(pod(0), pod(1, 1), odd))
     actions = decide(seen, now()).actions
     assert not any(isinstance(a, BeginRound | DeletePod) for a in actions)
+
+
+def test_a_sidecar_does_not_use_up_the_numbers_of_rounds() -> None:
+    """It says that it is sealed for the last round that there can be."""
+    pods = (pod(0), pod(1, 1))
+    lies = sidecar(pods[1], 999_999)
+    seen = Observed(job=job(2, status(1, (0, 1))), pods=pods, sidecars=(sidecar(pods[0], 1), lies))
+    actions = decide(seen, now()).actions
+    assert not any(isinstance(a, BeginRound | DeletePod) for a in actions)

@@ -97,15 +97,15 @@ class World:
         what is known now."""
         return self.status.restart_round is None or pod.birth_round > self.status.restart_round
 
-    def _is_evidence(self, pod: PodView) -> bool:
-        """A round that no status can have missed is not believed: one name must not use up the
-        numbers of rounds."""
-        return pod.birth_round <= (self.status.restart_round or 0) + MAX_ROUNDS_AHEAD
+    def _is_evidence(self, round_: RestartRound) -> bool:
+        """A round that no status can have missed is not believed: neither the name of a pod nor the
+        answer of a sidecar may use up the numbers of rounds."""
+        return round_ <= (self.status.restart_round or 0) + MAX_ROUNDS_AHEAD
 
     @cached_property
     def highest_birth(self) -> RestartRound | None:
         """The highest round that a pod of the job was born in."""
-        births = (p.birth_round for p in self.observed.pods if self._is_evidence(p))
+        births = (p.birth_round for p in self.observed.pods if self._is_evidence(p.birth_round))
         return max(births, default=None)
 
     @cached_property
@@ -114,7 +114,7 @@ class World:
         (etcd was restored), they become members: they may hold the newest copies."""
         found: dict[Worker, RestartRound] = {}
         for pod in self.observed.pods:
-            if not pod.alive or not self._is_evidence(pod):
+            if not pod.alive or not self._is_evidence(pod.birth_round):
                 continue
             if self.is_ahead(pod) and not self.observed.node_lost(pod):
                 found[pod.worker] = max(pod.birth_round, found.get(pod.worker, pod.birth_round))
@@ -147,7 +147,7 @@ class World:
             r
             for s in self.observed.sidecars
             for r in (s.sealed_round, inventory_round(s))
-            if r is not None
+            if r is not None and self._is_evidence(r)
         ]
         return max(rounds, default=None)
 
