@@ -376,6 +376,28 @@ def test_a_leaf_outside_of_its_period_is_renewed_before_the_call(age: timedelta)
     asyncio.run(story())
 
 
+def test_a_sidecar_that_keeps_its_expired_leaf_is_silent_and_not_renewed_each_time() -> None:
+    """Each renewal is a new key, three handshakes and a line of the log."""
+
+    async def story() -> None:
+        async with bench() as b:
+            pod = pod_view(0, created_at=NOW)
+            server = await b.serve(pod, leaf_of(pod, timedelta(days=40)))
+            server.keeps_leaf = True
+
+            def called_again() -> bool:
+                b.follow(pod, suspects=frozenset({"node-a"}))
+                b.sidecars.seal(UID, pod.uid, RestartRound(1))
+                known = b.sidecars._jobs[UID].pods[pod.uid]
+                return known.failures >= 5 or len(server.calls) > 1
+
+            await b.until(called_again)
+            assert [kind for kind, _ in server.calls] == ["certificate"]
+            assert b.view(pod).reachable is Reachable.NO
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("case", ["another pod's name", "another job's authority"])
 def test_an_expired_leaf_of_a_stranger_gets_nothing(case: str) -> None:
     async def story() -> None:

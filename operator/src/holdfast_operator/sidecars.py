@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from ssl import SSLContext
 from typing import Any, Protocol, TypeVar
@@ -75,6 +75,8 @@ not take the operator from other jobs."""
 POLL_SECONDS_PER_ENTRY = 200e-6
 """Parsing and comparing an entry of the state costs about 10 us: a coordinator that answers at once
 each time gets a twentieth of one processor, whatever it sends."""
+RENEW_AGAIN = timedelta(minutes=1)
+"""A sidecar that took a new leaf and shows an expired one is silent, not renewed with each call."""
 ASK_AGAIN_SECONDS = 1.0
 URGENT = frozenset({"seal", "round"})
 """Calls that a recovery waits for."""
@@ -316,6 +318,7 @@ class Sidecars:
     def _renew(self, uid: JobUid, known: _Pod) -> None:
         async def call(context: SSLContext, pod: _Pod) -> None:
             await self._send_leaf(uid, pod)
+            self._alive(pod)
 
         self._start(uid, known.view.pod_uid, "certificate", call)
 
@@ -325,7 +328,6 @@ class Sidecars:
         message = await self._identity.renewed(uid, pod.target.pod)
         issued = self._clock.utc_now()
         await self._client.certificate(context, pod.target, message)
-        self._alive(pod)
         pod.leaf_from = issued
         logs.info("certificate renewed", pod=pod.target.pod)
 
@@ -336,6 +338,8 @@ class Sidecars:
         try:
             return await call(await self._identity.client(uid))
         except LeafOutOfTimeError:
+            if leaf_from is not None and abs(self._clock.utc_now() - leaf_from) < RENEW_AGAIN:
+                raise  # it took a new leaf, and does not show it
             async with pod.renewing:
                 if pod.leaf_from == leaf_from:  # no other call has renewed it meanwhile
                     await self._send_leaf(uid, pod)

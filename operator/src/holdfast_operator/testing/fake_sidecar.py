@@ -52,6 +52,8 @@ class FakeSidecar:
     refuses_state: str = ""
     """Set: the words with which each poll is refused."""
     raw_inventory: bytes | None = None
+    keeps_leaf: bool = False
+    """It says that it took a new certificate, and goes on to show the old one."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
 
@@ -170,7 +172,8 @@ class FakeSidecar:
     async def _certificate(self, request: web.Request) -> web.Response:
         message = loads(Certificate, await request.read())
         self.calls.append(("certificate", message))
-        self.show(Leaf(message.certificate, message.key))
+        if not self.keeps_leaf:
+            self.show(Leaf(message.certificate, message.key))
         return _json(Ok(self.round))
 
 
