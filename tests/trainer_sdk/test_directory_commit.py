@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable
@@ -11,8 +12,11 @@ import pytest
 
 from holdfast.directory.choice import JOB_UID, candidates, next_round
 from holdfast.directory.commit import Committer
+from holdfast_core.errors import HoldfastError, NotFoundError
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.shard import ShardHeader
+from holdfast_core.format.keys import manifest_key
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
 from holdfast_core.testing.builders import BytesSource, payload, rank_layout_and_plan
 from holdfast_core.tiers.node import DiskNodeTier
@@ -74,8 +78,58 @@ def test_the_run_itself_may_be_late(tier: DiskNodeTier, tmp_path: Path) -> None:
     checkpoint = prepare(tier, tmp_path, 5)
     committer(tier, tmp_path).commit_left()
     committer(tier, tmp_path).commit(checkpoint)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(NotFoundError):
         committer(tier, tmp_path).commit(CheckpointId(Step(6), RestartRound(0)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_checkpoint_without_its_shards_is_never_committed(
+    tmp_path: Path, rank: int, is_listed: bool
+) -> None:
+    """Another program deleted a shard between its record and the commit. `is_listed`: the process that
+    commits has written it itself."""
+    tier = opened(tmp_path)
+    writer = tier if is_listed else opened(tmp_path)
+    checkpoint = prepare(writer, tmp_path, 5)
+    (gone,) = (r for r in writer.list_shards() if r.header.rank == rank)
+    tier.shard_path(gone.ref).unlink()
+    with pytest.raises(NotFoundError):
+        committer(tier, tmp_path).commit(checkpoint)
+    assert not committer(tier, tmp_path).is_committed(checkpoint)
+
+
+def test_no_flipped_bit_of_a_record_commits_what_cannot_be_restored(tmp_path: Path) -> None:
+    """Each byte of both records, before the commit by the run itself and by the one that comes next."""
+    tier = opened(tmp_path)
+    checkpoint = prepare(tier, tmp_path, 5)
+    shards = {record.ref for record in tier.list_shards()}
+    directory = tmp_path / "prepared" / str(checkpoint)
+    aside = tmp_path / "aside"
+    shutil.copytree(directory, aside)
+    refused = 0
+    for name in ("0.json", "1.json"):
+        good = (directory / name).read_bytes()
+        for position, bit in ((p, 1 << (p % 7)) for p in range(len(good))):
+            flipped = bytearray(good)
+            flipped[position] ^= bit
+            (directory / name).write_bytes(flipped)
+            if position % 2:
+                committer(tier, tmp_path).commit_left()
+            else:
+                with contextlib.suppress(HoldfastError):
+                    committer(tier, tmp_path).commit(checkpoint)
+            committed = tier.list_manifests()
+            for uid, found in committed:
+                manifest = parse_manifest(tier.get_manifest(uid, found))
+                refs = {manifest.ref(shard.rank) for shard in manifest.shards}
+                assert refs == shards, f"byte {position} of {name}"
+                tier.get_layout(manifest.layout)
+                (tmp_path / "tier" / JOB_UID / manifest_key(found)).unlink()
+            refused += not committed
+            shutil.rmtree(directory, ignore_errors=True)
+            shutil.copytree(aside, directory)
+    assert refused
 
 
 def torn(tmp_path: Path) -> None:

@@ -418,6 +418,42 @@ def test_ctrl_c_outside_of_a_loop_is_python_s(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+class Interrupted:
+    """Ctrl-C is pressed while it is saved."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def state_dict(self) -> dict[str, int]:
+        for _ in range(self.times):
+            os.kill(os.getpid(), signal.SIGINT)
+        return {"value": 7}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"value": 7}
+
+
+def test_ctrl_c_in_a_save_is_raised_when_the_save_is_handed_over(folder: Path) -> None:
+    """Raised in its middle it may leave a lock held or a slot full, and no later save becomes durable."""
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1, {"part": Interrupted(1)})
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert ckpt.last_committed_step == 1
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        assert ckpt.restore({"part": Interrupted(0)}) == 1
+
+
+def test_a_second_ctrl_c_in_a_save_does_not_wait(folder: Path) -> None:
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1, {"part": Interrupted(2)})
+        for step in (2, 3, 4):  # more than there are slots
+            ckpt.save(step, {"part": Interrupted(0)}).wait(timeout=60)
+    assert ckpt.last_committed_step == 4
+    assert committed_step(folder) == 4
+
+
 # ------------------------------------------------------------------------------- numbers of steps
 
 

@@ -21,7 +21,7 @@ from holdfast.layouts import LayoutFiles
 from holdfast.staging import SlotRing
 from holdfast.testing import FakeSidecar, committed_step, until
 from holdfast.testing.launched import children_of
-from holdfast_core.errors import SaveFailedError
+from holdfast_core.errors import NotFoundError, SaveFailedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.testing.builders import payload, rank_layout_and_plan
@@ -38,17 +38,22 @@ class Writer:
 
     def __init__(self, directory: Path) -> None:
         self.ended: list[BaseException] = []
+        self.folder_losses = 0
         self.said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         slots = directory / "slots"
         policy = Policy(interval_steps=1, keep_last=3)
         self.service = DirectoryService(
             ServiceOptions(directory / "ckpt", slots, directory / "layouts", 1, range(1), policy),
             self.ended.append,
+            self._folder_lost,
         )
         self.service.start()
         LayoutFiles(directory / "layouts").ensure(LAYOUT, digest_of(LAYOUT))
         self.ring = SlotRing(slots, Rank(0), 2)
         self.ring.ensure(SIZE, self.service.round)
+
+    def _folder_lost(self) -> None:
+        self.folder_losses += 1
 
     def stage(self, step: int, push: Callable[[Any], None] | None = None) -> None:
         slot = self.ring.acquire(60)
@@ -114,6 +119,20 @@ def test_a_callback_that_raises_does_not_end_the_writer(tmp_path: Path) -> None:
     writer.stage(4)
     assert writer.outcome(4) == "committed"
     assert writer.service.finish(60)
+
+
+def test_a_layout_that_was_removed_fails_its_save_alone(tmp_path: Path) -> None:
+    """A program that cleans shared memory by age removes layouts and not slots: they are written once. Taken
+    for a lost folder, it would end each process that is started to write."""
+    writer = Writer(tmp_path)
+    for path in (tmp_path / "layouts").iterdir():
+        path.unlink()
+    with pytest.raises(NotFoundError, match="layout"):
+        writer.stage(1)
+    assert writer.folder_losses == 0
+    LayoutFiles(tmp_path / "layouts").ensure(LAYOUT, digest_of(LAYOUT))
+    writer.stage(2)
+    assert writer.outcome(2) == "committed"
 
 
 def test_the_status_of_the_writer_says_that_a_save_failed(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from holdfast.restoring import Fetched, Restorer
 from holdfast.saving import Saver
 from holdfast.session import Session
 from holdfast.settings import RankSettings
-from holdfast.signals import HandledSignal, stop_signal
+from holdfast.signals import HandledSignal, interrupts_at_end, stop_signal
 from holdfast.staging import SlotRing
 from holdfast.state.load import load_state
 from holdfast.state.rng import RNG
@@ -476,12 +476,13 @@ class Checkpointer:
         training goes on, up to the next `optimizer.step()`: before anything else changes them, call
         `wait_staged`. With on_save_error="raise", raises SaveFailedError and what prevented the copy
         (CapacityError, UnsupportedStateError, UnavailableError, DeviceError). Raises ConfigError for what
-        is no step, before anything is taken.
+        is no step, before anything is taken. Ctrl-C is raised after the save; a second one at once.
         """
         checked = checked_step(step, "Checkpointer.save(step)")
         if self._left is not None and self._left.step == checked:
             self._forget_left("the script saved this step itself")
-        return self._save(checked, state, wait=self._when_busy == "wait")
+        with interrupts_at_end():
+            return self._save(checked, state, wait=self._when_busy == "wait")
 
     def wait_staged(self) -> None:
         """What the current CUDA stream is given from now on runs after the copies of the saves so far.

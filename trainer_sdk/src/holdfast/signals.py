@@ -7,13 +7,17 @@ finish: there a signal does what it would do without a Checkpointer.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class HandledSignal:
@@ -71,6 +75,30 @@ class HandledSignal:
 def stop_signal(on_stop: Callable[[], None]) -> HandledSignal:
     """SIGTERM, as Kubernetes and launchers send it."""
     return HandledSignal(signal.SIGTERM, signal.SIG_DFL, on_stop)
+
+
+@contextlib.contextmanager
+def interrupts_at_end() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt at the end of this block; a second one raises it at once.
+
+    Raised in the middle, it could leave a lock held that other threads need, or a slot full that no
+    process was asked to write: no later save would become durable.
+    """
+    was_interrupted = False
+
+    def interrupted() -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
+        logger.warning("interrupted: stopping after this save; press Ctrl-C again to stop at once")
+
+    handled = HandledSignal(signal.SIGINT, signal.default_int_handler, interrupted, once=True)
+    handled.install()
+    try:
+        yield
+    finally:
+        handled.restore()
+        if was_interrupted:
+            raise KeyboardInterrupt
 
 
 _signals: weakref.WeakSet[HandledSignal] = weakref.WeakSet()

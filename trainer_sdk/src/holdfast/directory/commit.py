@@ -82,16 +82,17 @@ class Committer:
         return True
 
     def commit(self, checkpoint: CheckpointId) -> None:
-        """Rank 0, once all are prepared. Idempotent. Raises FormatError for a bad record."""
+        """Rank 0, once all are prepared. Idempotent. Raises FormatError for a bad record, NotFoundError where
+        a record or a shard is missing."""
         with self._one_at_a_time():  # another rank may drop its shard where the folder is full
             try:
                 prepared = self._prepared(checkpoint)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
                 if self.is_committed(
                     checkpoint
                 ):  # by the run that came next, which cleared up, too
                     return
-                raise
+                raise NotFoundError(f"checkpoint {checkpoint}: no record {error.filename}") from None
             self._commit(checkpoint, prepared)
 
     def commit_left(self) -> None:
@@ -219,10 +220,7 @@ class Committer:
 
     def _commit_if_whole(self, checkpoint: CheckpointId) -> None:
         try:
-            prepared = self._prepared(checkpoint)
-            for one in prepared:
-                self.tier.open_shard(one.record.ref).close()
-            self._commit(checkpoint, prepared)
+            self._commit(checkpoint, self._prepared(checkpoint))
         except (HoldfastError, OSError) as error:
             logger.info("checkpoint %s of a former run stays uncommitted: %s", checkpoint, error)
 
@@ -241,12 +239,26 @@ class Committer:
                 "run. Two runs have trained in this folder in the same round"
             )
         records = [one.record for one in prepared]
+        for record in records:
+            self._expect_shard(record)
         layouts = [self.tier.get_layout(record.header.layout) for record in records]
         layout = merge_layouts(layouts).to_bytes()
         identity = JobIdentity("standalone", prepared[0].run_id, JOB_UID)
         manifest = build_manifest(identity, records, parent=prepared[0].parent, layout=layout)
         commit_local(self.tier, layout, manifest)
         shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
+
+    def _expect_shard(self, record: ShardRecord) -> None:
+        """A manifest that names what is not there would count as the newest checkpoint, and older ones that
+        can be restored would be deleted. Raises NotFoundError, CorruptionError, FormatError."""
+        found = self.tier.look_up(record.ref)
+        if found is not None:
+            self.tier.open_shard(record.ref).close()  # what the tier has listed may be gone since
+        if found != record:
+            raise NotFoundError(
+                f"checkpoint {record.checkpoint}: its record of rank {record.header.rank} names {record}, "
+                f"and the folder holds {found or 'no such shard'}"
+            )
 
     def _directory(self, checkpoint: CheckpointId) -> Path:
         return self.prepared_dir / str(checkpoint)

@@ -403,9 +403,11 @@ class DirectoryService:
                     f"{wanted}"
                 )
             checkpoint = CheckpointId(message.step, message.round)
+            # A layout that was removed from shared memory fails this save: it is not the folder that is gone.
+            layout = self._layouts.read(message.layout)
             try:
                 self._expect_folder()
-                self._with_room(checkpoint, lambda: self._store_layout(message.layout))
+                self._with_room(checkpoint, lambda: self._tier.put_layout(layout))
             except HoldfastError as error:
                 if says_gone(error) or self._is_lost():
                     # Without an answer: the trainer hands the save over again, to a folder made anew.
@@ -436,9 +438,6 @@ class DirectoryService:
         with self._lock:
             self._pending.setdefault(checkpoint, _Pending(checkpoint)).pushes.append(push)
             self._lock.notify_all()
-
-    def _store_layout(self, digest: Digest) -> None:
-        self._tier.put_layout(self._layouts.read(digest))
 
     # ------------------------------------------------------------------ the worker
 
