@@ -13,12 +13,14 @@ import pytest
 from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, rehydrator_of
 from tests.sidecar.pods import contract_with
 
-from holdfast_core.clock import ManualClock, SystemClock
-from holdfast_core.errors import UnavailableError
+from holdfast_core.clock import Clock, ManualClock, SystemClock
+from holdfast_core.errors import TierError, UnavailableError
 from holdfast_core.format.digest import hex_of
 from holdfast_core.ids import RestartRound, ShardRef, Step, TierName, Worker
 from holdfast_core.testing.builders import JOB, BytesSource
 from holdfast_core.testing.shard_files import flip_bit
+from holdfast_core.tiers.base import NodeTier
+from holdfast_core.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
 from holdfast_core.tiers.memory import MemoryTier
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import (
@@ -93,17 +95,29 @@ class World:
         self.pools = Pools(disk=1, copy=1, store=1)
         self.metrics = Metrics()
         self.is_busy = False
+        self.scrubber = self.scrubber_of(
+            Settings(contract_with(), scrub_pass_seconds=0.01, scrub_rest_seconds=0.001)
+        )
+
+    def scrubber_of(
+        self,
+        settings: Settings,
+        *,
+        node: NodeTier | None = None,
+        failures: Failures | None = None,
+        clock: Clock | None = None,
+        busy: Callable[[], bool] | None = None,
+    ) -> Scrubber:
         rehydrator = rehydrator_of(STATE, self.node, self.peer, self.pools, ManualClock())
-        settings = Settings(contract_with(), scrub_pass_seconds=0.01, scrub_rest_seconds=0.001)
-        self.scrubber = Scrubber(
+        return Scrubber(
             settings,
-            self.node,
+            node or self.node,
             Replacer(self.node, rehydrator, lambda: STATE, self.pools),
             pools=self.pools,
             metrics=self.metrics,
-            failures=Failures(lambda: None),
-            clock=SystemClock(),
-            busy=lambda: self.is_busy,
+            failures=failures or Failures(lambda: None),
+            clock=clock or SystemClock(),
+            busy=busy or (lambda: self.is_busy),
             throttle=lambda length: None,
         )
 
@@ -157,6 +171,51 @@ def test_a_shard_that_changed_is_quarantined_and_fetched_again(tmp_path: Path) -
         assert world.counted(CORRUPT) == 1
 
     run(tmp_path, scenario)
+
+
+def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        path = world.node.shard_path(world.record.ref)
+        path.unlink()
+        await world.until(lambda: path.exists() and world.node.find(world.record.ref) is not None)
+        with world.node.open_shard(world.record.ref) as reader:
+            reader.verify()
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("operation", ["open_shard", "read", "list_manifests"])
+def test_what_cannot_be_read_keeps_nothing_else_from_being_read(
+    tmp_path: Path, operation: str
+) -> None:
+    """A bad sector. One pass reads all the rest, and then says what it could not read."""
+
+    async def scenario() -> None:
+        world = World(tmp_path)
+        other = replace(HEADER, step=Step(HEADER.step + 1))
+        world.node.write_shard(other, BytesSource(PAYLOAD))
+        error = TierError("reading shard /node/x: Input/output error")
+        faults = Faults([Fault(operation, FaultKind.ERR, times=1, error=error)])
+        failures = Failures(lambda: None)
+        scrubber = world.scrubber_of(
+            Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.001),
+            node=FaultyNodeTier(world.node, faults),
+            failures=failures,
+        )
+        scrubber.start()
+        try:
+            await world.until(lambda: bool(failures.current))
+            assert [failure.message for failure in failures.current] == [str(error)]
+            documents = len(DOCUMENT) + len(LAYOUT)
+            all_others = len(PAYLOAD) + documents
+            if operation == "list_manifests":
+                all_others = 2 * len(PAYLOAD)
+            assert world.counted(SCRUBBED) == all_others
+        finally:
+            await scrubber.close()
+            world.pools.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> None:
@@ -235,18 +294,7 @@ def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) -> None:
 
         settings = Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.0)
         clock = ManualClock()
-        rehydrator = rehydrator_of(STATE, world.node, world.peer, world.pools, clock)
-        scrubber = Scrubber(
-            settings,
-            world.node,
-            Replacer(world.node, rehydrator, lambda: STATE, world.pools),
-            pools=world.pools,
-            metrics=world.metrics,
-            failures=Failures(lambda: None),
-            clock=clock,
-            busy=busy,
-            throttle=lambda length: None,
-        )
+        scrubber = world.scrubber_of(settings, clock=clock, busy=busy)
         documents = len(DOCUMENT) + len(LAYOUT)
         scrubber.start()
         try:

@@ -103,7 +103,9 @@ class Scrubber:
             next_pass = started + settings.scrub_pass_seconds
 
     async def _pass(self) -> None:
-        """Read everything once."""
+        """Read everything once. What cannot be read keeps nothing else from being read: the newest such
+        error is raised at the end. It is not quarantined: a volume that fails for a moment, on all nodes
+        perhaps, would take every copy away."""
         records = list(self._node.list_shards())
         random.shuffle(records)
         schedule = Schedule(
@@ -111,10 +113,19 @@ class Scrubber:
             self._settings.scrub_pass_seconds,
             self._clock.monotonic(),
         )
-        await self._documents()
+        unread: HoldfastError | OSError | None = None
+        try:
+            await self._documents()
+        except (HoldfastError, OSError) as error:
+            unread = error
         for record in records:
-            if await self._shard_is_bad(record.ref, schedule):
-                await self._replacer.replace_missing()
+            try:
+                if await self._shard_is_bad(record.ref, schedule):
+                    await self._replacer.replace_missing()
+            except (HoldfastError, OSError) as error:
+                unread = error
+        if unread is not None:
+            raise unread
 
     # ------------------------------------------------------------------ shards
 
