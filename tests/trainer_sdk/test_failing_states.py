@@ -40,6 +40,33 @@ def test_training_goes_on_and_later_saves_succeed(tmp_path: Path, error: type[Ex
     assert committed_step(tmp_path / "ckpt") == 6
 
 
+class MoodyMapping(dict[str, Any]):
+    """A state whose own container raises: no part of it can be named in the error."""
+
+    error: type[Exception] | None = None
+
+    def items(self) -> Any:
+        if self.error is not None:
+            raise self.error("of the mapping")
+        return super().items()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_exception_of_any_kind_and_place_costs_one_save(
+    tmp_path: Path, error: type[Exception]
+) -> None:
+    state = MoodyMapping(t=torch.zeros(4))
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        ckpt.save(1, state).wait(timeout=60)
+        state.error = error
+        with pytest.raises(SaveFailedError, match="of the mapping"):
+            ckpt.save(2, state).wait(timeout=0)
+        state.error = None
+        ckpt.save(3, state).wait(timeout=60)
+        assert ckpt.saves_failed == 1
+    assert committed_step(tmp_path / "ckpt") == 3
+
+
 def test_a_state_dict_that_raises_before_the_first_step(tmp_path: Path) -> None:
     moody = Moody()
     moody.error = RuntimeError

@@ -92,7 +92,9 @@ class Committer:
                     checkpoint
                 ):  # by the run that came next, which cleared up, too
                     return
-                raise NotFoundError(f"checkpoint {checkpoint}: no record {error.filename}") from None
+                raise NotFoundError(
+                    f"checkpoint {checkpoint}: no record {error.filename}"
+                ) from None
             self._commit(checkpoint, prepared)
 
     def commit_left(self) -> None:
