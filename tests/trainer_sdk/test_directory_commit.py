@@ -14,9 +14,9 @@ from holdfast.directory.choice import JOB_UID, candidates, next_round
 from holdfast.directory.commit import Committer
 from holdfast_core.errors import HoldfastError, NotFoundError
 from holdfast_core.format.digest import digest_of
+from holdfast_core.format.keys import manifest_key
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.shard import ShardHeader
-from holdfast_core.format.keys import manifest_key
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
 from holdfast_core.testing.builders import BytesSource, payload, rank_layout_and_plan
 from holdfast_core.tiers.node import DiskNodeTier
