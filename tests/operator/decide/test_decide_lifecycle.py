@@ -335,7 +335,12 @@ def test_suspending_asks_the_gang_to_save_first() -> None:
 
 
 def test_stopped_and_saved_is_suspended_not_complete() -> None:
-    observed = finishing(spec={"suspend": True, "store": "main"}, store=store())
+    stored = PersistedView(Step(90), RestartRound(0), manifest_digest(90, 0))
+    observed = finishing(
+        spec={"suspend": True, "store": "main"}, store=store(), checkpoints=(checkpoint(90, 0),)
+    )
+    recorded = replace(observed.job.status, last_persisted=stored)
+    observed = replace(observed, job=replace(observed.job, status=recorded))
     (written,) = writes(decide(observed, now()))
     assert written.is_true(JobCondition.SUSPENDED)
     assert not written.is_true(JobCondition.COMPLETE)

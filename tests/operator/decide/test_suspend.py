@@ -120,18 +120,26 @@ def test_suspended_in_a_recovery_everything_committed_is_kept(fault: str, second
 def test_a_gang_that_keeps_failing_is_suspended_while_it_backs_off() -> None:
     life = Life(store=True, every=5)
     life.run(40)
-    life.run(30, until=lambda s: s.last_persisted is not None)
-    for _ in range(5):
-        life.rank_dies()
-        life.run(6)
+    life.run(60, until=lambda s: s.last_persisted is not None and s.last_persisted.step == s.step)
+    last = life.status.last_persisted
+    assert last is not None
+    assert last.step == life.newest()
+    life.cluster.gang.poisoned |= life.cluster.gang.manifests_made
     life.rank_dies()
-    life.run(1)
+    assert reached(life, 300, backs_off)
     before = suspend(life)
+    life.run(3)
+    assert life.status.is_true(JobCondition.SUSPENDED), "the next round would begin much later"
     for _ in range(90):
         life.run(1)
         assert {p.view.uid for p in life.cluster.pods.values()} <= before
     assert life.status.is_true(JobCondition.SUSPENDED)
     assert life.cluster.pods == {}
+
+
+def backs_off(life: Life) -> bool:
+    running = life.status.condition(JobCondition.RUNNING)
+    return running is not None and running.reason == Reason.BACKING_OFF
 
 
 def test_without_a_store_no_pod_is_created_while_suspend_is_refused() -> None:
@@ -176,6 +184,86 @@ def test_silent_sidecars_may_hold_commits_that_nobody_heard_of() -> None:
     assert not life.status.is_true(JobCondition.SUSPENDED)
     assert len(life.cluster.pods) == 4
     assert life.newest() >= newest
+
+
+# --------------------------------------------------------------------------- taken back
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
+@pytest.mark.parametrize("seconds", range(14))
+def test_a_suspension_that_is_taken_back_does_not_end_the_job(seconds: int, restarts: bool) -> None:
+    """Ranks that stopped for it return 0, as ranks do that have finished."""
+    life = Life(store=True, every=5)
+    life.run(40)
+    step = life.newest()
+    life.change_spec(suspend=True)
+    life.run(seconds)
+    life.change_spec(suspend=False)
+    if restarts:
+        life.restart()
+    life.run(60)
+    assert life.status.is_true("Running")
+    assert life.newest() > step + 10
+    assert life.status.restarts_count_towards_max == 0
+    held = life.status.condition(JobCondition.SUSPENDED)
+    assert held is None or held.reason != Reason.STOPPING
+    assert broken_rules(life.cluster, copies=1) == []
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["still suspended", "resumed meanwhile"])
+def test_an_operator_that_dies_before_it_deletes_the_pods_loses_no_commit(resumed: bool) -> None:
+    """Nothing was committed when Suspended was written. The last ROUND was on its way, no operator was
+    there to delete the pods, and so the gang trained."""
+    life = Life(store=True, every=1000)
+    life.run(30, until=lambda s: s.restore_point is not None)
+    life.silence(3)
+    life.run(3)
+    life.change_spec(suspend=True)
+    life.run(5, until=lambda s: s.is_true(JobCondition.SUSPENDED))
+    assert life.status.is_true(JobCondition.SUSPENDED)
+    first, last = (life.cluster.sidecars[life.pod(worker)] for worker in (0, 3))
+    assert first.message is not None
+    last.take_round(first.message)
+    life.end_silence()
+    for _ in range(60):
+        life.cluster.tick()
+    committed = life.newest()
+    life.restart()
+    if resumed:
+        life.change_spec(suspend=False)
+    life.run(60)
+    assert broken_rules(life.cluster, copies=1) == []
+    assert life.newest() >= committed
+    if not resumed:
+        assert life.status.is_true(JobCondition.SUSPENDED)
+        assert life.status.last_persisted is not None
+        assert life.status.last_persisted.step >= committed
+        life.change_spec(suspend=False)
+        life.run(60)
+    assert life.status.is_true("Running")
+    assert life.newest() > committed
+
+
+def test_a_store_that_is_away_when_the_gang_stops_costs_no_commit() -> None:
+    """The sidecars gave the upload up and the ranks are gone: the gang starts again and saves again."""
+    life = Life(store=True, every=5)
+    life.run(40)
+    life.cluster.store.away = True
+    life.run(12)
+    newest = life.newest()
+    before = suspend(life)
+    life.run(60)
+    assert not life.status.is_true(JobCondition.SUSPENDED)
+    assert life.newest() >= newest
+    life.cluster.store.away = False
+    life.run(60)
+    assert life.status.is_true(JobCondition.SUSPENDED)
+    assert life.status.last_persisted is not None
+    assert life.status.last_persisted.step >= newest
+    assert life.cluster.pods == {}
+    assert broken_rules(life.cluster, copies=1) == []
+    resumes(life, life.status.last_persisted.step)
+    assert before.isdisjoint(p.view.uid for p in life.cluster.pods.values())
 
 
 # --------------------------------------------------------------------------- deadline

@@ -99,7 +99,7 @@ def _decide(observed: Observed, now: Now) -> Decision:
     deadline = lifecycle.deadline_passed(world, now)
     if deadline is not None:
         return _fail(world, memory, now, deadline)
-    failures = failure.find_failures(world, memory, now)
+    failures = failure.find_failures(world, memory, now) or lifecycle.stopped_for_nothing(world)
     memory = times.with_failure(memory, bool(failures), now)
     if failures and job.spec.suspend and any(f.replace_pod for f in failures):
         return _kept(world, memory, now, failures[0])
@@ -139,16 +139,13 @@ def _suspended(world: World, memory: JobMemory, now: Now) -> Decision:
     job = world.observed.job
     status = job.status
     generation = job.generation
+    if not status.is_true(JobCondition.SUSPENDED):
+        status = lifecycle.suspended(world, now)
+        return _written(world, memory, now, status, [], "suspended at once")
+    if lifecycle.must_take_back(world):
+        status = lifecycle.taken_back(world, now)
+        return _written(world, memory, now, status, [], "the suspension is taken back")
     if job.spec.suspend:
-        if not status.is_true(JobCondition.SUSPENDED):
-            return _written(
-                world, memory, now, lifecycle.suspended(world, now), [], "suspended at once"
-            )
-        if lifecycle.committed_meanwhile(world):
-            note = lifecycle.suspend_note(world)
-            status = set_condition(status, JobCondition.SUSPENDED, False, note, now, generation)
-            status = replace(status, start_time=now.utc)
-            return _written(world, memory, now, status, [], note.message)
         acted = None if world.coordinator is None else world.coordinator.version
         freed = releases.at_once(world, "the job is suspended")
         actions = (*lifecycle.delete_all_pods(world), *freed)
@@ -320,7 +317,7 @@ def _run(world: World, memory: JobMemory, now: Now) -> Decision:
     memory = planned.memory
     if running:
         actions.extend(gang.delete_old_certificates(world))
-    if job.spec.suspend and running and job.spec.store is not None:
+    if job.spec.suspend and lifecycle.trains(world) and job.spec.store is not None:
         actions.extend(lifecycle.ask_stop(world))
     commit = checkpoints.committable(world)
     requeue = RUNNING_SECONDS
@@ -362,6 +359,8 @@ def _with_suspend_words(world: World, now: Now, status: JobStatusView) -> JobSta
         note = Note(Reason.NOT_SUSPENDED, "spec.suspend is false")
     else:
         note = lifecycle.suspend_note(world)
+    if lifecycle.asked_to_stop(job.status):
+        note = replace(note, reason=Reason.STOPPING)
     return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
 
 

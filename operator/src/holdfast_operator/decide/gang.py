@@ -33,6 +33,7 @@ from holdfast_operator.decide.failure import (
     failed_from_restore_point,
     is_disruption,
 )
+from holdfast_operator.decide.lifecycle import asked_to_stop
 from holdfast_operator.decide.placement import place_copies
 from holdfast_operator.decide.status import Note, set_condition, with_levels
 from holdfast_operator.decide.times import seconds_since
@@ -92,6 +93,8 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
         record = RestartRecord(round_, now.utc, cause.reason, failed_from)
         recent = (*recent, record)[-MAX_RECENT_RESTARTS:]
     note = Note(cause.reason, f"round {round_}: {cause.message}")
+    if asked_to_stop(status):  # the gang of the new round was not
+        status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
     status = replace(
         status,
         restart_round=round_,

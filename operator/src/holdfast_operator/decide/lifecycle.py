@@ -76,12 +76,12 @@ def deadline_passed(world: World, now: Now) -> Note | None:
 def completed(world: World, now: Now) -> JobStatusView | None:
     """The status that ends the job well: every rank returned 0 and every commit is recorded, or
     every pod ended well. Ranks that a drain stopped return 0 too: a pod on its way out counts as
-    not completed."""
+    not completed. The same holds for a gang that was asked to stop (see stopped_for_nothing)."""
     job = world.observed.job
     status = world.status
+    if asked_to_stop(status):
+        return None
     state = world.coordinator
-    pods = [m.pod for m in world.members]
-    all_ended = bool(pods) and all(p is not None and p.phase is PodPhase.SUCCEEDED for p in pods)
     finished = (
         state is not None
         and state.finished
@@ -89,7 +89,7 @@ def completed(world: World, now: Now) -> JobStatusView | None:
         and not state.dead
         and all(m.pod is not None and not m.pod.terminating for m in world.members)
     )
-    if not (finished or all_ended) or not everything_recorded(world):
+    if not (finished or _all_ended(world)) or not everything_recorded(world):
         return None
     note = Note(Reason.COMPLETED, "every rank returned 0")
     status = replace(status, completion_time=now.utc)
@@ -152,12 +152,24 @@ def may_suspend_now(world: World) -> bool:
     return readable.lost_with_all_pods(world) is None
 
 
-def committed_meanwhile(world: World) -> bool:
-    """The gang committed a step after Suspended was written and before a pod was deleted."""
-    state, persisted = world.coordinator, world.last_persisted
-    step = None if state is None or state.last_local is None else state.last_local.step
-    stored = persisted is not None and step is not None and persisted.step >= step
-    return step is not None and not stored and all(m.alive for m in world.members)
+def must_take_back(world: World) -> bool:
+    """Suspended is written, no pod was deleted yet, and a commit would go with the pods: the operator
+    was away in between and the gang went on, or it committed a step in this very moment."""
+    untouched = all(m.pod is not None and not m.pod.terminating for m in world.members)
+    if not untouched or stopped_and_saved(world):
+        return False
+    return readable.lost_with_all_pods(world) is not None
+
+
+def taken_back(world: World, now: Now) -> JobStatusView:
+    """The status that ends a suspension before a pod was deleted: the round goes on."""
+    job = world.observed.job
+    note = suspend_note(world)
+    if job.spec.store is not None:
+        # The gang may have been asked to stop before it was suspended: this reason records it.
+        note = replace(note, reason=Reason.STOPPING)
+    status = replace(world.status, start_time=now.utc)
+    return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
 
 
 def trains(world: World) -> bool:
@@ -172,7 +184,8 @@ def trains(world: World) -> bool:
 
 
 def suspend_note(world: World) -> Note:
-    """Why a job whose spec.suspend is true is not suspended yet."""
+    """Why a job whose spec.suspend is true is not suspended yet. The gang is asked to stop exactly
+    where the reason is STOPPING."""
     lost = readable.lost_with_all_pods(world)
     if world.observed.job.spec.store is None:
         return Note(
@@ -181,8 +194,10 @@ def suspend_note(world: World) -> Note:
             "it is not suspended, and no pod is created for it meanwhile. Delete the job, or "
             "create it anew with checkpoint.object",
         )
-    if lost is None or trains(world):
+    if trains(world):
         return Note(Reason.STOPPING, "the gang was asked to save and stop")
+    if lost is None:
+        return Note(Reason.NOT_PERSISTED, "the newest upload is recorded first")
     return Note(
         Reason.NOT_PERSISTED,
         f"suspending now would lose work: {lost}. A gang that trains is asked to save into the "
@@ -191,13 +206,51 @@ def suspend_note(world: World) -> Note:
     )
 
 
+def asked_to_stop(status: JobStatusView) -> bool:
+    """The gang of this round was asked to save and stop. The record is written before the gang is
+    asked, and stays until the next round begins: the request cannot be taken back, and ranks that
+    stop for it return 0 although they have not finished."""
+    condition = status.condition(JobCondition.SUSPENDED)
+    return condition is not None and condition.reason == Reason.STOPPING
+
+
 def stopped_and_saved(world: World) -> bool:
     """The gang saved, stopped, and what it saved is where it survives the loss of all pods."""
+    return _stopped(world) and not _unsaved(world)
+
+
+def stopped_for_nothing(world: World) -> tuple[Failure, ...]:
+    """A gang that stopped for a suspension has to start again in its pods: spec.suspend is false
+    again, or the store did not take the newest step."""
+    if not asked_to_stop(world.status) or not _stopped(world):
+        return ()
+    if not world.observed.job.spec.suspend:
+        words = "the gang had stopped for a suspension, and spec.suspend is false again"
+        return (Failure(Reason.RESUMED, words, disruption=True),)
+    if _unsaved(world):
+        words = "the gang stopped for the suspension, but the object store lacks the newest step"
+        return (Failure(Reason.NOT_PERSISTED, words, disruption=True),)
+    return ()
+
+
+def _stopped(world: World) -> bool:
+    """Every rank returned 0, and what is in the store is recorded."""
     state = world.coordinator
-    ended = bool(world.members) and all(
-        m.pod is not None and m.pod.phase is PodPhase.SUCCEEDED for m in world.members
-    )
-    return (ended or (state is not None and state.finished)) and everything_recorded(world)
+    finished = state is not None and state.finished
+    return (finished or _all_ended(world)) and everything_recorded(world)
+
+
+def _all_ended(world: World) -> bool:
+    pods = [m.pod for m in world.members]
+    return bool(pods) and all(p is not None and p.phase is PodPhase.SUCCEEDED for p in pods)
+
+
+def _unsaved(world: World) -> bool:
+    """A step is committed on the nodes that the store does not have: its uploads were given up."""
+    state, persisted = world.coordinator, world.last_persisted
+    local = None if state is None or state.last_local is None else state.last_local.step
+    known = [s for s in (local, readable.recorded_commit(world)) if s is not None]
+    return bool(known) and (persisted is None or persisted.step < max(known))
 
 
 def ask_stop(world: World) -> list[Action]:

@@ -96,6 +96,8 @@ class ToyStore:
     """The object store: what is in it stays."""
 
     checkpoints: dict[CheckpointId, ManifestInfo] = field(default_factory=dict)
+    away: bool = False
+    """It takes no upload. A gang that has stopped gives its uploads up, here at once."""
 
 
 @dataclass(slots=True)
@@ -290,7 +292,7 @@ class ToyGang:
         run.saving = None if done else (id_, phase + 1)
 
     def _persists(self, run: ToyRun, id_: CheckpointId) -> bool:
-        if run.persist_every is None:
+        if run.persist_every is None or self.store.away:
             return False
         return id_.step % run.persist_every == 0 or id_.step >= run.total or run.stopped
 
