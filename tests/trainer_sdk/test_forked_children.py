@@ -21,6 +21,7 @@ import holdfast
 from holdfast.testing import committed_step
 from holdfast.testing.launched import children_of
 from holdfast_core.errors import ConfigError
+from holdfast_core.testing.failpoints import in_every_python
 
 FORK: ForkContext = multiprocessing.get_context("fork")
 _HANG_GUARD_SECONDS = 60.0
@@ -135,9 +136,16 @@ def test_a_handler_of_the_users_own_stays_in_the_child(tmp_path: Path) -> None:
             signal.signal(signal.SIGTERM, previous)
 
 
-def test_a_child_that_leaves_the_block_closes_nothing(tmp_path: Path) -> None:
+def test_a_child_that_leaves_the_block_closes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save is under way when the child leaves, so that a close in the child would count it as lost."""
+    written = tmp_path / "written"
+    rules = f"directory.write_shard=wait:{written}"
+    for name, value in in_every_python(tmp_path, rules).items():
+        monkeypatch.setenv(name, value)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
-        ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=_HANG_GUARD_SECONDS)
+        handle = ckpt.save(1, {"t": torch.ones(4)})
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -145,10 +153,13 @@ def test_a_child_that_leaves_the_block_closes_nothing(tmp_path: Path) -> None:
                 with pytest.raises(ConfigError, match="forked child"):
                     ckpt.save(2, {"t": torch.ones(4)})
                 ckpt.close()
-                status = 0
+                ckpt.__exit__(None, None, None)
+                status = ckpt.saves_failed
             finally:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        written.touch()
+        handle.wait(timeout=_HANG_GUARD_SECONDS)
         ckpt.save(2, {"t": torch.ones(4)}).wait(timeout=_HANG_GUARD_SECONDS)
     assert committed_step(tmp_path / "ckpt") == 2
 

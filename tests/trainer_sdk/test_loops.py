@@ -17,6 +17,7 @@ import torch
 import holdfast
 from holdfast.testing import committed_step
 from holdfast_core.errors import ConfigError, CorruptionError
+from holdfast_core.testing.failpoints import in_every_python
 
 
 class Training:
@@ -190,6 +191,47 @@ def test_ranks_roll_back_together(tmp_path: Path) -> None:
     assert committed_step(tmp_path / "ckpt") == 9
 
 
+def test_a_save_that_was_left_out_is_made_after_a_roll_back(tmp_path: Path) -> None:
+    """All ranks leave step 4 out because their one slot is still being written. They do step 4 again
+    after a roll back, when the slot is free."""
+    written = tmp_path / "written"
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, sys, torch, holdfast\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.zeros(4)\n"
+        "with holdfast.Checkpointer(dir=sys.argv[1], interval_steps=2, slots=1) as ckpt:\n"
+        "    def saved(*steps):\n"
+        "        for step in steps:\n"
+        "            t.add_(1)\n"
+        "            dist.barrier()\n"
+        "            if ckpt.should_save(step):\n"
+        "                ckpt.save(step, {'t': t})\n"
+        "                yield step\n"
+        "    assert ckpt.restore({'t': t}) is None\n"
+        "    assert list(saved(1, 2, 3, 4)) == [2]\n"
+        "    dist.barrier()\n"
+        "    pathlib.Path(sys.argv[2]).touch()\n"
+        "    assert ckpt.restore({'t': t}) == 2\n"
+        "    assert list(saved(3, 4)) == [4]\n"
+    )
+    words = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
+    done = subprocess.run(
+        [*words, str(tmp_path / "ckpt"), str(written)],
+        env={
+            **os.environ,
+            **in_every_python(tmp_path, f"directory.write_shard=wait:{written}"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert committed_step(tmp_path / "ckpt") == 4
+
+
 # ------------------------------------------------------------------------------- going on
 
 
@@ -197,10 +239,14 @@ def test_a_second_loop_goes_on(folder: Path) -> None:
     training = Training()
     with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
         assert list(lap(ckpt, training, 3)) == [0, 1, 2]
+        with torch.no_grad():
+            training.model.weight += (
+                10  # a restore would undo what the script did between the loops
+            )
         assert list(lap(ckpt, training, 3)) == []
         assert list(lap(ckpt, training, 7)) == [3, 4, 5, 6]
         assert ckpt.saves_failed == 0
-    assert restored(folder) == (7, 7)
+    assert restored(folder) == (7, 17)
 
 
 def test_a_loop_after_steps_by_hand(folder: Path) -> None:

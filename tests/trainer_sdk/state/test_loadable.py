@@ -50,6 +50,11 @@ def read_only() -> np.ndarray[Any, Any]:
         ),
         pytest.param(lambda: np.zeros(2).view(np.recarray), r"s\.x: .*subclass", id="subclass"),
         pytest.param(lambda: np.zeros(2, [("a", "f4")]), r"s\.x: .*dtype", id="structured"),
+        pytest.param(
+            lambda: np.zeros(2, np.dtype("f4").newbyteorder()),
+            r"s\.x: .*byte order",
+            id="byte order",
+        ),
         pytest.param(lambda: np.zeros(2, "V8"), r"s\.x: .*dtype", id="void"),
         pytest.param(lambda: np.zeros(2, "M8[s]"), r"s\.x: .*dtype", id="dates"),
         pytest.param(lambda: np.array([None, 1]), r"s\.x: .*dtype object", id="objects"),

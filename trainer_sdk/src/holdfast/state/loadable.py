@@ -95,6 +95,11 @@ def _array_reason(value: np.ndarray[Any, Any], *, in_place: bool) -> str | None:
         )
     if not _is_number(value.dtype):
         return f"a numpy array of dtype {value.dtype}: only numbers and booleans can be saved"
+    if not value.dtype.isnative:
+        return (
+            f"a numpy array of dtype {value.dtype.str}, whose byte order is not this machine's, would "
+            'come back in another type: save value.astype(value.dtype.newbyteorder("="))'
+        )
     if in_place and value.size and not value.flags.writeable:
         return "a read-only numpy array cannot be loaded into: save a copy of it"
     return None
