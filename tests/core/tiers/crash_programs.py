@@ -1,7 +1,7 @@
 """What a sidecar does to its node tier in one save, to be killed anywhere; and what must be left.
 
-usage: crash_programs.py kills|power [MUTANT] | again | fails|fails-for-ever ERRNO; prints a report as
-JSON. A process of its own, because a tracer waits for all of its children.
+usage: crash_programs.py kills|power [MUTANT] | kills-clones | again | fails|fails-for-ever ERRNO; prints a
+report as JSON. A process of its own, because a tracer waits for all of its children.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from holdfast_core.testing.crash import (
 )
 from holdfast_core.testing.traced import Say
 from holdfast_core.testing.write_orders import Link, Op, Rename, Said, Sync
+from holdfast_core.tiers.disk import write_at
+from holdfast_core.tiers.disk_clone import Clone, clone_range
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_sidecar.prune import delete_steps
 
@@ -50,8 +52,8 @@ KEPT = 2
 ROUND = RestartRound(3)
 
 
-def opened(directory: Path) -> DiskNodeTier:
-    tier = DiskNodeTier(directory / "node", capacity_bytes=64 << 20)
+def opened(directory: Path, clone: Clone = clone_range) -> DiskNodeTier:
+    tier = DiskNodeTier(directory / "node", capacity_bytes=64 << 20, clone=clone)
     tier.open()
     return tier
 
@@ -63,7 +65,9 @@ def plan_of(rank: int) -> tuple[bytes, PayloadPlan]:
 
 @functools.cache
 def bytes_of(step: int, rank: int) -> bytes:
-    return payload(plan_of(rank)[1].total_bytes, seed=100 * step + rank)
+    """The first half is the same at every step: it is cloned where that is possible."""
+    size = plan_of(rank)[1].total_bytes
+    return payload(size // 2, seed=rank) + payload(size - size // 2, seed=100 * step + rank)
 
 
 def save(tier: DiskNodeTier, step: int, say: Say, order: str = "") -> None:
@@ -77,7 +81,7 @@ def save(tier: DiskNodeTier, step: int, say: Say, order: str = "") -> None:
             rank=rank,
             world_size=WORLD,
             layout=digest_of(layouts[rank]),
-            chunk_bytes=8192,
+            chunk_bytes=4096,
         )
         for rank in range(WORLD)
     ]
@@ -116,6 +120,21 @@ def next_save(directory: Path, say: Say, order: str = "") -> None:
     tier.write_round(ROUND, 1)
     say(f"round {ROUND}")
     save(tier, 3, say, order)
+
+
+def cloning_saves(directory: Path, say: Say) -> None:
+    """The third one clones, by writes that a tracer sees."""
+
+    def clone(source: int, offset: int, target: int, target_offset: int, length: int) -> None:
+        write_at(target, memoryview(os.pread(source, length, offset)), target_offset)
+        cloned.append(length)
+
+    cloned: list[int] = []
+    tier = opened(directory, clone)
+    for step in (3, 4, 5):
+        save(tier, step, say)
+    if not cloned:
+        raise AssertionError("nothing was cloned")
 
 
 def struck_save(directory: Path, say: Say) -> None:
@@ -257,6 +276,8 @@ def main(what: str, mutant: str = "") -> Report:
     if what == "kills":
         killed = lambda directory, say: next_save(directory, say, mutant)  # noqa: E731
         return kill_at_every_call(first_saves, killed, check, enough=1 if mutant else 20)
+    if what == "kills-clones":
+        return kill_at_every_call(first_saves, cloning_saves, check)
     if what == "power":
         order = "" if mutant in LOG_MUTANTS else mutant
         log = record(lambda d, say: whole_life(d, say, order))

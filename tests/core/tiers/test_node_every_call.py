@@ -26,6 +26,13 @@ def test_a_save_killed_at_any_call_loses_nothing() -> None:
     assert found.tried == len(found.calls)
 
 
+def test_saves_that_clone_killed_at_any_call_lose_nothing() -> None:
+    """Of the step that is cloned from, too, and with the step before it pruned."""
+    found = report_of(PROGRAMS, "kills-clones")
+    assert found.problems == ()
+    assert found.tried == len(found.calls) > 100
+
+
 def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
     """F16: at every moment of three saves, a round and a prune."""
     found = report_of(PROGRAMS, "power")

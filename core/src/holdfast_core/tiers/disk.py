@@ -28,10 +28,14 @@ _TRANSIENT = frozenset({errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, e
 _temp_numbers = itertools.count()
 
 
+def is_full(error: OSError) -> bool:
+    return error.errno in _FULL
+
+
 def disk_error(error: OSError, tried: str) -> HoldfastError:
     """The error of the tree for what the kernel said; `tried` says what on which path."""
     words = f"{tried}: {error.strerror or error}"
-    if error.errno in _FULL:
+    if is_full(error):
         return CapacityError(f"{words} (no room on the volume; needed and available are unknown)")
     if error.errno in _TRANSIENT:
         return UnavailableError(words)

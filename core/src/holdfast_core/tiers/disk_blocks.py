@@ -10,6 +10,9 @@ from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.format.stream import PayloadDigester
 from holdfast_core.tiers.disk import write_at
 
+Put = Callable[[int, memoryview, int], None]
+"""Brings bytes into an open file, at an offset. Raises OSError."""
+
 
 class BlockPipe:
     """Blocks in turn, one thread that digests and two that write: a disk that is given one thing at a
@@ -38,9 +41,9 @@ class BlockPipe:
         """Call `update` with `data`, a part of the current block, after all earlier ones."""
         self._busy[self._turn].append(self._digests.submit(update, data))
 
-    def write(self, data: memoryview, offset: int) -> None:
+    def write(self, data: memoryview, offset: int, put: Put = write_at) -> None:
         """Write `data`, the filled part of the current block, and turn to the next one."""
-        self._busy[self._turn].append(self._writes.submit(write_at, self._fd, data, offset))
+        self._busy[self._turn].append(self._writes.submit(put, self._fd, data, offset))
         self._turn = (self._turn + 1) % len(self._blocks)
 
     def finish(self) -> None:

@@ -42,7 +42,7 @@ from holdfast_core.tiers.disk import (
     write_at,
 )
 from holdfast_core.tiers.disk_ahead import pieces, read_ahead
-from holdfast_core.tiers.disk_blocks import BlockPipe, PipedDigester
+from holdfast_core.tiers.disk_blocks import BlockPipe, PipedDigester, Put
 
 WRITE_BYTES = 16 << 20
 """Of one O_DIRECT write: measured as the size from which larger ones are no faster."""
@@ -51,10 +51,10 @@ _BLOCKS = 3
 
 
 def write_payload(
-    fd: int, header: ShardHeader, source: PayloadSource, buffers: BufferPool
+    fd: int, header: ShardHeader, source: PayloadSource, buffers: BufferPool, put: Put = write_at
 ) -> tuple[ShardRecord, ChunkTable]:
     """Write head, payload and trailer. While one block is read, two others are digested and on their
-    way to the disk. Raises OSError of the disk and whatever `source` raises."""
+    way to the disk, by `put`. Raises OSError of the disk and whatever `source` raises."""
     start = head_bytes(header)
     _write_small(fd, pack_head(header), 0, buffers)
     with ExitStack() as stack:
@@ -67,7 +67,7 @@ def write_payload(
             source.read_into(position, block[:length])
             digester.update(block[:length])
             block[length : align(length)] = bytes(align(length) - length)
-            pipe.write(block[: align(length)], start + position)
+            pipe.write(block[: align(length)], start + position, put)
             if position == 0:
                 failpoint("node.mid_write")
         record, table = digester.finish()
@@ -171,7 +171,8 @@ class DiskShardReader:
         self._path = path
         self._trailer = trailer
         self._buffers = buffers
-        self._start = head_bytes(trailer.record.header)
+        self.payload_start = head_bytes(trailer.record.header)
+        """In the file."""
         self._closed = False
 
     @classmethod
@@ -213,7 +214,7 @@ class DiskShardReader:
         for position in range(0, len(buffer), header.chunk_bytes):
             view = buffer[position : position + header.chunk_bytes]
             with disk_errors(f"reading shard {self._path}"):
-                got = read_at(self._fd, view, self._start + offset + position)
+                got = read_at(self._fd, view, self.payload_start + offset + position)
             chunk = (offset + position) // header.chunk_bytes
             if got != len(view) or crc32c(view) != self.table.crcs[chunk]:
                 raise CorruptionError(
@@ -257,7 +258,7 @@ class DiskShardReader:
     def _payload(self, length: int) -> Iterator[memoryview]:
         """So many bytes from the payload's first one, read ahead, none checked but for their
         number."""
-        span = ByteRange(self._start, self._start + length)
+        span = ByteRange(self.payload_start, self.payload_start + length)
         wanted = tuple(pieces(span, self._buffers))
         for piece, view in zip(wanted, self.read_file(wanted), strict=True):
             if len(view) != piece.length_bytes:

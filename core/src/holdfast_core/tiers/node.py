@@ -7,6 +7,7 @@ nothing about rounds and nothing about what may be pruned.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from holdfast_core.errors import (
     CapacityError,
     ConfigError,
     CorruptionError,
+    HoldfastError,
     NotFoundError,
     TierError,
 )
@@ -26,7 +28,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import checked_job_uid, layout_key, manifest_key, shard_key
 from holdfast_core.format.manifest import misnamed
 from holdfast_core.format.record import ShardHeader, ShardRecord
-from holdfast_core.format.shard import Trailer, check_header, chunk_count, file_bytes
+from holdfast_core.format.shard import Trailer, check_header, chunk_count, file_bytes, head_bytes
 from holdfast_core.format.stream import PayloadDigester
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef
 from holdfast_core.tiers.base import PayloadSource
@@ -37,7 +39,9 @@ from holdfast_core.tiers.disk import (
     TempFile,
     disk_errors,
     fsync_directory,
+    write_at,
 )
+from holdfast_core.tiers.disk_clone import Clone, CloningWriter, clone_range
 from holdfast_core.tiers.disk_shard import WRITE_BYTES, DiskShardReader, read_back, write_payload
 from holdfast_core.tiers.node_copy import DiskCopyWriter
 from holdfast_core.tiers.node_documents import (
@@ -48,6 +52,7 @@ from holdfast_core.tiers.node_documents import (
     write_round,
 )
 from holdfast_core.tiers.node_index import VOLUME_ADVICE, Budget, IndexEntry, NodeIndex
+from holdfast_core.tiers.node_last_write import READ_BACK_EVERY, LastWrite, to_read_back
 from holdfast_core.tiers.node_scan import list_manifests, read_shard, scan
 
 QUARANTINE = "quarantine"
@@ -55,13 +60,13 @@ LAYOUTS = "layouts"
 ROUND_FILE = "round.json"
 QUARANTINE_KEPT = 8
 """Bad copies that stay for people to look at; older ones are removed when one is added."""
-READ_BACK_EVERY = 64
 _RESERVED = frozenset({QUARANTINE, LAYOUTS, ROUND_FILE})
 _WRITE_ATTEMPTS = 2
 _KEPT_BUFFERS = 6
 _BUFFER_LIMIT_BYTES = 512 << 20
 """Half of what a sidecar may use: copies that come in beyond it are refused and come back."""
 _WRITE_LOCKS = 64
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ class DiskNodeTier:
         read_only: bool = False,
         name: str = "node tier",
         advice: str = VOLUME_ADVICE,
+        clone: Clone = clone_range,
     ) -> None:
         """`read_only`: a volume that cannot be written, or must not be. Nothing is made, removed or
         quarantined then. `name` and `advice` stand in messages: what this is, and what to do where it is
@@ -111,8 +117,10 @@ class DiskNodeTier:
         self._lock = threading.Lock()
         self._round_lock = threading.Lock()
         self._write_locks = tuple(threading.Lock() for _ in range(_WRITE_LOCKS))
-        self._chunks_written = 0
-        self._ranks_checked: set[Rank] = set()
+        self._chunks_copied = 0
+        self._last: dict[Rank, LastWrite] = {}
+        self._clone = clone
+        self._can_clone = True
         self._opened = False
         self._read_only = read_only
 
@@ -349,38 +357,63 @@ class DiskNodeTier:
         for attempt in range(_WRITE_ATTEMPTS):
             try:
                 with disk_errors(f"writing the shard of rank {header.rank} step {header.step}"):
-                    return self._write_once(header, source, size)
-            except PoisonedError:
+                    return self._write_once(header, source, size, may_clone=attempt == 0)
+            except PoisonedError as error:
                 if attempt + 1 == _WRITE_ATTEMPTS:
                     raise
+                _LOG.warning("%s: the whole shard is written once more, to a new file", error)
             except CapacityError as error:
                 raise CapacityError(
                     f"{error}: needed {size} bytes, {self._budget.free_bytes()} available"
                 ) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _write_once(self, header: ShardHeader, source: PayloadSource, size: int) -> ShardRecord:
-        directory = self._shard_directory(header)
-        temp = TempFile(directory, self._directories)
-        try:
-            temp.preallocate(size)
+    def _write_once(
+        self, header: ShardHeader, source: PayloadSource, size: int, *, may_clone: bool
+    ) -> ShardRecord:
+        last = self._last.get(header.rank)
+        with ExitStack() as stack:
+            temp = TempFile(self._shard_directory(header), self._directories)
+            stack.callback(temp.discard)
+            cloning = self._cloning(last, header, stack) if may_clone else None
+            if cloning is None:
+                temp.preallocate(size)
             temp.use_direct_io()
-            record, table = write_payload(temp.fd, header, source, self._buffers)
+            put = write_at if cloning is None else cloning.put
+            record, table = write_payload(temp.fd, header, source, self._buffers, put)
             temp.sync()
-            first = header.rank not in self._ranks_checked
-            chunks = range(chunk_count(header)) if first else self._sample(chunk_count(header))
-            read_back(temp.fd, record, table, chunks, self._buffers)
+            read_back(
+                temp.fd, record, table, to_read_back(last, chunk_count(header)), self._buffers
+            )
             self._publish(temp, record)
-            self._ranks_checked.add(header.rank)
+            self._last[header.rank] = LastWrite.after(last, record, table)
+            self._can_clone &= cloning is None or cloning.clones
             return record
-        finally:
-            temp.discard()
+
+    def _cloning(
+        self, last: LastWrite | None, header: ShardHeader, stack: ExitStack
+    ) -> CloningWriter | None:
+        """Where the file system can clone, and the last shard of the rank had much of the one before it. A
+        state that changes everywhere is written without a look at the last shard."""
+        aligned = self._buffers.size_bytes % header.chunk_bytes == 0
+        if not self._can_clone or last is None or not last.repeats or not aligned:
+            return None
+        try:
+            earlier = stack.enter_context(self.open_shard(last.ref))
+        except HoldfastError:  # pruned, quarantined or damaged since then
+            return None
+        if earlier.record.header.chunk_bytes != header.chunk_bytes:
+            return None
+        return CloningWriter(earlier, head_bytes(header), self._clone)
 
     def _publish_copy(self, temp: TempFile, trailer: Trailer) -> ShardRecord:
         record = trailer.record
         with disk_errors(f"committing the copy of {record.ref}"):
             temp.sync()
-            chunks = self._sample(len(trailer.table))
+            with self._lock:
+                start = -self._chunks_copied % READ_BACK_EVERY
+                self._chunks_copied += len(trailer.table)
+            chunks = range(start, len(trailer.table), READ_BACK_EVERY)
             read_back(temp.fd, record, trailer.table, chunks, self._buffers)
             self._publish(temp, record)
         return record
@@ -390,13 +423,6 @@ class DiskNodeTier:
         temp.publish(path)
         if self._index.add(IndexEntry(record, path)):
             self._budget.add(record.file_bytes)
-
-    def _sample(self, chunks: int) -> range:
-        """Which chunks of the next shard to read back: one in 64 of all that were written."""
-        with self._lock:
-            start = -self._chunks_written % READ_BACK_EVERY
-            self._chunks_written += chunks
-        return range(start, chunks, READ_BACK_EVERY)
 
     def _put(self, path: Path, document: bytes) -> None:
         size = stored_bytes(document)
