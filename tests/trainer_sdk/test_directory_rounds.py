@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.rounds import claim_round, keep_round
 from holdfast.directory.service import DirectoryService
+from holdfast.testing import until
 from holdfast_core.errors import FormatError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.format.record import ShardHeader
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.testing.builders import BytesSource, payload, rank_layout_and_plan
+from holdfast_core.testing.failpoints import failpoints
 from holdfast_core.tiers.node import DiskNodeTier
 from holdfast_core.transfer.messages import Policy
 
@@ -61,6 +64,18 @@ def test_two_processes_never_take_the_same_round(tmp_path: Path) -> None:
     for process in processes:
         process.join(60)
     assert len(set(found)) == 100
+
+
+def test_a_round_whose_file_was_removed_meanwhile_is_not_taken_again(tmp_path: Path) -> None:
+    """One run has listed the rounds when two others take the next ones, and remove the older file."""
+    rounds, go = tmp_path / "rounds", tmp_path / "go"
+    rounds.mkdir()
+    with failpoints(f"directory.before_round=wait:{go}@1") as points, ThreadPoolExecutor(1) as pool:
+        late = pool.submit(claim_round, rounds, ZERO, "late")
+        until(lambda: points.hits("directory.before_round") == 1, "the late run has listed them")
+        assert [claim_round(rounds, ZERO, "other") for _ in range(2)] == [0, 1]
+        go.touch()
+        assert late.result(timeout=60) == 2
 
 
 def test_runs_that_start_together(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -225,3 +226,40 @@ def test_bad_copies_go_before_a_write_fails_for_lack_of_room(root: Path) -> None
     assert list((root / "quarantine").iterdir()) == []
     with pytest.raises(CapacityError):
         write(tier, 50)
+
+
+@pytest.mark.parametrize("number", ["ENOSPC", "EDQUOT"])
+def test_bad_copies_go_where_the_disk_has_less_room_than_the_budget(
+    root: Path, number: str
+) -> None:
+    """A quota, or another program that fills the volume."""
+    tier = opened(root)
+    tier.quarantine(write(tier, 10).ref, "a test says so")
+    with failpoints(f"node.write=err:{number}@1"):
+        write(tier, 20)
+    assert list((root / "quarantine").iterdir()) == []
+    with failpoints(f"node.write=err:{number}"), pytest.raises(CapacityError):
+        write(tier, 30)
+
+
+@pytest.mark.parametrize("levels", [0, 2, 3, 4])
+def test_a_directory_that_another_program_removed_is_made_again(root: Path, levels: int) -> None:
+    """`levels` above the directory of a shard; never the root, which may be a mount point."""
+    tier = opened(root)
+    first = tier.shard_path(write(tier, 10).ref)
+    shutil.rmtree(first.parents[levels])
+    if first.parents[levels] == root:
+        with pytest.raises(TierError):
+            write(tier, 20)
+        assert not root.exists()
+    else:
+        with tier.open_shard(write(tier, 20).ref) as reader:
+            reader.verify()
+
+
+def test_a_directory_that_is_removed_while_a_shard_begins_is_made_again(root: Path) -> None:
+    tier = opened(root)
+    other = shard_header(SIZE, step=10, rank=1, world_size=2, chunk_bytes=CHUNK)
+    shutil.rmtree(tier.shard_path(write(tier, 10).ref).parent)
+    with tier.open_shard(tier.write_shard(other, BytesSource(payload(SIZE, seed=1))).ref) as reader:
+        reader.verify()

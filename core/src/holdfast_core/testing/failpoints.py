@@ -1,9 +1,9 @@
 """Turns failpoints on in a process under test, by rules that commas separate:
-`name=panic|sleep:SECONDS|err|wait:PATH|raise:EXCEPTION[@n]`.
+`name=panic|sleep:SECONDS|err[:ERRNO]|wait:PATH|raise:EXCEPTION[@n]`.
 
 `panic` ends the process at once (as SIGKILL would), `sleep` blocks the thread, `err` raises an
-OSError EIO, `wait` blocks the thread while there is no file of that path, `raise` raises the built-in
-exception of that name. `@n` means the n-th time only (from 1); without it, every time.
+OSError (EIO, or the one named), `wait` blocks the thread while there is no file of that path, `raise`
+raises the built-in exception of that name. `@n` means the n-th time only (from 1); without it, every time.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Rule:
     seconds: float = 0.0
     path: str = ""
     exception: type[BaseException] = OSError
+    error_number: int = errno.EIO
     at: int | None = None
     """Which hit of the failpoint, from 1; None: every one."""
 
@@ -118,13 +119,21 @@ def _rule(part: str) -> Rule:
             float(argument) if known is Action.SLEEP else 0.0,
             argument if known is Action.WAIT else "",
             _exception(argument) if known is Action.RAISE else OSError,
+            _error_number(argument) if known is Action.ERR else errno.EIO,
             int(at) if at else None,
         )
     except ValueError as error:
         raise ConfigError(
             f"{VARIABLE}: {part!r} is no rule; expected "
-            "name=panic|sleep:SECONDS|err|wait:/PATH|raise:EXCEPTION[@n]"
+            "name=panic|sleep:SECONDS|err[:ERRNO]|wait:/PATH|raise:EXCEPTION[@n]"
         ) from error
+
+
+def _error_number(name: str) -> int:
+    found = getattr(errno, name or "EIO", None)
+    if not isinstance(found, int):
+        raise ValueError(name)
+    return found
 
 
 def _exception(name: str) -> type[BaseException]:
@@ -146,4 +155,4 @@ def _act(rule: Rule) -> None:
         case Action.RAISE:
             raise rule.exception(f"failpoint {rule.name}")
         case Action.ERR:
-            raise OSError(errno.EIO, f"failpoint {rule.name}")
+            raise OSError(rule.error_number, f"failpoint {rule.name}")

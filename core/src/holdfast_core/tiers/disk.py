@@ -99,11 +99,32 @@ class Directories:
                 self.ensure(path.parent)
             try:
                 path.mkdir(mode=self._mode)
+            except FileNotFoundError as error:
+                self._make_again(path.parent, error)
+                path.mkdir(mode=self._mode)
             except FileExistsError:
                 if stat.S_ISLNK(path.lstat().st_mode) and path != self._root:
                     raise
             fsync_directory(path.parent)
             self._durable.add(path)
+
+    def create(self, path: Path, flags: int) -> int:
+        """Open a new file in a directory that is made where it is missing. Raises OSError."""
+        with self.lock:
+            self.ensure(path.parent)
+            try:
+                return os.open(path, flags, 0o600)
+            except FileNotFoundError as error:
+                self._make_again(path.parent, error)
+                return os.open(path, flags, 0o600)
+
+    def _make_again(self, path: Path, error: OSError) -> None:
+        """Another program removed `path`. The root may be a file system that was unmounted, so it is not made
+        again: raises `error`."""
+        if path == self._root:
+            raise error
+        self._durable.discard(path)
+        self.ensure(path)
 
     def remove_if_empty(self, path: Path) -> None:
         """Remove `path` and its parents up to the root as far as they are empty."""
@@ -130,12 +151,10 @@ class TempFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
             path = directory / f"{TEMP_PREFIX}{os.getpid()}-{next(_temp_numbers)}"
-            with directories.lock:
-                directories.ensure(directory)
-                try:
-                    fd = os.open(path, flags, 0o600)
-                except FileExistsError:
-                    continue  # of a dead process with the same id: open() removes it
+            try:
+                fd = directories.create(path, flags)
+            except FileExistsError:
+                continue  # of a dead process with the same id: open() removes it
             self.path = path
             self.fd = fd
             self._closed = False

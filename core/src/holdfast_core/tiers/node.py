@@ -363,6 +363,9 @@ class DiskNodeTier:
                     raise
                 _LOG.warning("%s: the whole shard is written once more, to a new file", error)
             except CapacityError as error:
+                # A quota, or what others write, is not in the budget.
+                if attempt + 1 < _WRITE_ATTEMPTS and self._empty_quarantine():
+                    continue
                 raise CapacityError(
                     f"{error}: needed {size} bytes, {self._budget.free_bytes()} available"
                 ) from error
@@ -439,12 +442,13 @@ class DiskNodeTier:
     def _reserve(self, size: int, what: str) -> Iterator[None]:
         """Hold bytes of the budget. Bad copies, which are kept for people only, go before a write fails
         for lack of room. Raises CapacityError."""
-        try:
-            self._budget.take(size, what)
-        except CapacityError:
-            if not self._empty_quarantine():
-                raise
-            self._budget.take(size, what)
+        with disk_errors(f"reserving {size} bytes of {self._root} for {what}"):
+            try:
+                self._budget.take(size, what)
+            except CapacityError:
+                if not self._empty_quarantine():
+                    raise
+                self._budget.take(size, what)
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ import re
 import socket
 from pathlib import Path
 
+from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import RestartRound
 from holdfast_core.tiers.disk import fsync_directory, make_directories
 
@@ -25,6 +26,7 @@ def claim_round(directory: Path, at_least: RestartRound, run_id: str) -> Restart
     make_directories(directory)
     while True:
         round_ = RestartRound(max(at_least, *(taken + 1 for taken in _taken(directory)), 0))
+        failpoint("directory.before_round")
         if not _create(_path(directory, round_), run_id):
             continue
         fsync_directory(directory)
