@@ -60,6 +60,11 @@ def of_another(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
 
 
+def projected_token(**fields: Any) -> dict[str, Any]:
+    token = {"path": "token", **fields}
+    return {"name": "t", "projected": {"sources": [{"serviceAccountToken": token}]}}
+
+
 SERVICE = render_service(job(2))
 AUTHORITY = {
     "apiVersion": "v1",
@@ -80,6 +85,19 @@ DENIED: dict[str, tuple[dict[str, Any], str]] = {
         "runs as service account admin",
     ),
     "a mounted token": (worker(automountServiceAccountToken=True), "without a mounted token"),
+    "a projected token": (
+        worker(volumes=[*worker()["spec"]["volumes"], projected_token()]),
+        "token of its service account in a volume",
+    ),
+    "a projected token for the API server by name": (
+        worker(
+            volumes=[
+                *worker()["spec"]["volumes"],
+                projected_token(audience="https://kubernetes.default.svc"),
+            ]
+        ),
+        "token of its service account in a volume",
+    ),
     "a privileged container": (
         trainer(securityContext={"privileged": True, "allowPrivilegeEscalation": True}),
         "has a privileged container",

@@ -84,7 +84,11 @@ def _of_container(path: str, container: Mapping[str, Any]) -> Iterator[Breach]:
 
 def _of_volume(path: str, volume: Mapping[str, Any]) -> Iterator[Breach]:
     yield from _reserved_volume(path, volume)
-    yield from _secret(f"{path}.secret", volume.get("secret"), "secretName")
+    for kind, source in volume.items():
+        if isinstance(source, Mapping):
+            yield from _secret(f"{path}.{kind}", source, "secretName")
+            for reference in ("secretRef", "nodePublishSecretRef"):
+                yield from _secret(f"{path}.{kind}.{reference}", source.get(reference), "name")
     for at, source in items_of(volume.get("projected"), "sources", f"{path}.projected"):
         yield from _secret(f"{at}.secret", source.get("secret"), "name")
 

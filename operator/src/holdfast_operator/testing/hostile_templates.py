@@ -86,6 +86,31 @@ HOSTILE_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
         template(volumes=[{"name": "v", "secret": {"secretName": "gpt-abc123-certs-r0"}}]),
         f"{SPEC}.volumes[0].secret.secretName",
     ),
+    "certificates for a CSI driver": (
+        template(
+            volumes=[
+                {
+                    "name": "v",
+                    "csi": {"driver": "x", "nodePublishSecretRef": {"name": "a-certs-r0"}},
+                }
+            ]
+        ),
+        f"{SPEC}.volumes[0].csi.nodePublishSecretRef.name",
+    ),
+    "certificates for another driver": (
+        template(
+            volumes=[
+                {"name": "v", "flexVolume": {"driver": "x", "secretRef": {"name": "a-certs-r0"}}}
+            ]
+        ),
+        f"{SPEC}.volumes[0].flexVolume.secretRef.name",
+    ),
+    "certificates for a share of files": (
+        template(
+            volumes=[{"name": "v", "azureFile": {"shareName": "x", "secretName": "a-certs-r0"}}]
+        ),
+        f"{SPEC}.volumes[0].azureFile.secretName",
+    ),
     "certificates in a projected volume": (
         template(
             volumes=[
