@@ -47,6 +47,21 @@ def owned(kind: str, **fields: Any) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": kind, "metadata": metadata, **fields}
 
 
+def avoiding() -> dict[str, Any]:
+    """A worker that is kept away from two lost nodes, in each term of the template's node affinity."""
+    of = job(2)
+    terms = [
+        {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]},
+        {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["node-x"]}]},
+        {},
+    ]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    spec = {**of.spec.template["spec"], "affinity": {"nodeAffinity": required}}
+    of = replace(of, spec=replace(of.spec, template={"spec": spec}))
+    sidecar = SidecarSettings("example/sidecar:1")
+    return render_pod(of, Worker(0), RestartRound(0), None, sidecar, ("node-a", "node-b"))
+
+
 def without_owner(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "metadata": {**body["metadata"], "ownerReferences": []}}
 
@@ -143,6 +158,7 @@ DENIED: dict[str, tuple[dict[str, Any], str]] = {
 
 ALLOWED: dict[str, dict[str, Any]] = {
     "a worker": worker(),
+    "a worker that avoids lost nodes": avoiding(),
     "certificates": owned("Secret"),
     "a headless Service": SERVICE,
     "a network policy": render_network_policy(job(2), WorkerNetwork("holdfast-system", ())),

@@ -101,3 +101,25 @@ def test_a_node_that_comes_late_to_the_watch_is_not_missing() -> None:
     leases.found("node-a")
     assert leases.stale_seconds("node-a", clock.monotonic() + 100.0) is None
     assert not leases.is_silent("node-a", THRESHOLD, clock.monotonic() + 100.0, 1e9)
+
+
+def test_all_silent_nodes_with_a_pod_or_without() -> None:
+    clock = ManualClock()
+    leases = seen(clock, "a", "b", "c")
+    clock.advance(15)
+    leases.observe("c", "t1", clock.monotonic())
+    clock.advance(10)
+    now = clock.monotonic()
+    assert leases.silent(THRESHOLD, now, now) == {"a", "b"}
+    assert leases.silent(THRESHOLD, now, now - 20.0) == set(), "our own watch is silent"
+
+
+def test_the_first_renewal_that_is_seen_shows_nothing() -> None:
+    """It may be as old as the node's death: this process has just started."""
+    clock = ManualClock()
+    leases = seen(clock, "a")
+    leases.observe("a", "t0", clock.monotonic() + 1.0)
+    assert not leases.was_renewed("a")
+    leases.observe("a", "t1", clock.monotonic() + 2.0)
+    assert leases.was_renewed("a")
+    assert not leases.was_renewed("unknown")

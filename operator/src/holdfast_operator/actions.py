@@ -72,6 +72,8 @@ class CreatePod:
     name: str
     worker: Worker
     birth_round: RestartRound
+    avoided_nodes: tuple[str, ...] = ()
+    """Names of nodes that the scheduler must not place it on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,12 @@ class _Interpreter:
                 await effects.create_certificates(job, action)
             case CreatePod():
                 body = render_pod(
-                    job, action.worker, action.birth_round, self._observed.store, self._sidecar
+                    job,
+                    action.worker,
+                    action.birth_round,
+                    self._observed.store,
+                    self._sidecar,
+                    action.avoided_nodes,
                 )
                 await effects.create_pod(job, body)
             case DeletePod():

@@ -20,6 +20,11 @@ WORKER = f"{GROUP}/worker"
 BIRTH_ROUND = f"{GROUP}/birth-round"
 """Restart round that the pod was created in; survivors keep it in later rounds."""
 
+AVOIDED_NODES = f"{GROUP}/avoided-nodes"
+"""Annotation of a pod: names of the nodes that were lost when it was created, and that its node affinity
+excludes, separated by commas. An affinity cannot be changed, so the pod is created again when one of
+them is back."""
+
 MANAGED_BY = "app.kubernetes.io/managed-by"
 """Selects, with MANAGED_BY_VALUE, all pods that the operator's reflector watches."""
 

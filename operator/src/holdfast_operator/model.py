@@ -309,6 +309,13 @@ class PodView:
     """Of the object; how old the leaf in its Secret is. Decides no order."""
     disrupted: bool = False
     """Condition DisruptionTarget is True; looked at before exit codes."""
+    avoided_nodes: frozenset[str] = frozenset()
+    """Names of the nodes that its affinity excludes because they were lost when it was created."""
+
+    @property
+    def started(self) -> bool:
+        """A kubelet has run something of it. One without an address was never in a ROUND."""
+        return self.phase is not PodPhase.PENDING or self.ip is not None or self.sidecar_started
 
     @property
     def alive(self) -> bool:
@@ -456,6 +463,8 @@ class JobMemory:
     """Since when at least one member's sidecar has answered without a gap; None: none answers."""
     terminating_since: tuple[tuple[str, float], ...] = ()
     """(pod uid, first seen terminating)."""
+    unstarted: frozenset[str] = frozenset()
+    """Names of this round's pods that had not started when they were last seen."""
     create_refused: str = ""
     """What the API server said to the last create of this round that it refused; "" after success."""
     checkpoints_deleting: tuple[tuple[str, float], ...] = ()
@@ -481,6 +490,9 @@ class Observed:
     """At most one per pod uid."""
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     """By name; only nodes of the job's pods are needed. A node that is not in it is unknown."""
+    lost_nodes: frozenset[str] = frozenset()
+    """Names of all Nodes of the cluster whose leases have stopped, with a pod of the job or without;
+    empty where every member's pod has started."""
     coordinator: CoordinatorState | None = None
     """The newest reply of the round's coordinator; None: none yet in this process."""
     checkpoints: tuple[CheckpointView, ...] = ()

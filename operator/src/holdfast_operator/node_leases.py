@@ -23,6 +23,8 @@ class _Seen:
     renewed: str
     changed_at: float
     confirmed_at: float
+    first_value: bool
+    """It has not changed since this process saw it first, which says nothing about the node."""
 
 
 class NodeLeases:
@@ -49,7 +51,7 @@ class NodeLeases:
         """The reflector, or a direct GET, saw this renewTime."""
         known = self._seen.get(node)
         if known is None or known.renewed != renewed:
-            self._seen[node] = _Seen(renewed, at, at)
+            self._seen[node] = _Seen(renewed, at, at, known is None)
         else:
             known.confirmed_at = at
 
@@ -67,6 +69,16 @@ class NodeLeases:
             return now - self._missing[node]
         known = self._seen.get(node)
         return None if known is None else now - known.changed_at
+
+    def was_renewed(self, node: str) -> bool:
+        """Whether this process saw the lease change. False for a node without a lease."""
+        known = self._seen.get(node)
+        return known is not None and not known.first_value
+
+    def silent(self, threshold_seconds: float, now: float, contact: float | None) -> set[str]:
+        """Names of all nodes whose leases are silent, by the watch of leases."""
+        late = (n for n, s in self._seen.items() if now - s.changed_at >= threshold_seconds)
+        return {n for n in late if self.is_silent(n, threshold_seconds, now, contact)}
 
     def is_silent(
         self, node: str, threshold_seconds: float, now: float, contact: float | None

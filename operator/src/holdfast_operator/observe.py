@@ -52,6 +52,7 @@ class Observer:
             pods=pods,
             sidecars=self._sidecars.views(job.uid),
             nodes=self._nodes(job, pods),
+            lost_nodes=self._lost_nodes(job, pods),
             coordinator=self._sidecars.coordinator_state(job.uid),
             checkpoints=self._checkpoints(job),
             store=self._store(job),
@@ -140,6 +141,20 @@ class Observer:
                     labels=node.labels,
                 )
         return nodes
+
+    def _lost_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+        """Of the whole cluster: a replacement must not go where a pod was lost that is gone by now.
+
+        What an earlier operator process knew is in the annotations of the job's pods, and holds until
+        this process has seen the node's lease change.
+        """
+        started = {(p.worker, p.birth_round) for p in pods if p.started}
+        if started.issuperset(enumerate(job.status.members)):
+            return frozenset()  # no pod waits for a node: large clusters are not searched
+        cache, threshold = self._cache, job.spec.suspect_after.total_seconds()
+        lost = cache.leases.silent(threshold, self._clock.monotonic(), cache.lease_contact)
+        avoided = {n for p in pods for n in p.avoided_nodes if not cache.leases.was_renewed(n)}
+        return frozenset(n for n in lost | avoided if cache.node_is_there(n))
 
     def _checkpoints(self, job: JobView) -> tuple[CheckpointView, ...]:
         own = self._cache.checkpoints(job.namespace, job.name)

@@ -390,6 +390,7 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
     reason, message = _words(status, trainer, conditions)
     ended = (trainer.get("state") or {}).get("terminated") or {}
+    avoided = str((meta.get("annotations") or {}).get(labels.AVOIDED_NODES) or "")
     return PodView(
         name=str(meta.get("name")),
         uid=str(meta.get("uid")),
@@ -410,6 +411,7 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
         reason=reason,
         message=message,
         disrupted=_is_true(conditions.get("DisruptionTarget")),
+        avoided_nodes=frozenset(filter(None, avoided.split(","))),
     )
 
 

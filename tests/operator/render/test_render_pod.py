@@ -184,6 +184,61 @@ def test_other_nodes_are_preferred_and_users_affinity_stays() -> None:
     assert terms[1]["podAffinityTerm"]["labelSelector"]["matchLabels"] == {labels.JOB_UID: UID}
 
 
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+LOST = [
+    {"key": "metadata.name", "operator": "NotIn", "values": ["node-a"]},
+    {"key": "metadata.name", "operator": "NotIn", "values": ["node-b"]},
+]
+ZONE = {"key": "zone", "operator": "In", "values": ["z"]}
+OWN = {"key": "metadata.name", "operator": "NotIn", "values": ["node-x"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "terms", "expected"),
+    [
+        ("no affinity", None, [{"matchFields": LOST}]),
+        (
+            "terms are alternatives, so each excludes the nodes",
+            [{"matchExpressions": [ZONE]}, {"matchFields": [OWN]}],
+            [
+                {"matchExpressions": [ZONE], "matchFields": LOST},
+                {"matchFields": [OWN, *LOST]},
+            ],
+        ),
+        (
+            "a term without requirements matches no node",
+            [{}, {"matchExpressions": [], "matchFields": None}, {"matchExpressions": [ZONE]}],
+            [
+                {},
+                {"matchExpressions": [], "matchFields": None},
+                {"matchExpressions": [ZONE], "matchFields": LOST},
+            ],
+        ),
+    ],
+)
+def test_lost_nodes_are_excluded_from_every_term(
+    name: str, terms: list[dict[str, Any]] | None, expected: list[dict[str, Any]]
+) -> None:
+    preferred = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]}
+    own = preferred if terms is None else {**preferred, REQUIRED: {"nodeSelectorTerms": terms}}
+    of = with_spec({"affinity": {"nodeAffinity": own}})
+    before = repr(of.spec.template)
+    pod = render_pod(of, Worker(1), RestartRound(3), None, SIDECAR, ("node-a", "node-b"))
+    affinity = pod["spec"]["affinity"]["nodeAffinity"]
+    assert affinity == {**preferred, REQUIRED: {"nodeSelectorTerms": expected}}, name
+    assert pod["metadata"]["annotations"] == {labels.AVOIDED_NODES: "node-a,node-b"}
+    assert repr(of.spec.template) == before
+
+
+def test_a_template_cannot_say_which_nodes_the_operator_avoided() -> None:
+    of = job(2)
+    annotations = {"annotations": {labels.AVOIDED_NODES: "node-a", "team": "x"}}
+    template = {**of.spec.template, "metadata": annotations}
+    pod = render(replace(of, spec=replace(of.spec, template=template)))
+    assert pod["metadata"]["annotations"] == {"team": "x"}
+    assert "nodeAffinity" not in pod["spec"]["affinity"]
+
+
 def test_the_template_is_not_changed_and_rendering_is_deterministic() -> None:
     of = job(2)
     before = repr(of.spec.template)

@@ -28,6 +28,7 @@ from holdfast_operator.actions import (
 )
 from holdfast_operator.decide import (
     acceptance,
+    avoidance,
     checkpoints,
     failure,
     gang,
@@ -381,6 +382,9 @@ def _pod_trouble(world: World) -> Note | None:
         if pod is not None and pod.waiting_reason in CANNOT_START:
             words = f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}"
             return Note(Reason.CONTAINER_CANNOT_START, words)
+    waiting = avoidance.waiting_note(world)
+    if waiting is not None:
+        return waiting
     for member in world.members:
         pod = member.pod
         if pod is not None and pod.phase is PodPhase.PENDING and pod.node is None:

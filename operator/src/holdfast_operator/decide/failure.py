@@ -4,7 +4,8 @@
 2. A container or image that cannot be had is no failure: waiting costs no restart.
 3. The restart of a sidecar's container alone is no failure: ROUND is repeated to it.
 4. A pod that is being deleted may save and stop first, for DRAIN_SECONDS, while its gang trains.
-5. Silence alone is no failure. Where no sidecar of the job answers, it is the network: the job waits.
+5. A pod of this round that has not started is no failure, wherever it is bound: it holds nothing.
+6. Silence alone is no failure. Where no sidecar of the job answers, it is the network: the job waits.
    A silent pod is replaced only where what it holds is known to be readable elsewhere (readable).
 """
 
@@ -113,11 +114,10 @@ def find_failures(world: World, memory: JobMemory, now: Now) -> tuple[Failure, .
 
 
 def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -> Failure | None:
-    chosen = world.status.restore_point is not None
     pod = member.pod
+    if world.awaits_start(member):
+        return None  # nothing can be lost with it: avoidance replaces it in this round
     if pod is None:
-        if not chosen and member.birth_round == world.round:
-            return None  # not created yet: nothing can be lost with it
         name = f"worker {member.worker}, born in round {member.birth_round}"
         return Failure(
             Reason.POD_LOST,

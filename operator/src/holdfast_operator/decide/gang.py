@@ -26,6 +26,7 @@ from holdfast_operator.actions import (
     SendRound,
     round_digest,
 )
+from holdfast_operator.decide import avoidance
 from holdfast_operator.decide.acceptance import birth_problem
 from holdfast_operator.decide.failure import (
     Failure,
@@ -82,8 +83,7 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
     newer = world.pods_ahead
     # A pod on a lost node stays a member unless a failure says that it may be replaced.
     members = tuple(
-        newer.get(m.worker)
-        or (m.birth_round if m.pod is not None and m.pod.alive and m.worker not in gone else round_)
+        newer.get(m.worker) or (m.birth_round if _stays(m) and m.worker not in gone else round_)
         for m in world.members
     )
     cause = failures[0]
@@ -108,6 +108,11 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
     )
     status = set_condition(status, JobCondition.RESTARTING, True, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
+
+
+def _stays(member: MemberState) -> bool:
+    """A pod that no node has taken holds nothing, and can be created again in its own round only."""
+    return member.pod is not None and member.pod.alive and member.pod.node is not None
 
 
 def resumed_round(world: World, now: Now) -> JobStatusView:
@@ -139,8 +144,10 @@ def member_actions(world: World) -> list[Action]:
     if service not in world.observed.services:
         actions.append(CreateService(service))
     births: list[Action] = []
-    if world.status.restore_point is None and not job.spec.suspend:
+    # See acceptance.birth_problem for what else must be there.
+    if not job.spec.suspend and birth_problem(world) is None:
         births = _births(world)
+        actions.extend(avoidance.replacements(world))
     actions.extend(_leaves(world, bool(births)))
     actions.extend(births)
     for member in world.members:
@@ -153,16 +160,17 @@ def member_actions(world: World) -> list[Action]:
 
 
 def _births(world: World) -> list[Action]:
-    """Pods of this round that are not there yet. Once the restore point is chosen a missing pod is
-    a lost one, and needs a new round: what it may have held must not come back under its name.
-    See acceptance.birth_problem for what else must be there."""
+    """Pods of this round that are not there yet. Once the restore point is chosen a missing pod that
+    had started is a lost one, and needs a new round: what it may have held must not come back under
+    its name."""
     job = world.observed.job
-    if birth_problem(world) is not None:
-        return []
+    avoided = avoidance.avoided_nodes(world)
     return [
-        CreatePod(pod_name(job.name, job.uid, m.worker, world.round), m.worker, world.round)
+        CreatePod(
+            pod_name(job.name, job.uid, m.worker, world.round), m.worker, world.round, avoided
+        )
         for m in _born(world)
-        if m.pod is None
+        if m.pod is None and world.awaits_start(m)
     ]
 
 

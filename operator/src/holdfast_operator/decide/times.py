@@ -41,6 +41,9 @@ def advance(world: World, now: Now) -> JobMemory:
     )
     if terminating != memory.terminating_since:
         memory = replace(memory, terminating_since=terminating)
+    unstarted = world.unstarted
+    if unstarted != memory.unstarted:
+        memory = replace(memory, unstarted=unstarted)
     asked = dict(memory.checkpoints_deleting)
     deleting = tuple(
         (c.uid, asked.get(c.uid, at))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holdfast_core.ids import CheckpointId, RestartRound, Worker
+from holdfast_core.names import pod_name
 from holdfast_core.transfer.messages import CoordinatorState
 from holdfast_operator.model import (
     JobStatusView,
@@ -84,6 +85,27 @@ class World:
             lost = member_pod is not None and self.observed.node_lost(member_pod)
             found.append(MemberState(Worker(index), birth, member_pod, sidecar, lost))
         return tuple(found)
+
+    @cached_property
+    def unstarted(self) -> frozenset[str]:
+        """Names of pods of this round that have not started, or had not when they were last seen."""
+        job, known = self.observed.job, self.observed.memory.unstarted
+        born = (m for m in self.members if m.birth_round == self.status.restart_round)
+        names = ((m, pod_name(job.name, job.uid, m.worker, m.birth_round)) for m in born)
+        return frozenset(
+            name for m, name in names if (name in known if m.pod is None else not m.pod.started)
+        )
+
+    def awaits_start(self, member: MemberState) -> bool:
+        """Nothing of this member has run: its pod is not created yet, or it has no address, so that
+        no ROUND can have named it. It can be created again in the same round, under the same name."""
+        if member.birth_round != self.status.restart_round:
+            return False
+        if member.pod is not None:
+            return not member.pod.started
+        job = self.observed.job
+        name = pod_name(job.name, job.uid, member.worker, member.birth_round)
+        return self.status.restore_point is None or name in self.unstarted
 
     @cached_property
     def obsolete_pods(self) -> tuple[PodView, ...]:

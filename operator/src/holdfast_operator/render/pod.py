@@ -9,7 +9,7 @@ Security profile where it is silent.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,7 @@ def render_pod(
     birth_round: RestartRound,
     store: StoreView | None,
     sidecar: SidecarSettings,
+    avoided_nodes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The body of the pod. The template has passed acceptance."""
     template = copy.deepcopy(dict(job.spec.template))
@@ -95,14 +96,20 @@ def render_pod(
     spec["automountServiceAccountToken"] = False
     spec["securityContext"] = _pod_security(spec.get("securityContext") or {})
     spec["affinity"] = _spread(spec.get("affinity") or {}, job)
+    annotations = dict(user_meta.get("annotations") or {})
+    annotations.pop(labels.AVOIDED_NODES, None)
+    if avoided_nodes:
+        affinity = spec["affinity"]
+        affinity["nodeAffinity"] = _avoiding(affinity.get("nodeAffinity") or {}, avoided_nodes)
+        annotations[labels.AVOIDED_NODES] = ",".join(avoided_nodes)
     metadata = {
         "name": name,
         "namespace": job.namespace,
         "labels": {**(user_meta.get("labels") or {}), **worker_labels(job, worker, birth_round)},
         "ownerReferences": [owner_reference(job)],
     }
-    if user_meta.get("annotations"):
-        metadata["annotations"] = dict(user_meta["annotations"])
+    if annotations:
+        metadata["annotations"] = annotations
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
@@ -294,3 +301,24 @@ def _spread(user: Mapping[str, Any], job: JobView) -> dict[str, Any]:
     anti[key] = [*(anti.get(key) or []), term]
     affinity["podAntiAffinity"] = anti
     return affinity
+
+
+def _avoiding(user: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
+    """The node affinity of the template, which must hold as well, without these nodes.
+
+    One of the terms has to match, and all requirements of that term, so each term gets them. A term
+    without requirements matches no node and stays as it is: with ours it would match nearly all. The API
+    server takes one name for each requirement on a field.
+    """
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [n]} for n in nodes]
+    required = user.get(key)
+    if not required:
+        return {**user, key: {"nodeSelectorTerms": [{"matchFields": fields}]}}
+    terms = [
+        {**term, "matchFields": [*(term.get("matchFields") or []), *fields]}
+        if term.get("matchFields") or term.get("matchExpressions")
+        else term
+        for term in required.get("nodeSelectorTerms") or []
+    ]
+    return {**user, key: {**required, "nodeSelectorTerms": terms}}

@@ -28,6 +28,8 @@ from holdfast_operator.testing.toy_gang import ToyGang, ToySidecar, ToyStore
 
 LEASE_SECONDS = 20
 """A node that is silent for this long counts as lost."""
+TAINT_SECONDS = 40
+"""Until then the scheduler places pods on a node whose kubelet is silent."""
 DELETE_SECONDS = 2
 """How long a kubelet takes to end a deleted pod."""
 START_SECONDS = 2
@@ -41,13 +43,19 @@ class FakeNode:
     """Powered off: its pods do not run, and nobody confirms their deletion."""
     cut_off: bool = False
     """Runs, but neither the API nor the operator reaches it."""
+    deleted: bool = False
+    """Its Node and its Lease are gone, and its kubelet with them."""
     silent_ticks: int = 0
     renewed: int = 0
     """When its kubelet last renewed the lease."""
 
     @property
     def silent(self) -> bool:
-        return self.dead or self.cut_off
+        return self.dead or self.cut_off or self.deleted
+
+    @property
+    def schedulable(self) -> bool:
+        return not self.deleted and self.silent_ticks < TAINT_SECONDS
 
 
 @dataclass(slots=True)
@@ -100,6 +108,8 @@ class FakeCluster:
     deletions: list[DeletionMade] = field(default_factory=list)
     pod_refusal: str = ""
     """The server's words to whoever creates a pod (quota, admission); "": it takes pods."""
+    full_nodes: set[str] = field(default_factory=set)
+    """Names of nodes that have no room for another pod."""
     hold_starts: bool = False
     """No pod leaves Pending (images are pulled, a mounted Secret is missing)."""
     all_silent: bool = False
@@ -227,6 +237,7 @@ class FakeCluster:
             worker=identity.worker,
             birth_round=identity.birth_round,
             phase=PodPhase.PENDING,
+            node=raw["spec"].get("nodeName"),
         )
         self.pods[meta["name"]] = FakePod(view, identity.job_uid)
 
@@ -234,7 +245,7 @@ class FakeCluster:
         pod = self.pods.get(name)
         if pod is None or pod.view.uid != uid:
             return
-        if force:
+        if force or pod.view.node is None:  # the API server waits for no kubelet
             self.lose_pod(name)
         elif pod.deleted_for is None:
             pod.deleted_for = 0
@@ -262,7 +273,10 @@ class FakeCluster:
             ("leases", "kube-node-lease", {"spec": spec}),
         ):
             known = self.api.objects.get((plural, namespace, node.name))
-            if known is None:
+            if node.deleted:
+                if known is not None:
+                    self.api.remove(plural, namespace, node.name)
+            elif known is None:
                 meta = {"name": node.name, "uid": f"{plural}-{node.name}", "namespace": namespace}
                 self.api.put(plural, {"metadata": meta, **state})
             elif any(known[k] != v for k, v in state.items()):
@@ -380,6 +394,7 @@ class FakeCluster:
         return (
             node is not None
             and not node.dead
+            and not node.deleted
             and pod.view.phase is PodPhase.RUNNING
             and pod.view.sidecar_started
         )
@@ -409,8 +424,9 @@ class FakeCluster:
         view = pod.view
         if view.node is None:
             node = self._place(view)
-            if node is not None:
-                pod.view = replace(view, node=node)
+            words = None if node else "Unschedulable"
+            message = "" if node else f"0/{len(self.nodes)} nodes are available"
+            pod.view = replace(view, node=node, reason=words, message=message)
             return
         if self.nodes[view.node].silent:
             return
@@ -433,8 +449,14 @@ class FakeCluster:
             self.sidecars[name] = ToySidecar(view.worker, name, view.birth_round)
 
     def _place(self, view: PodView) -> str | None:
-        """The node with the fewest pods among those that the scheduler takes for well."""
-        load = {n.name: 0 for n in self.nodes.values() if n.silent_ticks == 0}
+        """The node with the fewest pods among those that the scheduler takes for well, and that the
+        pod's affinity allows."""
+        affinity = self.api.objects["pods", NAMESPACE, view.name]["spec"]["affinity"]
+        load = {
+            n.name: 0
+            for n in self.nodes.values()
+            if n.schedulable and n.name not in self.full_nodes and _allows(affinity, n.name)
+        }
         for pod in self.pods.values():
             if pod.view.node in load:
                 load[pod.view.node] += 1
@@ -450,6 +472,23 @@ class FakeCluster:
             ran = sidecar is not None and sidecar.round == run.round
             if ran and pod.view.phase is PodPhase.RUNNING:
                 pod.view = replace(pod.view, phase=PodPhase.SUCCEEDED, trainer_exit_code=0)
+
+
+def _allows(affinity: Mapping[str, Any], node: str) -> bool:
+    """Whether a term of the required node affinity selects the node. Only names are known here."""
+    required = (affinity.get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    )
+    if required is None:
+        return True
+    return any(
+        bool(term.get("matchFields"))
+        and all(
+            (node in field["values"]) == (field["operator"] == "In")
+            for field in term["matchFields"]
+        )
+        for term in required["nodeSelectorTerms"]
+    )
 
 
 Bases = Mapping[int, CheckpointId | None]

@@ -117,7 +117,7 @@ class FakeOperator:
                 continue
             fresh = known is None or plural in ALWAYS_FRESH
             if fresh or not self.trouble.strikes(self.trouble.stale_read):
-                if known != changes or plural == "leases":
+                if known != changes or plural in ALWAYS_FRESH:
                     await reflector.relist()
                 self._listed[plural] = changes
         await self._forget_gone()

@@ -159,6 +159,8 @@ class ToyGang:
     """Checkpoints whose content ends the script that restores them."""
     restored: dict[RestartRound, CheckpointId | None] = field(default_factory=dict)
     """What each round really started from."""
+    peers_hang: bool = False
+    """Ranks wait for a lost peer without an error: a machine without power closes no connection."""
 
     def tick(self, sidecars: dict[str, ToySidecar]) -> None:
         """One second. sidecars: those of pods that run now, by pod name."""
@@ -190,6 +192,8 @@ class ToyGang:
         """A peer went away: the collectives of the others fail, and they say so."""
         run = self.run
         if run is None or run.round != message.round or run.dead or run.finished:
+            return
+        if self.peers_hang:
             return
         left = next((i for i, s in enumerate(gang) if s is not None), None)
         if left is not None and run.started:
