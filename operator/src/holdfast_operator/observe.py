@@ -84,9 +84,13 @@ class Observer:
         )
 
     def suspects(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
-        """Nodes of the job's pods whose leases are late, or whose objects are gone."""
+        """Nodes of the job's pods whose leases are late, or whose objects are gone. All of them where
+        ranks have failed: the node of one may have been lost before its lease is late."""
         now = self._clock.monotonic()
         self._note_missing_nodes(pods, now)
+        state = self._sidecars.coordinator_state(job.uid)
+        if state is not None and state.dead and state.round == job.status.restart_round:
+            return frozenset(p.node for p in pods if p.node is not None)
         limit = job.spec.suspect_after.total_seconds() * SUSPECT_SHARE
         found = set()
         for pod in pods:

@@ -106,7 +106,7 @@ class Reason(StrEnum):
     COMPLETED = "Completed"
     """Every rank returned 0 and everything it saved has reached its levels."""
     BACKING_OFF = "BackingOff"
-    """It fails again and again from the same step: the next round waits a little."""
+    """It fails again and again from the same step, or a sidecar has not answered since ranks failed."""
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     """More restarts within failurePolicy.window than failurePolicy.maxRestarts."""
     EXIT_CODE_RULE = "ExitCodeRule"

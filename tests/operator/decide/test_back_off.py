@@ -105,3 +105,34 @@ def test_the_person_who_looks_is_told() -> None:
     decision = decide(failing(4), now(1000.5))
     assert "the next round begins after 4 s" in decision.reason
     assert "boom" in decision.reason
+
+
+def heard(observed: Observed, *heard_at: float | None) -> Observed:
+    """The sidecars of workers 0 and 1 answered last at these times."""
+    views = zip(observed.sidecars, heard_at, strict=True)
+    return replace(observed, sidecars=tuple(replace(s, heard_at=at) for s, at in views))
+
+
+@pytest.mark.parametrize(
+    ("name", "heard_at", "after", "begun"),
+    [
+        ("both have answered since", (1000.1, 1000.1), 0.2, True),
+        ("one has not", (1000.1, 999.0), 0.2, False),
+        ("its lease had the time to stop, and has not", (1000.1, 999.0), 25.0, True),
+        ("shortly before that", (1000.1, 999.0), 24.9, False),
+        ("this process never heard it", (1000.1, None), 0.2, True),
+    ],
+)
+def test_failed_ranks_wait_for_a_sign_of_life_of_every_peer(
+    name: str, heard_at: tuple[float, float | None], after: float, begun: bool
+) -> None:
+    assert begins(heard(failing(0), *heard_at), after) is begun, name
+
+
+def test_a_lost_node_spends_no_budget_that_its_peers_would_have_spent() -> None:
+    """Ranks fail first. The last restart of the budget must not be theirs."""
+    observed = heard(failing(0, max_restarts=0), 1000.1, 999.0)
+    decision = decide(observed, now(1005.0))
+    assert "has not answered since" in decision.reason
+    assert not any(isinstance(a, BeginRound) for a in decision.actions)
+    assert not decide(observed, now(1000.5)).actions, "most answers need no status write"

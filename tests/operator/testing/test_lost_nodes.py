@@ -50,6 +50,33 @@ def chosen(status: JobStatusView) -> bool:
     return begun(status) and status.restore_point is not None
 
 
+def test_ranks_that_fail_before_the_lease_has_stopped_begin_no_round_of_their_own() -> None:
+    """The machine closed its connections: its peers fail within seconds."""
+    life = training()
+    life.cluster.gang.peers_hang = False
+    node = node_of(life, 2)
+    node.dead = True
+    life.run(LEASE_SECONDS - 5)
+    assert life.status.restart_round == 0
+    words = " ".join(c.message for c in life.status.conditions)
+    assert "connection closed by peer" in words and "has not answered since" in words
+    life.run(LONG)
+    assert one_round(life)
+    assert life.status.last_recovery is not None
+    assert life.status.last_recovery.reason == "NodeLost"
+    assert life.status.restarts_count_towards_max == 0
+
+
+def test_a_sidecar_that_is_silent_on_a_good_node_delays_failed_ranks_for_a_while_only() -> None:
+    life = training()
+    life.silence(3)
+    life.rank_dies()
+    life.run(LEASE_SECONDS * 2, until=begun)
+    assert life.status.restart_round == 1
+    assert life.status.last_recovery is not None
+    assert life.status.last_recovery.reason == "RankFailed"
+
+
 def one_round(life: Life) -> bool:
     assert life.status.is_true("Running")
     assert broken_rules(life.cluster, life.copies) == []

@@ -41,7 +41,7 @@ from holdfast_operator.decide import (
 )
 from holdfast_operator.decide.failure import CANNOT_START, Failure
 from holdfast_operator.decide.notices import with_notices
-from holdfast_operator.decide.silence import with_silence
+from holdfast_operator.decide.silence import silent_peer, with_silence
 from holdfast_operator.decide.status import (
     Note,
     after_write,
@@ -69,6 +69,10 @@ __all__ = ["decide"]
 
 STARTING_SECONDS = 0.5
 """Between passes while a round starts: seals and ROUND are repeated until they are acknowledged."""
+ANSWER_SECONDS = 0.1
+"""A sidecar that is asked whether it answers does so within this time."""
+ASKED_SECONDS = 3.0
+"""How long an answer is waited for before the job says so."""
 RUNNING_SECONDS = 5.0
 WAITING_SECONDS = 10.0
 """A job that waits for somebody else: a store, a scheduler, a person."""
@@ -104,6 +108,10 @@ def _decide(observed: Observed, now: Now) -> Decision:
     memory = times.with_failure(memory, bool(failures), now)
     if failures and job.spec.suspend and any(f.replace_pod for f in failures):
         return _kept(world, memory, now, failures[0])
+    if failures and not failure.is_disruption(failures):
+        peer = silent_peer(world, memory, now)
+        if peer is not None:
+            return _ask_peers(world, memory, now, f"{failures[0].message}; {peer}")
     if failures:
         delay = failure.restart_delay_seconds(world, failures, now)
         ends = lifecycle.failure_of_job(world, failures, now) is not None
@@ -205,6 +213,15 @@ def _back_off(
     note = Note(Reason.BACKING_OFF, words)
     left = delay_seconds - times.seconds_since(memory.failure_seen_at, now)
     return _with_status_write(world, memory, now, [], note, max(left, STARTING_SECONDS))
+
+
+def _ask_peers(world: World, memory: JobMemory, now: Now, words: str) -> Decision:
+    """Every sidecar is being asked. Most answer at once, and then there is nothing to say."""
+    pause = times.again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
+    if times.seconds_since(memory.failure_seen_at, now) < ASKED_SECONDS:
+        return Decision((), pause, words, memory)
+    note = Note(Reason.BACKING_OFF, words)
+    return _with_status_write(world, memory, now, [], note, pause)
 
 
 def _kept(world: World, memory: JobMemory, now: Now, cause: Failure) -> Decision:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from holdfast_operator.actions import Action, DeletePod
 from holdfast_operator.decide.status import Note
 from holdfast_operator.decide.world import MemberState, World
+from holdfast_operator.model import PodView
 from holdfast_operator.reasons import Reason
 
 MAX_AVOIDED = 64
@@ -28,20 +29,16 @@ def avoided_nodes(world: World) -> tuple[str, ...]:
 
 def replacements(world: World) -> list[Action]:
     """Deletes of pods that a new pod of the same name may serve better."""
-    pods = [(m, m.pod) for m in world.members if m.pod is not None and world.awaits_start(m)]
     return [
         DeletePod(pod.name, pod.uid, force=member.node_lost)
-        for member, pod in pods
-        if _is_misplaced(world, member)
+        for member, pod in _waiting(world)
+        if _is_misplaced(world, member, pod)
     ]
 
 
 def waiting_note(world: World) -> Note | None:
     """Why a pod that has not started waits for a lost node, or for others than those."""
-    for member in world.members:
-        pod = member.pod
-        if pod is None or not world.awaits_start(member):
-            continue
+    for member, pod in _waiting(world):
         if member.node_lost:
             words = (
                 f"pod {pod.name} has not started on node {pod.node}, whose lease has stopped: it is "
@@ -51,19 +48,21 @@ def waiting_note(world: World) -> Note | None:
         if pod.node is None and pod.avoided_nodes:
             nodes = sorted(pod.avoided_nodes)
             more = f" and {len(nodes) - NAMED_NODES} more" if len(nodes) > NAMED_NODES else ""
-            words = (
-                f"pod {pod.name} is not scheduled: {pod.message}; it avoids nodes whose leases have "
-                f"stopped, and may use each of them when its kubelet renews its lease: "
-                f"{', '.join(nodes[:NAMED_NODES])}{more}"
+            words = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
+            words += (
+                "; it avoids nodes whose leases have stopped, and may use each of them when its "
+                f"kubelet renews its lease: {', '.join(nodes[:NAMED_NODES])}{more}"
             )
             return Note(Reason.WAITING_FOR_PODS, words)
     return None
 
 
-def _is_misplaced(world: World, member: MemberState) -> bool:
-    pod = member.pod
-    if pod is None:
-        return False
+def _waiting(world: World) -> list[tuple[MemberState, PodView]]:
+    """Members whose pods are there and have not started."""
+    return [(m, m.pod) for m in world.members if m.pod is not None and world.awaits_start(m)]
+
+
+def _is_misplaced(world: World, member: MemberState, pod: PodView) -> bool:
     if pod.node is None:
         return not pod.terminating and not pod.avoided_nodes <= world.observed.lost_nodes
     if not member.node_lost:

@@ -144,8 +144,9 @@ def member_actions(world: World) -> list[Action]:
     if service not in world.observed.services:
         actions.append(CreateService(service))
     births: list[Action] = []
+    unstarted = any(world.awaits_start(m) for m in world.members)
     # See acceptance.birth_problem for what else must be there.
-    if not job.spec.suspend and birth_problem(world) is None:
+    if unstarted and not job.spec.suspend and birth_problem(world) is None:
         births = _births(world)
         actions.extend(avoidance.replacements(world))
     actions.extend(_leaves(world, bool(births)))

@@ -8,12 +8,37 @@ from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER
 from holdfast_operator.decide.status import Note, set_condition
 from holdfast_operator.decide.times import seconds_since
 from holdfast_operator.decide.world import MemberState, World
-from holdfast_operator.model import JobStatusView, Now, PodPhase, Reachable
+from holdfast_operator.model import JobMemory, JobStatusView, Now, PodPhase, Reachable
 from holdfast_operator.reasons import Reason
 
 SAID_AFTER_SECONDS = 30.0
 """A restart of a sidecar's container takes less, and is no news."""
 NAMED_PODS = 8
+LEASE_MARGIN_SECONDS = 5.0
+"""The operator sees a lease stop a little later than suspectAfterSeconds after the node was lost."""
+
+
+def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
+    """Why failed ranks begin no round yet: their peer may be on a node that is lost.
+
+    Ranks fail within seconds when such a node closes its connections, and its lease has stopped only
+    after suspectAfterSeconds. A round that begins before could only wait for that node; it would be
+    one more, and count towards maxRestarts.
+    """
+    failed_at, state = memory.failure_seen_at, world.coordinator
+    if failed_at is None or state is None or not state.dead:
+        return None
+    seconds = world.observed.job.spec.suspect_after.total_seconds() + LEASE_MARGIN_SECONDS
+    for member in world.members:
+        heard_at = None if member.sidecar is None else member.sidecar.heard_at
+        if member.pod is None or not _may_answer(member) or heard_at is None:
+            continue
+        if heard_at < failed_at and now.monotonic - failed_at < seconds:
+            return (
+                f"the sidecar of pod {member.pod.name} has not answered since, so its node may be "
+                f"lost: the next round begins when that is known, after {seconds:.0f} s at most"
+            )
+    return None
 
 
 def with_silence(status: JobStatusView, world: World, now: Now) -> JobStatusView:

@@ -89,12 +89,10 @@ class World:
     @cached_property
     def unstarted(self) -> frozenset[str]:
         """Names of pods of this round that have not started, or had not when they were last seen."""
-        job, known = self.observed.job, self.observed.memory.unstarted
-        born = (m for m in self.members if m.birth_round == self.status.restart_round)
-        names = ((m, pod_name(job.name, job.uid, m.worker, m.birth_round)) for m in born)
-        return frozenset(
-            name for m, name in names if (name in known if m.pod is None else not m.pod.started)
-        )
+        born = [m for m in self.members if m.birth_round == self.status.restart_round]
+        present = {m.pod.name for m in born if m.pod is not None and not m.pod.started}
+        gone = {self._pod_name(m) for m in born if m.pod is None}
+        return frozenset(present | (gone & self.observed.memory.unstarted))
 
     def awaits_start(self, member: MemberState) -> bool:
         """Nothing of this member has run: its pod is not created yet, or it has no address, so that
@@ -103,9 +101,11 @@ class World:
             return False
         if member.pod is not None:
             return not member.pod.started
+        return self.status.restore_point is None or self._pod_name(member) in self.unstarted
+
+    def _pod_name(self, member: MemberState) -> str:
         job = self.observed.job
-        name = pod_name(job.name, job.uid, member.worker, member.birth_round)
-        return self.status.restore_point is None or name in self.unstarted
+        return pod_name(job.name, job.uid, member.worker, member.birth_round)
 
     @cached_property
     def obsolete_pods(self) -> tuple[PodView, ...]:
