@@ -114,12 +114,12 @@ def test_all_silent_nodes_with_a_pod_or_without() -> None:
     assert leases.silent(THRESHOLD, now, now - 20.0) == set(), "our own watch is silent"
 
 
-def test_the_first_renewal_that_is_seen_shows_nothing() -> None:
-    """It may be as old as the node's death: this process has just started."""
+def test_a_lease_that_was_not_seen_to_change_may_be_of_any_age() -> None:
+    """This process has just started, and clocks of other machines decide nothing."""
     clock = ManualClock()
     leases = seen(clock, "a")
     leases.observe("a", "t0", clock.monotonic() + 1.0)
-    assert not leases.was_renewed("a")
+    assert leases.is_undated("a")
     leases.observe("a", "t1", clock.monotonic() + 2.0)
-    assert leases.was_renewed("a")
-    assert not leases.was_renewed("unknown")
+    assert not leases.is_undated("a")
+    assert not leases.is_undated("no lease"), "it would be avoided for ever"

@@ -70,10 +70,10 @@ class NodeLeases:
         known = self._seen.get(node)
         return None if known is None else now - known.changed_at
 
-    def was_renewed(self, node: str) -> bool:
-        """Whether this process saw the lease change. False for a node without a lease."""
+    def is_undated(self, node: str) -> bool:
+        """Whether there is a lease that this process has not seen change: it may be of any age."""
         known = self._seen.get(node)
-        return known is not None and not known.first_value
+        return known is not None and known.first_value
 
     def silent(self, threshold_seconds: float, now: float, contact: float | None) -> set[str]:
         """Names of all nodes whose leases are silent, by the watch of leases."""

@@ -157,7 +157,7 @@ class Observer:
             return frozenset()  # no pod waits for a node: large clusters are not searched
         cache, threshold = self._cache, job.spec.suspect_after.total_seconds()
         lost = cache.leases.silent(threshold, self._clock.monotonic(), cache.lease_contact)
-        avoided = {n for p in pods for n in p.avoided_nodes if not cache.leases.was_renewed(n)}
+        avoided = {n for p in pods for n in p.avoided_nodes if cache.leases.is_undated(n)}
         return frozenset(n for n in lost | avoided if cache.node_is_there(n))
 
     def _checkpoints(self, job: JobView) -> tuple[CheckpointView, ...]:

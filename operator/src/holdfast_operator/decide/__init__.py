@@ -111,7 +111,7 @@ def _decide(observed: Observed, now: Now) -> Decision:
     if failures and not failure.is_disruption(failures):
         peer = silent_peer(world, memory, now)
         if peer is not None:
-            return _ask_peers(world, memory, now, f"{failures[0].message}; {peer}")
+            return _ask_peers(world, memory, now, failures[0], peer)
     if failures:
         delay = failure.restart_delay_seconds(world, failures, now)
         ends = lifecycle.failure_of_job(world, failures, now) is not None
@@ -215,12 +215,13 @@ def _back_off(
     return _with_status_write(world, memory, now, [], note, max(left, STARTING_SECONDS))
 
 
-def _ask_peers(world: World, memory: JobMemory, now: Now, words: str) -> Decision:
-    """Every sidecar is being asked. Most answer at once, and then there is nothing to say."""
+def _ask_peers(world: World, memory: JobMemory, now: Now, cause: Failure, silent: str) -> Decision:
+    """Every sidecar is being asked. Most answer at once, and then the status needs no word of it."""
     pause = times.again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
     if times.seconds_since(memory.failure_seen_at, now) < ASKED_SECONDS:
+        words = f"{cause.message}; every sidecar is asked whether it answers"
         return Decision((), pause, words, memory)
-    note = Note(Reason.BACKING_OFF, words)
+    note = Note(Reason.BACKING_OFF, f"{cause.message}; {silent}")
     return _with_status_write(world, memory, now, [], note, pause)
 
 
