@@ -151,10 +151,10 @@ def _bulk() -> Iterator[Target]:
 
     yield Target("bulk-frame", parse, tuple(map(written, frames)), (FormatError, OSError))
 
-    shard = (GOLDEN / "format_v2" / "rank1.shard").read_bytes()
+    shard = (GOLDEN / "format_v1" / "rank1.shard").read_bytes()
     start = len(shard) - trailer_bytes_of(shard[-FOOTER.size :])
     piece = shard[start:]
-    own = parse_manifest(_both("manifest.json")[1]).ref(Rank(1))
+    own = parse_manifest(_golden("format_v1/manifest.json")[0]).ref(Rank(1))
     request = BulkFrame(Kind.GET_TABLE, own, RestartRound(3))
 
     def table(data: bytes) -> None:
@@ -178,10 +178,6 @@ def _golden(*names: str) -> tuple[bytes, ...]:
     return tuple((GOLDEN / name).read_bytes() for name in names)
 
 
-def _both(name: str) -> tuple[bytes, ...]:
-    return _golden(f"format_v1/{name}", f"format_v2/{name}")
-
-
 def _documents() -> Iterator[Target]:
     def same(parse: Callable[[bytes], Any]) -> Callable[[bytes], object]:
         def check(data: bytes) -> None:
@@ -189,9 +185,9 @@ def _documents() -> Iterator[Target]:
 
         return check
 
-    yield Target("manifest", same(parse_manifest), _both("manifest.json"))
-    yield Target("layout", same(parse_layout), _both("layout.json"))
-    yield Target("rank-layout", same(parse_rank_layout), _both("rank1.layout.json"))
+    yield Target("manifest", same(parse_manifest), _golden("format_v1/manifest.json"))
+    yield Target("layout", same(parse_layout), _golden("format_v1/layout.json"))
+    yield Target("rank-layout", same(parse_rank_layout), _golden("format_v1/rank1.layout.json"))
     yield Target("references", same(parse_references), _golden("pack_v1/references.json"))
     yield Target(
         "key",
@@ -228,7 +224,7 @@ def _launcher_round(data: bytes) -> None:
 
 
 def _shards() -> Iterator[Target]:
-    shards = _both("rank0.shard")
+    shards = _golden("format_v1/rank0.shard")
     heads = tuple(shard[:4096] for shard in shards)
     refuses = (CorruptionError, FormatError)
     yield Target("shard-head", _shard_head, heads, refuses)
@@ -236,17 +232,17 @@ def _shards() -> Iterator[Target]:
     yield Target("shard-identity", _shard_identity, identities)
     trailers = tuple(s[-trailer_bytes_of(s[-FOOTER.size :]) :] for s in shards)
     yield Target("shard-trailer", _shard_trailer, trailers, refuses)
-    ref = parse_manifest(_both("manifest.json")[1]).ref(Rank(0))
+    ref = parse_manifest(_golden("format_v1/manifest.json")[0]).ref(Rank(0))
 
     def stream(data: bytes) -> None:
         feed = ShardStream(ref, len(data))
         feed.feed(memoryview(data))
         assert feed.finish().record.ref == ref
 
-    yield Target("shard", stream, shards[1:], refuses)
-    packs = _golden("pack_v1/step20-rank1.pack", "pack_v2/step20-rank1.pack")
+    yield Target("shard", stream, shards, refuses)
+    packs = _golden("pack_v1/step20-rank1.pack", "pack_v1_compressed/step20-rank1.pack")
     yield Target("pack", _pack, packs, refuses)
-    payloads = _both("rank0.safetensors")
+    payloads = _golden("format_v1/rank0.safetensors")
     yield Target("payload", _payload, payloads)
     yield Target("objects", unpack_objects, (b'{"rng":[1,2]}', b'{"a":{"$bytes":"aGk="}}'))
     slots = (

@@ -1,5 +1,8 @@
-"""Writes the golden files of the format. Run once, when a version is made; never again for the same
-one: a change of these bytes needs a new version and a folder of its own."""
+"""Write the golden files of the format.
+
+After the first release it is run once for a new format version, into a folder of its own, and never
+again for the same one.
+"""
 
 from __future__ import annotations
 

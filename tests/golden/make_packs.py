@@ -1,8 +1,8 @@
-"""Writes the golden files of packs and references. Run once, when a version is made; never again for the
-same one: a change of these bytes needs a new version and a folder of its own.
+"""Write the golden files of packs and references.
 
-Of version 2 the compressed chunks are what one release of zstd made of them: they are read for ever,
-and another release may write others.
+After the first release it is run once for a new format version, into a folder of its own, and never
+again for the same one. One release of zstd made the compressed chunks: every release of Holdfast reads
+them, and another release of zstd may write others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from array import array
 from pathlib import Path
 
 from holdfast_core.format.coding import PLAIN, ChunkEncoder, Coding
-from holdfast_core.format.pack import CODED_VERSION, FORMAT_VERSION, PackIndex, pack_index
+from holdfast_core.format.pack import FORMAT_VERSION, PackIndex, pack_index
 from holdfast_core.format.references import References
 from holdfast_core.format.shard import head_bytes
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
@@ -21,7 +21,7 @@ from holdfast_core.testing.packs import trailer_of
 
 CHUNK_BYTES = 4096
 FOLDER = Path(__file__).parent / f"pack_v{FORMAT_VERSION}"
-CODED_FOLDER = Path(__file__).parent / f"pack_v{CODED_VERSION}"
+CODED_FOLDER = Path(__file__).parent / f"pack_v{FORMAT_VERSION}_compressed"
 BASE = CheckpointId(Step(10), RestartRound(0))
 NEXT = CheckpointId(Step(20), RestartRound(3))
 SAVED = {

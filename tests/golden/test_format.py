@@ -1,4 +1,4 @@
-"""Bytes of every format version stay readable; the newest are still written exactly like that."""
+"""The golden files stay readable, and this release writes them bit for bit."""
 
 from __future__ import annotations
 
@@ -17,62 +17,50 @@ from holdfast_core.format.shard import FORMAT_VERSION, head_bytes
 from holdfast_core.format.stream import ShardStream
 from holdfast_core.ids import Rank
 
-FOLDER = Path(__file__).parent
-MANIFESTS = {
-    1: "b3:94e91077c66f1d0a8f0d9dcbf8bc2bbca5e7baea8676f9e5bb949d57c1df564c",
-    2: "b3:9bcac493c78c8bee3f9454675ace9ced5cc4ce6ca8e9f54343a792d38aa7ffd6",
-}
-LAYOUTS = {
-    1: "b3:7467bce3469953e2e59355e1c02a6bd8ec7dbd44ed5a065b31133d10d5bbfea7",
-    2: "b3:1eb1f318d5651212321dcf9ea6217ce432521e9ec543cbbc9540390213ef6c36",
-}
-ANY_VERSION = pytest.mark.parametrize("version", [1, 2])
+FOLDER = Path(__file__).parent / f"format_v{FORMAT_VERSION}"
+MANIFEST = "b3:9bcac493c78c8bee3f9454675ace9ced5cc4ce6ca8e9f54343a792d38aa7ffd6"
+LAYOUT = "b3:1eb1f318d5651212321dcf9ea6217ce432521e9ec543cbbc9540390213ef6c36"
 
 
-def read(version: int, name: str) -> bytes:
-    return (FOLDER / f"format_v{version}" / name).read_bytes()
+def read(name: str) -> bytes:
+    return (FOLDER / name).read_bytes()
 
 
 def test_the_newest_files_are_still_written_bit_for_bit() -> None:
-    folder = FOLDER / f"format_v{FORMAT_VERSION}"
-    assert golden_files() == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert golden_files() == {path.name: path.read_bytes() for path in FOLDER.iterdir()}
 
 
-@ANY_VERSION
-def test_the_digests_are_the_ones_of_then(version: int) -> None:
-    assert manifest_digest(read(version, "manifest.json")) == MANIFESTS[version]
-    assert digest_of(read(version, "layout.json")) == LAYOUTS[version]
+def test_the_digests_are_the_ones_of_then() -> None:
+    assert manifest_digest(read("manifest.json")) == MANIFEST
+    assert digest_of(read("layout.json")) == LAYOUT
 
 
-@ANY_VERSION
 @pytest.mark.parametrize("rank", [0, 1])
-def test_shards_read(version: int, rank: int) -> None:
-    manifest = parse_manifest(read(version, "manifest.json"))
-    file = read(version, f"rank{rank}.shard")
+def test_shards_read(rank: int) -> None:
+    manifest = parse_manifest(read("manifest.json"))
+    file = read(f"rank{rank}.shard")
     stream = ShardStream(manifest.ref(Rank(rank)), len(file))
     stream.feed(memoryview(file))
     trailer = stream.finish()
     header = trailer.record.header
-    assert header.format_version == version
     start = head_bytes(header)
     payload = file[start : start + header.payload_bytes]
-    assert payload == read(version, f"rank{rank}.safetensors")
+    assert payload == read(f"rank{rank}.safetensors")
     assert trailer.record.chunk_table == manifest.shards[rank].chunk_table
     plan = parse_payload(payload, len(payload))
     assert unpack_objects(payload[plan.objects.start : plan.objects.stop]) == {"rng": [rank, 10]}
-    layout = parse_rank_layout(read(version, f"rank{rank}.layout.json"))
-    assert digest_of(read(version, f"rank{rank}.layout.json")) == header.layout
+    layout = parse_rank_layout(read(f"rank{rank}.layout.json"))
+    assert digest_of(read(f"rank{rank}.layout.json")) == header.layout
     assert layout.tensors["weight"].byte_range == plan.byte_range("weight")
-    with safe_open(FOLDER / f"format_v{version}/rank{rank}.safetensors", framework="pt") as tensors:
+    with safe_open(FOLDER / f"rank{rank}.safetensors", framework="pt") as tensors:
         assert tensors.get_tensor("step").item() == 10
 
 
-@ANY_VERSION
-def test_documents_read(version: int) -> None:
-    manifest = parse_manifest(read(version, "manifest.json"))
+def test_documents_read() -> None:
+    manifest = parse_manifest(read("manifest.json"))
     assert (manifest.step, manifest.restart_round, manifest.world_size) == (10, 3, 2)
-    assert manifest.layout == digest_of(read(version, "layout.json"))
-    layout = parse_layout(read(version, "layout.json"))
+    assert manifest.layout == digest_of(read("layout.json"))
+    layout = parse_layout(read("layout.json"))
     assert layout.tensors["weight"].shape == (4, 3)
-    merged = merge_layouts(read(version, f"rank{r}.layout.json") for r in (1, 0))
-    assert merged.to_bytes() == read(version, "layout.json")
+    merged = merge_layouts(read(f"rank{r}.layout.json") for r in (1, 0))
+    assert merged.to_bytes() == read("layout.json")

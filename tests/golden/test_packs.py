@@ -1,4 +1,4 @@
-"""Packs and references of every version stay readable; the newest are still written exactly like that."""
+"""Packs and references of every version stay readable; those of this version are written bit for bit."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class World:
 
     Stands for BulkPeers and Rehydrator too: what they are asked for."""
 
-    def __init__(self, root: Path, version: int = 2) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
         self.metrics = Metrics()
         self.node = self._tier("node")
@@ -74,7 +74,6 @@ class World:
         self.gate: Gate | None = None
         """Waits in the next source of a member that is opened."""
         self.layouts = [layout_of(TENSORS, [2, 2], rank) for rank in range(4)]
-        self.version = version
         source = self._tier("source")
         self.records = [source.write_shard(*self._shard(layout)) for layout in self.layouts]
         self.store = DirectoryObjectTier(root / "store")
@@ -97,7 +96,6 @@ class World:
             4,
             digest_of(layout.to_bytes()),
             layout.payload_bytes,
-            format_version=self.version,
         )
         return header, BytesSource(payload_of(layout, layout.rank))
 

@@ -79,7 +79,7 @@ def test_the_word_of_the_whole_shard_follows(
             clock=SystemClock(),
             on_change=settled.set,
         )
-        request = PersistRequest(RestartRound(0), record.header.step, RestartRound(0), share=True)
+        request = PersistRequest(RestartRound(0), record.header.step, RestartRound(0))
         flow.add(own_shard(record, committed=True))
         flow.want(request)
         await asyncio.wait_for(heard.wait(), 120)

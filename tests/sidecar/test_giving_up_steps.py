@@ -137,7 +137,6 @@ def test_a_step_on_its_way_to_the_store_is_not_pruned_on_the_nodes() -> None:
         SystemClock(),
         lambda step, worker: None,
         lambda step: None,
-        lambda worker: True,
     )
     outbox.prune((Step(10),))
     assert Step(10) in book.steps

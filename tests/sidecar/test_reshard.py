@@ -72,9 +72,7 @@ def test_the_store_serves_what_no_member_has(world: World) -> None:
     assert set(world.counted("holdfast_fetched_bytes")) == {"object"}
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_bad_chunk_on_this_node_is_had_elsewhere(tmp_path: Path, version: int) -> None:
-    world = World(tmp_path, version)
+def test_a_bad_chunk_on_this_node_is_had_elsewhere(world: World) -> None:
     world.put(world.node, 0, 1, 2, 3)
     world.put(world.members[Worker(4)], 1)
     world.spoil("node", 1)
@@ -129,9 +127,8 @@ def test_a_bad_copy_in_the_store_is_counted(world: World) -> None:
     assert world.counted("holdfast_corruptions_detected") == {"object": 1}
 
 
-def test_a_table_that_is_not_the_manifests_is_not_believed(tmp_path: Path) -> None:
-    """Version 1: nothing binds the table to the payload's digest but the manifest."""
-    world = World(tmp_path, version=1)
+def test_a_table_that_is_not_the_manifests_is_not_believed(world: World) -> None:
+    """The digest of the payload binds the digests of the chunks; the manifest binds the CRCs."""
     for worker in world.members:
         world.put(world.members[worker], 0, 1, 2, 3)
     record = world.records[1]

@@ -85,11 +85,11 @@ class World:
         self.state: RoundState = replace(state, held=replace(state.held, policy=policy))
         self.stager = self.life()
 
-    def life(self, *, coordinator_holds: bool = True) -> Stager:
+    def life(self) -> Stager:
         """Another process over the same slots and the same disk, in the same round."""
         self.stager = self.process()
         self.stager.recover(self.state)
-        self.stager.coordinator(holds=coordinator_holds)
+        self.stager.coordinator_replied()
         return self.stager
 
     def process(self) -> Stager:
@@ -361,19 +361,19 @@ def test_another_life_takes_up_what_was_held_and_what_was_being_written(tmp_path
     run(tmp_path, 3, scenario)
 
 
-def test_before_a_coordinator_that_knows_no_memory_every_step_is_written(tmp_path: Path) -> None:
-    """It would wait for each of them."""
-
+def test_another_coordinator_receives_everything_again(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
-        world.stager.coordinator(holds=None)
-        assert world.stager.untold is not None, "another coordinator has heard nothing"
-        world.stager.coordinator(holds=False)
-        await world.save(2, 3)
-        world.node.let(1, 2, 3)
-        await world.until(lambda: world.stored() == [1, 2, 3] and world.slots() == [FREE] * 3)
+        world.stager.told(world.stager.holding())
+        assert world.stager.untold is None
+        world.stager.coordinator_changed()
+        assert world.stager.untold is not None
+        assert not world.stager.has_coordinator
+        world.stager.coordinator_replied()
+        assert world.stager.has_coordinator
+        world.node.let(1)
 
     run(tmp_path, 3, scenario)
 
@@ -405,7 +405,7 @@ def test_a_late_write_of_an_older_round_is_no_step_of_the_new_one(tmp_path: Path
         world.stager.seal()
         world.state = replace(world.state, round=RestartRound(1))
         world.stager.recover(world.state)
-        world.stager.coordinator(holds=True)
+        world.stager.coordinator_replied()
         assert world.holding().shards == (), "being written"
         assert world.stager.find(RANK, CheckpointId(Step(2), RestartRound(1))) is None
         world.node.let(2)
@@ -428,23 +428,6 @@ def test_what_an_earlier_life_had_written_waits_for_nothing(tmp_path: Path) -> N
         assert [(s.step, s.stored) for s in world.holding().shards] == [(1, True)]
         assert [o.record for o in world.outcomes] == [record]
         world.stager.told(world.stager.holding())
-        assert world.stager.idle
-
-    run(tmp_path, 3, scenario)
-
-
-def test_a_coordinator_that_knows_no_memory_is_not_waited_for(tmp_path: Path) -> None:
-    """What waited before it said so is told by PREPARED, and by nothing else."""
-
-    async def scenario(world: World) -> None:
-        await world.save(0, 1)
-        await world.save(1, 2)
-        await world.digested(2)
-        world.stager.coordinator(holds=None)
-        world.stager.coordinator(holds=False)
-        world.node.let(1, 2)
-        await world.until(lambda: world.slots() == [FREE] * 3)
-        assert await world.stager.settle(30)
         assert world.stager.idle
 
     run(tmp_path, 3, scenario)

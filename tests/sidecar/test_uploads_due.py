@@ -27,7 +27,6 @@ def uploads(book: Ledger, every: int) -> Uploads:
         failures=Mock(),
         clock=Mock(),
         on_change=lambda: None,
-        all_read_compressed=lambda: True,
     )
 
 

@@ -96,7 +96,6 @@ def test_an_overtaken_save_is_no_failed_one(slot: Slot) -> None:
     session = session_with(words)
     handle = save(session, slot, 1)
     words.sent[0][1].set_result(Staged(Step(1)))
-    assert session.hello().memory_level
     session.push(LevelReached(Step(1), ROUND, Level.MEMORY))
     session.push(SaveFailed(Step(1), ROUND, Level.LOCAL, OVERTAKEN, "by step 2"))
     assert handle.level is Level.MEMORY

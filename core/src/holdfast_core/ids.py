@@ -33,7 +33,7 @@ class Level(StrEnum):
 
     MEMORY = "memory"
     """Each rank's shard is digested, in its pod's shared memory or on its node: survives processes,
-    not pods. Never said to who does not know it: an older release has no such level."""
+    not pods."""
     LOCAL = "local"
     REPLICATED = "replicated"
     PERSISTED = "persisted"

@@ -118,7 +118,6 @@ class Coordinator:
             clock,
             self._acknowledged,
             self._lost,
-            self._gathered.holds,
         )
         self._uploads = Uploads(
             settings.contract,
@@ -132,7 +131,6 @@ class Coordinator:
             failures=failures,
             clock=clock,
             on_change=self._changed,
-            all_read_compressed=lambda: self._gathered.reads_compressed,
         )
         self._leftovers = Leftovers(
             settings.contract,
@@ -261,7 +259,7 @@ class Coordinator:
             self._pressed.set()
         self._give_up(abandoned_steps(self._ledger, self._saves(), pressed=pressed))
         self._changed(urgent=urgent)
-        return Ok(message.round, self.instance, holds=True)
+        return Ok(message.round, self.instance)
 
     def ask(self, path: str, message: Ask) -> Ok:
         """Save-now and stop; told to the sidecar of rank 0. A token counts once."""

@@ -44,16 +44,6 @@ class Gathered:
             return True
         return _urgent(before) != _urgent(report)
 
-    def holds(self, worker: Worker) -> bool:
-        """It serves HoldNotice."""
-        report = self.reports.get(worker)
-        return report is not None and report.holds
-
-    @property
-    def reads_compressed(self) -> bool | None:
-        """Every worker reads packs whose chunks are compressed; None while one has said nothing."""
-        return self._all(lambda r: r.reads_compressed) if self._complete else None
-
     def saves(self, instance: str) -> dict[Rank, RankSaves]:
         """Of workers that have told this coordinator (`instance`) everything that they had to tell."""
         return {

@@ -95,18 +95,13 @@ def is_quiet(holding: Iterable[RankHolding]) -> bool:
     return not any(said.shards or said.digesting for said in holding)
 
 
-def next_write(
-    rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None, *, every: bool
-) -> OwnedSlot | None:
-    """The slot to write now: the chosen step's, or with `every` the oldest that waits. One at a time
-    for each rank."""
+def next_write(rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None) -> OwnedSlot | None:
+    """The slot to write now: that of the chosen step. One at a time for each rank."""
     mine = [o for o in owned if o.stage.rank == rank]
     if any(o.where is Where.WRITING for o in mine):
         return None
-    ready = [
-        o for o in mine if o.where is Where.HELD and o.waits and (every or o.stage.step == chosen)
-    ]
-    return min(ready, key=lambda o: o.stage.step, default=None)
+    ready = (o for o in mine if o.where is Where.HELD and o.waits and o.stage.step == chosen)
+    return next(ready, None)
 
 
 def to_seal(

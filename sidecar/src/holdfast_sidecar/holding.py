@@ -65,7 +65,7 @@ class HoldTeller:
             self._changed.clear()
             state = self._current()
             holding = self._stager.untold
-            if state.held is None or holding is None or not self._stager.coordinator_holds:
+            if state.held is None or holding is None or not self._stager.has_coordinator:
                 continue
             audience = self._stager.audience
             try:

@@ -187,7 +187,7 @@ class Lifecycle:
                 await coordinator.close()
             self._coordinate(message)
             parts.flow.retell()
-            parts.stager.coordinator(holds=None)
+            parts.stager.coordinator_changed()
         elif parts.coordinator is not None:
             parts.coordinator.update(message)
         parts.rehydrator.kick()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from holdfast_core.errors import FormatError, RefusedError
@@ -196,7 +195,7 @@ class Local:
             )
             _remember(self._overtaken, step, failed)
             for connection in self._ranks():
-                _tell(connection, failed)
+                connection.push(failed)
 
     def level(self, message: LevelNotice) -> None:
         """Tell the ranks; release Finish when the coordinator says so."""
@@ -213,7 +212,7 @@ class Local:
             return  # of two messages the older one came late
         _remember(self._levels, reached.step, reached)
         for connection in self._ranks():
-            _tell(connection, reached)
+            connection.push(reached)
 
     def _ranks(self) -> list[Connection]:
         ranks = self.parts.intake.ranks
@@ -230,9 +229,9 @@ class Local:
 
     def _tell_again(self, connection: Connection) -> None:
         for reached in self._levels.values():
-            _tell(connection, reached)
+            connection.push(reached)
         for failed in self._overtaken.values():
-            _tell(connection, failed)
+            connection.push(failed)
         if connection.rank == 0:
             for request in self._asked:
                 connection.push(request)
@@ -250,16 +249,3 @@ def _remember(said: dict[Step, T], step: Step, message: T) -> None:
     said[step] = message
     while len(said) > _LEVELS_KEPT:
         del said[min(said)]
-
-
-def _tell(connection: Connection, message: LevelReached | SaveFailed) -> None:
-    """Of level memory only to a rank that knows it: for another one such a step fails to be local."""
-    hello = connection.hello
-    knows = hello is not None and hello.memory_level
-    match message:
-        case LevelReached(level=Level.MEMORY) if not knows:
-            return
-        case SaveFailed(level=Level.MEMORY) if not knows:
-            connection.push(replace(message, level=Level.LOCAL))
-        case _:
-            connection.push(message)

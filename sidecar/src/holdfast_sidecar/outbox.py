@@ -84,7 +84,6 @@ class Outbox:
         clock: Clock,
         on_manifest: Callable[[Step, Worker], None],
         on_lost: Callable[[Step], None],
-        holds: Callable[[Worker], bool],
     ) -> None:
         self._settings = settings
         self._own = settings.contract.worker
@@ -93,7 +92,6 @@ class Outbox:
         self._clock = clock
         self._on_manifest = on_manifest
         self._on_lost = on_lost
-        self._holds = holds
         self._tasks = Tasks()
         self._wakes: dict[Worker, asyncio.Event] = {}
         self._told: dict[Worker, _Told] = {}
@@ -223,7 +221,7 @@ class Outbox:
         if worker == 0 and told.asks < len(self._asks):
             path, ask = self._asks[told.asks]
             return ask, path, told.asked
-        if self._holds(worker) and (notice := self._hold_notice(worker)) is not None:
+        if (notice := self._hold_notice(worker)) is not None:
             return notice
         for step in sorted(self._ledger.steps):
             entry = self._ledger.steps[step]

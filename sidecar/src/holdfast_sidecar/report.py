@@ -59,8 +59,6 @@ def compose(state: RoundState, sources: Sources, instance: str, told: str = "") 
         saves=tuple(_saves(state, sources)),
         told=told,
         instance=instance,
-        holds=True,
-        reads_compressed=True,
     )
 
 
@@ -189,9 +187,9 @@ class Reporter:
         if self._heard is not None and self._heard[0] == met[0] and self._heard != met:
             logs.info("the coordinator has changed: telling it everything again")
             self._sources.flow.retell()
-            self._sources.stager.coordinator(holds=None)
+            self._sources.stager.coordinator_changed()
         self._heard = met
-        self._sources.stager.coordinator(holds=reply.holds)
+        self._sources.stager.coordinator_replied()
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

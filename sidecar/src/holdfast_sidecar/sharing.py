@@ -8,7 +8,7 @@ it cannot be had now is taken for nothing shared: bytes are sent twice rather th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from holdfast_core.clock import Clock
 from holdfast_core.contract import SidecarContract
@@ -76,9 +76,9 @@ class ShardUploader:
         """None: the shard is to be stored whole. Where there is something under the whole shard's
         name it must be that: readers look there first."""
         store, ref, namespace = self._packing, reader.record.ref, self._contract.namespace
-        if store is None or not request.share or request.whole or store.has_whole(namespace, ref):
+        if store is None or request.whole or store.has_whole(namespace, ref):
             return None
-        if (found := self._found(store, ref, request)) is not None:
+        if (found := self._found(store, ref)) is not None:
             return found
         index = self._plan(store, reader, request)
         widths = self._chunk_widths(reader) if request.compress else None
@@ -93,26 +93,16 @@ class ShardUploader:
                 store.upload_encoded(namespace, reader, index, widths)
         except AlreadyExistsError:
             # Of another attempt that had other tables: as good as ours, and never overwritten.
-            return self._found(store, ref, request)
+            return self._found(store, ref)
         return _stored_as(index)
 
-    def _found(
-        self, store: S3ObjectTier, ref: ShardRef, request: PersistRequest
-    ) -> StoredAs | None:
-        """The pack that an earlier attempt left; one that is bad, or that a member could not read, does
-        not count."""
+    def _found(self, store: S3ObjectTier, ref: ShardRef) -> StoredAs | None:
+        """The pack that an earlier attempt left, unless it is bad."""
         try:
             index = store.stored(self._contract.namespace, ref, looks=1).index
         except (NotFoundError, CorruptionError):
             return None
-        if index is None:
-            return None
-        if not request.reads_compressed:
-            # What other ranks left of this checkpoint they look at themselves, for the same request.
-            earlier = [source for source in index.sources if source.checkpoint != ref.checkpoint]
-            if index.coding is not None or self._compressed(store, earlier):
-                return None
-        return _stored_as(index)
+        return None if index is None else _stored_as(index)
 
     # ------------------------------------------------------------------ what is known
 
@@ -134,9 +124,6 @@ class ShardUploader:
         allowed = {CheckpointId(r.step, r.round) for r in request.older}
         if base is not None:
             allowed.add(base)
-        if earlier is not None and earlier.index is not None and not request.reads_compressed:
-            own = earlier.trailer.record.ref
-            allowed -= self._compressed(store, [own, *earlier.index.sources])
         shared = self._shared(trailer, manifest, group)
         return plan_pack(trailer, shared, earlier, allowed, base)
 
@@ -183,22 +170,6 @@ class ShardUploader:
             logs.warning("nothing is taken from the checkpoint before", base=base, error=str(error))
             return None
         return Earlier(stored.trailer, stored.index)
-
-    def _compressed(self, store: S3ObjectTier, refs: Iterable[ShardRef]) -> set[CheckpointId]:
-        """The checkpoints of those shards that are stored compressed, or of which nobody can say it."""
-        found: set[CheckpointId] = set()
-        for ref in refs:
-            if ref.checkpoint in found:
-                continue
-            try:
-                stored = store.stored(self._contract.namespace, ref).index
-            except (NotFoundError, CorruptionError) as error:
-                logs.warning("not referred to", source=ref, error=str(error))
-                found.add(ref.checkpoint)
-                continue
-            if stored is not None and stored.coding is not None:
-                found.add(ref.checkpoint)
-        return found
 
     def _shared(
         self, trailer: Trailer, manifest: Manifest, group: tuple[Rank, ...]

@@ -86,8 +86,8 @@ class Stager:
         self._tasks = Tasks()
         self.audience = 0
         """Counts the coordinators: what an earlier one was told does not count for the next."""
-        self.coordinator_holds: bool | None = None
-        """Whether it knows shards in memory; None: it has not said."""
+        self.has_coordinator = False
+        """The coordinator of the round has replied to a report of this worker."""
         self.memory: dict[str, ShardRecord] = {}
         """Slots whose bytes are known to be those of a durable shard, while the header agrees."""
 
@@ -98,7 +98,7 @@ class Stager:
             o.where is not Where.HELD or (o.committed and o.waits) for o in self._owned.values()
         )
         said = self.holding()
-        is_told = self.coordinator_holds is False or is_quiet(said) or said == self._told
+        is_told = is_quiet(said) or said == self._told
         return not busy and is_told
 
     @property
@@ -207,17 +207,17 @@ class Stager:
         self._told = None if is_quiet(known) else tuple(known)
         self._on_held()
 
-    def coordinator(self, *, holds: bool | None) -> None:
-        """What the coordinator says of itself; None: there is another one. One that does not know
-        shards in memory must get every step as if none had waited."""
-        if holds is None:
-            self._told = None
-            self.audience += 1
-        if holds == self.coordinator_holds:
-            return
-        self.coordinator_holds = holds
-        self._advance()
-        self._on_held()
+    def coordinator_changed(self) -> None:
+        """Another coordinator, or another life of it, has received nothing yet."""
+        self._told = None
+        self.audience += 1
+        self.has_coordinator = False
+
+    def coordinator_replied(self) -> None:
+        """The coordinator of this round takes messages of this worker."""
+        if not self.has_coordinator:
+            self.has_coordinator = True
+            self._on_held()
 
     def choose(self, step: Step | None) -> None:
         """The coordinator's choice: the step is written by every rank that holds it."""
@@ -309,7 +309,8 @@ class Stager:
         every other slot that nobody will ever free."""
         self._held_round = state
         self.room.open()
-        self._chosen = self._told = self.coordinator_holds = None
+        self._chosen = self._told = None
+        self.has_coordinator = False
         self._stored.clear()
         self._newest.clear()
         for owned in tuple(self._owned.values()):
@@ -346,12 +347,7 @@ class Stager:
         return owned is not None and owned.stage == message
 
     def _may_hold(self, state: RoundState) -> bool:
-        held = state.held
-        return (
-            held is not None
-            and held.policy.keeps_every_step
-            and self.coordinator_holds is not False
-        )
+        return state.held is not None and state.held.policy.keeps_every_step
 
     def _take(self, slot: SlotFile, message: Stage, state: RoundState, *, waits: bool) -> None:
         slot.throttle = self._pacing.take
@@ -375,12 +371,7 @@ class Stager:
         if state is None:
             return
         for rank in state.own_ranks:
-            owned = next_write(
-                Rank(rank),
-                self._owned.values(),
-                self._chosen,
-                every=self.coordinator_holds is False,
-            )
+            owned = next_write(Rank(rank), self._owned.values(), self._chosen)
             if owned is not None:
                 self._start(owned)
         self._on_held()

@@ -45,10 +45,7 @@ class Uploads:
         failures: Failures,
         clock: Clock,
         on_change: Callable[[], None],
-        all_read_compressed: Callable[[], bool | None],
     ) -> None:
-        """`all_read_compressed`: every member of the round reads packs whose chunks are compressed; None
-        while not all have said."""
         self._contract = contract
         self._node = node
         self._store = store
@@ -60,7 +57,6 @@ class Uploads:
         self._failures = failures
         self._clock = clock
         self._on_change = on_change
-        self._all_read_compressed = all_read_compressed
         self._every = message.policy.object_every_steps
         self._compress = message.policy.compresses_uploads
         self._round = message.round
@@ -159,8 +155,6 @@ class Uploads:
                 continue
             try:
                 request = await self._request_for(entry)
-                if request is None:
-                    continue
                 self._outbox.persist(request)
                 if len(entry.uploaded) < entry.world_size:
                     continue
@@ -183,15 +177,11 @@ class Uploads:
     def _note(self, entry: StepEntry, error: Exception) -> None:
         self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
 
-    async def _request_for(self, entry: StepEntry) -> PersistRequest | None:
-        """The same for every member, and until the step is persisted. None: it is not known yet what
-        all of them read. Each says it in its first report."""
+    async def _request_for(self, entry: StepEntry) -> PersistRequest:
+        """The same for every member, and until the step is persisted."""
         asked = self._asked
         if asked is None or (asked.step, asked.whole) != (entry.step, entry.whole):
             store = None if entry.whole else self._packing
-            all_read = False if store is None else self._all_read_compressed()
-            if all_read is None:
-                return None
             base = None if store is None or self.last is None else self.last.own_checkpoint
             if base == CheckpointId(entry.step, entry.round):
                 base = None  # an earlier life of this coordinator got as far as the manifest
@@ -204,10 +194,8 @@ class Uploads:
                 entry.round,
                 None if base is None else self.last,
                 older,
-                share=store is not None,
                 whole=entry.whole,
-                reads_compressed=all_read,
-                compress=all_read and self._compress,
+                compress=self._compress and not entry.whole,
             )
             self._asked = asked
         return asked

@@ -24,16 +24,6 @@ def test_each_chunk_and_the_whole_are_digested(size: int) -> None:
     assert digest == digest_of(b"".join(chunk_digest(chunk) for chunk in chunks))
 
 
-@pytest.mark.parametrize("size", [0, 4096, 9000])
-def test_version_1_digests_the_payload_as_one(size: int) -> None:
-    digester = TableDigester(4096, version=1)
-    digester.update(memoryview(DATA[:size]))
-    digest, table = digester.finish()
-    assert digest == digest_of(DATA[:size])
-    assert table.digests == b""
-    assert len(table) == -(-size // 4096)
-
-
 @given(st.lists(st.integers(1, 5000), max_size=8))
 def test_how_the_bytes_arrive_does_not_matter(pieces: list[int]) -> None:
     whole, parts = TableDigester(1000), TableDigester(1000)
@@ -46,13 +36,12 @@ def test_how_the_bytes_arrive_does_not_matter(pieces: list[int]) -> None:
     assert parts.finish() == whole.finish()
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_packed_table_reads_back(version: int) -> None:
-    digester = TableDigester(4096, version)
+def test_a_packed_table_reads_back() -> None:
+    digester = TableDigester(4096)
     digester.update(memoryview(DATA))
     _, table = digester.finish()
     packed = table.pack()
-    assert len(packed) == table_bytes(len(table), version)
-    assert ChunkTable.unpack(packed, len(table), version) == table
+    assert len(packed) == table_bytes(len(table))
+    assert ChunkTable.unpack(packed, len(table)) == table
     with pytest.raises(FormatError, match="chunk table"):
-        ChunkTable.unpack(packed[:-1], len(table), version)
+        ChunkTable.unpack(packed[:-1], len(table))

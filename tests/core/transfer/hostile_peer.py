@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 from tests.core.transfer.bulk_pair import OPTIONS, ROUND, SERVER
 
@@ -26,8 +25,8 @@ SIZE = (CHUNKS - 1) * CHUNK + 1000
 DATA = payload(SIZE)
 
 
-def filled(tier: MemoryTier, *, version: int = 2, step: int = 10) -> ShardRecord:
-    header = replace(shard_header(SIZE, chunk_bytes=CHUNK, step=step), format_version=version)
+def filled(tier: MemoryTier, *, step: int = 10) -> ShardRecord:
+    header = shard_header(SIZE, chunk_bytes=CHUNK, step=step)
     return tier.write_shard(header, BytesSource(DATA))
 
 

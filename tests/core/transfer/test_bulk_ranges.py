@@ -65,9 +65,8 @@ def open_at(pair: Pair, ref: ShardRef, port: int | None = None) -> PeerShard:
     return PeerShard.open(peer_of(pair, port), ROUND, ref)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_many_runs_on_one_connection(pair: Pair, version: int) -> None:
-    record = filled(pair.tier, version=version)
+def test_many_runs_on_one_connection(pair: Pair) -> None:
+    record = filled(pair.tier)
     cutter = Cutter(pair.port, [])
     with open_at(pair, record.ref, cutter.port) as shard:
         assert shard.trailer.record == record
@@ -154,13 +153,12 @@ def test_chunks_that_it_has_not_are_not_asked_for(pair: Pair) -> None:
         list(shard.read([range(CHUNKS, CHUNKS + 1)]))
 
 
-@pytest.mark.parametrize("version", [1, 2])
 def test_bytes_that_are_not_what_the_table_says(
-    certificates: tuple[TlsFiles, TlsFiles], version: int
+    certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
     """The frames are in order and their CRCs right: the peer itself sends other bytes."""
     tier = MemoryTier()
-    record = filled(tier, version=version)
+    record = filled(tier)
     lying = FaultyNodeTier(tier, Faults([Fault("read", FaultKind.FLIP, first=5, times=1)]))
     server = BulkServer(Handler(), lying, server_context(certificates[0]), host="127.0.0.1")
     server.start()

@@ -46,12 +46,6 @@ def test_of_too_many_the_longest_stay() -> None:
     assert runs("abcdefgh", "axcxefgx", limit=2) == [(0, 1, 1), (4, 7, 1)]
 
 
-def test_a_table_without_digests_is_equal_to_none() -> None:
-    plain = ChunkTable((1, 2, 3))
-    assert equal_runs(plain, [(A, table("abc"))], 100) == ()
-    assert equal_runs(table("abc"), [(A, plain)], 100) == ()
-
-
 @given(st.text("ab", max_size=40), st.lists(st.text("ab", max_size=40), max_size=2))
 def test_runs_are_exactly_the_chunks_that_are_equal(ours: str, others: list[str]) -> None:
     sources = [(r, table(text)) for r, text in zip((A, B), others, strict=False)]

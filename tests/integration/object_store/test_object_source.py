@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -76,16 +76,15 @@ class Bench:
             return [bytes(view) for view in source.read(runs)]
 
 
-@pytest.fixture(params=[1, 2], ids=["v1", "v2"])
+@pytest.fixture
 def bench(
-    request: pytest.FixtureRequest,
     tmp_path: Path,
     tier: S3ObjectTier,
     proxied: S3ObjectTier,
     proxy: HostileProxy,
 ) -> Iterator[Bench]:
     data = os.urandom((CHUNKS - 1) * CHUNK + 100)
-    header = replace(shard_header(len(data), chunk_bytes=CHUNK), format_version=request.param)
+    header = shard_header(len(data), chunk_bytes=CHUNK)
     with write_shard(tmp_path, header, data) as reader:
         tier.upload_shard(NAMESPACE, reader)
         yield Bench(tier, proxied, proxy, reader, data)

@@ -131,7 +131,6 @@ class Pod:
                 self.peers.tables[ref] = Trailer(reader.record, reader.table)
 
     def upload(self, step: int, rank: int = 0, **fields: Any) -> StoredAs:
-        fields = {"share": True} | fields
         request = PersistRequest(RestartRound(0), Step(step), RestartRound(0), **fields)
         return self.uploader.upload(self.manifests[step].ref(Rank(rank)), request)
 
@@ -198,13 +197,6 @@ def test_what_an_earlier_attempt_left_stays_and_is_told_as_it_is(pod: Pod) -> No
     assert pod.upload(4, base=base) == StoredAs()
 
 
-def test_a_coordinator_that_does_not_speak_of_sharing_gets_whole_shards(pod: Pod) -> None:
-    """It may be of a release that deletes what others need."""
-    pod.save(2, payload(SIZE))
-    assert pod.upload(2, share=False) == StoredAs()
-    assert pod.places(2) is None
-
-
 def test_something_else_under_the_name_of_the_whole_shard_is_an_alarm(
     pod: Pod, minio: MinioServer, tmp_path: Path
 ) -> None:
@@ -265,7 +257,7 @@ def widths(pod: Pod, step: int) -> set[int] | None:
 def test_what_is_left_is_compressed_as_its_numbers_are(pod: Pod) -> None:
     pod.save(2, weights(SIZE))
     pod.answer(2)
-    assert pod.upload(2, reads_compressed=True, compress=True) == StoredAs()
+    assert pod.upload(2, compress=True) == StoredAs()
     assert pod.places(2) == {(2, 1), (2, 2)}
     assert widths(pod, 2) == {4}
 
@@ -274,49 +266,16 @@ def test_compressed_where_nothing_is_shared(pod: Pod) -> None:
     """Then it is a pack all the same, which needs nobody."""
     pod.save(2, weights(SIZE), alike=False)
     pod.answer(2)
-    assert pod.upload(2, reads_compressed=True, compress=True) == StoredAs()
+    assert pod.upload(2, compress=True) == StoredAs()
     assert pod.places(2) == set()
     assert widths(pod, 2) == {4}
     pod.save(4, weights(SIZE), alike=False)
     at = Reference(Step(2), RestartRound(0))
-    told = pod.upload(4, base=pod.persisted(2), reads_compressed=True, compress=True)
+    told = pod.upload(4, base=pod.persisted(2), compress=True)
     assert told == StoredAs(at, (replace(at, payload_bytes=SIZE),))
 
 
-@pytest.mark.parametrize("steps", [(2,), (2, 4)], ids=["the base", "what the base needs"])
-def test_nothing_refers_to_what_a_member_cannot_read(pod: Pod, steps: tuple[int, ...]) -> None:
-    """Step 2 is compressed; a member of an older release joins. The steps after it, which all read,
-    may refer to it, and did: step 4, which is not compressed itself."""
-    pod.save(2, weights(SIZE), alike=False)
-    pod.upload(2, compress=True, reads_compressed=True)
-    base, older = pod.persisted(2), ()
-    if 4 in steps:
-        pod.save(4, weights(SIZE), alike=False)
-        pod.upload(4, base=base, reads_compressed=True)
-        assert pod.places(4) == {(2, 0)}
-        base, older = pod.persisted(4), (Reference(Step(2), RestartRound(0)),)
-    pod.save(6, weights(SIZE), alike=False)
-    assert pod.upload(6, base=base, older=older) == StoredAs()
-    assert pod.places(6) is None
-
-
-def test_nothing_refers_to_a_checkpoint_where_another_rank_compressed_what_is_shared(
-    pod: Pod,
-) -> None:
-    """Compression was asked for when rank 0 had uploaded its share: of the rest, which rank 1 stores,
-    its pack only says where it is."""
-    model = weights(SIZE)
-    pod.save(2, model)
-    pod.upload(2, rank=0, reads_compressed=True)
-    pod.upload(2, rank=1, reads_compressed=True, compress=True)
-    assert pod.places(2) == {(2, 1)}
-    assert widths(pod, 2) is None
-    pod.save(4, model)
-    assert pod.upload(4, base=pod.persisted(2)) == StoredAs()
-    assert pod.places(4) == {(4, 1)}
-
-
-def test_what_is_not_compressed_is_referred_to_whoever_reads_it(pod: Pod) -> None:
+def test_a_later_upload_refers_to_the_checkpoint_that_stores_the_chunks(pod: Pod) -> None:
     pod.save(2, weights(SIZE), alike=False)
     pod.upload(2)
     pod.save(4, weights(SIZE), alike=False)
@@ -329,36 +288,24 @@ def test_what_is_not_compressed_is_referred_to_whoever_reads_it(pod: Pod) -> Non
     assert pod.places(6) == {(2, 0)}
 
 
-@pytest.mark.parametrize("fields", [{"share": False}, {"whole": True}], ids=["no packs", "whole"])
-def test_a_whole_shard_is_stored_as_it_is(pod: Pod, fields: dict[str, bool]) -> None:
+def test_a_whole_shard_is_stored_as_it_is(pod: Pod) -> None:
     pod.save(2, weights(SIZE))
-    assert pod.upload(2, reads_compressed=True, compress=True, **fields) == StoredAs()
+    assert pod.upload(2, compress=True, whole=True) == StoredAs()
     assert pod.places(2) is None
 
 
 def test_a_layout_that_is_gone_costs_the_compression_alone(pod: Pod) -> None:
     manifest = pod.save(2, weights(SIZE))
     (pod.root / "here" / "layouts" / f"{manifest.layout.removeprefix('b3:')}.json").unlink()
-    assert pod.upload(2, reads_compressed=True, compress=True) == StoredAs()
+    assert pod.upload(2, compress=True) == StoredAs()
     assert pod.places(2) is None
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["compressed first", "plain first"])
 def test_what_an_earlier_attempt_left_is_as_good_compressed_or_not(pod: Pod, first: bool) -> None:
     pod.save(2, weights(SIZE))
-    pod.upload(2, reads_compressed=True, compress=first)
+    pod.upload(2, compress=first)
     found = pod.index(2)
-    assert pod.upload(2, reads_compressed=True, compress=not first) == StoredAs()
+    assert pod.upload(2, compress=not first) == StoredAs()
     assert pod.index(2) == found
     assert (widths(pod, 2) is not None) is first
-
-
-def test_what_an_earlier_attempt_left_compressed_is_stored_whole_for_who_cannot_read_it(
-    pod: Pod,
-) -> None:
-    """Its name is taken, and readers look at the whole shard first."""
-    pod.save(2, weights(SIZE))
-    pod.upload(2, reads_compressed=True, compress=True)
-    assert widths(pod, 2) == {4}
-    assert pod.upload(2) == StoredAs()
-    assert pod.places(2) is None

@@ -20,7 +20,6 @@ from holdfast_core.transfer.messages import (
     OVERTAKEN,
     CoordinatorState,
     Inventory,
-    LevelReached,
     Policy,
     RestorePoint,
     SaveFailed,
@@ -399,37 +398,6 @@ def test_a_sidecar_that_dies_in_a_seal_writes_it_when_it_is_sealed_again(
             assert {i.round for i in inventories.values()} == {1}
             await gang.begin(1, restore=point_of(inventories, 2), policy=POLICY)
             assert await gang.restored() == saved
-
-    asyncio.run(scenario())
-
-
-def test_a_rank_of_an_older_release_hears_nothing_of_the_level(
-    gangs: Gangs, tmp_path: Path
-) -> None:
-    async def scenario() -> None:
-        slow = Slow(gangs, tmp_path / "gate")
-        gang = slow.gang
-        async with gang:
-            await slow.start()
-            old = FakeRank(
-                gang.sidecars[1].shared,
-                gang.sidecars[1].contract.job_uid,
-                1,
-                0,
-                slots=3,
-                memory_level=False,
-            )
-            await old.connect()
-            gang.ranks[1].close()
-            gang.ranks[1] = old
-            await gang.save(1)
-            for step in (2, 3):
-                await gang.save(step)
-                await gang.ranks[0].reached(step, Level.MEMORY)
-            slow.gate.touch()
-            await old.reached(3, Level.LOCAL)
-            levels = {m.level for m in old.pushed if isinstance(m, LevelReached | SaveFailed)}
-            assert Level.MEMORY not in levels
 
     asyncio.run(scenario())
 

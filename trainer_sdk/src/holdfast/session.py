@@ -102,7 +102,6 @@ class Session:
             LocalRole.RANK,
             self._rank,
             self.round,
-            memory_level=True,
         )
 
     def greeted(self, reply: HelloReply) -> None:

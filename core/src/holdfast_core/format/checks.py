@@ -92,5 +92,5 @@ def expect_version(value: Any, path: str, supported: int) -> None:
     if version != supported:
         raise FormatError(
             f"{path}: version {version} is not known here (this release reads {supported}): "
-            "a newer release of Holdfast wrote it"
+            "a newer release of Holdfast wrote it; restore with that release or a later one"
         )

@@ -17,25 +17,22 @@ from holdfast_core.ids import Digest
 
 DIGEST_BYTES = 32
 _CRC_BYTES = 4
-PLAIN_VERSION = 1
-"""The format version whose tables hold CRCs alone and whose payloads are digested as one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
     crcs: tuple[int, ...]
-    digests: bytes = b""
-    """DIGEST_BYTES a chunk; empty in a shard of version 1."""
+    digests: bytes
+    """DIGEST_BYTES for each chunk."""
 
     def __len__(self) -> int:
         return len(self.crcs)
 
     def payload_digest(self) -> Digest:
-        """BLAKE3 of the digests of all chunks. Not for a table of version 1."""
+        """BLAKE3 of the digests of all chunks."""
         return digest_of(self.digests)
 
     def digest(self, chunk: int) -> bytes:
-        """Empty where the table has none."""
         return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
 
     def pack(self) -> bytes:
@@ -43,24 +40,16 @@ class ChunkTable:
         return struct.pack(f"<{len(self.crcs)}I", *self.crcs) + self.digests
 
     @classmethod
-    def unpack(cls, data: bytes, count: int, version: int) -> Self:
+    def unpack(cls, data: bytes, count: int) -> Self:
         """Raises FormatError unless `data` is as long as such a table is."""
-        if len(data) != table_bytes(count, version):
+        if len(data) != table_bytes(count):
             raise FormatError(
-                f"chunk table: {len(data)} bytes, expected {table_bytes(count, version)} for "
-                f"{count} chunks"
+                f"chunk table: {len(data)} bytes, expected {table_bytes(count)} for {count} chunks"
             )
         split = _CRC_BYTES * count
         return cls(struct.unpack(f"<{count}I", data[:split]), data[split:])
 
 
-def hides_digests(packed: bytes, blake3: Digest) -> bool:
-    """A table of version 1 that is one of version 2, read as CRCs alone: its digest is the one that the
-    manifest names, but whoever forges a chunk has only a CRC to match."""
-    crcs, rest = divmod(len(packed), _CRC_BYTES + DIGEST_BYTES)
-    return crcs > 0 and rest == 0 and digest_of(packed[crcs * _CRC_BYTES :]) == blake3
-
-
-def table_bytes(count: int, version: int) -> int:
-    """Length of the packed table of so many chunks."""
-    return count * (_CRC_BYTES if version == PLAIN_VERSION else _CRC_BYTES + DIGEST_BYTES)
+def table_bytes(count: int) -> int:
+    """Length in bytes of the packed table of `count` chunks."""
+    return count * (_CRC_BYTES + DIGEST_BYTES)

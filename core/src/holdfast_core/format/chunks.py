@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast_core.errors import FormatError
-from holdfast_core.format.digest import chunk_digest, crc32c
+from holdfast_core.format.digest import chunk_digest
 from holdfast_core.format.record import ShardHeader
 from holdfast_core.format.shard import Trailer, chunk_count, head_bytes
 from holdfast_core.ids import ByteRange
@@ -28,18 +28,10 @@ def file_span(header: ShardHeader, chunks: range) -> ByteRange:
 
 
 def bad_chunks(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:
-    """Those of `chunks`, which `data` shall be, whose bytes are not what the table says: by BLAKE3,
-    which nobody can forge; in shards of version 1 by CRC32C, which only finds accidents."""
+    """Those of `chunks`, which `data` shall be, whose bytes are not what the table says, by BLAKE3."""
     size = trailer.record.header.chunk_bytes
     return [
         chunk
         for place, chunk in enumerate(chunks)
-        if not _is_chunk(trailer, chunk, data[place * size : (place + 1) * size])
+        if chunk_digest(data[place * size : (place + 1) * size]) != trailer.table.digest(chunk)
     ]
-
-
-def _is_chunk(trailer: Trailer, chunk: int, data: memoryview) -> bool:
-    digest = trailer.table.digest(chunk)
-    if digest:
-        return chunk_digest(data) == digest
-    return crc32c(data) == trailer.table.crcs[chunk]

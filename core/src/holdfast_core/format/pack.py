@@ -3,8 +3,8 @@
     chunks   stored here, in the order of the payload, without gaps
     index    magic HFPACKI1, u32 length, u32 count, canonical JSON {base, blake3, chunkTable,
              formatVersion, header, sources}, the chunk table of the whole payload, u16 a chunk: 0 is
-             here, n is the n-th source; in version 2, whose chunks are compressed, u32 a chunk: stored
-             bytes, and u8 a chunk: width; footer of 32 bytes at the very end
+             here, n is the n-th source; u32 a chunk: stored bytes; u8 a chunk: width, 0 for a chunk
+             that is not compressed; footer of 32 bytes at the very end
 
 An index says everything that the shard file has besides its payload, so that the file is rebuilt bit
 for bit and each chunk is verified wherever it comes from. A source is a shard of the same job: of
@@ -18,7 +18,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from holdfast_core.errors import CorruptionError, FormatError
@@ -31,7 +31,7 @@ from holdfast_core.format.checks import (
     expect_list,
     expect_object,
 )
-from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable, table_bytes
+from holdfast_core.format.chunk_table import ChunkTable, table_bytes
 from holdfast_core.format.coding import Coding, check_stored
 from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.keys import MAX_RANK
@@ -50,8 +50,6 @@ from holdfast_core.format.shard import (
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
 FORMAT_VERSION = 1
-CODED_VERSION = 2
-"""Of packs whose chunks are compressed; others are written as version 1."""
 MAX_EARLIER = 4
 """Earlier checkpoints that one pack may need: what retention keeps alive for it is bounded."""
 MAX_SOURCES = 1024
@@ -64,7 +62,7 @@ _PLACE_BYTES = 2
 _LENGTH_BYTES = 4
 _WIDTH_BYTES = 1
 _CHUNK_BYTES = _PLACE_BYTES + _LENGTH_BYTES + _WIDTH_BYTES
-_MAX_INDEX_BYTES = table_bytes(MAX_CHUNKS, 2) + _CHUNK_BYTES * MAX_CHUNKS + 2 * MAX_HEADER_BYTES
+_MAX_INDEX_BYTES = table_bytes(MAX_CHUNKS) + _CHUNK_BYTES * MAX_CHUNKS + 2 * MAX_HEADER_BYTES
 _FIELDS = frozenset({"base", "blake3", "chunkTable", "formatVersion", "header", "sources"})
 _SOURCE_FIELDS = frozenset({"blake3", "rank", "restartRound", "step"})
 _BASE_FIELDS = frozenset({"restartRound", "step"})
@@ -91,7 +89,7 @@ class PackIndex:
     places: array[int]
     """Unsigned 16 bit, one a chunk: HERE, or the number of a source, from 1."""
     coding: Coding | None = None
-    """Of all chunks; None: those here are stored as they are."""
+    """None: no chunk is compressed."""
 
     @property
     def ref(self) -> ShardRef:
@@ -177,14 +175,13 @@ def runs_within(
 def pack_index(index: PackIndex) -> bytes:
     """What follows the stored chunks. Raises FormatError for what `unpack_index` would refuse."""
     _check(index)
-    version = FORMAT_VERSION if index.coding is None else CODED_VERSION
     packed = index.table.pack()
     text = dumps_canonical(
         {
             "base": None if index.base is None else _checkpoint_json(index.base),
             "blake3": index.blake3,
             "chunkTable": digest_of(packed),
-            "formatVersion": version,
+            "formatVersion": FORMAT_VERSION,
             "header": identity_json(index.header),
             "sources": [
                 {
@@ -198,9 +195,8 @@ def pack_index(index: PackIndex) -> bytes:
     )
     body = _PREFIX.pack(_INDEX_MAGIC, len(text), len(index.table)) + text + packed
     body += _little_endian(index.places).tobytes()
-    if index.coding is not None:
-        lengths = _little_endian(array("I", index.coding.lengths))
-        body += lengths.tobytes() + index.coding.widths
+    coding = _uncompressed(index) if index.coding is None else index.coding
+    body += _little_endian(array("I", coding.lengths)).tobytes() + coding.widths
     size = len(body) + FOOTER.size
     footer = struct.pack("<QQI", size, index.stored_bytes, crc32c(body))
     return body + footer + struct.pack("<I8s", crc32c(footer), _FOOTER_MAGIC)
@@ -233,6 +229,8 @@ def unpack_index(data: bytes, pack_bytes: int) -> PackIndex:
     try:
         index = _parse(body, start, count)
         _check(index)
+        if index.coding is not None and not any(index.coding.widths):
+            index = replace(index, coding=None)
         if index.stored_bytes != stored_bytes:
             raise FormatError(
                 f"{stored_bytes} bytes are stored, the places mean {index.stored_bytes}"
@@ -244,16 +242,14 @@ def unpack_index(data: bytes, pack_bytes: int) -> PackIndex:
 
 def _parse(body: bytes, start: int, count: int) -> PackIndex:
     text = loads_canonical(body[_PREFIX.size : start], "pack index")
-    version = FORMAT_VERSION if _says(text, FORMAT_VERSION) else CODED_VERSION
-    root = expect_document(text, "index", _FIELDS, version=version)
+    root = expect_document(text, "index", _FIELDS, version=FORMAT_VERSION)
     header = parse_identity(root["header"], "index.header")
     if count != chunk_count(header):
         raise FormatError(f"{count} chunks, its header means {chunk_count(header)}")
-    middle = start + table_bytes(count, header.format_version)
-    per_chunk = _PLACE_BYTES if version == FORMAT_VERSION else _CHUNK_BYTES
-    if len(body) != middle + per_chunk * count:
+    middle = start + table_bytes(count)
+    if len(body) != middle + _CHUNK_BYTES * count:
         raise FormatError(
-            f"{len(body)} bytes before the footer, expected {middle + per_chunk * count}"
+            f"{len(body)} bytes before the footer, expected {middle + _CHUNK_BYTES * count}"
         )
     lengths, widths = (
         middle + each * count for each in (_PLACE_BYTES, _CHUNK_BYTES - _WIDTH_BYTES)
@@ -266,7 +262,7 @@ def _parse(body: bytes, start: int, count: int) -> PackIndex:
     return PackIndex(
         header,
         expect_digest(root["blake3"], "index.blake3"),
-        ChunkTable.unpack(packed, count, header.format_version),
+        ChunkTable.unpack(packed, count),
         None
         if base is None
         else expect_checkpoint(expect_object(base, "index.base", _BASE_FIELDS), "index.base"),
@@ -275,9 +271,7 @@ def _parse(body: bytes, start: int, count: int) -> PackIndex:
             for number, value in enumerate(sources)
         ),
         _little_endian(array("H", body[middle:lengths])),
-        None
-        if version == FORMAT_VERSION
-        else Coding.of(_little_endian(array("I", body[lengths:widths])), body[widths:]),
+        Coding.of(_little_endian(array("I", body[lengths:widths])), body[widths:]),
     )
 
 
@@ -285,8 +279,6 @@ def _check(index: PackIndex) -> None:
     """What makes a pack more than a list: the table is the payload's, every place exists, no chunk is
     said to be where it cannot be, and what is kept alive is bounded."""
     header, own = index.header, index.ref
-    if header.format_version == PLAIN_VERSION:
-        raise FormatError("shards of version 1 have no digests of chunks: they are stored whole")
     if len(index.table) != chunk_count(header) or len(index.places) != len(index.table):
         raise FormatError(
             f"{len(index.table)} chunks and {len(index.places)} places, the header means "
@@ -309,6 +301,15 @@ def _check(index: PackIndex) -> None:
         raise FormatError(f"base {index.base} of a pack with {len(earlier)} earlier checkpoints")
     if index.coding is not None:
         _check_coding(index, index.coding)
+
+
+def _uncompressed(index: PackIndex) -> Coding:
+    """Each chunk that is here takes as many bytes as it has."""
+    lengths = (
+        index.stored(range(chunk, chunk + 1)) if place == HERE else 0
+        for chunk, place in enumerate(index.places)
+    )
+    return Coding.of(lengths, bytes(len(index.places)))
 
 
 def _check_coding(index: PackIndex, coding: Coding) -> None:
@@ -334,9 +335,9 @@ def _check_coding(index: PackIndex, coding: Coding) -> None:
 
 
 def unshared_index(trailer: Trailer) -> PackIndex | None:
-    """All chunks here. None for a shard of version 1, which is no pack's."""
+    """All chunks here. None for a shard without a payload."""
     record, table = trailer.record, trailer.table
-    if record.header.format_version == PLAIN_VERSION or not len(table):
+    if not len(table):
         return None
     places = array("H", bytes(_PLACE_BYTES * len(table)))
     return PackIndex(record.header, record.blake3, table, None, (), places)
@@ -364,10 +365,6 @@ def _parse_source(value: Any, path: str, job_uid: JobUid) -> ShardRef:
     rank = Rank(expect_int(entry["rank"], f"{path}.rank", high=MAX_RANK))
     blake3 = expect_digest(entry["blake3"], f"{path}.blake3")
     return ShardRef(job_uid, checkpoint.step, checkpoint.round, rank, blake3)
-
-
-def _says(document: Any, version: int) -> bool:
-    return isinstance(document, dict) and document.get("formatVersion") == version
 
 
 def _little_endian(numbers: array[int]) -> array[int]:

@@ -21,11 +21,10 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.digest import Blake3
 from holdfast_core.format.layout import Layout
 from holdfast_core.format.pack import HERE, PackIndex, source_order
-from holdfast_core.format.record import ShardHeader
 from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import CheckpointId, Rank, ShardRef
 
@@ -100,9 +99,8 @@ def shared_with(trailer: Trailer, group: Sequence[Rank], other: Trailer) -> Shar
     """What of `trailer`'s shard the rank of `other` stores for it."""
     own, theirs = trailer.table, other.table
     rank = other.record.header.rank
-    if rank == trailer.record.header.rank or not _comparable(
-        other.record.header, trailer.record.header
-    ):
+    header = trailer.record.header
+    if rank == header.rank or other.record.header.chunk_bytes != header.chunk_bytes:
         return Shared(other.record.ref, ())
     found: list[range] = []
     for chunk in range(min(len(own), len(theirs))):
@@ -127,9 +125,12 @@ def plan_pack(
     `earlier`: the own shard in `base`. `allowed`: earlier checkpoints that may be referred to.
     """
     record, table = trailer.record, trailer.table
-    if record.header.format_version == PLAIN_VERSION or not len(table):
+    if not len(table):
         return None
-    if earlier is not None and not _comparable(earlier.trailer.record.header, record.header):
+    if (
+        earlier is not None
+        and earlier.trailer.record.header.chunk_bytes != record.header.chunk_bytes
+    ):
         earlier = None
     chosen: list[ShardRef | None] = [None] * len(table)
     for other in shared:
@@ -158,8 +159,3 @@ def _stored_earlier(
         return None
     source = earlier.stored_in(chunk)
     return source if source is not None and source.checkpoint in allowed else None
-
-
-def _comparable(other: ShardHeader, own: ShardHeader) -> bool:
-    """Chunk i is the same stretch of the payload in both."""
-    return (other.format_version, other.chunk_bytes) == (own.format_version, own.chunk_bytes)

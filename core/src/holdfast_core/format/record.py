@@ -24,7 +24,6 @@ class ShardHeader:
     """BLAKE3 of the rank's layout document."""
     payload_bytes: int
     chunk_bytes: int = CHUNK_BYTES
-    format_version: int = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,9 @@
-"""The shard file, version 2: head, payload, trailer, each a whole number of 4 KiB blocks. Pure.
+"""The shard file: head, payload, trailer, each a whole number of 4 KiB blocks. Pure.
 
     head     magic HFSHARD1, u32 length, u32 CRC32C, canonical JSON of the identity, zeros
     payload  padded with zeros
     trailer  magic HFTRAIL1, u32 length, u32 count, JSON {blake3, chunkTable, header}, chunk table,
              zeros, footer of 32 bytes at the very end
-
-Version 1 had no digests in its chunk table; such files are read, none are written.
 
 The identity stands in head and trailer: a torn head, a torn tail and a renamed file all show. The
 size of the file follows from the head alone; the trailer is found from either end.
@@ -27,15 +25,14 @@ from holdfast_core.format.checks import (
     expect_text,
     expect_version,
 )
-from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable, hides_digests, table_bytes
+from holdfast_core.format.chunk_table import ChunkTable, table_bytes
 from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
 from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP, checked_job_uid
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
 
-FORMAT_VERSION = 2
-"""The newest that is read, and the one that is written."""
+FORMAT_VERSION = 1
 BLOCK_BYTES = 4096
 """O_DIRECT needs offsets, lengths and memory in multiples of this."""
 MAX_HEADER_BYTES = 16 << 20
@@ -65,7 +62,7 @@ _HEADER_FIELDS = frozenset(
     }
 )
 _TRAILER_FIELDS = frozenset({"blake3", "chunkTable", "header"})
-_MAX_TRAILER_BYTES = table_bytes(MAX_CHUNKS, FORMAT_VERSION) + 2 * MAX_HEADER_BYTES
+_MAX_TRAILER_BYTES = table_bytes(MAX_CHUNKS) + 2 * MAX_HEADER_BYTES
 _ANY_DIGEST = Digest("b3:" + "0" * 64)
 
 
@@ -97,7 +94,7 @@ def trailer_offset(header: ShardHeader) -> int:
 
 def trailer_bytes(header: ShardHeader) -> int:
     text = _trailer_text(header, _ANY_DIGEST, _ANY_DIGEST)
-    table = table_bytes(chunk_count(header), header.format_version)
+    table = table_bytes(chunk_count(header))
     return align(_TRAILER_PREFIX.size + len(text) + table + FOOTER.size)
 
 
@@ -150,7 +147,7 @@ def unpack_head(data: bytes) -> ShardHeader:
 def pack_trailer(header: ShardHeader, blake3: Digest, table: ChunkTable) -> bytes:
     """Whole blocks. Raises FormatError when the table does not fit the payload."""
     packed = table.pack()
-    expected = table_bytes(chunk_count(header), header.format_version)
+    expected = table_bytes(chunk_count(header))
     if len(packed) != expected:
         raise FormatError(f"shard: chunk table of {len(packed)} bytes, expected {expected}")
     text = _trailer_text(header, blake3, digest_of(packed))
@@ -187,16 +184,13 @@ def unpack_trailer(data: bytes) -> Trailer:
         chunk_table = expect_digest(root["chunkTable"], "trailer.chunkTable")
         if header.payload_bytes != payload_bytes or count != chunk_count(header):
             raise FormatError("footer, table and identity contradict each other")
-        packed = bytes(body[start : start + table_bytes(count, header.format_version)])
-        table = ChunkTable.unpack(packed, count, header.format_version)
+        packed = bytes(body[start : start + table_bytes(count)])
+        table = ChunkTable.unpack(packed, count)
     except FormatError as error:
         raise CorruptionError(f"shard trailer: {error}") from error
     if digest_of(packed) != chunk_table:
         raise CorruptionError("shard trailer: the chunk table is not the one its digest names")
-    if header.format_version == PLAIN_VERSION:
-        if hides_digests(packed, blake3):
-            raise CorruptionError("shard trailer: says version 1, its chunk table is of version 2")
-    elif table.payload_digest() != blake3:
+    if table.payload_digest() != blake3:
         raise CorruptionError("shard trailer: the chunk table is not that of its payload's digest")
     return Trailer(ShardRecord(header, blake3, chunk_table, file_bytes(header)), table)
 
@@ -241,7 +235,7 @@ def unpack_footer(footer: bytes, expected: bytes, what: str) -> tuple[int, int, 
 def identity_json(header: ShardHeader) -> dict[str, Any]:
     """The identity as its JSON value, for documents that carry it."""
     return {
-        "formatVersion": header.format_version,
+        "formatVersion": FORMAT_VERSION,
         "jobUid": header.job_uid,
         "restartRound": header.round,
         "step": header.step,
@@ -270,7 +264,7 @@ def _as_corruption(text: bytes, what: str) -> ShardHeader:
         version = expect_int(expect_map(value, what).get("formatVersion"), f"{what}.formatVersion")
     except FormatError as error:
         raise CorruptionError(str(error)) from error
-    _expect_readable(version, what)
+    expect_version(version, f"{what}.formatVersion", FORMAT_VERSION)
     try:
         return parse_identity(value, what)
     except FormatError as error:
@@ -280,7 +274,7 @@ def _as_corruption(text: bytes, what: str) -> ShardHeader:
 def parse_identity(value: Any, path: str) -> ShardHeader:
     """The reverse. Raises FormatError."""
     if isinstance(value, dict) and "formatVersion" in value:
-        _expect_readable(value["formatVersion"], path)
+        expect_version(value["formatVersion"], f"{path}.formatVersion", FORMAT_VERSION)
     root = expect_object(value, path, _HEADER_FIELDS)
     world_size = expect_int(root["worldSize"], f"{path}.worldSize", low=1, high=MAX_RANK + 1)
     payload_bytes = expect_int(root["payloadBytes"], f"{path}.payloadBytes", high=MAX_TENSOR_BYTES)
@@ -303,10 +297,4 @@ def parse_identity(value: Any, path: str) -> ShardHeader:
         layout=expect_digest(root["layout"], f"{path}.layout"),
         payload_bytes=payload_bytes,
         chunk_bytes=chunk_bytes,
-        format_version=root["formatVersion"],
     )
-
-
-def _expect_readable(version: Any, path: str) -> None:
-    if version != PLAIN_VERSION:
-        expect_version(version, f"{path}.formatVersion", FORMAT_VERSION)

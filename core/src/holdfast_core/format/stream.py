@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from holdfast_core.errors import CorruptionError
-from holdfast_core.format.chunk_table import PLAIN_VERSION, ChunkTable
+from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.digest import Blake3, crc32c
 from holdfast_core.format.record import ShardHeader, ShardRecord
 from holdfast_core.format.shard import (
-    FORMAT_VERSION,
     HEAD_PREFIX,
     Trailer,
     check_trailer,
@@ -75,13 +74,12 @@ class ChunkCrcs:
 class TableDigester:
     """The chunk table of bytes that arrive in order, in pieces of any size, and their digest."""
 
-    __slots__ = ("_blake3", "_chunk_bytes", "_crcs", "_digests", "_filled", "_version")
+    __slots__ = ("_blake3", "_chunk_bytes", "_crcs", "_digests", "_filled")
 
-    def __init__(self, chunk_bytes: int, version: int = FORMAT_VERSION) -> None:
+    def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
-        self._version = version
         self._blake3 = Blake3()
-        """Of the current chunk; in version 1 of the payload."""
+        """Of the current chunk."""
         self._crcs = ChunkCrcs(chunk_bytes)
         self._digests = bytearray()
         self._filled = 0
@@ -108,25 +106,22 @@ class TableDigester:
         if self._filled:
             self._close_chunk()
         table = ChunkTable(self._crcs.finish(), bytes(self._digests))
-        if self._version == PLAIN_VERSION:
-            return self._blake3.digest(), table
         return table.payload_digest(), table
 
     def _close_chunk(self) -> None:
         self._filled = 0
-        if self._version != PLAIN_VERSION:
-            self._digests += self._blake3.raw()
-            self._blake3 = Blake3()
+        self._digests += self._blake3.raw()
+        self._blake3 = Blake3()
 
 
 class PayloadDigester:
-    """What one pass over the payload of a shard yields, as the version in its header says."""
+    """What one pass over the payload of a shard yields."""
 
     __slots__ = ("_header", "_table")
 
     def __init__(self, header: ShardHeader) -> None:
         self._header = header
-        self._table = TableDigester(header.chunk_bytes, header.format_version)
+        self._table = TableDigester(header.chunk_bytes)
 
     def update(self, data: memoryview) -> None:
         self._table.update(data)

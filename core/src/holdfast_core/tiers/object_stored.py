@@ -28,7 +28,6 @@ from holdfast_core.format.shard import (
     trailer_bytes_of,
     unpack_trailer,
 )
-from holdfast_core.format.shard import FORMAT_VERSION as SHARD_VERSION
 from holdfast_core.format.stream import check_ref
 from holdfast_core.ids import ShardRef
 from holdfast_core.tiers.object_ranges import Extent
@@ -252,5 +251,5 @@ def _read_end(
 def _likely_trailer(size_bytes: int) -> int:
     """Enough of a file's end for the trailer of a shard as they are written, and little more: many
     ranks read it. Where that is too little, the footer says how much it is."""
-    table = table_bytes(size_bytes // CHUNK_BYTES + 1, SHARD_VERSION)
+    table = table_bytes(size_bytes // CHUNK_BYTES + 1)
     return min(table + 2 * BLOCK_BYTES, _TAIL_BYTES)

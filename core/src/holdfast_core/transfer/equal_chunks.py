@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast_core.format.chunk_table import DIGEST_BYTES, PLAIN_VERSION, ChunkTable
+from holdfast_core.format.chunk_table import DIGEST_BYTES, ChunkTable
 from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import ShardRef
 
@@ -32,7 +32,7 @@ def likely_sources(records: Iterable[ShardRecord], ref: ShardRef) -> tuple[Shard
     same: list[ShardRecord] = []
     older: list[ShardRecord] = []
     for record in records:
-        if record.header.format_version == PLAIN_VERSION or record.ref.job_uid != ref.job_uid:
+        if record.ref.job_uid != ref.job_uid:
             continue
         if (record.ref.step, record.ref.round) == (ref.step, ref.round):
             same.append(record)

@@ -221,8 +221,6 @@ class Hello:
     """Rank: the round it runs in. Launcher: the round whose ranks run now, None if none do."""
     last_round: RestartRound | None = None
     """Launcher: the newest round it ever forked ranks for (it never runs one twice)."""
-    memory_level: bool = False
-    """Rank: it knows level memory. One of an older release must not hear of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -706,11 +704,6 @@ class WorkerReport:
     """`instance` of the coordinator that has heard everything but what `saves` names as under way."""
     instance: str = ""
     """Names this life of the sender: when it changes, the coordinator tells it everything again."""
-    holds: bool = False
-    """The sender serves HoldNotice. One of an older release is not sent any."""
-    reads_compressed: bool = False
-    """The sender reads packs of version 2. While one of the gang does not say so none are asked for:
-    what one rank stores another may refer to, and have to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -719,9 +712,6 @@ class Ok:
     instance: str = ""
     """Reply to WorkerReport: names this life of the coordinator. When it changes, the sender repeats
     what it has told (PREPARED, REPLICATED, UPLOADED): the new life has not heard it."""
-    holds: bool = False
-    """Reply to WorkerReport: the coordinator serves Holding. To one that does not say so nothing is
-    held back from the node tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -752,11 +742,7 @@ class RankHolding:
 @dataclass(frozen=True, slots=True)
 class Holding:
     """POST /v1/holding, sidecar -> coordinator: all that this worker holds in memory, as of now. What
-    an earlier one named and this one does not is not there any more.
-
-    A message of its own, and no field of PREPARED: a coordinator of an older release refuses it, where
-    it would take a PREPARED with a field that it does not know for a durable shard.
-    """
+    an earlier one named and this one does not is not there any more."""
 
     round: RestartRound
     worker: Worker
@@ -798,7 +784,7 @@ class ManifestPut:
     """The layout's canonical JSON, where the receiver lacked it before."""
     held: bool = False
     """Some shards may lie in shared memory only: the receiver may hold its own there, and copies wait
-    for level local. A coordinator that does not say so takes a reply for durable shards."""
+    for level local. False: Ok says that the receiver's shards are durable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -826,16 +812,11 @@ class PersistRequest:
     """The newest persisted checkpoint: what is unchanged since then need not be sent."""
     older: tuple[Reference, ...] = ()
     """Checkpoints before `base` that may be referred to as well."""
-    share: bool = False
-    """What other ranks or checkpoints store may be left out. A coordinator that does not say so may
-    be of a release that does not know what then must not be deleted."""
     whole: bool = False
-    """Refer to nothing: what an earlier attempt referred to is gone."""
-    reads_compressed: bool = False
-    """Every member reads packs of version 2. Else what is stored neither is one nor refers to one: a
-    member would have a shard in the store that it cannot read."""
+    """Store each shard as one uncompressed object that refers to no other: what an earlier attempt
+    referred to is gone."""
     compress: bool = False
-    """Compress what is stored (with `share`, and not `whole`: a shard that is no pack stays as it is)."""
+    """Compress what is stored. Without effect where `whole` is set."""
 
 
 @dataclass(frozen=True, slots=True)

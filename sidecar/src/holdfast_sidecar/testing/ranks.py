@@ -69,7 +69,6 @@ class FakeRank(LocalClient):
         *,
         capacity_bytes: int = 1 << 20,
         slots: int = 2,
-        memory_level: bool = True,
     ) -> None:
         super().__init__(
             shared / "holdfast.sock",
@@ -79,7 +78,6 @@ class FakeRank(LocalClient):
                 LocalRole.RANK,
                 rank=Rank(rank),
                 round=RestartRound(round_),
-                memory_level=memory_level,
             ),
         )
         self._shared = shared
