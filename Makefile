@@ -32,11 +32,11 @@ sync: prerequisites ## create .venv from uv.lock
 
 .PHONY: generate
 generate: sync ## write crds/, the chart's copy and the reference tables from the code
-	$(PY) tools/generate.py
+	$(PY) -m tools.generate
 
 .PHONY: verify
 verify: sync ## fail if a generated file differs from what the code says
-	$(PY) tools/generate.py --check
+	$(PY) -m tools.generate --check
 
 .PHONY: format
 format: sync ## let ruff format and fix what it can
@@ -49,7 +49,7 @@ check: sync ## ruff, mypy --strict, import contracts, generated files (under 2 m
 	$(RUN) ruff check .
 	$(RUN) mypy
 	$(RUN) lint-imports
-	$(PY) tools/generate.py --check
+	$(PY) -m tools.generate --check
 
 .PHONY: test-unit
 test-unit: sync ## unit and contract tests, no server, no root
