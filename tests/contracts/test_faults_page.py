@@ -1,13 +1,18 @@
-"""docs/faults.md names every fault of a checkpoint's path once, and tests that exist."""
+"""docs/faults.md and docs/guarantees.md name every fault and every promise once, and tests that exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent.parent
-PAGE = (TESTS.parent / "docs/faults.md").read_text()
+DOCS = TESTS.parent / "docs"
+PAGE = (DOCS / "faults.md").read_text()
+GUARANTEES = (DOCS / "guarantees.md").read_text()
 ROWS = re.findall(r"^\| F(\d+) ([^|]+) \| ([^|]+) \|(.*)\|$", PAGE, re.MULTILINE)
+MEMBERS = ("core", "operator", "sidecar", "trainer_sdk", "cli")
 WANTED = [*range(1, 33), *range(40, 63), *range(89, 385)]
 
 
@@ -19,9 +24,22 @@ def test_every_row_has_a_test() -> None:
     assert [number for number, _, test, _ in ROWS if "::" not in test] == []
 
 
-def test_every_test_that_is_named_exists() -> None:
-    named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE))
-    assert len(named) > 30
+def test_every_promise_has_a_test() -> None:
+    rows = re.findall(r"^\| I(\d) \| [^|]+ \| ([^|]+) \|$", GUARANTEES, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 8))
+    assert all("::" in tests for _, tests in rows)
+
+
+def test_every_rule_that_the_code_names_is_defined() -> None:
+    sources = [path for member in MEMBERS for path in (TESTS.parent / member / "src").rglob("*.py")]
+    named = {rule for path in sources for rule in re.findall(r"\bR\d{1,2}\b", path.read_text())}
+    assert named <= set(re.findall(r"^\| (R\d+) \|", GUARANTEES, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", [PAGE, GUARANTEES], ids=["faults", "guarantees"])
+def test_every_test_that_is_named_exists(page: str) -> None:
+    named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", page))
+    assert len(named) > 10
     missing = [
         f"{path}::{test}"
         for path, test in sorted(named)

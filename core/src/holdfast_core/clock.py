@@ -1,6 +1,6 @@
 """The only place that reads a clock. Monotonic for durations, UTC for stamps that people read.
 
-No decision of order uses a wall clock (protocol R30).
+No decision of order uses a wall clock (docs/guarantees.md R30).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class UnavailableError(TierError):
 
 
 class StaleRoundError(HoldfastError):
-    """The request carries an older restart round than the receiver's (protocol R17)."""
+    """The request carries an older restart round than the receiver's (docs/guarantees.md R17)."""
 
     def __init__(self, message: str, *, own_round: int, own_version: int = 0) -> None:
         super().__init__(message)

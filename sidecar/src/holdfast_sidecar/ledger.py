@@ -315,7 +315,7 @@ class Ledger:
 
     def overtaken(self, *, pressed: bool = False) -> tuple[Step, ...]:
         """Committed steps whose copies fall behind: given up between the one being copied and the
-        newest two, so that a slow peer does not fill the node volumes (faults.md I7). `pressed`: a
+        newest two, so that a slow peer does not fill the node volumes (docs/guarantees.md I7). `pressed`: a
         node has no room for a copy, so that all but the one being copied go."""
         behind = sorted(s for s, e in self.steps.items() if e.local and not e.copied)
         if pressed:

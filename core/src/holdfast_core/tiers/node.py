@@ -1,6 +1,6 @@
 """The node tier: shards of this pod's ranks and peers' copies on the node's own disk.
 
-Owns the order of every durable change (protocol R1-R10, R16): temporary file, preallocation, data,
+Owns the order of every durable change (docs/guarantees.md R1, R16): temporary file, preallocation, data,
 fsync, read-back, rename, fsync of the directory; manifests go last and leave first. It decides
 nothing about rounds and nothing about what may be pruned.
 """

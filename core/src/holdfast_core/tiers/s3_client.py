@@ -1,7 +1,7 @@
 """Signed S3 requests on one bucket: one request, one answer, and lists parsed with bounds.
 
 Path-style URLs, header signatures (minio.signer), unsigned payload: a signed CRC32C stands for the
-bytes (protocol R20). Tries nothing twice but a request whose keys were refused after they had
+bytes (docs/guarantees.md R20). Tries nothing twice but a request whose keys were refused after they had
 changed. What an answer means for a checkpoint is the tier's business.
 """
 
