@@ -107,5 +107,6 @@ class EncodedPack:
                 coded, width = data, PLAIN
             lengths[chunk], widths[chunk] = len(coded), width
             yield coded
-        self.index = replace(self.index, coding=Coding.of(lengths, bytes(widths)))
+        coding = Coding.of(lengths, bytes(widths)) if any(widths) else None
+        self.index = replace(self.index, coding=coding)
         yield pack_index(self.index)
