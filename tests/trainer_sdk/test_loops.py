@@ -158,6 +158,32 @@ def lap(ckpt: holdfast.Checkpointer, training: Training, total: int) -> Iterator
         yield index
 
 
+def test_a_restore_inside_of_the_loop_does_not_go_on_under_wrong_numbers(folder: Path) -> None:
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=2, when_busy="wait") as ckpt:
+        with pytest.raises(ConfigError, match="call steps again"):
+            for index in ckpt.steps(9, training.state):
+                training.step()
+                if index == 4:
+                    assert ckpt.restore(training.state) == 4
+        assert list(lap(ckpt, training, 9)) == [4, 5, 6, 7, 8]
+    assert restored(folder) == (9, 9)
+
+
+def test_a_second_loop_while_the_first_is_open(folder: Path) -> None:
+    """The generator of the first loop is kept, so that nothing has closed it."""
+    training = Training()
+    with holdfast.Checkpointer(dir=folder, interval_steps=100) as ckpt:
+        first = ckpt.steps(9, training.state)
+        for _ in range(3):
+            next(first)
+            training.step()
+        assert list(lap(ckpt, training, 5)) == [3, 4]
+        with pytest.raises(ConfigError, match="another loop began"):
+            next(first)
+    assert restored(folder) == (5, 5)
+
+
 def test_ranks_roll_back_together(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -535,3 +561,40 @@ def test_what_is_no_step_takes_no_slot(folder: Path, step: Any) -> None:
             next(ckpt.steps(step, {"t": torch.ones(4)}))
         assert ckpt.saves_failed == 0
         ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
+
+
+# ------------------------------------------------------------------------------- wrong arguments
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep_last": "3"},
+        {"keep_last": None},
+        {"slots": 2.0},
+        {"interval_steps": 2.5},
+        {"interval_steps": "10"},
+        {"interval_steps": True},
+        {"on_save_error": "ignore"},
+        {"when_busy": "never"},
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_refused_by_its_name(folder: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=.*expected"):
+        holdfast.Checkpointer(dir=folder, **wrong)
+    assert not folder.exists()
+
+
+def test_a_model_in_the_place_of_the_state_is_refused(folder: Path) -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        for call in (
+            lambda: list(ckpt.steps(3, model)),
+            lambda: ckpt.restore(model),
+            lambda: ckpt.save(1, model),
+            lambda: ckpt.allocate(model),
+        ):
+            with pytest.raises(ConfigError, match=r"as a dict of names .* found Linear"):
+                call()
+    assert committed_step(folder) == 0

@@ -261,6 +261,21 @@ def test_a_script_that_asked_for_errors_ends_with_one(tmp_path: Path) -> None:
     assert "SaveFailedError" in ended["raise"].stderr
 
 
+def test_a_save_that_is_still_written_when_an_exception_ends_the_script_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_writers(monkeypatch, tmp_path, f"directory.write_shard=wait:{go}")
+    ckpt = holdfast.Checkpointer(dir=tmp_path / "ckpt")
+    with pytest.raises(ZeroDivisionError), ckpt:
+        ckpt.save(1, {"t": torch.ones(4)})
+        1 / 0  # noqa: B018
+    assert ckpt.saves_failed == 0
+    assert "did not become durable" not in caplog.text
+    go.touch()
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as again:
+        assert again.restore({"t": torch.zeros(4)}) == 1
+
+
 def test_an_exception_of_the_script_is_not_hidden_by_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,10 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from holdfast.agreement import StepAgreement, Verdict
+from holdfast.arguments import checked_count, require_one_of, require_state
 from holdfast.directory.choice import older_than
 from holdfast.folder import folder_path
 from holdfast.gang_store import GangStore, connect_store
@@ -83,7 +84,7 @@ class Checkpointer:
     when_busy: all slots of a rank are still being written when a step begins: every rank leaves its
       save out ("skip"), or waits for a slot ("wait"). The same on every rank.
 
-    Raises ConfigError when it is told neither by a pod nor by `dir` where checkpoints go.
+    Raises ConfigError for other values, and when neither a pod nor `dir` says where checkpoints go.
     """
 
     def __init__(
@@ -98,11 +99,12 @@ class Checkpointer:
         on_save_error: OnSaveError = "warn",
         when_busy: WhenBusy = "skip",
     ) -> None:
-        if keep_last < 1 or slots < 1 or (interval_steps is not None and interval_steps < 0):
-            raise ConfigError(
-                f"Checkpointer: keep_last={keep_last}, slots={slots}, "
-                f"interval_steps={interval_steps}: expected at least 1, 1 and 0"
-            )
+        keep_last = checked_count(keep_last, "keep_last", 1)
+        slots = checked_count(slots, "slots", 1)
+        if interval_steps is not None:
+            interval_steps = checked_count(interval_steps, "interval_steps", 0)
+        require_one_of(on_save_error, "on_save_error", get_args(OnSaveError))
+        require_one_of(when_busy, "when_busy", get_args(WhenBusy))
         self._dir = dir
         self._strict = strict
         self._on_save_error = on_save_error
@@ -246,7 +248,7 @@ class Checkpointer:
                 self._session.wait_acknowledged(_ACKNOWLEDGE_SECONDS)
             else:
                 self._session.wait_settled(_SETTLE_SECONDS)
-        failure = self._count_last()
+        failure = self._count_last(wait=wait)
         link.close()
         self._saver.close()
         if copied:
@@ -286,7 +288,10 @@ class Checkpointer:
         where there is nothing to restore.
         """
         total = checked_step(total, "Checkpointer.steps(total=...)")
+        require_state(state, "steps")
         self._opened()
+        if self._loop is not None:
+            self._leave(self._loop)  # its generator is still open
         self._hand_over_left()
         if self._stopping:
             return
@@ -315,6 +320,12 @@ class Checkpointer:
             for index in range(start, total):
                 loop.begins(index)
                 yield index
+                if self._loop is not loop and self._session.link is not None:
+                    raise ConfigError(
+                        f"Checkpointer.steps: after index {index} the state was restored or another "
+                        "loop began, so that the next index would not be the number of steps done: leave "
+                        "the loop with break, call restore, and call steps again"
+                    )
                 loop.ended()
                 self._after_step(Step(index + 1), state, last=index + 1 == total)
                 if self._stopping:
@@ -404,6 +415,7 @@ class Checkpointer:
         run never starts from nothing because its checkpoint could not be asked for.
         """
         wanted = None if step is None else checked_step(step, "Checkpointer.restore(step)")
+        require_state(state, "restore")
         rolls_back = self._has_saved or wanted is not None
         found = self._restore(state, wanted, before_rng, rolls_back=rolls_back)
         if found is None:
@@ -464,6 +476,7 @@ class Checkpointer:
         """Take and touch the shared memory for this state now, before the first step. `steps` does it.
 
         Raises CapacityError, UnsupportedStateError, StateDictError."""
+        require_state(state, "allocate")
         self._open_to_save()
         wish = Wish(state, self._settings.rank, strict=self._strict)
         self._saver.ensure_slots(wish.needed_bytes(), self._round())
@@ -479,6 +492,7 @@ class Checkpointer:
         is no step, before anything is taken. Ctrl-C is raised after the save; a second one at once.
         """
         checked = checked_step(step, "Checkpointer.save(step)")
+        require_state(state, "save")
         if self._left is not None and self._left.step == checked:
             self._forget_left("the script saved this step itself")
         with interrupts_at_end():
@@ -723,14 +737,15 @@ class Checkpointer:
                 SaveFailedError(f"save of step {handle.step}: {handle.failure}"), handle.step
             )
 
-    def _count_last(self) -> SaveFailedError | None:
-        """What failed, or is not durable, when the connection is about to end; counted and logged."""
+    def _count_last(self, *, wait: bool) -> SaveFailedError | None:
+        """What failed, or is not durable, when the connection is about to end; counted and logged. Without
+        `wait` a folder's unfinished saves have not failed: its persister goes on writing them."""
         failed: list[tuple[Step, str]] = []
         while (handle := self._outcomes.next_failed(time.monotonic())) is not None:
             failed.append((handle.step, handle.failure or "unknown"))
         in_pod = isinstance(self._place, PodPlace)
         for handle in self._outcomes.take_unfinished(
-            lambda handle: in_pod and self._session.was_taken(handle)
+            lambda handle: self._session.was_taken(handle) if in_pod else not wait
         ):
             failed.append((handle.step, f"not durable yet: {self._place.where_to_look}"))
         if not failed:

@@ -1,0 +1,42 @@
+"""Check what a script passes to a Checkpointer, before anything is opened or taken.
+
+A wrong value would otherwise fail far from its cause, or never: an unknown `on_save_error` would count as
+"warn".
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast_core.errors import ConfigError
+
+
+def checked_count(value: Any, what: str, least: int) -> int:
+    """Return an integer of at least `least`. Raises ConfigError that names the argument `what`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ConfigError(
+            f"Checkpointer({what}={value!r}): expected an integer of at least {least}"
+        )
+    return number
+
+
+def require_one_of(value: Any, what: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError that names the argument `what` and its choices."""
+    if value not in choices:
+        expected = " or ".join(repr(one) for one in choices)
+        raise ConfigError(f"Checkpointer({what}={value!r}): expected {expected}")
+
+
+def require_state(state: Any, call: str) -> None:
+    """Raise ConfigError unless `state` is a dict: a script may pass the model itself."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"Checkpointer.{call}: expected the state as a dict of names and objects, such as "
+            f'{{"model": model, "optim": optimizer}}, found {type(state).__name__}'
+        )
