@@ -99,6 +99,21 @@ def test_recoveries_go_first_and_jobs_take_turns() -> None:
     story(tell)
 
 
+def test_a_job_that_was_served_goes_last() -> None:
+    async def tell(calls: Calls) -> None:
+        for n in range(8):
+            await calls.start(f"first {n}", f"job {n}")
+        for name in ("second 0", "third 0"):
+            await calls.start(name, "job 0")
+        await calls.start("inventory", HEALTHY)
+        await calls.end("first 0")
+        assert calls.began[-1] == "second 0"
+        await calls.end("second 0")
+        assert calls.began[-1] == "inventory"
+
+    story(tell)
+
+
 def test_a_call_that_is_cancelled_gives_its_slot_or_its_place_back() -> None:
     async def tell(calls: Calls) -> None:
         await calls.start("one", "a")

@@ -268,6 +268,27 @@ def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> None:
     asyncio.run(scenario())
 
 
+def test_an_operator_that_still_sees_a_suspension_deletes_no_pod_of_the_resumed_job() -> None:
+    """It deletes the pods of a suspended job without a write to the status that could conflict."""
+
+    async def scenario() -> None:
+        cluster = build(object=OBJECT)
+        behind = FakeOperator(cluster)
+        await advance(cluster, behind, 40)
+        cluster.change_spec(suspend=True)
+        paused = await advance(cluster, behind, 40)
+        assert paused.is_true("Suspended")
+        behind.stuck.add("trainingjobs")
+        cluster.change_spec(suspend=False)
+        resumed = await advance(cluster, FakeOperator(cluster), 30)
+        assert resumed.is_true("Running")
+        uids = {p.view.uid for p in cluster.pods.values()}
+        await advance(cluster, behind, 20)
+        assert {p.view.uid for p in cluster.pods.values() if p.view.alive} == uids
+
+    asyncio.run(scenario())
+
+
 def test_pods_of_a_status_that_an_old_backup_brought_back_are_kept() -> None:
     """Round 1's pod holds copies that the status does not know of."""
 

@@ -225,6 +225,12 @@ class FakeCluster:
         """Somebody else writes the job: its resourceVersion moves on."""
         self.api.touch(self.job)
 
+    def change_spec(self, **fields: object) -> None:
+        """What a person patches."""
+        self.job["spec"].update(fields)
+        self.job["metadata"]["generation"] += 1
+        self.touch_job()
+
     def pod_created(self, raw: Mapping[str, Any]) -> None:
         """The API has taken a pod: its kubelet will run it, if it is one of a worker."""
         identity = worker_identity(raw)

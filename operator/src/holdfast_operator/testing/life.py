@@ -75,9 +75,7 @@ class Life:
 
     def change_spec(self, **fields: object) -> None:
         """What a person patches."""
-        self.cluster.job["spec"].update(fields)
-        self.cluster.job["metadata"]["generation"] += 1
-        self.cluster.touch_job()
+        self.cluster.change_spec(**fields)
 
     def newest(self) -> int:
         found = self.cluster.newest_commit()
