@@ -81,6 +81,21 @@ def test_a_stranger_is_let_go_after_its_time(certificates: tuple[TlsFiles, TlsFi
             assert [sock.recv(1) for sock in sockets] == [b""] * 8
 
 
+def test_a_connection_that_no_thread_can_serve_ends_alone(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
+    """No thread can be started for a moment, as where the trainer has used up the pod's processes."""
+    for pair in serving(certificates, BulkLimits()):
+        usual = threading.stack_size(1 << 47)
+        try:
+            with silent(pair.port, 1) as (sock,), contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        finally:
+            threading.stack_size(usual)
+        source, record = filled(1000)
+        assert pair.send(source, record) > 0
+
+
 def test_members_that_say_nothing_hold_up_no_request(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:

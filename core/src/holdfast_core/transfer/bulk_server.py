@@ -194,7 +194,15 @@ class BulkServer:
             )
             with self._lock:
                 self._open[thread] = line
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                # The trainer may have used up the pod's processes: no reason to stop listening.
+                with self._lock:
+                    self._open.pop(thread, None)
+                self._admission.leave(line)
+                sock.close()
+                self._dropped("accept")
             while len(self._open) >= most and not self._closing.wait(0.01):
                 continue  # until threads that lost their places have ended
 
