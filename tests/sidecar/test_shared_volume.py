@@ -225,6 +225,16 @@ def test_a_layout_is_not_given_into_a_directory_that_is_a_link(
     assert_untouched(victim)
 
 
+def test_a_layout_is_not_read_through_a_link(
+    shared: Path, victim: Path, layouts: RankLayouts
+) -> None:
+    (shared / "layouts").mkdir()
+    (victim.parent / "layout").write_bytes(DOCUMENT)
+    (shared / "layouts" / f"{hex_of(DIGEST)}.json").symlink_to(victim.parent / "layout")
+    with pytest.raises(HoldfastError):
+        asyncio.run(layouts.ensure(DIGEST))
+
+
 @pytest.mark.parametrize("make", HOSTILE)
 def test_a_layout_that_is_no_regular_file_is_refused_at_once(
     shared: Path, layouts: RankLayouts, make: Callable[[Path], None]
@@ -260,6 +270,15 @@ def test_a_slot_with_a_second_name_is_not_opened(shared: Path) -> None:
     slot_file(shared / "a-file-of-the-sidecar")
     os.link(shared / "a-file-of-the-sidecar", shared / "slots" / SLOT)
     with pytest.raises(HoldfastError, match="hard links"):
+        SlotFile.open(shared / "slots", SLOT)
+
+
+def test_a_slot_that_is_a_link_is_not_opened(shared: Path, victim: Path) -> None:
+    """A file of the sidecar's volume would be written to, were it a slot by its contents."""
+    slot_file(victim.parent / "slot")
+    (shared / "slots").mkdir()
+    (shared / "slots" / SLOT).symlink_to(victim.parent / "slot")
+    with pytest.raises(HoldfastError):
         SlotFile.open(shared / "slots", SLOT)
 
 
