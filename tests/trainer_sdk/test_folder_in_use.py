@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from holdfast.gang_store import GangStore
 from holdfast.ownership import take_for_training
 from holdfast.places import DirectoryPlace
 from holdfast.settings import RankSettings
-from holdfast.testing import DictStore, committed_step
+from holdfast.testing import DictStore, committed_step, until
 from holdfast_core.errors import ConfigError, SaveFailedError
 from holdfast_core.ids import Rank
+from holdfast_core.testing.failpoints import in_every_python
 from holdfast_core.transfer.messages import Policy
 
 TRAIN = """
@@ -102,6 +104,36 @@ def test_two_trainings_of_one_process(tmp_path: Path) -> None:
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as third:
         assert third.restore(state()) == 1
         third.save(2, state()).wait(timeout=60)
+
+
+def test_a_save_between_the_choice_and_the_end_of_opening_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preempted run commits its last step while the one that takes its place opens the folder."""
+    folder, go = tmp_path / "ckpt", tmp_path / "go"
+    first = holdfast.Checkpointer(dir=folder)
+    first.save(1, state(1)).wait(timeout=60)
+    rules = in_every_python(tmp_path, f"persister.started=wait:{go}")
+    for name, value in rules.items():
+        monkeypatch.setenv(name, value)
+    second = holdfast.Checkpointer(dir=folder)
+    with ThreadPoolExecutor(1) as thread:
+        opening = thread.submit(second.open)
+        # The writer of the second run is claimed when it has chosen step 1.
+        until(lambda: len(list(folder.glob("processes/*.writer"))) == 2, "it has chosen")
+        first.save(2, state(2)).wait(timeout=60)
+        first.close()
+        go.touch()
+        opening.result(timeout=60)
+    found = state()
+    assert second.restore(found) == 1
+    with pytest.raises(ConfigError, match="has saved step 2 since this one opened"):
+        second.save(2, found)
+    second.close()
+    with holdfast.Checkpointer(dir=folder) as third:
+        assert third.restore(found) == 2
+        assert found["t"][0] == 2
+        third.save(3, found).wait(timeout=60)
 
 
 def place(folder: Path) -> DirectoryPlace:

@@ -217,7 +217,6 @@ class Checkpointer:
         )
         self._restorer.connect()
         if isinstance(self._place, DirectoryPlace) and self._settings.rank == 0:
-            self._place.look()
             report_other_training(self._place)
         self._signal.install()
 

@@ -20,6 +20,7 @@ from holdfast.directory.connection import Connection, in_words
 from holdfast.directory.options import parse_options
 from holdfast.directory.service import DirectoryService
 from holdfast_core.errors import UnavailableError
+from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import RestartRound
 from holdfast_core.transfer.messages import Refusal, Refused
 from holdfast_core.transfer.socket_frames import receive_frame, send_frame
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
         _refuse_hello(sock, error)
         return 1
     writing = None if options.writer is None else claim(options.writer)
+    failpoint("persister.started")
     try:
         Connection(sock, service).serve()
     except Exception:

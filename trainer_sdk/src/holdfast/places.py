@@ -294,7 +294,7 @@ class DirectoryPlace:
         )
 
     def _expect_nothing_newer(self) -> None:
-        newer = [c for c in self._checkpoints() - self._seen if c.round != self.round]
+        newer = [c for c in self._checkpoints() - self._seen if self._is_of_later_run(c)]
         if newer:
             raise ConfigError(
                 f"{self.root}: another run has saved step {max(c.step for c in newer)} since this one opened "
@@ -302,8 +302,17 @@ class DirectoryPlace:
             )
 
     def look(self) -> None:
-        """Remember which checkpoints are there, when it is known what this run starts from."""
+        """Remember which checkpoints are there, before it is chosen what this run starts from: one that is
+        committed in between must not count as seen."""
         self._seen = self._checkpoints()
+
+    def _is_of_later_run(self, checkpoint: CheckpointId) -> bool:
+        """What the writer of this run found complete at its start and committed is what the run starts from,
+        or older."""
+        if checkpoint.round == self.round:
+            return False
+        start = self.restore
+        return start is None or (checkpoint.round, checkpoint.step) > (start.round, start.step)
 
     def _checkpoints(self) -> frozenset[CheckpointId]:
         try:

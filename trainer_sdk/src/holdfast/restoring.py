@@ -278,6 +278,7 @@ class Restorer:
             self._wait_connected()
             return
         place.round = self._session.round = None
+        place.look()
         try:
             self._open_link()
             round_ = self._wait_connected()
