@@ -8,7 +8,7 @@ lost and writes conflict, by a seed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -81,6 +81,11 @@ class FakeOperator:
     @trouble.setter
     def trouble(self, trouble: Trouble) -> None:
         self.link.trouble = self._api.trouble = trouble
+
+    def on_write(self, call: Callable[[], None]) -> None:
+        """`call` is called after each write to the API, before its reply is seen. What it raises ends
+        the process there."""
+        self._api.on_write = call
 
     @property
     def events(self) -> list[EmitEvent]:
@@ -201,6 +206,7 @@ class _TroubledApi(FakeApi):
         super().__init__()
         self._cluster = cluster
         self.trouble = calm()
+        self.on_write: Callable[[], None] = lambda: None
 
     async def get(
         self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
@@ -223,6 +229,7 @@ class _TroubledApi(FakeApi):
         return self._reply(await self._cluster.api.delete(path, options))
 
     def _reply(self, answer: Any) -> Any:
+        self.on_write()
         if self.trouble.strikes(self.trouble.lost_reply):
             raise ApiError(None, "", "connection reset before the reply came")
         return answer
