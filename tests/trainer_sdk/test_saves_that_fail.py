@@ -261,6 +261,19 @@ def test_a_script_that_asked_for_errors_ends_with_one(tmp_path: Path) -> None:
     assert "SaveFailedError" in ended["raise"].stderr
 
 
+def test_a_step_that_is_saved_twice_is_durable_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path
+) -> None:
+    """As in a script that saves at the interval, and once more after its loop."""
+    in_writers(monkeypatch, tmp_path, f"directory.write_shard=wait:{go}")
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt", on_save_error="raise") as ckpt:
+        handles = [ckpt.save(1, {"t": torch.ones(4)}) for _ in range(2)]
+        go.touch()
+        for handle in handles:
+            handle.wait(timeout=60)
+    assert ckpt.saves_failed == 0
+
+
 def test_a_save_that_is_still_written_when_an_exception_ends_the_script_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,6 +51,8 @@ class _Staged:
     slot: Slot
     handle: SaveHandle
     acknowledged: bool = False
+    before: _Staged | None = None
+    """An unfinished save of the same step and round. A message names these alone, so it is for both."""
 
 
 class Session:
@@ -150,16 +152,14 @@ class Session:
     def push(self, message: Any) -> None:
         match message:
             case LevelReached():
-                save = self._find(message.step, message.round)
-                if save is not None:
-                    save.handle.reach(message.level)
-                    self._settled()
+                for handle in self._handles(message.step, message.round):
+                    handle.reach(message.level)
+                self._settled()
             case SaveFailed():
-                save = self._find(message.step, message.round)
-                if save is not None:
-                    save.handle.overtaken |= message.reason == OVERTAKEN
-                    save.handle.fail(message.level, f"{message.reason}: {message.message}")
-                    self._settled()
+                for handle in self._handles(message.step, message.round):
+                    handle.overtaken |= message.reason == OVERTAKEN
+                    handle.fail(message.level, f"{message.reason}: {message.message}")
+                self._settled()
             case SaveRequested():
                 self._want(message.token, stop=False)
             case StopRequested():
@@ -260,7 +260,11 @@ class Session:
 
     def _take(self, save: _Staged) -> None:
         with self._lock:
-            self._saves[(save.stage.step, save.stage.round)] = save
+            key = (save.stage.step, save.stage.round)
+            before = self._saves.get(key)
+            if before is not None and not before.handle.settled:
+                save.before = before
+            self._saves[key] = save
             self._forget_old()
         self._submit(save)
 
@@ -312,9 +316,14 @@ class Session:
         with self._lock:
             self._lock.notify_all()
 
-    def _find(self, step: int, round_: int) -> _Staged | None:
+    def _handles(self, step: int, round_: int) -> list[SaveHandle]:
+        found = []
         with self._lock:
-            return self._saves.get((step, round_))
+            save = self._saves.get((step, round_))
+            while save is not None:
+                found.append(save.handle)
+                save = save.before
+        return found
 
     def _want(self, token: str, *, stop: bool) -> None:
         with self._lock:
