@@ -572,8 +572,13 @@ def test_a_quota_that_refuses_pods_reaches_status_and_events(bed: Bed) -> None:
         lambda: (c := bed.condition("Running")).get("reason") == "CreateRefused" and c,
     )
     assert "exceeded quota: pods" in refused["message"]
-    events = bed.plane.request("GET", f"/api/v1/namespaces/{bed.namespace}/events")["items"]
-    assert "CreateRefused" in {e["reason"] for e in events}
+    events = f"/api/v1/namespaces/{bed.namespace}/events"
+    bed.until(  # Events follow the status
+        "its Event",
+        lambda: any(
+            e["reason"] == "CreateRefused" for e in bed.plane.request("GET", events)["items"]
+        ),
+    )
     bed.plane.request("DELETE", f"{quota}/pods")
     names = [bed.pod(w, 0) for w in range(WORKERS)]
     bed.until("pods of round 0", lambda: bed.pod_names() == names)
