@@ -13,14 +13,14 @@ from tests.sidecar.test_ledger import A, commit, info, ledger
 from tests.sidecar.test_pruning import message
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.transfer.messages import Failure, RankSaves, WorkerReport
 from holdfast_sidecar.forgotten import MAX_FORGOTTEN, Forgotten
 from holdfast_sidecar.gathered import Gathered
 from holdfast_sidecar.ledger import Ledger
 from holdfast_sidecar.outbox import Outbox, Recent
 from holdfast_sidecar.prune import protected_steps
-from holdfast_sidecar.retain import abandoned_steps
+from holdfast_sidecar.retain import abandoned_steps, steps_to_prune
 from holdfast_sidecar.settings import Settings
 
 
@@ -51,6 +51,15 @@ def test_a_step_that_a_rank_does_not_save_any_more(
     said: dict[Rank, RankSaves], gone: tuple[int, ...]
 ) -> None:
     assert abandoned_steps(written_by_rank_0(10, 20, 30, 40), said) == gone
+
+
+def test_an_incomplete_step_below_a_replicated_one_goes() -> None:
+    book = written_by_rank_0(10, 30)
+    commit(book, 20)
+    for rank in (0, 1):
+        book.replicated(Step(20), Rank(rank), info(rank).blake3)
+    assert book.newest(Level.REPLICATED) is not None
+    assert steps_to_prune(book, message(None), (), None) == (10,)
 
 
 def test_a_complete_step_is_never_given_up() -> None:
