@@ -45,6 +45,10 @@ KINDS = (
     "pod cannot be read",
     "checkpoint cannot be read",
     "all can be read again",
+    "suspend",
+    "resume",
+    "pods are refused",
+    "pods are taken again",
 )
 UNKNOWN = "Hibernating"
 """A phase of a release that does not exist."""
@@ -138,6 +142,14 @@ class Simulation:
                         cluster.api.touch(raw)
             case "all can be read again":
                 self.can_be_read()
+            case "suspend":
+                self.suspend(True)
+            case "resume":
+                self.suspend(False)
+            case "pods are refused":
+                cluster.pod_refusal = "exceeded quota: team"
+            case "pods are taken again":
+                cluster.pod_refusal = ""
             case "rank dies":
                 run = cluster.gang.run
                 if run is not None and run.started and not run.finished:
@@ -183,6 +195,10 @@ class Simulation:
                 raw["status"]["phase"] = "Committed"
                 cluster.api.touch(raw)
 
+    def suspend(self, value: bool) -> None:
+        if self.cluster.job["spec"].get("suspend", False) != value:
+            self.cluster.change_spec(suspend=value)
+
     def end_silence(self) -> None:
         self.cluster.all_silent = False
         self.cluster.silent_workers = set()
@@ -190,6 +206,8 @@ class Simulation:
     def heal(self) -> None:
         self.end_silence()
         self.can_be_read()
+        self.suspend(False)
+        self.cluster.pod_refusal = ""
         for node in self.cluster.nodes.values():
             node.dead = node.cut_off = False
         for operator in self.operators:
