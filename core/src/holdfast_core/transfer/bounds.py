@@ -91,10 +91,12 @@ _MAX_BYTES = MappingProxyType(
         "Holding": 32 * MIB,
         "ManifestPut": 64 * MIB,
         "ManifestDocument": 64 * MIB,
-        "Inventory": 32 * MIB,
-        "CoordinatorState": 32 * MIB,
+        "Inventory": 16 * MIB,
+        "CoordinatorState": 16 * MIB,
     }
 )
+_ENTRIES = 4096
+_ENTRY_BYTES = 10
 
 
 def body_limit_bytes(kind: type[Any]) -> int:
@@ -109,3 +111,15 @@ def reply_limit_bytes(kind: type[Any], ranks: int) -> int:
     if largest <= _DEFAULT_BYTES:
         return largest
     return min(largest, _DEFAULT_BYTES + 16 * KIB * ranks)
+
+
+def entries_limit(kind: type[Any], size_bytes: int) -> int | None:
+    """How many objects and lists a body of that size may have; None for any number.
+
+    Empty lists of three bytes take thirty times the body's size when they are parsed, and the parser
+    keeps other threads waiting for seconds. Inventory and CoordinatorState are what the operator, which
+    serves all tenants, reads from sidecars; each of their entries takes more than 10 bytes.
+    """
+    if kind.__name__ not in ("Inventory", "CoordinatorState"):
+        return None
+    return _ENTRIES + size_bytes // _ENTRY_BYTES

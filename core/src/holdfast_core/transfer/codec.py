@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import Annotated, Any, TypeVar, Union
 
 from holdfast_core.errors import FormatError
-from holdfast_core.transfer.bounds import OF_NEW_TYPE, Bounds, body_limit_bytes
+from holdfast_core.transfer.bounds import OF_NEW_TYPE, Bounds, body_limit_bytes, entries_limit
 
 T = TypeVar("T")
 
@@ -74,6 +74,11 @@ def loads(cls: type[T], data: bytes, *, limit_bytes: int | None = None) -> T:
     Args:
         limit_bytes: Largest body; None: what transfer.bounds says of the message.
     """
+    entries = entries_limit(cls, len(data))
+    if entries is not None and data.count(b"[") + data.count(b"{") > entries:
+        raise FormatError(
+            f"{cls.__name__}: more than {entries} objects and lists in {len(data)} bytes"
+        )
     return from_json(cls, parse_json(data, cls.__name__, limit_bytes or body_limit_bytes(cls)))
 
 
