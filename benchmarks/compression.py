@@ -20,8 +20,8 @@ from types import ModuleType
 
 import torch
 
-from holdfast_core.format.coding import PLAIN, ChunkDecoder, ChunkEncoder
-from holdfast_core.format.record import CHUNK_BYTES
+from holdfast_core.shards.coding import PLAIN, ChunkDecoder, ChunkEncoder
+from holdfast_core.shards.record import CHUNK_BYTES
 
 MIB = 1 << 20
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt" / "train.py"

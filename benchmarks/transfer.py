@@ -38,20 +38,21 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from holdfast_core.format.record import ShardHeader, ShardRecord
-from holdfast_core.format.stream import ShardStream
+from tests.support.servers.pki import Authority
+from tests.support.shards.builders import shard_header
+
 from holdfast_core.ids import RestartRound, ShardRef
-from holdfast_core.testing.builders import shard_header
-from holdfast_core.testing.pki import Authority
+from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.node.files import set_direct
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.peer.client import fetch_shard, send_copy
+from holdfast_core.peer.protocol import BulkOptions
+from holdfast_core.peer.ranges import PeerShard
+from holdfast_core.peer.remote import Peer
+from holdfast_core.peer.server import BulkServer
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.stream import ShardStream
 from holdfast_core.tiers.base import OpenWriter
-from holdfast_core.tiers.disk import set_direct
-from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.transfer.bulk import BulkOptions
-from holdfast_core.transfer.bulk_client import fetch_shard, send_copy
-from holdfast_core.transfer.bulk_peer import Peer
-from holdfast_core.transfer.bulk_ranges import PeerShard
-from holdfast_core.transfer.bulk_server import BulkServer
-from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
 
 SERVER = "gpt-1-r0.uid.holdfast"
 CLIENT = "gpt-0-r0.uid.holdfast"

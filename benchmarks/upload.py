@@ -61,9 +61,9 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
-    from holdfast_core.testing.builders import shard_header
-    from holdfast_core.testing.minio_server import MinioServer
-    from holdfast_core.testing.shard_files import write_shard
+    from tests.support.servers.minio_server import MinioServer
+    from tests.support.shards.builders import shard_header
+    from tests.support.shards.shard_files import write_shard
 
     tempfile.tempdir = str(folder)  # the server's data, too
     source = folder / "source"
@@ -200,11 +200,11 @@ def profiled(transfer: Transfer, key: str) -> None:
 def ours(setting: dict[str, Any]) -> Client:
     from holdfast_core.contract import StoreConfig
     from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step
-    from holdfast_core.tiers.disk import BufferPool
-    from holdfast_core.tiers.disk_shard import DiskShardReader
-    from holdfast_core.tiers.node import DiskNodeTier
-    from holdfast_core.tiers.object import S3ObjectTier
-    from holdfast_core.tiers.s3_credentials import Keys, StaticCredentials
+    from holdfast_core.node.files import BufferPool
+    from holdfast_core.node.shard_file import DiskShardReader
+    from holdfast_core.node.tier import DiskNodeTier
+    from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+    from holdfast_core.store.tier import S3ObjectTier
 
     job_uid, step, restart_round, rank, digest = setting["ref"]
     ref = ShardRef(

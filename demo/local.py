@@ -25,6 +25,7 @@ from pathlib import Path
 
 from testbed.driver import metrics
 from testbed.driver.digests import find_digests
+from tests.support.servers.pki import Authority
 
 from demo.local_cluster import LocalCluster, Place
 from demo.recorder import Act, Recovery, Sample
@@ -33,8 +34,7 @@ from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import JobUid
 from holdfast_core.names import pod_name
-from holdfast_core.testing.pki import Authority
-from holdfast_operator.model import JobSpecView, JobStatusView, JobView, StoreView
+from holdfast_operator.model.job import JobSpecView, JobStatusView, JobView, StoreView
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 4

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
+from tests.support.servers.pki import Authority
 
 from demo.local_pods import LocalPod, PodSpec
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import Digest, RestartRound, Worker
-from holdfast_core.names import parse_pod_name
-from holdfast_core.testing.pki import Authority
-from holdfast_core.transfer.codec import dumps, loads
-from holdfast_core.transfer.messages import (
+from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.schema import (
     Ask,
     CoordinatorState,
     Inventory,
@@ -33,7 +32,10 @@ from holdfast_core.transfer.messages import (
     PruneReply,
     Seal,
 )
-from holdfast_operator.actions import (
+from holdfast_core.names import parse_pod_name
+from holdfast_operator.apply.apply import apply, memory_after
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.model.actions import (
     AskSave,
     AskStop,
     CheckpointRecord,
@@ -44,10 +46,8 @@ from holdfast_operator.actions import (
     SendRound,
     round_digest,
 )
-from holdfast_operator.apply import apply, memory_after
-from holdfast_operator.decide import decide
-from holdfast_operator.effects import ConflictError
-from holdfast_operator.model import (
+from holdfast_operator.model.effects import ConflictError
+from holdfast_operator.model.job import (
     AckedRound,
     CheckpointView,
     JobMemory,
@@ -81,7 +81,7 @@ class Place:
 
 @dataclass(slots=True)
 class LocalCluster:
-    """Implements holdfast_operator.effects.Effects, and observes."""
+    """Implements holdfast_operator.model.effects.Effects, and observes."""
 
     job: JobView
     place: Place

@@ -1,5 +1,5 @@
 """Writes what follows from code: crds/, the chart's CRD templates, docs/reference/{api,metrics,sdk}.md,
-docs/dependencies.md.
+docs/dependencies.md, docs/images/house-*.svg and the tables of folders in docs/architecture.md.
 
 `python -m tools.generate` writes; `--check` changes nothing and fails, naming the files, if one is
 not what the code says. Nobody edits what this file wrote.
@@ -17,16 +17,16 @@ from typing import Any
 
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
-from tools import dependencies
+from tools import dependencies, draw_house
 
 import holdfast
 from holdfast_core.api.base import API_VERSION, GROUP
 from holdfast_core.api.cel import RULES
 from holdfast_core.api.crd import KINDS, Kind, crd
 from holdfast_core.contract import METRICS_PORT
-from holdfast_operator.metrics import Metrics as OperatorMetrics
-from holdfast_operator.settings import DEFAULT_METRICS_PORT as OPERATOR_METRICS_PORT
-from holdfast_sidecar.metrics import Metrics as SidecarMetrics
+from holdfast_operator.base.metrics import Metrics as OperatorMetrics
+from holdfast_operator.base.settings import DEFAULT_METRICS_PORT as OPERATOR_METRICS_PORT
+from holdfast_sidecar.base.metrics import Metrics as SidecarMetrics
 
 ROOT = Path(__file__).resolve().parent.parent
 CRDS = Path("crds")
@@ -331,6 +331,7 @@ def outputs() -> dict[Path, str]:
     files[METRICS] = metrics_reference()
     files[SDK] = sdk_reference()
     files[DEPENDENCIES] = dependencies.page(ROOT)
+    files |= draw_house.documents()
     return files
 
 

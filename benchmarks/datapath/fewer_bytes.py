@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import random
 
-from holdfast_core.format.pack_plan import BLOCK_CHUNKS
-from holdfast_core.format.record import CHUNK_BYTES
-from holdfast_core.testing.packs import Saved, plan_ranks, trailer_of
+from tests.support.shards.packs import Saved, plan_ranks, trailer_of
+
+from holdfast_core.shards.pack_plan import BLOCK_CHUNKS
+from holdfast_core.shards.record import CHUNK_BYTES
 
 STATE_BYTES = 32 << 20
 RANKS = 4

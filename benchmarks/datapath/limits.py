@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support.servers.pki import Authority
 
-from holdfast_core.testing.pki import Authority
-from holdfast_core.transfer.tls import TlsFiles, client_context, server_context
+from holdfast_core.net.tls import TlsFiles, client_context, server_context
 
 GIB = 1 << 30
 _BLOCK_BYTES = 16 << 20

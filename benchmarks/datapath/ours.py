@@ -20,22 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support.shards.builders import shard_header
 
 import holdfast
 from benchmarks.datapath import files
 from benchmarks.datapath.processes import child_named
 from benchmarks.datapath.saver import MakeSaver, Started
 from holdfast_core.contract import StoreConfig
-from holdfast_core.format import stream
-from holdfast_core.format.chunk_table import ChunkTable
 from holdfast_core.format.digest import Buffer, digest_of
-from holdfast_core.format.record import ShardHeader, ShardRecord
-from holdfast_core.format.stream import PayloadDigester, ShardStream
 from holdfast_core.ids import Digest, RestartRound, ShardRef
-from holdfast_core.testing.builders import shard_header
-from holdfast_core.tiers import disk_shard
+from holdfast_core.node import shard_file
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shards import stream
+from holdfast_core.shards.chunk_table import ChunkTable
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.stream import PayloadDigester, ShardStream
 from holdfast_core.tiers.base import ShardReader
-from holdfast_core.tiers.node import DiskNodeTier
 
 _COMMIT_SECONDS = 300.0
 _CONNECT_SECONDS = 60.0
@@ -136,7 +136,7 @@ def _with_persister(digests: bool) -> MakeSaver:
         )
         starter.write_text(f'#!/bin/sh\nexec {shlex.quote(_PYTHON)} -c "{code}" "$@"\n')
         starter.chmod(0o700)
-        # Internal: the SDK starts `sys.executable -m holdfast.persister FD OPTIONS`.
+        # Internal: the SDK starts `sys.executable -m holdfast.directory.persister FD OPTIONS`.
         sys.executable = str(starter)
         return HoldfastSaver(state, directory)
 
@@ -144,20 +144,20 @@ def _with_persister(digests: bool) -> MakeSaver:
 
 
 def persist(arguments: Sequence[str], *, digests: bool) -> int:
-    """`holdfast.persister`, with constants for the payload's digests if not `digests`: the files
+    """`holdfast.directory.persister`, with constants for the payload's digests if not `digests`: the files
     it writes then cannot be read, which is why no product has this switch."""
-    import holdfast.persister
+    import holdfast.directory.persister
 
     if not digests:
         for module, name, instead in (
             (stream, "Blake3", _NoBlake3),
             (stream, "crc32c", _no_crc),
-            (disk_shard, "crc32c", _no_crc),
+            (shard_file, "crc32c", _no_crc),
         ):
             if not hasattr(module, name):
                 raise AttributeError(f"{module.__name__} has no {name} any more: A8 must follow")
             setattr(module, name, instead)
-    return holdfast.persister.main(arguments)
+    return holdfast.directory.persister.main(arguments)
 
 
 class _NoBlake3:
@@ -226,8 +226,8 @@ class HoldfastUploader:
     """The object tier, with the defaults of a store's configuration."""
 
     def __init__(self, store: dict[str, str], directory: Path, mib: int) -> None:
-        from holdfast_core.tiers.object import S3ObjectTier
-        from holdfast_core.tiers.s3_credentials import Keys, StaticCredentials
+        from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+        from holdfast_core.store.tier import S3ObjectTier
 
         config = StoreConfig(
             endpoint=store["endpoint"],
@@ -269,13 +269,13 @@ class Store:
     """A real MinIO server of its own, gone at the end."""
 
     def __init__(self) -> None:
-        from holdfast_core.testing.minio_server import MinioServer
+        from tests.support.servers.minio_server import MinioServer
 
         self._server = MinioServer("bench")
 
     def __enter__(self) -> dict[str, str]:
         """Raises NoStoreError."""
-        from holdfast_core.testing.store_server import (
+        from tests.support.servers.store_server import (
             ACCESS_KEY,
             REGION,
             SECRET_KEY,
@@ -342,9 +342,10 @@ class HoldfastCopier:
     not the disk is measured."""
 
     def __init__(self, directory: Path, mib: int, *, plain: bool) -> None:
-        from holdfast_core.testing.pki import Authority
-        from holdfast_core.transfer.bulk import BulkOptions
-        from holdfast_core.transfer.tls import TlsFiles, client_context
+        from tests.support.servers.pki import Authority
+
+        from holdfast_core.net.tls import TlsFiles, client_context
+        from holdfast_core.peer.protocol import BulkOptions
 
         # One attempt: a copy that has to go on inside TLS is no measurement of the other way.
         self._options = BulkOptions(attempts=1, plain=plain)
@@ -374,7 +375,7 @@ class HoldfastCopier:
 
     def pull(self) -> None:
         """From the peer into touched memory, verified."""
-        from holdfast_core.transfer.bulk_client import fetch_shard
+        from holdfast_core.peer.client import fetch_shard
 
         assert self._reader is not None
         fetch_shard(
@@ -394,7 +395,7 @@ class HoldfastCopier:
         self._memory.cleanup()
 
     def _push(self, peer: _Peer) -> None:
-        from holdfast_core.transfer.bulk_client import send_copy
+        from holdfast_core.peer.client import send_copy
 
         assert self._reader is not None
         send_copy(
@@ -510,8 +511,8 @@ class _Allowing:
 
 
 def _serve_copies(pipe: Connection, root: Path, certificates: Path) -> None:
-    from holdfast_core.transfer.bulk_server import BulkServer
-    from holdfast_core.transfer.tls import TlsFiles, server_context
+    from holdfast_core.net.tls import TlsFiles, server_context
+    from holdfast_core.peer.server import BulkServer
 
     tier = DiskNodeTier(root, fill_limit=1.0)
     tier.open()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 
+from tests.support.shards.placements import Placement, layout_of, transformer
+
 from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.record import CHUNK_BYTES
 from holdfast_core.reshard.plan import plan
 from holdfast_core.reshard.reads import bytes_read
-from holdfast_core.testing.placements import Placement, layout_of, transformer
+from holdfast_core.shards.record import CHUNK_BYTES
 
 _LAYERS = 4
 

@@ -14,7 +14,7 @@ from benchmarks.datapath.state import differences, emptied, make
 from benchmarks.datapath.visit import Options
 from benchmarks.datapath.visits import Run, visit_part
 
-from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.node.tier import DiskNodeTier
 
 
 def run(tmp_path: Path, said: list[str], timeout_seconds: float = 120) -> Run:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-from holdfast_core.testing.control_plane import ControlPlane, find_binary
+from tests.support.servers.control_plane import ControlPlane, find_binary
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "holdfast"
 NAMESPACE = "holdfast-system"

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from holdfast_core.testing.api_objects import ABSENT, job_object, merged
-from holdfast_core.testing.control_plane import ControlPlane
-from holdfast_operator.testing.hostile_templates import HOSTILE_TEMPLATES
+from tests.support.api_objects import ABSENT, job_object, merged
+from tests.support.operator.hostile_templates import HOSTILE_TEMPLATES
+from tests.support.servers.control_plane import ControlPlane
 
 pytestmark = pytest.mark.integration
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.api_objects import merged
+from tests.support.operator.builders import job
+from tests.support.servers.control_plane import ControlPlane
 
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.testing.api_objects import merged
-from holdfast_core.testing.control_plane import ControlPlane
-from holdfast_operator.model import JobView
+from holdfast_operator.model.job import JobView
 from holdfast_operator.render.metadata import job_labels, owner_reference
 from holdfast_operator.render.network_policy import WorkerNetwork, render_network_policy
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
-from holdfast_operator.testing.builders import job
 
 pytestmark = pytest.mark.integration
 

@@ -6,15 +6,14 @@ import json
 from typing import Any
 
 import pytest
-
-from holdfast_core.testing.api_objects import (
+from tests.support.api_objects import (
     ABSENT,
     checkpoint_object,
     job_object,
     merged,
     store_object,
 )
-from holdfast_core.testing.control_plane import ControlPlane, ControlPlaneError
+from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
 
 pytestmark = pytest.mark.integration
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from holdfast_operator.base.settings import Settings
 from holdfast_operator.render.network_policy import WorkerNetwork
-from holdfast_operator.settings import Settings
 
 pytestmark = pytest.mark.integration
 

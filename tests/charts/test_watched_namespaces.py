@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from holdfast_core.testing.api_objects import job_object
-from holdfast_core.testing.control_plane import ControlPlane
-from holdfast_core.testing.ports import free_port
-from holdfast_operator.testing.waiting import poll
+from tests.support.api_objects import job_object
+from tests.support.operator.waiting import poll
+from tests.support.servers.control_plane import ControlPlane
+from tests.support.servers.ports import free_port
 
 pytestmark = pytest.mark.integration
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.tiers.faulty import Faults, FaultyNodeTier
+from tests.support.tiers.memory import MemoryTier
+from tests.support.tiers.tier_contract import TierContract
 
-from holdfast_core.testing.tier_contract import TierContract
+from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.tiers.base import NodeTier
-from holdfast_core.tiers.faulty import Faults, FaultyNodeTier
-from holdfast_core.tiers.memory import MemoryTier
-from holdfast_core.tiers.node import DiskNodeTier
 
 SMALL_BYTES = 1_000_000
 

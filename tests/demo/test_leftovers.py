@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from demo.leftovers import MARK, Claim, clear, marked
 from demo.waits import DemoFailed
-
-from holdfast.testing import until
+from tests.support.trainer.launched import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = """

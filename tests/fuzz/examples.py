@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Union
 
 from holdfast_core.ids import Digest
-from holdfast_core.transfer.bounds import Bounds
+from holdfast_core.messages.bounds import Bounds
 
 _DIGEST = "b3:" + "5" * 64
 

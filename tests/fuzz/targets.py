@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.examples import example
+from tests.support.api_objects import checkpoint_object, job_object, store_object
+from tests.support.operator.builders import raw_job
 
 from holdfast.launcher.record import RoundRecord
 from holdfast_core.contract import StoreConfig
@@ -30,11 +32,18 @@ from holdfast_core.format.digest import crc32c, digest_of
 from holdfast_core.format.keys import parse_key
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import parse_manifest
-from holdfast_core.format.pack import index_bytes_of, unpack_index
 from holdfast_core.format.payload import header_bytes, parse_payload, unpack_objects
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.format.references import parse_references
-from holdfast_core.format.shard import (
+from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step
+from holdfast_core.messages import schema
+from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.schema import Refusal, Refused
+from holdfast_core.messages.socket_frames import MESSAGES, UnknownMessage, parse_body, write_frame
+from holdfast_core.node.documents import read_round
+from holdfast_core.peer.protocol import BulkFrame, Kind, Status, receive_frame, send_frame
+from holdfast_core.peer.table import receive_table
+from holdfast_core.shards.file import (
     FOOTER,
     head_bytes,
     identity_json,
@@ -44,24 +53,15 @@ from holdfast_core.format.shard import (
     unpack_head,
     unpack_trailer,
 )
-from holdfast_core.format.slot import SlotHeader, SlotState
-from holdfast_core.format.stream import ShardStream
-from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step
-from holdfast_core.testing.api_objects import checkpoint_object, job_object, store_object
-from holdfast_core.tiers.node_documents import read_round
-from holdfast_core.transfer import messages
-from holdfast_core.transfer.bulk import BulkFrame, Kind, Status, receive_frame, send_frame
-from holdfast_core.transfer.bulk_table import receive_table
-from holdfast_core.transfer.codec import dumps, loads
-from holdfast_core.transfer.messages import Refusal, Refused
-from holdfast_core.transfer.socket_frames import MESSAGES, UnknownMessage, parse_body, write_frame
-from holdfast_operator.reflectors_records import (
+from holdfast_core.shards.pack import index_bytes_of, unpack_index
+from holdfast_core.shards.stream import ShardStream
+from holdfast_core.shm.slot_header import SlotHeader, SlotState
+from holdfast_operator.loop.stores_probe import parse_message
+from holdfast_operator.watch.records import (
     read_checkpoint,
     read_job,
     read_store,
 )
-from holdfast_operator.stores_probe import parse_message
-from holdfast_operator.testing.builders import raw_job
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
@@ -87,7 +87,7 @@ class Target:
 
 def _messages() -> Iterator[Target]:
     kinds = [
-        k for k in vars(messages).values() if isinstance(k, type) and dataclasses.is_dataclass(k)
+        k for k in vars(schema).values() if isinstance(k, type) and dataclasses.is_dataclass(k)
     ]
     for kind in kinds:
         seeds = tuple(dumps(example(kind, full=full)) for full in (True, False))

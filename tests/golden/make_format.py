@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast_core.format.digest import digest_of
-from holdfast_core.format.shard import FORMAT_VERSION
-from holdfast_core.testing.builders import (
+from tests.support.shards.builders import (
     layout,
     manifest,
     rank_layout,
@@ -18,6 +16,9 @@ from holdfast_core.testing.builders import (
     shard_file,
     shard_header,
 )
+
+from holdfast_core.format.digest import digest_of
+from holdfast_core.shards.file import FORMAT_VERSION
 
 WORLD_SIZE = 2
 CHUNK_BYTES = 4 << 20

@@ -11,13 +11,14 @@ import random
 from array import array
 from pathlib import Path
 
-from holdfast_core.format.coding import PLAIN, ChunkEncoder, Coding
-from holdfast_core.format.pack import FORMAT_VERSION, PackIndex, pack_index
+from tests.support.shards.builders import shard_file, shard_header
+from tests.support.shards.packs import trailer_of
+
 from holdfast_core.format.references import References
-from holdfast_core.format.shard import head_bytes
 from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
-from holdfast_core.testing.builders import shard_file, shard_header
-from holdfast_core.testing.packs import trailer_of
+from holdfast_core.shards.coding import PLAIN, ChunkEncoder, Coding
+from holdfast_core.shards.file import head_bytes
+from holdfast_core.shards.pack import FORMAT_VERSION, PackIndex, pack_index
 
 CHUNK_BYTES = 4096
 FOLDER = Path(__file__).parent / f"pack_v{FORMAT_VERSION}"

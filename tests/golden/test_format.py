@@ -13,9 +13,9 @@ from holdfast_core.format.layout import merge_layouts, parse_layout
 from holdfast_core.format.manifest import manifest_digest, parse_manifest
 from holdfast_core.format.payload import parse_payload, unpack_objects
 from holdfast_core.format.rank_layout import parse_rank_layout
-from holdfast_core.format.shard import FORMAT_VERSION, head_bytes
-from holdfast_core.format.stream import ShardStream
 from holdfast_core.ids import Rank
+from holdfast_core.shards.file import FORMAT_VERSION, head_bytes
+from holdfast_core.shards.stream import ShardStream
 
 FOLDER = Path(__file__).parent / f"format_v{FORMAT_VERSION}"
 MANIFEST = "b3:9bcac493c78c8bee3f9454675ace9ced5cc4ce6ca8e9f54343a792d38aa7ffd6"

@@ -16,10 +16,9 @@ from tests.golden.make_packs import (
     golden_files,
 )
 
-from holdfast_core.format.coding import ChunkDecoder
-from holdfast_core.format.pack import PackIndex, index_bytes_of, unpack_index
 from holdfast_core.format.references import parse_references
-from holdfast_core.format.shard import (
+from holdfast_core.shards.coding import ChunkDecoder
+from holdfast_core.shards.file import (
     FOOTER,
     head_bytes,
     pack_head,
@@ -27,6 +26,7 @@ from holdfast_core.format.shard import (
     trailer_offset,
     unpack_head,
 )
+from holdfast_core.shards.pack import PackIndex, index_bytes_of, unpack_index
 
 
 def read(name: str, folder: Path = FOLDER) -> bytes:

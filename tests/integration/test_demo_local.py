@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from demo.leftovers import marked
 from demo.local import memory_of
-
-from holdfast.testing import until
+from tests.support.trainer.launched import until
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 80

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from holdfast.testing import until
+from tests.support.trainer.launched import until
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/install.md"

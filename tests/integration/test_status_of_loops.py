@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from demo.local import Run
+from tests.support.trainer.launched import until
 
-from holdfast.testing import until
 from holdfast_core.api import JobCondition, JobPhase
 from holdfast_core.names import pod_name
 

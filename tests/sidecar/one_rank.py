@@ -6,25 +6,26 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from holdfast_core.clock import ManualClock
-from holdfast_core.format.digest import digest_of
-from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.manifest import parse_manifest
-from holdfast_core.store import build_manifest
-from holdfast_core.testing.builders import (
+from tests.support.shards.builders import (
     JOB,
     BytesSource,
     rank_layout,
     rank_payload,
     shard_header,
 )
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.clock import ManualClock
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.tiers.base import NodeTier
-from holdfast_core.tiers.memory import MemoryTier
-from holdfast_sidecar.backoff import Backoff, Patience
-from holdfast_sidecar.metrics import Metrics
-from holdfast_sidecar.pools import Pools
-from holdfast_sidecar.rehydrate import Rehydrator
-from holdfast_sidecar.rounds import RoundState
+from holdfast_core.tiers.local_commit import build_manifest
+from holdfast_sidecar.base.backoff import Backoff, Patience
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.restore.rehydrate import Rehydrator
 
 LAYOUT = merge_layouts([rank_layout(world_size=1)]).to_bytes()
 PAYLOAD = rank_payload(world_size=1)

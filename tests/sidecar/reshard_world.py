@@ -8,33 +8,34 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.support.shards.builders import BytesSource
+from tests.support.shards.placements import Tensor, layout_of, objects_of
+from tests.support.shards.shard_files import flip_bit
+from tests.support.tiers.faulty import Faults, FaultyObjectTier, FaultySource
+
 from holdfast_core.clock import ManualClock
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import JobIdentity, parse_manifest
 from holdfast_core.format.rank_layout import RankLayout
-from holdfast_core.format.record import CHUNK_BYTES, ShardHeader
-from holdfast_core.format.shard import Trailer, head_bytes
-from holdfast_core.format.slot import HEADER_BYTES, SlotHeader, SlotState, slot_name
 from holdfast_core.ids import JobUid, Rank, RestartRound, ShardRef, Step, TierName, Worker
+from holdfast_core.messages.schema import Member
+from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.plan import payload_plan
-from holdfast_core.slot_file import SlotFile
-from holdfast_core.store import build_manifest
-from holdfast_core.testing.builders import BytesSource
-from holdfast_core.testing.placements import Tensor, layout_of, objects_of
-from holdfast_core.testing.shard_files import flip_bit
+from holdfast_core.shards.file import Trailer, head_bytes
+from holdfast_core.shards.record import CHUNK_BYTES, ShardHeader
+from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.store.directory import DirectoryObjectTier
 from holdfast_core.tiers.base import ShardSource
-from holdfast_core.tiers.directory import DirectoryObjectTier
-from holdfast_core.tiers.faulty import Faults, FaultyObjectTier, FaultySource
-from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.tiers.local_commit import build_manifest
 from holdfast_core.tiers.sources import ReaderSource
-from holdfast_core.transfer.messages import Member
-from holdfast_sidecar.backoff import Backoff, Patience
-from holdfast_sidecar.fill_target import FillTarget
-from holdfast_sidecar.metrics import Metrics
-from holdfast_sidecar.pools import Pools
-from holdfast_sidecar.reshard import Resharder, Saved
-from holdfast_sidecar.sources import Places
+from holdfast_sidecar.base.backoff import Backoff, Patience
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.restore.fill_target import FillTarget
+from holdfast_sidecar.restore.reshard import Resharder, Saved
+from holdfast_sidecar.restore.sources import Places
 
 NAMESPACE = "ns"
 JOB = JobIdentity(NAMESPACE, "job", JobUid("job"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import places
+from holdfast.checkpoint import places
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.crash.failpoints import in_every_python
+from tests.support.trainer.launched import children_of, committed_step, is_alive, until
 
 import holdfast
-from holdfast import places, restoring
-from holdfast.testing import committed_step, until
-from holdfast.testing.launched import children_of, is_alive
+from holdfast.checkpoint import places, restoring
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
@@ -27,7 +27,6 @@ from holdfast_core.errors import (
     UnavailableError,
     UnsupportedStateError,
 )
-from holdfast_core.testing.failpoints import in_every_python
 
 PROGRAM = """
 import sys, holdfast, numpy as np

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.trainer.dict_store import DictStore
+from tests.support.trainer.launched import until
 
 import holdfast
-from holdfast.agreement import StepAgreement
-from holdfast.gang_store import GangStore
-from holdfast.link import Link
-from holdfast.testing import DictStore, FakeSidecar, until
+from holdfast.connection.link import Link
+from holdfast.gang.agreement import StepAgreement
+from holdfast.gang.store import GangStore
+from holdfast.testing import FakeSidecar
 from holdfast_core.errors import SaveFailedError, UnavailableError
-from holdfast_core.giving_way import GivingWay
 from holdfast_core.ids import Rank
-from holdfast_core.transfer.messages import Fill, Hello, Progress, Refusal, Stage
+from holdfast_core.messages.schema import Fill, Hello, Progress, Refusal, Stage
+from holdfast_core.pacing.foreground_copies import GivingWay
 
 
 @pytest.fixture
@@ -258,7 +260,7 @@ def test_nothing_to_restore_needs_no_sidecar(
     )
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("holdfast.restoring._FIRST_CONNECT_SECONDS", 0.01)
+    monkeypatch.setattr("holdfast.checkpoint.restoring._FIRST_CONNECT_SECONDS", 0.01)
     with holdfast.Checkpointer() as ckpt:
         assert list(ckpt.steps(7, {"t": torch.zeros(1)})) == list(range(7))
         assert ckpt.saves_failed == 2

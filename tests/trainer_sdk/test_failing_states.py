@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.trainer.launched import committed_step
 
 import holdfast
-from holdfast.testing import committed_step
 from holdfast_core.errors import SaveFailedError, StateDictError, UnsupportedStateError
 
 ERRORS = [RuntimeError, KeyError, MemoryError, ZeroDivisionError]

@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.crash.failpoints import in_every_python
+from tests.support.trainer.launched import children_of, committed_step
 
 import holdfast
-from holdfast.testing import committed_step
-from holdfast.testing.launched import children_of
 from holdfast_core.errors import ConfigError
-from holdfast_core.testing.failpoints import in_every_python
 
 FORK: ForkContext = multiprocessing.get_context("fork")
 _HANG_GUARD_SECONDS = 60.0

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import places, restoring
-from holdfast.link import Link
+from holdfast.checkpoint import places, restoring
+from holdfast.connection.link import Link
 from holdfast_core.errors import CorruptionError, NotFoundError, StateMismatchError
-from holdfast_core.format.slot import HEADER_BYTES
-from holdfast_core.transfer.messages import Fill, Filled, ShardFile
+from holdfast_core.messages.schema import Fill, Filled, ShardFile
+from holdfast_core.shm.slot_header import HEADER_BYTES
 
 ELEMENTS = 6 << 20
 """24 MiB: several pieces are put before the last chunk is read."""

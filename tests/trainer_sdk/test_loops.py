@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.crash.failpoints import in_every_python
+from tests.support.trainer.launched import committed_step
 
 import holdfast
-from holdfast.testing import committed_step
 from holdfast_core.errors import ConfigError, CorruptionError
-from holdfast_core.testing.failpoints import in_every_python
 
 
 class Training:

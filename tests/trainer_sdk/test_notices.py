@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.settings import current_environment
+from holdfast.base.settings import current_environment
 
 SCRIPT = """
 import sys, holdfast, numpy as np

@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.crash.failpoints import failpoints, in_every_python
+from tests.support.shards.builders import payload, rank_layout_and_plan
+from tests.support.trainer.launched import children_of, committed_step, until
 
 import holdfast
+from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.service import DirectoryService
-from holdfast.layouts import LayoutFiles
-from holdfast.staging import SlotRing
-from holdfast.testing import FakeSidecar, committed_step, until
-from holdfast.testing.launched import children_of
+from holdfast.slots.staging import SlotRing
+from holdfast.testing import FakeSidecar
 from holdfast_core.errors import NotFoundError, SaveFailedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, Step
-from holdfast_core.testing.builders import payload, rank_layout_and_plan
-from holdfast_core.testing.failpoints import failpoints, in_every_python
-from holdfast_core.tiers.disk import TEMP_PREFIX
-from holdfast_core.transfer.messages import LevelReached, Policy, Refusal, SaveFailed, Stage
+from holdfast_core.messages.schema import LevelReached, Policy, Refusal, SaveFailed, Stage
+from holdfast_core.node.files import TEMP_PREFIX
 
 LAYOUT, PLAN = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=100)
 SIZE = PLAN.total_bytes

@@ -1,6 +1,6 @@
 """Named places where a test may stop, slow or fail this process. Without a hook they do nothing.
 
-The hook is installed only by `holdfast_core.testing.failpoints`, which no production module
+The hook is installed only by `tests.support.crash.failpoints`, which no production module
 imports: in a release there is nothing that could turn a failpoint on.
 """
 
@@ -20,6 +20,6 @@ def failpoint(name: str) -> None:
 
 
 def set_hook(hook: Hook | None) -> None:
-    """Install or remove the hook; for `holdfast_core.testing.failpoints` only."""
+    """Install or remove the hook; for `tests.support.crash.failpoints` only."""
     global _hook
     _hook = hook

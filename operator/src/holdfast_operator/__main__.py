@@ -8,14 +8,14 @@ import sys
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import ConfigError
-from holdfast_operator import logs
-from holdfast_operator.controller import Controller
-from holdfast_operator.handlers import Rim, run_kopf
-from holdfast_operator.kube_access import KubeAccess, load_access
-from holdfast_operator.kube_api import KubeApi
-from holdfast_operator.metrics import Metrics
-from holdfast_operator.plain_ports import PlainPorts
-from holdfast_operator.settings import Settings
+from holdfast_operator.base import logs
+from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.base.settings import Settings
+from holdfast_operator.kube.access import KubeAccess, load_access
+from holdfast_operator.kube.api import KubeApi
+from holdfast_operator.loop.controller import Controller
+from holdfast_operator.loop.handlers import Rim, run_kopf
+from holdfast_operator.loop.plain_ports import PlainPorts
 
 KOPF_END_SECONDS = 15.0
 

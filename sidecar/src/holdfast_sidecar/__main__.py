@@ -13,22 +13,22 @@ import os
 import sys
 
 from holdfast_core.errors import HoldfastError
-from holdfast_sidecar import logs
-from holdfast_sidecar.hooks import healthz, pre_stop
-from holdfast_sidecar.settings import (
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.settings import (
     Settings,
     node_dir,
     shared_dir,
     store_environment,
     termination_log,
 )
+from holdfast_sidecar.process.hooks import healthz, pre_stop
 
 
 def _serve() -> int:
     # Half a second of imports that the pod's hooks need not spend.
     import asyncio
 
-    from holdfast_sidecar.app import serve
+    from holdfast_sidecar.process.app import serve
 
     settings = Settings.from_env()
     contract = settings.contract
@@ -47,7 +47,7 @@ def _serve() -> int:
 
 
 def _probe_store() -> int:
-    from holdfast_sidecar.store_probe import probe_store
+    from holdfast_sidecar.process.store_probe import probe_store
 
     return probe_store(*store_environment(), termination_log())
 

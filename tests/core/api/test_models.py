@@ -6,6 +6,13 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tests.support.api_objects import (
+    ABSENT,
+    checkpoint_object,
+    job_object,
+    merged,
+    store_object,
+)
 
 from holdfast_core.api import (
     Checkpoint,
@@ -28,13 +35,6 @@ from holdfast_core.api import (
 )
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import Digest, RestartRound, Step
-from holdfast_core.testing.api_objects import (
-    ABSENT,
-    checkpoint_object,
-    job_object,
-    merged,
-    store_object,
-)
 
 BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "no workers": ({"workers": 0}, "spec.workers: "),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.shards.builders import layout, rank_layout
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import dumps_canonical
@@ -13,7 +14,6 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import merge_layouts, parse_layout
 from holdfast_core.format.rank_layout import parse_rank_layout
 from holdfast_core.ids import Rank
-from holdfast_core.testing.builders import layout, rank_layout
 
 
 def changed(document: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.shards.builders import manifest, payload, shard_file, shard_header
 
 from holdfast_core.errors import FormatError
 from holdfast_core.format.canonical import dumps_canonical
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest
 from holdfast_core.ids import Rank
-from holdfast_core.testing.builders import manifest, payload, shard_file, shard_header
 
 
 def sample() -> Manifest:

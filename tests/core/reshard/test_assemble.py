@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.shards.builders import BytesSource, shard_header
+from tests.support.shards.placements import Placement, Tensor, layout_of, objects_of
+from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import CorruptionError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.layout import Layout, merge_layouts, rank_layout_of
 from holdfast_core.format.manifest import ManifestShard
 from holdfast_core.format.rank_layout import RankLayout
-from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.assemble import Copying, check_source
 from holdfast_core.reshard.plan import payload_plan, plan
 from holdfast_core.reshard.reads import by_source, bytes_read
-from holdfast_core.testing.builders import BytesSource, shard_header
-from holdfast_core.testing.placements import Placement, Tensor, layout_of, objects_of
-from holdfast_core.tiers.memory import MemoryTier
+from holdfast_core.shards.file import Trailer
 from holdfast_core.tiers.sources import ReaderSource
 
 CHUNK = 4096

@@ -7,13 +7,13 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.shards.placements import layout_of, transformer
 
 from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.record import CHUNK_BYTES
 from holdfast_core.ids import Rank
 from holdfast_core.reshard.plan import Move, plan
 from holdfast_core.reshard.reads import by_source, bytes_read, reads_of
-from holdfast_core.testing.placements import layout_of, transformer
+from holdfast_core.shards.record import CHUNK_BYTES
 
 CHUNK = 8
 WORDS = 128256

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.crash.failpoints import parse_rules
+from tests.support.shards.builders import JOB_UID, BytesSource, payload, shard_file, shard_header
+from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
+from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import (
     CapacityError,
@@ -11,10 +15,6 @@ from holdfast_core.errors import (
 )
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.testing.builders import JOB_UID, BytesSource, payload, shard_file, shard_header
-from holdfast_core.testing.failpoints import parse_rules
-from holdfast_core.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
-from holdfast_core.tiers.memory import MemoryTier
 
 CHECKPOINT = CheckpointId(Step(10), RestartRound(0))
 

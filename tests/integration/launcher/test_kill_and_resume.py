@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from holdfast.testing import Launched, committed_step, until
-from holdfast_core.testing.failpoints import in_every_python
+from tests.support.crash.failpoints import in_every_python
+from tests.support.trainer.launched import Launched, committed_step, until
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = ROOT / "examples/gpt/train.py"

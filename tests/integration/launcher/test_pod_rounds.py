@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.trainer.launched import Launched, until
 
-from holdfast.testing import FakeSidecar, Launched, until
-from holdfast_core.transfer.messages import (
+from holdfast.testing import FakeSidecar
+from holdfast_core.messages.schema import (
     Ended,
     Exited,
     Finish,

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-
-from holdfast.testing import Launched, until
-from holdfast.testing.launched import children_of, is_alive
+from tests.support.trainer.launched import Launched, children_of, is_alive, until
 
 pytestmark = pytest.mark.integration
 

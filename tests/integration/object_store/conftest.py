@@ -6,16 +6,16 @@ import secrets
 from collections.abc import Iterator
 
 import pytest
+from tests.support.servers.hostile_s3 import HostileProxy
+from tests.support.servers.minio_server import MinioServer
+from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY, StoreServer
+from tests.support.servers.versitygw_server import VersitygwServer
 
 from holdfast_core.contract import StoreConfig
-from holdfast_core.testing.hostile_s3 import HostileProxy
-from holdfast_core.testing.minio_server import MinioServer
-from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY, StoreServer
-from holdfast_core.testing.versitygw_server import VersitygwServer
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.tiers.retry import Retrier, RetryPolicy
-from holdfast_core.tiers.s3_credentials import Keys
-from holdfast_core.tiers.s3_http import Timeouts
+from holdfast_core.store.s3.credentials import Keys
+from holdfast_core.store.s3.http import Timeouts
+from holdfast_core.store.s3.retry import Retrier, RetryPolicy
+from holdfast_core.store.tier import S3ObjectTier
 
 SERVERS: dict[str, type[StoreServer]] = {"minio": MinioServer, "versitygw": VersitygwServer}
 

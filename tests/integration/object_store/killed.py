@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.servers.hostile_s3 import HostileProxy
+
 from holdfast_core.contract import StoreConfig
-from holdfast_core.testing.hostile_s3 import HostileProxy
-from holdfast_core.tiers.disk_shard import DiskShardReader
+from holdfast_core.node.shard_file import DiskShardReader
 
 UPLOADER = Path(__file__).with_name("uploader.py")
 

@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 import zstandard
 from tests.integration.object_store.test_packs import NAMESPACE, Replicas, key_of, objects
-
-from holdfast_core.contract import StoreConfig
-from holdfast_core.errors import CorruptionError
-from holdfast_core.format.coding import PLAIN, Coding
-from holdfast_core.format.pack import PackIndex, pack_index, unshared_index
-from holdfast_core.format.record import CHUNK_BYTES
-from holdfast_core.testing.builders import payload, weights
-from holdfast_core.testing.hostile_s3 import (
+from tests.support.servers.hostile_s3 import (
     CutReply,
     FlipReply,
     HostileProxy,
     Seen,
 )
-from holdfast_core.testing.store_server import StoreServer
-from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.tiers.object import S3ObjectTier
+from tests.support.servers.store_server import StoreServer
+from tests.support.shards.builders import payload, weights
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import CorruptionError
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shards.coding import PLAIN, Coding
+from holdfast_core.shards.pack import PackIndex, pack_index, unshared_index
+from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20

@@ -16,14 +16,7 @@ import pytest
 from tests.integration.object_store.killed import kill_in_upload
 from tests.integration.object_store.test_compressed import WIDTH, Compressing
 from tests.integration.object_store.test_packs import NAMESPACE, key_of, objects
-
-from holdfast_core.contract import StoreConfig
-from holdfast_core.errors import AlreadyExistsError, CorruptionError, UnavailableError
-from holdfast_core.format.digest import crc32c
-from holdfast_core.format.pack import pack_index
-from holdfast_core.format.record import CHUNK_BYTES
-from holdfast_core.testing.builders import payload, weights
-from holdfast_core.testing.hostile_s3 import (
+from tests.support.servers.hostile_s3 import (
     Answer,
     FlipRequest,
     FreezeRequest,
@@ -32,13 +25,20 @@ from holdfast_core.testing.hostile_s3 import (
     Seen,
     on,
 )
-from holdfast_core.testing.shard_files import flip_bit
-from holdfast_core.testing.store_server import StoreServer
-from holdfast_core.tiers.disk import BufferPool
-from holdfast_core.tiers.disk_shard import DiskShardReader
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.tiers.object_encode import MAX_HELD_BYTES
-from holdfast_core.tiers.s3_client import CHECKSUM_HEADER, S3Client, S3Request, encode_crc
+from tests.support.servers.store_server import StoreServer
+from tests.support.shards.builders import payload, weights
+from tests.support.shards.shard_files import flip_bit
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import AlreadyExistsError, CorruptionError, UnavailableError
+from holdfast_core.format.digest import crc32c
+from holdfast_core.node.files import BufferPool
+from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.shards.pack import pack_index
+from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.store.s3.client import CHECKSUM_HEADER, S3Client, S3Request, encode_crc
+from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.store.upload.encode import MAX_HELD_BYTES
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20

@@ -10,21 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from holdfast_core.contract import StoreConfig
-from holdfast_core.errors import (
-    AccessDeniedError,
-    AlreadyExistsError,
-    ConfigError,
-    CorruptionError,
-    HoldfastError,
-    NotFoundError,
-    TierError,
-    UnavailableError,
-)
-from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.testing.builders import JOB_UID, shard_header
-from holdfast_core.testing.hostile_s3 import (
+from tests.support.servers.hostile_s3 import (
     Action,
     Answer,
     CutReply,
@@ -43,14 +29,28 @@ from holdfast_core.testing.hostile_s3 import (
     error_document,
     on,
 )
-from holdfast_core.testing.shard_files import CopyWriters, write_shard
-from holdfast_core.testing.store_server import StoreServer
-from holdfast_core.tiers.disk_shard import DiskShardReader
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.tiers.retry import Retrier, RetryPolicy
-from holdfast_core.tiers.s3_client import CHECKSUM_HEADER, S3Client
-from holdfast_core.tiers.s3_credentials import FileCredentials, Keys
-from holdfast_core.tiers.s3_http import Timeouts
+from tests.support.servers.store_server import StoreServer
+from tests.support.shards.builders import JOB_UID, shard_header
+from tests.support.shards.shard_files import CopyWriters, write_shard
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import (
+    AccessDeniedError,
+    AlreadyExistsError,
+    ConfigError,
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    TierError,
+    UnavailableError,
+)
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.store.s3.client import CHECKSUM_HEADER, S3Client
+from holdfast_core.store.s3.credentials import FileCredentials, Keys
+from holdfast_core.store.s3.http import Timeouts
+from holdfast_core.store.s3.retry import Retrier, RetryPolicy
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20

@@ -11,9 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from holdfast_core.contract import StoreConfig
-from holdfast_core.testing.hostile_s3 import (
+from tests.support.servers.hostile_s3 import (
     Action,
     Answer,
     DropRequestHeader,
@@ -25,11 +23,13 @@ from holdfast_core.testing.hostile_s3 import (
     SetReplyHeader,
     on,
 )
-from holdfast_core.testing.store_server import ACCESS_KEY, StoreServer
-from holdfast_core.tiers.object_probe import ProbeReason, StoreFeatures, probe
-from holdfast_core.tiers.retry import Retrier
-from holdfast_core.tiers.s3_credentials import FileCredentials, Keys, StaticCredentials
-from holdfast_core.tiers.s3_http import Timeouts
+from tests.support.servers.store_server import ACCESS_KEY, StoreServer
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.store.probe import ProbeReason, StoreFeatures, probe
+from holdfast_core.store.s3.credentials import FileCredentials, Keys, StaticCredentials
+from holdfast_core.store.s3.http import Timeouts
+from holdfast_core.store.s3.retry import Retrier
 
 pytestmark = pytest.mark.integration
 ALL = StoreFeatures(conditional_put=True, checksum=True, multipart=True, range_get=True)

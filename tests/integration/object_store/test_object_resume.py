@@ -13,13 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.object_store.killed import kill_in_upload
-
-from holdfast_core.contract import StoreConfig
-from holdfast_core.errors import CorruptionError, UnavailableError
-from holdfast_core.format.digest import crc32c
-from holdfast_core.ids import ShardRef
-from holdfast_core.testing.builders import JOB_UID, shard_header
-from holdfast_core.testing.hostile_s3 import (
+from tests.support.servers.hostile_s3 import (
     Action,
     Answer,
     FreezeRequest,
@@ -28,17 +22,23 @@ from holdfast_core.testing.hostile_s3 import (
     Matches,
     on,
 )
-from holdfast_core.testing.shard_files import CopyWriters, FileCopyWriter, flip_bit, write_shard
-from holdfast_core.testing.store_server import StoreServer
-from holdfast_core.tiers.disk_shard import DiskShardReader
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.tiers.s3_client import (
+from tests.support.servers.store_server import StoreServer
+from tests.support.shards.builders import JOB_UID, shard_header
+from tests.support.shards.shard_files import CopyWriters, FileCopyWriter, flip_bit, write_shard
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import CorruptionError, UnavailableError
+from holdfast_core.format.digest import crc32c
+from holdfast_core.ids import ShardRef
+from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.store.s3.client import (
     CHECKSUM_HEADER,
     PendingUpload,
     S3Client,
     S3Request,
     encode_crc,
 )
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20

@@ -12,11 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from holdfast_core.errors import CorruptionError, UnavailableError
-from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
-from holdfast_core.testing.builders import JOB_UID, shard_header
-from holdfast_core.testing.hostile_s3 import (
+from tests.support.servers.hostile_s3 import (
     Action,
     Answer,
     CutReply,
@@ -31,9 +27,13 @@ from holdfast_core.testing.hostile_s3 import (
     SetReplyHeader,
     on,
 )
-from holdfast_core.testing.shard_files import CopyWriters, write_shard
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.tiers.s3_client import CHECKSUM_HEADER
+from tests.support.shards.builders import JOB_UID, shard_header
+from tests.support.shards.shard_files import CopyWriters, write_shard
+
+from holdfast_core.errors import CorruptionError, UnavailableError
+from holdfast_core.ids import CheckpointId, RestartRound, ShardRef, Step
+from holdfast_core.store.s3.client import CHECKSUM_HEADER
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20

@@ -9,18 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from holdfast_core.errors import (
-    AccessDeniedError,
-    CorruptionError,
-    NotFoundError,
-    UnavailableError,
-)
-from holdfast_core.format.chunks import file_span
-from holdfast_core.format.shard import trailer_bytes
-from holdfast_core.ids import CheckpointId, ShardRef
-from holdfast_core.testing.builders import shard_header
-from holdfast_core.testing.hostile_s3 import (
+from tests.support.servers.hostile_s3 import (
     Answer,
     CutReply,
     FlipReply,
@@ -30,9 +19,20 @@ from holdfast_core.testing.hostile_s3 import (
     Seen,
     on,
 )
-from holdfast_core.testing.shard_files import write_shard
-from holdfast_core.tiers.disk_shard import DiskShardReader
-from holdfast_core.tiers.object import S3ObjectTier
+from tests.support.shards.builders import shard_header
+from tests.support.shards.shard_files import write_shard
+
+from holdfast_core.errors import (
+    AccessDeniedError,
+    CorruptionError,
+    NotFoundError,
+    UnavailableError,
+)
+from holdfast_core.ids import CheckpointId, ShardRef
+from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.shards.chunks import file_span
+from holdfast_core.shards.file import trailer_bytes
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 NAMESPACE = "team-a"

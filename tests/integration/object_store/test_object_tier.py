@@ -10,6 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from tests.support.servers.hostile_s3 import HostileProxy
+from tests.support.servers.store_server import StoreServer
+from tests.support.shards.builders import JOB_UID, BytesSource, shard_header
+from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
@@ -20,15 +24,11 @@ from holdfast_core.errors import (
     NotFoundError,
 )
 from holdfast_core.ids import CheckpointId, Digest, RestartRound, ShardRef, Step
-from holdfast_core.testing.builders import JOB_UID, BytesSource, shard_header
-from holdfast_core.testing.hostile_s3 import HostileProxy
-from holdfast_core.testing.shard_files import CopyWriters, flip_bit, write_shard
-from holdfast_core.testing.store_server import StoreServer
-from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.tiers.retry import Retrier
-from holdfast_core.tiers.s3_client import S3Client
-from holdfast_core.tiers.s3_credentials import FileCredentials
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.store.s3.client import S3Client
+from holdfast_core.store.s3.credentials import FileCredentials
+from holdfast_core.store.s3.retry import Retrier
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20

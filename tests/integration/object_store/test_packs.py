@@ -10,24 +10,24 @@ from pathlib import Path
 
 import pytest
 from tests.integration.object_store.killed import kill_in_upload
+from tests.support.servers.hostile_s3 import FreezeRequest, HostileProxy, on
+from tests.support.servers.store_server import StoreServer
+from tests.support.shards.builders import JOB_UID, payload, shard_header
+from tests.support.shards.shard_files import CopyWriters, flip_bit, write_shard
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
 from holdfast_core.format import keys
-from holdfast_core.format.chunks import file_span
-from holdfast_core.format.pack import PackIndex, pack_index
-from holdfast_core.format.pack_plan import Earlier, plan_pack, shared_with
-from holdfast_core.format.record import CHUNK_BYTES
-from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import CheckpointId, Rank, ShardRef
-from holdfast_core.testing.builders import JOB_UID, payload, shard_header
-from holdfast_core.testing.hostile_s3 import FreezeRequest, HostileProxy, on
-from holdfast_core.testing.shard_files import CopyWriters, flip_bit, write_shard
-from holdfast_core.testing.store_server import StoreServer
-from holdfast_core.tiers.disk_shard import DiskShardReader
-from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.tiers.s3_client import S3Client
+from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shards.chunks import file_span
+from holdfast_core.shards.file import Trailer
+from holdfast_core.shards.pack import PackIndex, pack_index
+from holdfast_core.shards.pack_plan import Earlier, plan_pack, shared_with
+from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.store.s3.client import S3Client
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20

@@ -16,23 +16,23 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.servers.store_server import StoreServer
+from tests.support.shards.builders import JOB, JOB_UID, payload, shard_header
+from tests.support.shards.shard_files import CopyWriters, write_shard
 
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import FormatError, NotFoundError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import job_prefix, manifest_key, references_key
 from holdfast_core.format.manifest import Manifest, ManifestShard
-from holdfast_core.format.pack_plan import Earlier, plan_pack
 from holdfast_core.format.references import References
-from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
-from holdfast_core.testing.builders import JOB, JOB_UID, payload, shard_header
-from holdfast_core.testing.shard_files import CopyWriters, write_shard
-from holdfast_core.testing.store_server import StoreServer
-from holdfast_core.tiers.disk_shard import DiskShardReader
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.tiers.object_commit import commit_shared
-from holdfast_core.tiers.retry import Retrier, RetryPolicy
+from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.shards.file import Trailer
+from holdfast_core.shards.pack_plan import Earlier, plan_pack
+from holdfast_core.store.commit import commit_shared
+from holdfast_core.store.s3.retry import Retrier, RetryPolicy
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 T = TypeVar("T")

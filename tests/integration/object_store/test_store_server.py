@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.servers.store_server import ServerUnavailableError, StoreServer
+from tests.support.shards.builders import JOB_UID
 
-from holdfast_core.testing.builders import JOB_UID
-from holdfast_core.testing.store_server import ServerUnavailableError, StoreServer
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.tiers.object_probe import ProbeReason, probe
+from holdfast_core.store.probe import ProbeReason, probe
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 

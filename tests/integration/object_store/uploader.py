@@ -10,15 +10,16 @@ import json
 import sys
 from pathlib import Path
 
+from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
+
 from holdfast_core.contract import StoreConfig
-from holdfast_core.format.pack import unpack_index, unshared_index
-from holdfast_core.format.shard import FOOTER, Trailer
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step
-from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
-from holdfast_core.tiers.disk import BufferPool
-from holdfast_core.tiers.disk_shard import DiskShardReader
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.tiers.s3_credentials import Keys, StaticCredentials
+from holdfast_core.node.files import BufferPool
+from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.shards.file import FOOTER, Trailer
+from holdfast_core.shards.pack import unpack_index, unshared_index
+from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+from holdfast_core.store.tier import S3ObjectTier
 
 
 def main(config: str, path: str, ref: str, index: str = "", width: str = "") -> None:

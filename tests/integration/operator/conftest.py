@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from holdfast_core.testing.control_plane import ControlPlane
-from holdfast_operator.testing.waiting import poll
+from tests.support.operator.waiting import poll
+from tests.support.servers.control_plane import ControlPlane
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

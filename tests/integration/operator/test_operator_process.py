@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.operator.played_kubelet import PlayedKubelet
+from tests.support.operator.waiting import poll
+from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
+from tests.support.servers.ports import free_port
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import peer_dns_name
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.names import certificates_secret_name, pod_name, service_name
-from holdfast_core.testing.control_plane import ControlPlane, ControlPlaneError
-from holdfast_core.testing.ports import free_port
-from holdfast_core.transfer.messages import (
+from holdfast_core.messages.schema import (
     CoordinatorState,
     HeldShard,
     ManifestInfo,
@@ -32,11 +33,10 @@ from holdfast_core.transfer.messages import (
     RoundTimes,
     ShardInfo,
 )
-from holdfast_operator import labels
-from holdfast_operator.actions import round_digest
-from holdfast_operator.certificates import Authority, new_leaf
-from holdfast_operator.testing.played_kubelet import PlayedKubelet
-from holdfast_operator.testing.waiting import poll
+from holdfast_core.names import certificates_secret_name, pod_name, service_name
+from holdfast_operator.model import labels
+from holdfast_operator.model.actions import round_digest
+from holdfast_operator.sidecars.certificates import Authority, new_leaf
 
 pytestmark = pytest.mark.integration
 

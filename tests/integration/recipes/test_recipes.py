@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from holdfast.testing import committed_step
+from tests.support.trainer.launched import committed_step
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs/recipes.md"

@@ -15,9 +15,8 @@ import sys
 from pathlib import Path
 
 import torch
+from tests.support.trainer.launched import committed_step, until
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from holdfast.testing import committed_step, until
 
 steps = 0
 saved = int(os.environ.get("SAVED", "0"))

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from holdfast.testing import Launched
+from tests.support.trainer.launched import Launched
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

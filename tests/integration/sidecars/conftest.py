@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from tests.support.crash.failpoints import VARIABLE
+from tests.support.servers.minio_server import MinioServer
+from tests.support.servers.pki import Authority
+from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
+from tests.support.sidecar import FakeLauncher, FakeOperator, FakeRank, SidecarProcess
 
 from holdfast_core.contract import SidecarContract, StoreConfig, operator_dns_name, peer_dns_name
 from holdfast_core.ids import JobUid, Level, RestartRound, Worker
-from holdfast_core.testing.failpoints import VARIABLE
-from holdfast_core.testing.minio_server import MinioServer
-from holdfast_core.testing.pki import Authority
-from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
-from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.transfer.messages import CoordinatorState, Member, RestorePoint, Round
-from holdfast_core.transfer.tls import TlsFiles, client_context
-from holdfast_sidecar.settings import PORTS_FILE
-from holdfast_sidecar.testing import FakeLauncher, FakeOperator, FakeRank, SidecarProcess
+from holdfast_core.messages.schema import CoordinatorState, Member, RestorePoint, Round
+from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_sidecar.base.settings import PORTS_FILE
 
 JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
 NAMESPACE = "team-a"

@@ -9,21 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sidecar.test_leftovers import CONTRACT
-
-from holdfast_core.clock import SystemClock
-from holdfast_core.errors import AlreadyExistsError, UnavailableError
-from holdfast_core.format.digest import digest_of
-from holdfast_core.format.keys import job_prefix, shard_key
-from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.manifest import Manifest, ManifestShard
-from holdfast_core.format.pack import PackIndex
-from holdfast_core.format.rank_layout import RankLayout, TensorSlice
-from holdfast_core.format.record import CHUNK_BYTES
-from holdfast_core.format.shard import Trailer
-from holdfast_core.ids import ByteRange, CheckpointId, Digest, Rank, RestartRound, ShardRef, Step
-from holdfast_core.ids import Worker as W
-from holdfast_core.testing.builders import (
+from tests.sidecar.upkeep.test_leftovers import CONTRACT
+from tests.support.servers.minio_server import MinioServer
+from tests.support.shards.builders import (
     JOB,
     JOB_UID,
     BytesSource,
@@ -31,10 +19,17 @@ from holdfast_core.testing.builders import (
     shard_header,
     weights,
 )
-from holdfast_core.testing.minio_server import MinioServer
-from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.transfer.messages import (
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.errors import AlreadyExistsError, UnavailableError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.keys import job_prefix, shard_key
+from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.manifest import Manifest, ManifestShard
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.ids import ByteRange, CheckpointId, Digest, Rank, RestartRound, ShardRef, Step
+from holdfast_core.ids import Worker as W
+from holdfast_core.messages.schema import (
     Member,
     PersistRequest,
     Policy,
@@ -42,9 +37,14 @@ from holdfast_core.transfer.messages import (
     RestorePoint,
     Round,
 )
-from holdfast_sidecar.plan import StoredAs
-from holdfast_sidecar.rounds import RoundState
-from holdfast_sidecar.sharing import ShardUploader
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shards.file import Trailer
+from holdfast_core.shards.pack import PackIndex
+from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.store.tier import S3ObjectTier
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.save.plan import StoredAs
+from holdfast_sidecar.save.sharing import ShardUploader
 
 pytestmark = pytest.mark.integration
 SIZE = 9 << 20

@@ -19,10 +19,10 @@ from tests.integration.sidecars.test_sidecars_packs import (
     persist,
     prune_all_but_6,
 )
+from tests.support.servers.minio_server import MinioServer
+from tests.support.shards.builders import weights
 
-from holdfast_core.testing.builders import weights
-from holdfast_core.testing.minio_server import MinioServer
-from holdfast_core.tiers.object import S3ObjectTier
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast_core.ids import Level, TierName
-from holdfast_core.transfer.messages import Policy
+from holdfast_core.messages.schema import Policy
 
 pytestmark = pytest.mark.integration
 

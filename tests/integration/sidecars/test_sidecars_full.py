@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.sidecar import until
 
 from holdfast_core.ids import Level
-from holdfast_core.transfer.messages import Policy, RestorePoint, SaveFailed
-from holdfast_sidecar.testing import until
+from holdfast_core.messages.schema import Policy, RestorePoint, SaveFailed
 
 pytestmark = pytest.mark.integration
 

@@ -9,16 +9,16 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from tests.support.sidecar import until
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import Level, RestartRound, Worker
-from holdfast_core.transfer.messages import RestorePoint
-from holdfast_operator.certificates import Certificates
-from holdfast_operator.keys import job_key
-from holdfast_operator.model import PodPhase, PodView, Reachable, SidecarView
-from holdfast_operator.sidecar_client import SidecarClient
-from holdfast_operator.sidecars import Sidecars
-from holdfast_sidecar.testing import until
+from holdfast_core.messages.schema import RestorePoint
+from holdfast_operator.model.job import PodPhase, PodView, Reachable, SidecarView
+from holdfast_operator.model.keys import job_key
+from holdfast_operator.sidecars.calls import Sidecars
+from holdfast_operator.sidecars.certificates import Certificates
+from holdfast_operator.sidecars.client import SidecarClient
 
 pytestmark = pytest.mark.integration
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.support.crash.failpoints import PANIC_EXIT_CODE, VARIABLE
+from tests.support.sidecar import FakeRank, until
 
 from holdfast_core.errors import UnavailableError
-from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import Level, Step, TierName
-from holdfast_core.testing.failpoints import PANIC_EXIT_CODE, VARIABLE
-from holdfast_core.transfer.messages import (
+from holdfast_core.messages.schema import (
     OVERTAKEN,
     CoordinatorState,
     Inventory,
@@ -24,7 +24,7 @@ from holdfast_core.transfer.messages import (
     RestorePoint,
     SaveFailed,
 )
-from holdfast_sidecar.testing import FakeRank, until
+from holdfast_core.shm.slot_header import SlotState
 
 pytestmark = pytest.mark.integration
 

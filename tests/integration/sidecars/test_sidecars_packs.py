@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.support.servers.hostile_s3 import Answer, HostileProxy, Seen
+from tests.support.servers.minio_server import MinioServer
 
 from holdfast_core.format.dtypes import element_bytes
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, CheckpointId, Level, Rank, RestartRound, Step, TierName
-from holdfast_core.testing.hostile_s3 import Answer, HostileProxy, Seen
-from holdfast_core.testing.minio_server import MinioServer
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.transfer.messages import Policy, Prune, PruneReply, RestorePoint
+from holdfast_core.messages.schema import Policy, Prune, PruneReply, RestorePoint
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.shards.builders import weights
+from tests.support.shards.placements import Tensor, layout_of, objects_of
+from tests.support.sidecar import SidecarProcess
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -22,13 +25,10 @@ from holdfast_core.contract import PodContract, StoreConfig
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.layout import merge_layouts, parse_layout
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
-from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import Level, Rank, TierName
+from holdfast_core.messages.schema import Policy
 from holdfast_core.reshard.plan import payload_plan, plan
-from holdfast_core.testing.builders import weights
-from holdfast_core.testing.placements import Tensor, layout_of, objects_of
-from holdfast_core.transfer.messages import Policy
-from holdfast_sidecar.testing import SidecarProcess
+from holdfast_core.shm.slot_header import SlotState
 
 pytestmark = pytest.mark.integration
 

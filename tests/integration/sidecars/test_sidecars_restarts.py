@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.sidecar import FakeRank, until
 
 from holdfast_core.errors import RefusedError
-from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import Level, RestartRound
-from holdfast_core.transfer.messages import Refusal, SaveFailed
-from holdfast_sidecar.testing import FakeRank, until
+from holdfast_core.messages.schema import Refusal, SaveFailed
+from holdfast_core.shm.slot_header import SlotState
 
 pytestmark = pytest.mark.integration
 

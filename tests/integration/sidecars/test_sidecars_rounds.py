@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.sidecar import flip_a_bit, until
 
 from holdfast_core.errors import RefusedError, StaleRoundError
 from holdfast_core.ids import Level, Rank, RestartRound, TierName, Worker
-from holdfast_core.transfer.messages import Exited, HostStore, Member, Policy, Refusal
-from holdfast_sidecar.testing import flip_a_bit, until
+from holdfast_core.messages.schema import Exited, HostStore, Member, Policy, Refusal
 
 pytestmark = pytest.mark.integration
 

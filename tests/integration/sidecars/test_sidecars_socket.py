@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.servers.minio_server import MinioServer
+from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
+from tests.support.sidecar import FakeRank
 
 from holdfast_core.errors import NotFoundError, RefusedError
-from holdfast_core.format.slot import SlotState
 from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step
-from holdfast_core.testing.minio_server import MinioServer
-from holdfast_core.testing.store_server import ACCESS_KEY, SECRET_KEY
-from holdfast_core.transfer.messages import Refusal, Stage
-from holdfast_sidecar.settings import inherited
-from holdfast_sidecar.testing import FakeRank
+from holdfast_core.messages.schema import Refusal, Stage
+from holdfast_core.shm.slot_header import SlotState
+from holdfast_sidecar.base.settings import inherited
 
 pytestmark = pytest.mark.integration
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.servers.minio_server import MinioServer
+from tests.support.sidecar import until
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, TierName
-from holdfast_core.testing.minio_server import MinioServer
-from holdfast_core.tiers.object import S3ObjectTier
-from holdfast_core.transfer.messages import (
+from holdfast_core.messages.schema import (
     Ask,
     Ok,
     Policy,
@@ -22,7 +22,7 @@ from holdfast_core.transfer.messages import (
     SaveRequested,
     StopRequested,
 )
-from holdfast_sidecar.testing import until
+from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.support.servers.pki import Authority
+from tests.support.sidecar import FakeOperator
 
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level, Rank, RestartRound, ShardRef, Step, Worker
-from holdfast_core.testing.pki import Authority
-from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.transfer.bulk_client import fetch_shard, send_copy
-from holdfast_core.transfer.messages import (
+from holdfast_core.messages.schema import (
     Certificate,
     Inventory,
     Ok,
@@ -27,8 +26,9 @@ from holdfast_core.transfer.messages import (
     Seal,
     ShardInfo,
 )
-from holdfast_core.transfer.tls import TlsFiles, client_context
-from holdfast_sidecar.testing import FakeOperator
+from holdfast_core.net.tls import TlsFiles, client_context
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.peer.client import fetch_shard, send_copy
 
 pytestmark = pytest.mark.integration
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.sidecar import until
 
 from holdfast_core.ids import Level
-from holdfast_core.transfer.messages import SaveFailed
-from holdfast_sidecar.deaths import DIED_STATUS
-from holdfast_sidecar.testing import until
+from holdfast_core.messages.schema import SaveFailed
+from holdfast_sidecar.process.deaths import DIED_STATUS
 
 pytestmark = pytest.mark.integration
 

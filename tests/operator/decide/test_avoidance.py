@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.operator.builders import job, now, pod, sidecar, status
 
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_operator.actions import CreatePod, DeletePod
-from holdfast_operator.decide import decide
 from holdfast_operator.decide.avoidance import MAX_AVOIDED
-from holdfast_operator.decide.world import World
-from holdfast_operator.model import (
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.actions import CreatePod, DeletePod
+from holdfast_operator.model.job import (
     JobMemory,
     NodeView,
     Observed,
@@ -19,7 +20,6 @@ from holdfast_operator.model import (
     PodView,
     RestorePointView,
 )
-from holdfast_operator.testing.builders import job, now, pod, sidecar, status
 
 GONE = "job-l2msg4-1-r1"
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from tests.support.operator.builders import START, job, now, pod, sidecar, status
 
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
-from holdfast_core.transfer.messages import CoordinatorState, DeadRank
-from holdfast_operator.actions import BeginRound
-from holdfast_operator.decide import decide
-from holdfast_operator.model import (
+from holdfast_core.messages.schema import CoordinatorState, DeadRank
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.model.actions import BeginRound
+from holdfast_operator.model.job import (
     ExitCodeRule,
     JobMemory,
     NodeView,
@@ -19,8 +20,7 @@ from holdfast_operator.model import (
     RestartRecord,
     RestorePointView,
 )
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.builders import START, job, now, pod, sidecar, status
+from holdfast_operator.model.reasons import Reason
 
 ROUND = RestartRound(6)
 BASE = RestorePointView(Step(10), RestartRound(1), Digest("b3:m"))

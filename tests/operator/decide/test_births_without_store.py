@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.operator.builders import job, now, pod, sidecar, status, store
 
 from holdfast_core.api import CheckpointStore, JobCondition
 from holdfast_core.ids import Worker
-from holdfast_operator.actions import CreatePod, WriteStatus
-from holdfast_operator.decide import decide
-from holdfast_operator.model import Observed, StoreView, Unreadable
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.builders import job, now, pod, sidecar, status, store
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.model.actions import CreatePod, WriteStatus
+from holdfast_operator.model.job import Observed, StoreView, Unreadable
+from holdfast_operator.model.reasons import Reason
 
 SURVIVOR = pod(0)
 REPLACED = job(2, status(1, (0, 1)), store="main")

@@ -11,18 +11,18 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.operator.builders import NAMESPACE, now, raw_job
+from tests.support.operator.fake_cluster import FakeCluster, FakeNode, is_ancestor
+from tests.support.operator.fake_operator import OPERATOR_NAMESPACE, FakeOperator, Trouble, calm
+from tests.support.operator.oracle import bases_of, broken_rules, holds
 
 from holdfast_core.ids import Rank, Worker
+from holdfast_core.messages.schema import DeadRank
 from holdfast_core.names import pod_name
-from holdfast_core.transfer.messages import DeadRank
-from holdfast_operator.certificates import ca_secret_name
-from holdfast_operator.decide import decide
-from holdfast_operator.model import PodPhase
-from holdfast_operator.observe_views import job_view
-from holdfast_operator.testing.builders import NAMESPACE, now, raw_job
-from holdfast_operator.testing.fake_cluster import FakeCluster, FakeNode, is_ancestor
-from holdfast_operator.testing.fake_operator import OPERATOR_NAMESPACE, FakeOperator, Trouble, calm
-from holdfast_operator.testing.oracle import bases_of, broken_rules, holds
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.model.job import PodPhase
+from holdfast_operator.sidecars.certificates import ca_secret_name
+from holdfast_operator.watch.views import job_view
 
 KINDS = (
     "lose pod",

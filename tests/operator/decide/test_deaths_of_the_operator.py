@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tests.support.operator.life import Life
+from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.testing.life import Life
-from holdfast_operator.testing.oracle import broken_rules
 
 
 def suspends(life: Life) -> None:

@@ -6,36 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.transfer.messages import (
-    CoordinatorState,
-    Failure,
-    RankProgress,
-    RestorePoint,
-)
-from holdfast_operator.actions import (
-    Action,
-    AskSave,
-    CommitPersisted,
-    CreateCheckpointObject,
-    Decision,
-    DeleteCheckpoint,
-    PruneObject,
-    UpdateCheckpointStatus,
-    WriteStatus,
-)
-from holdfast_operator.decide import decide
-from holdfast_operator.decide.status import LEVELS_EVERY_SECONDS
-from holdfast_operator.model import (
-    CheckpointView,
-    JobMemory,
-    LineageEntry,
-    Observed,
-    PersistedView,
-    RestorePointView,
-)
-from holdfast_operator.testing.builders import (
+from tests.support.operator.builders import (
     START,
     UID,
     checkpoint,
@@ -46,6 +17,35 @@ from holdfast_operator.testing.builders import (
     sidecar,
     status,
     store,
+)
+
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.schema import (
+    CoordinatorState,
+    Failure,
+    RankProgress,
+    RestorePoint,
+)
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.report.status import LEVELS_EVERY_SECONDS
+from holdfast_operator.model.actions import (
+    Action,
+    AskSave,
+    CommitPersisted,
+    CreateCheckpointObject,
+    Decision,
+    DeleteCheckpoint,
+    PruneObject,
+    UpdateCheckpointStatus,
+    WriteStatus,
+)
+from holdfast_operator.model.job import (
+    CheckpointView,
+    JobMemory,
+    LineageEntry,
+    Observed,
+    PersistedView,
+    RestorePointView,
 )
 
 

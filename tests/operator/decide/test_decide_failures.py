@@ -7,19 +7,20 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from tests.support.operator.builders import START, job, now, pod, sidecar, silent, status
 
 from holdfast_core.api import JobCondition
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
-from holdfast_core.transfer.messages import (
+from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
     RankProgress,
     RestorePoint,
 )
-from holdfast_operator.actions import BeginRound, Decision, WriteStatus
-from holdfast_operator.decide import decide
-from holdfast_operator.decide.failure import DRAIN_SECONDS
-from holdfast_operator.model import (
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.facts.failure import DRAIN_SECONDS
+from holdfast_operator.model.actions import BeginRound, Decision, WriteStatus
+from holdfast_operator.model.job import (
     Condition,
     ExitCodeRule,
     JobMemory,
@@ -31,8 +32,7 @@ from holdfast_operator.model import (
     RestartRecord,
     RestorePointView,
 )
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.builders import START, job, now, pod, sidecar, silent, status
+from holdfast_operator.model.reasons import Reason
 
 
 def running_status(**changes: Any) -> JobStatusView:

@@ -9,9 +9,24 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.operator.builders import (
+    checkpoint,
+    held,
+    job,
+    manifest,
+    now,
+    pod,
+    sidecar,
+    silent,
+    status,
+)
 
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
-from holdfast_operator.actions import (
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.gang import round_message
+from holdfast_operator.decide.placement import place_copies
+from holdfast_operator.model.actions import (
     BeginRound,
     ChooseRestorePoint,
     CreateCertificates,
@@ -23,11 +38,7 @@ from holdfast_operator.actions import (
     WriteStatus,
     round_digest,
 )
-from holdfast_operator.decide import decide
-from holdfast_operator.decide.gang import round_message
-from holdfast_operator.decide.placement import place_copies
-from holdfast_operator.decide.world import World
-from holdfast_operator.model import (
+from holdfast_operator.model.job import (
     AckedRound,
     JobMemory,
     LineageEntry,
@@ -36,17 +47,6 @@ from holdfast_operator.model import (
     PodView,
     RestorePointView,
     SidecarView,
-)
-from holdfast_operator.testing.builders import (
-    checkpoint,
-    held,
-    job,
-    manifest,
-    now,
-    pod,
-    sidecar,
-    silent,
-    status,
 )
 
 MEMORY = JobMemory(round=RestartRound(1), round_seen_at=999.0)

@@ -7,32 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-
-from holdfast_core.api import JobCondition
-from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
-from holdfast_core.transfer.messages import CoordinatorState, RankProgress, RestorePoint
-from holdfast_operator.actions import (
-    AskStop,
-    BeginRound,
-    CommitPersisted,
-    CreatePod,
-    Decision,
-    DeleteJob,
-    DeletePod,
-    WriteStatus,
-)
-from holdfast_operator.decide import decide
-from holdfast_operator.decide.acceptance import template_problem, uses_launcher
-from holdfast_operator.model import (
-    Condition,
-    JobStatusView,
-    Observed,
-    PersistedView,
-    PodPhase,
-    RestorePointView,
-)
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.builders import (
+from tests.support.operator.builders import (
     START,
     checkpoint,
     job,
@@ -44,6 +19,31 @@ from holdfast_operator.testing.builders import (
     store,
     template,
 )
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
+from holdfast_core.messages.schema import CoordinatorState, RankProgress, RestorePoint
+from holdfast_operator.decide.acceptance import template_problem, uses_launcher
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.model.actions import (
+    AskStop,
+    BeginRound,
+    CommitPersisted,
+    CreatePod,
+    Decision,
+    DeleteJob,
+    DeletePod,
+    WriteStatus,
+)
+from holdfast_operator.model.job import (
+    Condition,
+    JobStatusView,
+    Observed,
+    PersistedView,
+    PodPhase,
+    RestorePointView,
+)
+from holdfast_operator.model.reasons import Reason
 
 
 def true(kind: JobCondition) -> Condition:

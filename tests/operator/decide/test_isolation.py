@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.operator.builders import job, now, pod, status
+from tests.support.operator.hostile_templates import HOSTILE_TEMPLATES, mounted, template
 
-from holdfast_operator.actions import CreatePod
-from holdfast_operator.decide import decide
 from holdfast_operator.decide.acceptance import template_problem
+from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.isolation import find_breach
-from holdfast_operator.model import Observed
-from holdfast_operator.testing.builders import job, now, pod, status
-from holdfast_operator.testing.hostile_templates import HOSTILE_TEMPLATES, mounted, template
+from holdfast_operator.model.actions import CreatePod
+from holdfast_operator.model.job import Observed
 
 
 @pytest.mark.parametrize("case", HOSTILE_TEMPLATES)

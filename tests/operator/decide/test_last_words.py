@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast_core.ids import Rank, Worker
-from holdfast_core.transfer.messages import DeadRank
-from holdfast_operator.decide.failure import LAST_WORDS_CHARACTERS, how_it_ended
+from holdfast_core.messages.schema import DeadRank
+from holdfast_operator.decide.facts.failure import LAST_WORDS_CHARACTERS, how_it_ended
 
 TORCH = """\
 [rank2]:     ^^^^^^^^^^^^^^^^^^^^^

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.operator.builders import START, job, now, pod, status
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.actions import EmitEvent, EventKind, WriteStatus
-from holdfast_operator.decide import decide
-from holdfast_operator.decide.notices import notices
-from holdfast_operator.model import Condition, JobStatusView, Observed, RestorePointView
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.builders import START, job, now, pod, status
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.report.notices import notices
+from holdfast_operator.model.actions import EmitEvent, EventKind, WriteStatus
+from holdfast_operator.model.job import Condition, JobStatusView, Observed, RestorePointView
+from holdfast_operator.model.reasons import Reason
 
 REMOTE, SAVED = JobCondition.REMOTE_TIER_HEALTHY, JobCondition.LAST_CHECKPOINT_SUCCEEDED
 RUNNING = JobCondition.RUNNING

@@ -7,31 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-
-from holdfast_core.api import JobCondition
-from holdfast_core.ids import CheckpointId, RestartRound, Step
-from holdfast_core.names import checkpoint_name
-from holdfast_operator.actions import (
-    BeginRound,
-    CommitPersisted,
-    CreateCheckpointObject,
-    CreatePod,
-    DeletePod,
-    EmitEvent,
-    WriteStatus,
-)
-from holdfast_operator.decide import decide
-from holdfast_operator.model import (
-    Condition,
-    JobStatusView,
-    JobView,
-    Observed,
-    PersistedView,
-    PodPhase,
-    RestorePointView,
-    Unreadable,
-)
-from holdfast_operator.testing.builders import (
+from tests.support.operator.builders import (
     START,
     UID,
     job,
@@ -41,6 +17,30 @@ from holdfast_operator.testing.builders import (
     sidecar,
     status,
     store,
+)
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.names import checkpoint_name
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.model.actions import (
+    BeginRound,
+    CommitPersisted,
+    CreateCheckpointObject,
+    CreatePod,
+    DeletePod,
+    EmitEvent,
+    WriteStatus,
+)
+from holdfast_operator.model.job import (
+    Condition,
+    JobStatusView,
+    JobView,
+    Observed,
+    PersistedView,
+    PodPhase,
+    RestorePointView,
+    Unreadable,
 )
 
 COMMIT = CheckpointId(Step(40), RestartRound(0))

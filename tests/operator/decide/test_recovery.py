@@ -8,21 +8,32 @@ from datetime import timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.operator.builders import (
+    held,
+    job,
+    manifest,
+    manifest_digest,
+    now,
+    pod,
+    sidecar,
+    status,
+)
 
 from holdfast_core.api import JobCondition
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
-from holdfast_core.transfer.messages import (
+from holdfast_core.messages.schema import (
     CoordinatorState,
     DeadRank,
     RankProgress,
     RestorePoint,
     RoundTimes,
 )
-from holdfast_operator.actions import StatusWrite
-from holdfast_operator.decide import decide, recovery
-from holdfast_operator.decide.failure import Failure
-from holdfast_operator.decide.world import World
-from holdfast_operator.model import (
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.facts.failure import Failure
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.report import recovery
+from holdfast_operator.model.actions import StatusWrite
+from holdfast_operator.model.job import (
     JobMemory,
     JobStatusView,
     NodeView,
@@ -33,17 +44,7 @@ from holdfast_operator.model import (
     RecoveryView,
     SidecarView,
 )
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.builders import (
-    held,
-    job,
-    manifest,
-    manifest_digest,
-    now,
-    pod,
-    sidecar,
-    status,
-)
+from holdfast_operator.model.reasons import Reason
 
 PODS = (pod(0), pod(1))
 

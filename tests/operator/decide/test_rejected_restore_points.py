@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from tests.support.operator.life import Life
+
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step, Worker
-from holdfast_core.transfer.messages import DeadRank
-from holdfast_operator.observe_views import job_view, status_to_dict
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.life import Life
+from holdfast_core.messages.schema import DeadRank
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.watch.views import job_view, status_to_dict
 
 
 def poisoned(life: Life) -> CheckpointId:

@@ -6,15 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from holdfast_core.api import JobCondition
-from holdfast_core.ids import RestartRound, Step, Worker
-from holdfast_operator.actions import DeleteCheckpoint, EmitEvent
-from holdfast_operator.decide import decide
-from holdfast_operator.decide.releases import RELEASE_SECONDS
-from holdfast_operator.model import Condition, Observed, PersistedView, RestorePointView
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.builders import (
+from tests.support.operator.builders import (
     START,
     checkpoint,
     job,
@@ -25,6 +17,14 @@ from holdfast_operator.testing.builders import (
     status,
     store,
 )
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.decide.releases import RELEASE_SECONDS
+from holdfast_operator.model.actions import DeleteCheckpoint, EmitEvent
+from holdfast_operator.model.job import Condition, Observed, PersistedView, RestorePointView
+from holdfast_operator.model.reasons import Reason
 
 DELETED = checkpoint(
     10, 0, deleting=True, has_finalizer=True, deletion_policy="DeleteData", job_namespace="team-a"

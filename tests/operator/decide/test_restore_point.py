@@ -5,29 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
-from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
-from holdfast_operator.decide.restore_point import (
-    MAX_LINEAGE,
-    Choice,
-    Chosen,
-    Wait,
-    choose,
-    extend_lineage,
-)
-from holdfast_operator.decide.world import World, on_lineage
-from holdfast_operator.model import (
-    JobMemory,
-    JobStatusView,
-    LineageEntry,
-    Observed,
-    PersistedView,
-    PodView,
-    SidecarView,
-    Sources,
-)
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.builders import (
+from tests.support.operator.builders import (
     UID,
     checkpoint,
     held,
@@ -41,6 +19,28 @@ from holdfast_operator.testing.builders import (
     status,
     store,
 )
+
+from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
+from holdfast_operator.decide.facts.world import World, on_lineage
+from holdfast_operator.decide.restore_point import (
+    MAX_LINEAGE,
+    Choice,
+    Chosen,
+    Wait,
+    choose,
+    extend_lineage,
+)
+from holdfast_operator.model.job import (
+    JobMemory,
+    JobStatusView,
+    LineageEntry,
+    Observed,
+    PersistedView,
+    PodView,
+    SidecarView,
+    Sources,
+)
+from holdfast_operator.model.reasons import Reason
 
 JUST_BEGUN = JobMemory(round=RestartRound(1), round_seen_at=1000.0, answering_since=1000.0)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.operator.builders import job, now, pod, sidecar, status
 
 from holdfast_core.api import JobCondition
 from holdfast_core.ids import RestartRound, Step, TierName, Worker
-from holdfast_core.transfer.messages import CoordinatorState, Failure
-from holdfast_operator.actions import WriteStatus
-from holdfast_operator.decide import decide
-from holdfast_operator.model import Observed, RestorePointView
-from holdfast_operator.testing.builders import job, now, pod, sidecar, status
+from holdfast_core.messages.schema import CoordinatorState, Failure
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.model.actions import WriteStatus
+from holdfast_operator.model.job import Observed, RestorePointView
 
 FULL = Failure(Step(30), TierName.NODE, "NodeVolumeFull", "needs 5 bytes, 2 available", Worker(1))
 OVERDUE = Failure(Step(20), TierName.NODE, "NoCommitForTooLong", "no step after 20 was committed")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tests.support.operator.life import WORKERS, Life
+from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.model import JobStatusView
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.life import WORKERS, Life
-from holdfast_operator.testing.oracle import broken_rules
+from holdfast_operator.model.job import JobStatusView
+from holdfast_operator.model.reasons import Reason
 
 LONG = 700
 """Seconds of silence, longer than any limit of the operator."""

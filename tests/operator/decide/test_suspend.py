@@ -7,12 +7,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
+from tests.support.operator.life import Life
+from tests.support.operator.oracle import broken_rules
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.model import PodPhase
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.life import Life
-from holdfast_operator.testing.oracle import broken_rules
+from holdfast_operator.model.job import PodPhase
+from holdfast_operator.model.reasons import Reason
 
 
 def no_image(life: Life) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.operator.life import Life
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.decide.times import LONGEST_PAUSE_SECONDS
-from holdfast_operator.reasons import Reason
-from holdfast_operator.testing.life import Life
+from holdfast_operator.decide.facts.times import LONGEST_PAUSE_SECONDS
+from holdfast_operator.model.reasons import Reason
 
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=2, limited: pods=2"
 

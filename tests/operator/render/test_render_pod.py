@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.operator.builders import UID, job, store
 
 from holdfast_core.contract import PodContract, SidecarContract
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
-from holdfast_operator import labels
-from holdfast_operator.actions import CheckpointRecord, CreateCheckpointObject
-from holdfast_operator.model import JobView, StoreView
+from holdfast_operator.model import labels
+from holdfast_operator.model.actions import CheckpointRecord, CreateCheckpointObject
+from holdfast_operator.model.job import JobView, StoreView
 from holdfast_operator.render.checkpoint import render_checkpoint
 from holdfast_operator.render.network_policy import WorkerNetwork, render_network_policy
 from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
-from holdfast_operator.testing.builders import UID, job, store
 
 SIDECAR = SidecarSettings("example/sidecar:1", "Always")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.staging import Copier
+from holdfast.slots.staging import Copier
 from holdfast.state.snapshot import plan_save, take_snapshot, write_payload
 from holdfast_core.ids import Rank
 

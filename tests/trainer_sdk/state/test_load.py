@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.trainer_sdk.state.payloads import stored
 
-from holdfast.staging import Copier
+from holdfast.slots.staging import Copier
 from holdfast.state.load import load_state
 from holdfast.state.rng import RNG
 from holdfast.state.snapshot import plan_save, read_payload, take_snapshot, write_payload

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from tests.support.shards.packs import plan_ranks, trailer_of
 
 import holdfast
-from holdfast.staging import Copier
+from holdfast.slots.staging import Copier
 from holdfast.state.snapshot import SavePlan, plan_save, take_snapshot, write_payload
 from holdfast_core.format.layout import merge_layouts
-from holdfast_core.format.pack_plan import replica_groups
 from holdfast_core.ids import Rank
-from holdfast_core.testing.packs import plan_ranks, trailer_of
+from holdfast_core.shards.pack_plan import replica_groups
 
 CHUNK = 4096
 RANKS = 12

@@ -10,7 +10,7 @@ import torch
 from safetensors import torch as safetensors_torch
 from tests.trainer_sdk.state.payloads import RANK, stored
 
-from holdfast.staging import Copier
+from holdfast.slots.staging import Copier
 from holdfast.state.snapshot import (
     SavePlan,
     device_copies,

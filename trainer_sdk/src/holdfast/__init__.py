@@ -6,10 +6,10 @@ Importing this module imports neither torch nor Kubernetes; torch is used where 
 from __future__ import annotations
 
 from holdfast.api import restore, save
+from holdfast.base.handle import SaveHandle, SaveTimeoutError
 from holdfast.checkpointer import Checkpointer
-from holdfast.handle import SaveHandle, SaveTimeoutError
 from holdfast.state.rng import RNG
-from holdfast.warmup import pin_threads, warm_up
+from holdfast.training.warmup import pin_threads, warm_up
 from holdfast_core.errors import (
     CapacityError,
     ConfigError,

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from holdfast.base.folder import folder_path
+from holdfast.base.handle import SaveHandle
 from holdfast.checkpointer import Checkpointer
-from holdfast.folder import folder_path
-from holdfast.handle import SaveHandle
 from holdfast_core.errors import ConfigError
 
 _lock = threading.Lock()

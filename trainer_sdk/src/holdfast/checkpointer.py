@@ -16,30 +16,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
-from holdfast.agreement import StepAgreement, Verdict
-from holdfast.arguments import checked_count, require_one_of, require_state
+from holdfast.base.arguments import checked_count, require_one_of, require_state
+from holdfast.base.folder import folder_path
+from holdfast.base.handle import SaveHandle
+from holdfast.base.layouts import LayoutFiles
+from holdfast.base.notices import say
+from holdfast.base.settings import RankSettings
+from holdfast.checkpoint.outcomes import Outcomes
+from holdfast.checkpoint.ownership import report_other_training, take_for_training
+from holdfast.checkpoint.places import DirectoryPlace, Place, PodPlace
+from holdfast.checkpoint.restoring import Fetched, Restorer
+from holdfast.checkpoint.saving import Saver
+from holdfast.connection.progress import ProgressReporter
+from holdfast.connection.session import Session
 from holdfast.directory.choice import older_than
-from holdfast.folder import folder_path
-from holdfast.gang_store import GangStore, connect_store
-from holdfast.handle import SaveHandle
-from holdfast.layouts import LayoutFiles
-from holdfast.lazy_loaders import LazyLoaderWatch
-from holdfast.loop import Position, TrainingLoop
-from holdfast.notices import say
-from holdfast.outcomes import Outcomes
-from holdfast.ownership import report_other_training, take_for_training
-from holdfast.places import DirectoryPlace, Place, PodPlace
-from holdfast.progress import ProgressReporter
-from holdfast.restoring import Fetched, Restorer
-from holdfast.saving import Saver
-from holdfast.session import Session
-from holdfast.settings import RankSettings
-from holdfast.signals import HandledSignal, interrupts_at_end, stop_signal
-from holdfast.staging import SlotRing
+from holdfast.gang.agreement import StepAgreement, Verdict
+from holdfast.gang.store import GangStore, connect_store
+from holdfast.slots.staging import SlotRing
 from holdfast.state.load import load_state
 from holdfast.state.rng import RNG
 from holdfast.state.wish import Wish
-from holdfast.steps import checked_step
+from holdfast.training.lazy_loaders import LazyLoaderWatch
+from holdfast.training.loop import Position, TrainingLoop
+from holdfast.training.signals import HandledSignal, interrupts_at_end, stop_signal
+from holdfast.training.steps import checked_step
 from holdfast_core.contract import PodContract
 from holdfast_core.errors import (
     CapacityError,
@@ -51,7 +51,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.ids import Level, RestartRound, Step
-from holdfast_core.transfer.messages import Policy
+from holdfast_core.messages.schema import Policy
 
 logger = logging.getLogger(__name__)
 

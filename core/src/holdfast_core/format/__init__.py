@@ -1,1 +1,1 @@
-"""Bytes on disk and in the store: shard, layout, manifest, slot, keys. Pure: buffers only."""
+"""The documents of a checkpoint: manifest, layouts, references, payload headers and keys. Pure."""

@@ -1,1 +1,1 @@
-"""Decisions that several parts take alike: when a save is due, what may be pruned. Pure."""
+"""Decisions that several parts take: when a save is due, which checkpoints may be pruned. Pure."""

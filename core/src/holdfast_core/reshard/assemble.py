@@ -11,11 +11,11 @@ from typing import Protocol
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.layout import RankPart
 from holdfast_core.format.manifest import ManifestShard
-from holdfast_core.format.record import ShardRecord
-from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import ByteRange
 from holdfast_core.reshard.plan import Move
 from holdfast_core.reshard.reads import READ_BYTES, Read, reads_of
+from holdfast_core.shards.file import Trailer
+from holdfast_core.shards.record import ShardRecord
 
 
 class Source(Protocol):

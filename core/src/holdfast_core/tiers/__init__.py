@@ -1,1 +1,1 @@
-"""Places that hold shards, behind one contract: node (disk), object (S3), memory (tests)."""
+"""The contract of the tiers, and the local commit that is written once above any node tier."""

@@ -12,10 +12,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Protocol, Self
 
-from holdfast_core.format.chunk_table import ChunkTable
-from holdfast_core.format.record import CHUNK_BYTES, ShardHeader, ShardRecord
-from holdfast_core.format.shard import Trailer
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
+from holdfast_core.shards.chunk_table import ChunkTable
+from holdfast_core.shards.file import Trailer
+from holdfast_core.shards.record import CHUNK_BYTES, ShardHeader, ShardRecord
 
 __all__ = [
     "CHUNK_BYTES",

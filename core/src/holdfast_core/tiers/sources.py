@@ -6,8 +6,8 @@ from collections.abc import Generator, Iterable
 from types import TracebackType
 from typing import Self
 
-from holdfast_core.format.chunks import payload_span
-from holdfast_core.format.shard import Trailer
+from holdfast_core.shards.chunks import payload_span
+from holdfast_core.shards.file import Trailer
 from holdfast_core.tiers.base import ShardReader
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from holdfast_core.api import Checkpoint, CheckpointStore
 from holdfast_core.contract import TRAINER_CONTAINER
+from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.isolation import find_breach, items_of
-from holdfast_operator.decide.status import Note
-from holdfast_operator.decide.world import World
-from holdfast_operator.reasons import Reason
+from holdfast_operator.decide.report.status import Note
+from holdfast_operator.model.reasons import Reason
 
 
 def find_problem(world: World) -> Note | None:

@@ -10,11 +10,11 @@ It costs no round, because nothing of the pod has run (world.awaits_start).
 
 from __future__ import annotations
 
-from holdfast_operator.actions import Action, DeletePod
-from holdfast_operator.decide.status import Note
-from holdfast_operator.decide.world import MemberState, World
-from holdfast_operator.model import PodView
-from holdfast_operator.reasons import Reason
+from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.report.status import Note
+from holdfast_operator.model.actions import Action, DeletePod
+from holdfast_operator.model.job import PodView
+from holdfast_operator.model.reasons import Reason
 
 MAX_AVOIDED = 64
 """Each of them is a requirement in each term of the pod's affinity. Where more nodes are lost, the others

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.api import Checkpoint, CheckpointPhase
 from holdfast_core.ids import CheckpointId, Step
+from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.names import checkpoint_name
-from holdfast_core.transfer.messages import RestorePoint
-from holdfast_operator.actions import (
+from holdfast_operator.decide.facts.world import World, on_lineage
+from holdfast_operator.model.actions import (
     Action,
     AskSave,
     CheckpointRecord,
@@ -26,8 +27,7 @@ from holdfast_operator.actions import (
     PruneObject,
     UpdateCheckpointStatus,
 )
-from holdfast_operator.decide.world import World, on_lineage
-from holdfast_operator.model import (
+from holdfast_operator.model.job import (
     AskedSave,
     CheckpointView,
     JobMemory,

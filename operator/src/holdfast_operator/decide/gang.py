@@ -13,9 +13,22 @@ from dataclasses import dataclass, replace
 from holdfast_core.api import JobCondition
 from holdfast_core.api.training_job_status import MAX_RECENT_RESTARTS
 from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
-from holdfast_core.transfer.messages import Member, Policy, RestorePoint, Round
-from holdfast_operator.actions import (
+from holdfast_operator.decide import avoidance
+from holdfast_operator.decide.acceptance import birth_problem
+from holdfast_operator.decide.facts.failure import (
+    Failure,
+    counted_restarts,
+    failed_from_restore_point,
+    is_disruption,
+)
+from holdfast_operator.decide.facts.times import seconds_since
+from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.lifecycle import asked_to_stop
+from holdfast_operator.decide.placement import place_copies
+from holdfast_operator.decide.report.status import Note, set_condition, with_levels
+from holdfast_operator.model.actions import (
     Action,
     CreateCertificates,
     CreatePod,
@@ -26,20 +39,7 @@ from holdfast_operator.actions import (
     SendRound,
     round_digest,
 )
-from holdfast_operator.decide import avoidance
-from holdfast_operator.decide.acceptance import birth_problem
-from holdfast_operator.decide.failure import (
-    Failure,
-    counted_restarts,
-    failed_from_restore_point,
-    is_disruption,
-)
-from holdfast_operator.decide.lifecycle import asked_to_stop
-from holdfast_operator.decide.placement import place_copies
-from holdfast_operator.decide.status import Note, set_condition, with_levels
-from holdfast_operator.decide.times import seconds_since
-from holdfast_operator.decide.world import MemberState, World
-from holdfast_operator.model import (
+from holdfast_operator.model.job import (
     JobMemory,
     JobStatusView,
     Now,
@@ -48,7 +48,7 @@ from holdfast_operator.model import (
     RestartRecord,
     RestorePointView,
 )
-from holdfast_operator.reasons import Reason
+from holdfast_operator.model.reasons import Reason
 
 COORDINATOR_SILENT_SECONDS = 10.0
 ADDRESSES_EVERY_SECONDS = 1.0

@@ -9,14 +9,14 @@ from dataclasses import replace
 from datetime import timedelta
 
 from holdfast_core.api import JobCondition
-from holdfast_operator.actions import Action, AskStop, DeleteJob, DeletePod
-from holdfast_operator.decide import readable
 from holdfast_operator.decide.checkpoints import has_object, pending_commit
-from holdfast_operator.decide.failure import Failure, budget_spent, failing_rule
-from holdfast_operator.decide.status import Note, set_condition
-from holdfast_operator.decide.world import World
-from holdfast_operator.model import JobStatusView, Now, PodPhase
-from holdfast_operator.reasons import Reason
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.failure import Failure, budget_spent, failing_rule
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.report.status import Note, set_condition
+from holdfast_operator.model.actions import Action, AskStop, DeleteJob, DeletePod
+from holdfast_operator.model.job import JobStatusView, Now, PodPhase
+from holdfast_operator.model.reasons import Reason
 
 EXIT_GRACE = timedelta(seconds=60)
 """After Complete the launchers are released; pods that still run then are deleted."""

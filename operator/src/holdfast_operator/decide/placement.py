@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from holdfast_core.ids import Worker
-from holdfast_core.transfer.messages import CopyAssignment
+from holdfast_core.messages.schema import CopyAssignment
 
 
 def place_copies(domains: tuple[str, ...], copies: int) -> tuple[CopyAssignment, ...]:

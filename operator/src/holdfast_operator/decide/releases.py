@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast_operator.actions import Action, DeleteCheckpoint, EmitEvent, EventKind
 from holdfast_operator.decide.checkpoints import own_checkpoints
-from holdfast_operator.decide.times import seconds_since
-from holdfast_operator.decide.world import World
-from holdfast_operator.model import CheckpointView, JobMemory, Now
-from holdfast_operator.reasons import Reason
+from holdfast_operator.decide.facts.times import seconds_since
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.actions import Action, DeleteCheckpoint, EmitEvent, EventKind
+from holdfast_operator.model.job import CheckpointView, JobMemory, Now
+from holdfast_operator.model.reasons import Reason
 
 RELEASE_SECONDS = 600.0
 """A store that is away for longer must not keep a namespace from being deleted."""

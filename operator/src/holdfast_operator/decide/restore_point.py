@@ -20,20 +20,20 @@ from collections import Counter
 from dataclasses import dataclass
 
 from holdfast_core.ids import Step, TierName, Worker, worker_of
-from holdfast_operator.decide import readable
-from holdfast_operator.decide.failure import counted_restarts
-from holdfast_operator.decide.readable import Candidate, Holders
-from holdfast_operator.decide.status import Note
-from holdfast_operator.decide.times import seconds_since
-from holdfast_operator.decide.world import MemberState, World
-from holdfast_operator.model import (
+from holdfast_operator.decide.facts import readable
+from holdfast_operator.decide.facts.failure import counted_restarts
+from holdfast_operator.decide.facts.readable import Candidate, Holders
+from holdfast_operator.decide.facts.times import seconds_since
+from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.report.status import Note
+from holdfast_operator.model.job import (
     JobMemory,
     LineageEntry,
     Now,
     RestorePointView,
     Sources,
 )
-from holdfast_operator.reasons import Reason
+from holdfast_operator.model.reasons import Reason
 
 HOLDERS_SECONDS = 60.0
 FAILURES_TO_REJECT = 3

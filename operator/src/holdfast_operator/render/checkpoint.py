@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast_core.api import API_VERSION, Checkpoint
-from holdfast_operator import labels
-from holdfast_operator.actions import CreateCheckpointObject
-from holdfast_operator.model import JobView
+from holdfast_operator.model import labels
+from holdfast_operator.model.actions import CreateCheckpointObject
+from holdfast_operator.model.job import JobView
 from holdfast_operator.render.metadata import job_labels
 
 

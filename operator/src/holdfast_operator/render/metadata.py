@@ -6,8 +6,8 @@ from typing import Any
 
 from holdfast_core.api import API_VERSION, TrainingJob
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_operator import labels
-from holdfast_operator.model import JobView
+from holdfast_operator.model import labels
+from holdfast_operator.model.job import JobView
 
 
 def job_labels(job: JobView) -> dict[str, str]:

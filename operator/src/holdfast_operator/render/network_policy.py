@@ -12,8 +12,8 @@ from typing import Any
 
 from holdfast_core.contract import CONTROL_PORT, METRICS_PORT
 from holdfast_core.names import service_name
-from holdfast_operator import labels
-from holdfast_operator.model import JobView
+from holdfast_operator.model import labels
+from holdfast_operator.model.job import JobView
 from holdfast_operator.render.metadata import job_labels, owner_reference
 
 

@@ -28,8 +28,8 @@ from holdfast_core.contract import (
 )
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
-from holdfast_operator import labels
-from holdfast_operator.model import JobView, StoreView
+from holdfast_operator.model import labels
+from holdfast_operator.model.job import JobView, StoreView
 from holdfast_operator.render.metadata import owner_reference, worker_labels
 from holdfast_operator.render.names import certificate_items
 from holdfast_operator.render.network_policy import WorkerNetwork

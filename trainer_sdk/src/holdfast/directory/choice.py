@@ -14,7 +14,7 @@ from pathlib import Path
 from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, UnavailableError
 from holdfast_core.format.manifest import Manifest, manifest_digest, parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
-from holdfast_core.tiers.node import DiskNodeTier, manifests_in
+from holdfast_core.node.tier import DiskNodeTier, manifests_in
 
 JOB_UID = JobUid("standalone")
 """Every directory holds one job's checkpoints; there is no cluster to give it a uid."""

@@ -23,12 +23,12 @@ from pathlib import Path
 from holdfast.directory.choice import JOB_UID, candidates
 from holdfast_core.errors import FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import JobIdentity
-from holdfast_core.format.record import ShardRecord
 from holdfast_core.ids import CheckpointId, Digest, Rank, RestartRound, Step
-from holdfast_core.store import build_manifest, commit_local, merge_layouts
-from holdfast_core.tiers.disk import disk_errors
-from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.transfer import codec
+from holdfast_core.messages import codec
+from holdfast_core.node.files import disk_errors
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shards.record import ShardRecord
+from holdfast_core.tiers.local_commit import build_manifest, commit_local, merge_layouts
 
 logger = logging.getLogger(__name__)
 

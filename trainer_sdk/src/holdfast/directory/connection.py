@@ -19,8 +19,8 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.ids import RestartRound
-from holdfast_core.transfer.messages import Hello, HelloReply, Progress, Refusal, Refused
-from holdfast_core.transfer.socket_frames import receive_frame, send_frame
+from holdfast_core.messages.schema import Hello, HelloReply, Progress, Refusal, Refused
+from holdfast_core.messages.socket_frames import receive_frame, send_frame
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from holdfast_core.errors import CorruptionError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.format.payload import LENGTH_BYTES, header_bytes, parse_payload
 from holdfast_core.ids import ByteRange, TierName
-from holdfast_core.tiers.disk import BufferPool, disk_errors
-from holdfast_core.tiers.disk_shard import WRITE_BYTES, DiskShardReader
-from holdfast_core.transfer.messages import ShardFile
+from holdfast_core.messages.schema import ShardFile
+from holdfast_core.node.files import BufferPool, disk_errors
+from holdfast_core.node.shard_file import WRITE_BYTES, DiskShardReader
 
 _CHUNKS_AT_ONCE = 4
 """Compared, then put while they are in the processor's cache: 1 MiB, as shards are written now."""

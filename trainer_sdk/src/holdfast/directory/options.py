@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
-from holdfast_core.transfer.messages import Policy
+from holdfast_core.messages.schema import Policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import Rank
+from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.assemble import Copying, check_source
 from holdfast_core.reshard.plan import payload_plan, plan
 from holdfast_core.reshard.reads import by_source
-from holdfast_core.slot_file import SlotFile
-from holdfast_core.tiers.node import DiskNodeTier
+from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.tiers.sources import ReaderSource
 
 logger = logging.getLogger(__name__)

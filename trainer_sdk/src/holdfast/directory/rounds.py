@@ -15,7 +15,7 @@ from pathlib import Path
 
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import RestartRound
-from holdfast_core.tiers.disk import fsync_directory, make_directories
+from holdfast_core.node.files import fsync_directory, make_directories
 
 _NAME = re.compile(r"r(\d{6})", re.ASCII)
 

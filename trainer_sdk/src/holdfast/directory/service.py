@@ -1,6 +1,6 @@
 """The messages of a sidecar, answered from a directory: restore, fill, stage, levels.
 
-One instance serves one rank (`holdfast.persister`) or all ranks of a test. Calls come from the
+One instance serves one rank (`holdfast.directory.persister`) or all ranks of a test. Calls come from the
 connections' threads; one worker thread writes and commits, in order. Whatever exception a save meets, it
 fails that save, is reported to its rank, and ends neither the thread nor the service.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, TypeVar
 
+from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice, next_round
 from holdfast.directory.commit import Committer
 from holdfast.directory.connection import in_words
@@ -22,7 +23,6 @@ from holdfast.directory.options import ServiceOptions
 from holdfast.directory.presence import Presence, expect_not_unmounted, says_gone
 from holdfast.directory.resharding import assemble_payload
 from holdfast.directory.rounds import claim_round, has_rounds, keep_round
-from holdfast.layouts import LayoutFiles
 from holdfast_core.errors import (
     CapacityError,
     CorruptionError,
@@ -36,15 +36,8 @@ from holdfast_core.errors import (
 from holdfast_core.failpoint import failpoint
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import parse_rank_layout
-from holdfast_core.format.slot import SlotHeader, SlotState
 from holdfast_core.ids import CheckpointId, Digest, Level, RestartRound, ShardRef, TierName
-from holdfast_core.pacing import Pacing, bytes_each_step
-from holdfast_core.slot_check import slot_holds
-from holdfast_core.slot_file import SlotFile
-from holdfast_core.tiers.base import ShardHeader
-from holdfast_core.tiers.disk import disk_errors
-from holdfast_core.tiers.node import DiskNodeTier
-from holdfast_core.transfer.messages import (
+from holdfast_core.messages.schema import (
     Fill,
     Filled,
     HelloReply,
@@ -60,6 +53,13 @@ from holdfast_core.transfer.messages import (
     Stage,
     Staged,
 )
+from holdfast_core.node.files import disk_errors
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.pacing.background import Pacing, bytes_each_step
+from holdfast_core.shm.slot_check import slot_holds
+from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_header import SlotHeader, SlotState
+from holdfast_core.tiers.base import ShardHeader
 
 logger = logging.getLogger(__name__)
 

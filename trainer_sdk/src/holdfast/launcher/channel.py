@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast_core.errors import FormatError, HoldfastError
-from holdfast_core.transfer.messages import Hello, HelloReply, Refused
-from holdfast_core.transfer.socket_frames import read_frame, write_frame
+from holdfast_core.messages.schema import Hello, HelloReply, Refused
+from holdfast_core.messages.socket_frames import read_frame, write_frame
 
 logger = logging.getLogger(__name__)
 

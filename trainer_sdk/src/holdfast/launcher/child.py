@@ -17,10 +17,10 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
+from holdfast.base.settings import apply_environment
+from holdfast.gang.tcp_store import open_store, tolerate_missing_libuv
 from holdfast.launcher import wire
 from holdfast.launcher.command import CommandKind
-from holdfast.settings import apply_environment
-from holdfast.tcp_store import open_store, tolerate_missing_libuv
 
 EXIT_NOT_FOUND = 127
 """As a shell: the command does not exist."""

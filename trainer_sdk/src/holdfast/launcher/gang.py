@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from holdfast.base.settings import RankSettings, rank_environment
 from holdfast.launcher.processes import Processes, RankProcess
-from holdfast.settings import RankSettings, rank_environment
 from holdfast_core.ids import Rank, RestartRound, Step
 
 STORE_SECRET_BYTES = 32

@@ -23,7 +23,7 @@ from holdfast.launcher.processes import Processes, RankProcess
 from holdfast.launcher.record import RoundRecord
 from holdfast_core.contract import PodContract
 from holdfast_core.ids import Rank, RestartRound
-from holdfast_core.transfer.messages import (
+from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     End,
     Ended,

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.base.settings import current_environment, single_thread_defaults
 from holdfast.launcher import wire
 from holdfast.launcher.command import Command, CommandKind
 from holdfast.launcher.forkserver import TORCH_MODULES, kill_group
 from holdfast.launcher.output import OutputPump, Tail
-from holdfast.settings import current_environment, single_thread_defaults
 from holdfast_core.errors import ConfigError, HoldfastError
 from holdfast_core.ids import Rank
 

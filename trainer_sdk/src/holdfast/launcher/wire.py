@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.errors import FormatError
-from holdfast_core.transfer import codec
+from holdfast_core.messages import codec
 
 MAX_PACKET_BYTES = 160 * 1024
 """Above any sane environment and command line, below the default send buffer of a Unix socket."""

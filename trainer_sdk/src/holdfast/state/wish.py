@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from holdfast.sizing import slot_bytes
 from holdfast.state.load import fits
+from holdfast.state.sizing import slot_bytes
 from holdfast.state.snapshot import Snapshot, plan_save, take_snapshot
 from holdfast.state.tensors import Leaf, is_in_host_memory, local_part, placement, torch_module
 from holdfast.state.tree import is_stateful, unwrap

@@ -19,7 +19,7 @@ from holdfast.directory.service import DirectoryService
 from holdfast_core.contract import LAYOUTS_DIR, SLOTS_DIR, SOCKET_NAME, PodContract
 from holdfast_core.errors import FormatError
 from holdfast_core.ids import JobUid, Rank, RestartRound, Worker
-from holdfast_core.transfer.messages import (
+from holdfast_core.messages.schema import (
     End,
     Finish,
     FinishReply,

@@ -1,0 +1,1 @@
+"""The messages between launcher, ranks, sidecars and operator, and their strict codec."""

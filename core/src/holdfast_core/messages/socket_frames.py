@@ -1,0 +1,188 @@
+"""Frames on the pod's Unix socket: u32 big-endian length, then JSON {type, id, body}, <= 1 MiB.
+
+One codec; asyncio reads and builds frames with `read_frame`/`write_frame`, threads use
+`receive_frame`/`send_frame`. A request has id > 0 and gets one reply with its id; a push has id 0.
+A push of a type that is not known here comes from a newer sender and is skipped; such a request is
+handed on as UnknownMessage, so that it can be refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from holdfast_core.errors import FormatError, UnavailableError
+from holdfast_core.messages import schema
+from holdfast_core.messages.codec import MAX_MESSAGE_BYTES, from_json, parse_json, to_json
+
+_LENGTH = struct.Struct("!I")
+
+MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        cls.__name__: cls
+        for cls in (
+            schema.Refused,
+            schema.Ok,
+            schema.Hello,
+            schema.HelloReply,
+            schema.Restore,
+            schema.RestoreReply,
+            schema.Fill,
+            schema.Filled,
+            schema.ShardFile,
+            schema.Stage,
+            schema.Staged,
+            schema.Progress,
+            schema.LevelReached,
+            schema.SaveFailed,
+            schema.SaveRequested,
+            schema.StopRequested,
+            schema.Run,
+            schema.HostStore,
+            schema.StoreAddress,
+            schema.End,
+            schema.Ended,
+            schema.Exited,
+            schema.Finish,
+            schema.FinishReply,
+        )
+    }
+)
+"""Every type that may cross the socket, by its name on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownMessage:
+    """A request of a type that this release does not know."""
+
+    type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    id: int
+    """0: a push; otherwise a request, or the reply to it."""
+    message: Any
+
+
+def write_frame(message: Any, id: int = 0) -> bytes:
+    """The bytes of one frame. Raises FormatError for a type that may not cross, or over 1 MiB."""
+    name = type(message).__name__
+    if MESSAGES.get(name) is not type(message):
+        raise FormatError(f"{name} is no message of the socket")
+    value = {"type": name, "id": id, "body": to_json(message)}
+    body = json.dumps(value, separators=(",", ":")).encode()
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise FormatError(f"{name}: frame of {len(body)} bytes, at most {MAX_MESSAGE_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def parse_body(body: bytes) -> Frame:
+    """The frame in `body`, without its length. Raises FormatError."""
+    value = parse_json(body, "frame", MAX_MESSAGE_BYTES)
+    if not isinstance(value, dict):
+        raise FormatError(f"frame: expected an object, found {type(value).__name__}")
+    name, id_ = value.get("type"), value.get("id", 0)
+    if not isinstance(name, str) or type(id_) is not int or not 0 <= id_ < 1 << 63:
+        raise FormatError("frame: expected a type (text) and an id (whole number >= 0)")
+    cls = MESSAGES.get(name)
+    if cls is None:
+        return Frame(id_, UnknownMessage(name[:80]))
+    return Frame(id_, from_json(cls, value.get("body")))
+
+
+Room = Callable[[int], AbstractAsyncContextManager[None]]
+"""Holds so many bytes of memory for the body of a frame."""
+
+
+async def read_frame(
+    reader: asyncio.StreamReader,
+    *,
+    limit_bytes: int = MAX_MESSAGE_BYTES,
+    room: Room = lambda length: nullcontext(),
+    body_seconds: float | None = None,
+) -> Frame | None:
+    """The next frame; None where the peer closed between two frames.
+
+    Args:
+        limit_bytes: Of the body.
+        room: Entered before the body is read.
+        body_seconds: From the length to the end of the body.
+
+    Raises FormatError, UnavailableError (the connection broke, or the body took too long).
+    """
+    while True:
+        try:
+            length = _checked_length(await reader.readexactly(_LENGTH.size), limit_bytes)
+            async with asyncio.timeout(body_seconds), room(length):
+                frame = parse_body(await reader.readexactly(length))
+        except asyncio.IncompleteReadError as error:
+            if not error.partial and error.expected == _LENGTH.size:
+                return None
+            raise UnavailableError("socket: closed within a frame") from error
+        except OSError as error:
+            raise UnavailableError(
+                f"socket: reading a frame: {error or type(error).__name__}"
+            ) from error
+        if not _is_unknown_push(frame):
+            return frame
+
+
+def receive_frame(sock: socket.socket) -> Frame | None:
+    """`read_frame` for threads. A time-out of the socket raises UnavailableError; the connection is
+    then out of step and must be closed."""
+    while True:
+        head = _receive(sock, _LENGTH.size)
+        if head is None:
+            return None
+        body = _receive(sock, _checked_length(head))
+        if body is None:
+            raise UnavailableError("socket: closed within a frame")
+        frame = parse_body(body)
+        if not _is_unknown_push(frame):
+            return frame
+
+
+def send_frame(sock: socket.socket, message: Any, id: int = 0) -> None:
+    """Send one frame whole. Raises FormatError, UnavailableError. Callers in several threads need a
+    lock of their own."""
+    data = write_frame(message, id)
+    try:
+        sock.sendall(data)
+    except OSError as error:
+        raise UnavailableError(f"socket: sending {type(message).__name__}: {error}") from error
+
+
+def _checked_length(head: bytes, limit_bytes: int = MAX_MESSAGE_BYTES) -> int:
+    (length,) = _LENGTH.unpack(head)
+    if not 0 < length <= limit_bytes:
+        raise FormatError(f"frame: {length} bytes, expected 1..{limit_bytes}")
+    return int(length)
+
+
+def _receive(sock: socket.socket, length: int) -> bytes | None:
+    data = bytearray(length)
+    view = memoryview(data)
+    filled = 0
+    while filled < length:
+        try:
+            count = sock.recv_into(view[filled:])
+        except OSError as error:
+            raise UnavailableError(f"socket: reading a frame: {error}") from error
+        if count == 0:
+            if filled == 0:
+                return None
+            raise UnavailableError("socket: closed within a frame")
+        filled += count
+    return bytes(data)
+
+
+def _is_unknown_push(frame: Frame) -> bool:
+    return frame.id == 0 and isinstance(frame.message, UnknownMessage)

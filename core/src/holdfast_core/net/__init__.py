@@ -1,0 +1,1 @@
+"""Ports and logs that bound what strangers can use of them, and mutual TLS."""

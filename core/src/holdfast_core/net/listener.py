@@ -1,0 +1,203 @@
+"""A TCP port of an asyncio server that strangers cannot fill.
+
+asyncio's own servers accept everything, give each connection the buffers of a TLS session before
+its caller has said a word, and wait a minute for the handshake. Here a connection has a place
+(`Admission`) before anything is allocated for it, and a handshake ends within seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from holdfast_core.net.admission import Admission, Places
+
+_BACKLOG = 1024
+_PAUSE_SECONDS = 0.1
+"""After a failed accept: out of descriptors is no reason to stop listening, nor to spin."""
+_SHUTDOWN_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerLimits:
+    places: Places = field(default_factory=Places)
+    handshake_seconds: float = 10.0
+
+
+class Listener:
+    """`start`, then `port`, then `close`. Each connection gets a protocol from `factory`."""
+
+    def __init__(
+        self,
+        name: str,
+        factory: Callable[[], asyncio.Protocol],
+        *,
+        context: ssl.SSLContext | None,
+        limits: ListenerLimits,
+        expected: Callable[[], Container[str]] = frozenset,
+        dropped: Callable[[str, str], None] = lambda port, reason: None,
+        warn: Callable[..., None] = lambda reason, message, **fields: None,
+    ) -> None:
+        """`dropped` is called with the name of the port and the reason for each connection that was
+        closed before its end, `warn` with the reason, a sentence and `port=`; it must log rarely."""
+        self._name = name
+        self._factory = factory
+        self._context = context
+        self._limits = limits
+        self._dropped = dropped
+        self._admission: Admission[_Connection] = Admission(
+            limits.places, self._displace, expected=expected
+        )
+        self._listener: socket.socket | None = None
+        self._acceptor: asyncio.Task[None] | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
+        self._warn = warn
+
+    async def start(self, host: str, port: int) -> int:
+        """Returns the port bound. Raises OSError."""
+        self._listener = socket.create_server((host, port), backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self._acceptor = asyncio.create_task(self._accept(self._listener))
+        return int(self._listener.getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening and end the handshakes. Requests are for the owner of `factory` to end."""
+        tasks = [*self._handshakes, *([self._acceptor] if self._acceptor is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+
+    @property
+    def open(self) -> int:
+        """Connections that have a place now."""
+        return len(self._admission)
+
+    @contextmanager
+    def working(self, protocol: asyncio.BaseProtocol) -> Iterator[None]:
+        """A request of that connection is in work: it does not lose its place."""
+        connection = self._connections.get(protocol)
+        if connection is None:
+            yield
+            return
+        with self._admission.working(connection):
+            yield
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError as error:
+                self._drop("accept", f"a connection could not be accepted: {error}")
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            connection = _Connection(self, sock)
+            self._admission.enter(connection, str(address[0]))
+            task = asyncio.create_task(self._connect(connection))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _connect(self, connection: _Connection) -> None:
+        loop = asyncio.get_running_loop()
+        tls = self._context is not None
+        try:
+            await loop.connect_accepted_socket(
+                lambda: connection,
+                connection.sock,
+                ssl=self._context,
+                ssl_handshake_timeout=self._limits.handshake_seconds if tls else None,
+                ssl_shutdown_timeout=_SHUTDOWN_SECONDS if tls else None,
+            )
+        except OSError as error:
+            if not connection.is_displaced:
+                self._drop("handshake", f"a connection was closed in its handshake: {error}")
+            self._left(connection)
+
+    def _made(self, connection: _Connection, transport: asyncio.Transport) -> bool:
+        """Whether the caller has a place. Without TLS a caller stays a stranger."""
+        if connection.is_displaced:
+            return False
+        if self._context is not None:
+            name = ",".join(_dns_names(transport)) or "unnamed"
+            if not self._admission.is_known(connection, name):
+                self._drop("room", f"a connection of {name} found no place")
+                return False
+        return True
+
+    def _opened(self, connection: _Connection, protocol: asyncio.Protocol) -> None:
+        self._connections[protocol] = connection
+
+    def _left(self, connection: _Connection, protocol: asyncio.Protocol | None = None) -> None:
+        self._admission.leave(connection)
+        if protocol is not None:
+            self._connections.pop(protocol, None)
+
+    def _displace(self, connection: _Connection) -> None:
+        connection.displace()
+        self._drop("room", "a connection was closed to make room for a newer one")
+
+    def _drop(self, reason: str, message: str) -> None:
+        self._dropped(self._name, reason)
+        self._warn(reason, message, port=self._name)
+
+
+class _Connection(asyncio.Protocol):
+    """Stands between a transport and the server's protocol, which gets a caller with a place only."""
+
+    def __init__(self, listener: Listener, sock: socket.socket) -> None:
+        self.sock = sock
+        self.is_displaced = False
+        self._listener = listener
+        self._transport: asyncio.Transport | None = None
+        self._inner: asyncio.Protocol | None = None
+
+    def displace(self) -> None:
+        self.is_displaced = True
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            with contextlib.suppress(OSError):  # the handshake sees its connection end
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if not self._listener._made(self, transport):
+            transport.abort()
+            return
+        self._inner = self._listener._factory()
+        self._listener._opened(self, self._inner)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._inner is not None:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._inner is None else self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._listener._left(self, self._inner)
+        if self._inner is not None:
+            self._inner.connection_lost(error)
+
+
+def _dns_names(transport: asyncio.Transport) -> tuple[str, ...]:
+    certificate = transport.get_extra_info("peercert") or {}
+    return tuple(v for kind, v in certificate.get("subjectAltName", ()) if kind == "DNS")

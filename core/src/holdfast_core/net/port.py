@@ -1,0 +1,78 @@
+"""An aiohttp application on a port that strangers cannot fill."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Container
+from contextlib import AbstractContextManager
+
+from aiohttp import web
+
+from holdfast_core.net.listener import Listener, ListenerLimits
+
+_LINGERING_SECONDS = 1.0
+"""How long the rest of a body that is not wanted is thrown away before the connection is closed."""
+
+
+class Port:
+    """An aiohttp application behind a Listener."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        context: ssl.SSLContext | None,
+        limits: ListenerLimits,
+        idle_seconds: float,
+        expected: Callable[[], Container[str]] = frozenset,
+        dropped: Callable[[str, str], None],
+        warn: Callable[..., None],
+    ) -> None:
+        self._name = name
+        self._context = context
+        self._limits = limits
+        self._idle_seconds = idle_seconds
+        self._expected = expected
+        self._dropped = dropped
+        self._warn = warn
+        self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
+
+    async def start(self, app: web.Application, host: str, port: int) -> int:
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=1.0,
+            keepalive_timeout=self._idle_seconds,
+            lingering_time=_LINGERING_SECONDS,
+            # A compressed body may be a thousand times its size.
+            auto_decompress=False,
+        )
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        self._listener = Listener(
+            self._name,
+            server,
+            context=self._context,
+            limits=self._limits,
+            expected=self._expected,
+            dropped=self._dropped,
+            warn=self._warn,
+        )
+        return await self._listener.start(host, port)
+
+    @property
+    def connections(self) -> int:
+        return 0 if self._listener is None else self._listener.open
+
+    def working(self, request: web.Request) -> AbstractContextManager[None]:
+        assert self._listener is not None
+        return self._listener.working(request.protocol)
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            await self._listener.close()
+        if self._runner is not None:
+            await self._runner.cleanup()

@@ -1,0 +1,1 @@
+"""The node tier: shards, manifests and layouts on the node's own disk, durable and verified."""

@@ -1,0 +1,137 @@
+"""A peer's or the store's copy of a shard on its way to the node's disk, verified as it comes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from holdfast_core.errors import CorruptionError
+from holdfast_core.ids import ShardRef
+from holdfast_core.node.blocks import BlockPipe, PipedDigester
+from holdfast_core.node.files import TempFile, disk_errors
+from holdfast_core.shards.file import Trailer, align
+from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.stream import ShardStream
+
+Publish = Callable[[TempFile, Trailer], ShardRecord]
+
+
+class DiskCopyWriter:
+    """CopyWriter of the node tier: one half of `buffer` is filled while the other is digested and
+    written to the temporary file. What is wrong with the disk shows one half later.
+
+    Not thread-safe. `cleanup` gives the reserved bytes back and is run by commit and abort.
+    """
+
+    def __init__(
+        self,
+        ref: ShardRef,
+        file_bytes: int,
+        temp: TempFile,
+        publish: Publish,
+        buffer: memoryview,
+        cleanup: ExitStack,
+    ) -> None:
+        self._ref = ref
+        self._file_bytes = file_bytes
+        self._temp = temp
+        self._publish = publish
+        self._cleanup = cleanup
+        half = len(buffer) // 2
+        self._pipe = BlockPipe(temp.fd, (buffer[:half], buffer[half:]))
+        self._block = self._pipe.begin()
+        self._filled = 0
+        self._flushed = 0
+        self._aside: memoryview | None = None
+        self._stream = ShardStream(ref, file_bytes, functools.partial(PipedDigester, self._pipe))
+        self._open = True
+
+    @property
+    def offset(self) -> int:
+        return self._stream.position
+
+    def room(self, length: int) -> memoryview:
+        self._expect_open()
+        left = len(self._block) - self._filled
+        # A piece that does not end with the block is received apart and copied.
+        self._aside = None if length <= left else memoryview(bytearray(length))
+        if self._aside is not None:
+            return self._aside
+        return self._block[self._filled : self._filled + length]
+
+    def advance(self, length: int) -> None:
+        self._expect_open()
+        if self._aside is not None:
+            aside, self._aside = self._aside, None
+            self.write(aside[:length])
+            return
+        with self._aborted_on_error():
+            self._take(length)
+
+    def write(self, data: memoryview | bytes) -> None:
+        self._expect_open()
+        view = memoryview(data).cast("B")
+        with self._aborted_on_error():
+            while len(view):
+                piece = view[: len(self._block) - self._filled]
+                self._block[self._filled : self._filled + len(piece)] = piece
+                self._take(len(piece))
+                view = view[len(piece) :]
+
+    def commit(self) -> ShardRecord:
+        self._expect_open()
+        try:
+            # The last bytes go to the disk while those before them are digested.
+            self._flush()
+            with self._disk_errors():
+                trailer = self._stream.finish()
+                self._pipe.finish()
+            return self._publish(self._temp, trailer)
+        finally:
+            self._close()
+
+    def abort(self) -> None:
+        """Leave nothing behind. May be called at any time, also after commit."""
+        self._close()
+
+    def _take(self, length: int) -> None:
+        """So many bytes of the block are new."""
+        self._stream.feed(self._block[self._filled : self._filled + length])
+        self._filled += length
+        # Blocks begin with the payload, then, so that whole chunks lie in one block.
+        if self._filled == len(self._block) or self._stream.at_payload:
+            self._flush()
+            with self._disk_errors():
+                self._block = self._pipe.begin()
+
+    def _flush(self) -> None:
+        size = align(self._filled)
+        self._block[self._filled : size] = bytes(size - self._filled)
+        self._pipe.write(self._block[:size], self._flushed)
+        self._flushed += self._filled
+        self._filled = 0
+
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return disk_errors(f"writing the copy {self._temp.path} of {self._file_bytes} bytes")
+
+    @contextmanager
+    def _aborted_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+
+    def _expect_open(self) -> None:
+        if not self._open:
+            raise CorruptionError(f"copy of {self._ref}: was aborted or committed before")
+
+    def _close(self) -> None:
+        if self._open:
+            self._open = False
+            try:
+                self._pipe.close()  # before the descriptor: its threads write to it
+                self._temp.discard()
+            finally:
+                self._cleanup.close()

@@ -1,0 +1,128 @@
+"""Manifests, layouts and the round on the node's disk: small files, each with its own digest.
+
+A manifest or layout file is the document, a newline, the document's digest and a newline: bits that
+flip on the disk show, although nothing else on this node knows what the document was.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    StaleRoundError,
+)
+from holdfast_core.format.canonical import dumps_canonical, loads_strict
+from holdfast_core.format.checks import expect_int, expect_object
+from holdfast_core.format.digest import digest_of, parse_digest
+from holdfast_core.ids import Digest, RestartRound
+from holdfast_core.node.files import Directories, TempFile, disk_errors, fsync_directory, write_at
+
+_DIGEST_BYTES = len("\n") + len("b3:") + 64 + len("\n")
+_ROUND_FIELDS = frozenset({"round", "version"})
+_MAX_ROUND_BYTES = 4096
+
+
+def stored_bytes(document: bytes) -> int:
+    """Length of the file that holds `document`."""
+    return len(document) + _DIGEST_BYTES
+
+
+def write_document(path: Path, document: bytes, directories: Directories) -> bool:
+    """put-if-absent, durable. False where the same document is there. Raises AlreadyExistsError
+    for another one, CorruptionError where the one that is there is damaged."""
+    digest = digest_of(document)
+    if _is_there(path, digest):
+        return False
+    with disk_errors(f"creating a temporary file for {path}"):
+        temp = TempFile(path.parent, directories)
+    try:
+        with disk_errors(f"writing {path}"):
+            data = document + f"\n{digest}\n".encode()
+            write_at(temp.fd, memoryview(data), 0)
+            temp.sync()
+            if temp.publish_if_absent(path):
+                return True
+    finally:
+        temp.discard()
+    _is_there(path, digest)
+    return False
+
+
+def _is_there(path: Path, digest: Digest) -> bool:
+    """Whether the document is there; durable when the answer is yes. Raises AlreadyExistsError,
+    CorruptionError."""
+    try:
+        found = digest_of(read_document(path))
+    except NotFoundError:
+        return False
+    if found != digest:
+        raise AlreadyExistsError(f"{path}: holds the document {found}, refused to put {digest}")
+    # Whoever wrote it may not have come to this yet, or have died before.
+    with disk_errors(f"fsync of {path.parent}"):
+        fsync_directory(path.parent)
+    return True
+
+
+def read_document(path: Path) -> bytes:
+    """Raises NotFoundError, CorruptionError."""
+    data = _read(path)
+    document, mark = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    try:
+        stored = parse_digest(mark[1:-1].decode(), str(path))
+    except (FormatError, ValueError) as error:
+        raise CorruptionError(f"{path}: no digest at its end: {error}") from error
+    if mark[:1] + mark[-1:] != b"\n\n" or digest_of(document) != stored:
+        raise CorruptionError(f"{path}: the document is {digest_of(document)}, expected {stored}")
+    return document
+
+
+def write_round(path: Path, round_: RestartRound, version: int, directories: Directories) -> None:
+    """Durable when it returns. Raises StaleRoundError where a newer (round, version) is there."""
+    held = read_round(path)
+    if held is not None and held > (round_, version):
+        raise StaleRoundError(
+            f"{path}: holds round {held[0]} version {held[1]}, refused to go back to "
+            f"round {round_} version {version}",
+            own_round=held[0],
+            own_version=held[1],
+        )
+    with disk_errors(f"creating a temporary file for {path}"):
+        temp = TempFile(path.parent, directories)
+    try:
+        with disk_errors(f"writing {path}"):
+            data = dumps_canonical({"round": round_, "version": version})
+            write_at(temp.fd, memoryview(data), 0)
+            temp.sync()
+            temp.publish(path)
+    finally:
+        temp.discard()
+
+
+def read_round(path: Path) -> tuple[RestartRound, int] | None:
+    """None where no round was ever written. Raises CorruptionError."""
+    try:
+        data = _read(path)
+    except NotFoundError:
+        return None
+    try:
+        value = loads_strict(data, str(path), limit_bytes=_MAX_ROUND_BYTES)
+        fields = expect_object(value, str(path), _ROUND_FIELDS)
+        round_ = expect_int(fields["round"], f"{path}: round")
+        return RestartRound(round_), expect_int(fields["version"], f"{path}: version")
+    except FormatError as error:
+        raise CorruptionError(str(error)) from error
+
+
+def _read(path: Path) -> bytes:
+    with disk_errors(f"reading {path}"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{path}: not there") from error
+        with open(fd, "rb") as file:
+            return file.read()

@@ -1,0 +1,350 @@
+"""Durable file primitives of the node tier: what a crash or a bad disk may not break.
+
+Temporary file under a lock -> fsync -> rename -> fsync of the directory. Nothing here knows shards.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+from holdfast_core.errors import CapacityError, HoldfastError, TierError, UnavailableError
+from holdfast_core.failpoint import failpoint
+from holdfast_core.shards.file import BLOCK_BYTES
+
+TEMP_PREFIX = ".tmp-"
+_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
+_TRANSIENT = frozenset({errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ENOMEM})
+_temp_numbers = itertools.count()
+
+
+def is_full(error: OSError) -> bool:
+    return error.errno in _FULL
+
+
+def disk_error(error: OSError, tried: str) -> HoldfastError:
+    """The error of the tree for what the kernel said; `tried` says what on which path."""
+    words = f"{tried}: {error.strerror or error}"
+    if is_full(error):
+        return CapacityError(f"{words} (no room on the volume; needed and available are unknown)")
+    if error.errno in _TRANSIENT:
+        return UnavailableError(words)
+    return TierError(words)
+
+
+@contextmanager
+def disk_errors(tried: str) -> Iterator[None]:
+    """OSErrors inside become errors of the tree."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, tried) from error
+
+
+class PoisonedError(TierError):
+    """fsync or the read-back failed: the file must be written again from memory, never fsynced
+    again (the kernel may have dropped the dirty pages and report success the second time)."""
+
+
+def fsync_directory(path: Path) -> None:
+    fd = os.open(path, _DIR_FLAGS)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directories(path: Path, mode: int = 0o777) -> None:
+    """Make `path` and the parents that are missing, as mkdir(parents=True) does, and make their names
+    durable: a power cut would take everything below a name that is not."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    with suppress(PermissionError):  # not ours to look into, and not made by us
+        fsync_directory(path.parent)  # whoever made `path` may have died before this
+    for directory in reversed(missing):
+        directory.mkdir(mode=mode, exist_ok=True)
+        fsync_directory(directory.parent)
+
+
+class Directories:
+    """Makes directories, 0700 by default, and makes their names durable, once in this process."""
+
+    def __init__(self, root: Path, mode: int = 0o700) -> None:
+        self._root = root
+        self._mode = mode
+        self._durable: set[Path] = set()
+        self.lock = threading.RLock()
+        """Held while a file is created in a directory or an empty one is removed."""
+
+    def ensure(self, path: Path) -> None:
+        """Make `path` (at or below the root) and fsync every parent whose entry may be new."""
+        with self.lock:
+            if path in self._durable:
+                return
+            if path == self._root:
+                make_directories(path.parent)
+            else:
+                self.ensure(path.parent)
+            try:
+                path.mkdir(mode=self._mode)
+            except FileNotFoundError as error:
+                self._make_again(path.parent, error)
+                path.mkdir(mode=self._mode)
+            except FileExistsError:
+                if stat.S_ISLNK(path.lstat().st_mode) and path != self._root:
+                    raise
+            fsync_directory(path.parent)
+            self._durable.add(path)
+
+    def create(self, path: Path, flags: int) -> int:
+        """Open a new file in a directory that is made where it is missing. Raises OSError."""
+        with self.lock:
+            self.ensure(path.parent)
+            try:
+                return os.open(path, flags, 0o600)
+            except FileNotFoundError as error:
+                self._make_again(path.parent, error)
+                return os.open(path, flags, 0o600)
+
+    def _make_again(self, path: Path, error: OSError) -> None:
+        """Another program removed `path`. The root may be a file system that was unmounted, so it is not made
+        again: raises `error`."""
+        if path == self._root:
+            raise error
+        self._durable.discard(path)
+        self.ensure(path)
+
+    def remove_if_empty(self, path: Path) -> None:
+        """Remove `path` and its parents up to the root as far as they are empty."""
+        with self.lock:
+            while path != self._root:
+                try:
+                    path.rmdir()
+                except OSError:
+                    return
+                self._durable.discard(path)
+                path = path.parent
+
+
+class TempFile:
+    """A temporary file next to its final name, locked while its writer lives.
+
+    The lock tells `remove_dead_temp` of any process whether the writer is gone; process ids mean
+    nothing across containers.
+    """
+
+    def __init__(self, directory: Path, directories: Directories) -> None:
+        failpoint("node.before_temp")
+        self._directory = directory
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        while True:
+            path = directory / f"{TEMP_PREFIX}{os.getpid()}-{next(_temp_numbers)}"
+            try:
+                fd = directories.create(path, flags)
+            except FileExistsError:
+                continue  # of a dead process with the same id: open() removes it
+            self.path = path
+            self.fd = fd
+            self._closed = False
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if os.fstat(fd).st_nlink == 1:
+                    break
+            except OSError:
+                self.discard()
+                raise
+            self._close()  # a scan took it for a dead one between open and lock
+        failpoint("node.after_create")
+
+    def preallocate(self, size: int) -> None:
+        """ENOSPC before any data is written. Not every file system can; the budget still guards."""
+        try:
+            os.posix_fallocate(self.fd, 0, size)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+
+    def use_direct_io(self) -> bool:
+        """Bypass the page cache from now on where the file system can."""
+        return set_direct(self.fd, True)
+
+    def sync(self) -> None:
+        """Raises PoisonedError: after any error of fsync the file is worthless."""
+        failpoint("node.before_fsync")
+        try:
+            failpoint("node.fsync")
+            os.fsync(self.fd)
+        except OSError as error:
+            raise PoisonedError(f"fsync of {self.path}: {error.strerror or error}") from error
+        failpoint("node.after_fsync")
+
+    def publish(self, final: Path) -> None:
+        """Rename to `final`, in the same directory, and make the name durable."""
+        self.path.rename(final)
+        failpoint("node.after_rename")
+        fsync_directory(self._directory)
+        failpoint("node.after_dirsync")
+        self._close()
+
+    def publish_if_absent(self, final: Path) -> bool:
+        """Like `publish`, but False and nothing changed where `final` is there."""
+        try:
+            os.link(self.path, final)
+        except FileExistsError:
+            return False
+        failpoint("node.after_rename")
+        self.path.unlink()
+        fsync_directory(self._directory)
+        failpoint("node.after_dirsync")
+        self._close()
+        return True
+
+    def discard(self) -> None:
+        """Remove what was not published. May be called twice, and after publish.
+
+        What the disk refuses to remove stays for the next start, unlocked: the error that led here
+        is the one to be told.
+        """
+        if not self._closed:
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self.fd)
+
+
+def remove_dead_temp(path: Path) -> bool:
+    """Remove a temporary file whose writer is gone; False where the writer lives."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def set_direct(fd: int, on: bool) -> bool:
+    """Switch O_DIRECT; False where the file system refuses."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    wanted = flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, wanted)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def _is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data`; what is not aligned after a short write takes the page cache."""
+    failpoint("node.write")
+    written = 0
+    while written < len(data):
+        if written % BLOCK_BYTES:
+            set_direct(fd, False)
+        try:
+            count = os.pwrite(fd, data[written:], offset + written)
+        except OSError as error:
+            if error.errno == errno.EINVAL and _is_direct(fd):
+                set_direct(fd, False)
+                continue
+            raise
+        if count == 0:
+            raise OSError(errno.EIO, "wrote 0 bytes")
+        written += count
+
+
+def read_at(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` as far as the file goes; returns the bytes read."""
+    failpoint("node.read")
+    filled = 0
+    while filled < len(buffer):
+        if filled % BLOCK_BYTES and _is_direct(fd):
+            set_direct(fd, False)
+        try:
+            count = os.preadv(fd, [buffer[filled:]], offset + filled)
+        except OSError as error:
+            if error.errno == errno.EINVAL and _is_direct(fd):
+                set_direct(fd, False)
+                continue
+            raise
+        if count == 0:
+            break
+        filled += count
+    return filled
+
+
+class BufferPool:
+    """Page-aligned buffers that are kept, because the first touch of new pages costs more than the
+    copy into them. At most `keep` stay while nobody uses them.
+
+    `limit_bytes` holds for those who `take_if_room`. What must go on (own writes and reads, few
+    at a time) is always given a buffer.
+    """
+
+    def __init__(self, size_bytes: int, keep: int, limit_bytes: int | None = None) -> None:
+        self.size_bytes = size_bytes
+        self.limit_bytes = limit_bytes
+        self._keep = keep
+        self._free: list[memoryview] = []
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all buffers, in use or kept."""
+        with self._lock:
+            return (self._taken + len(self._free)) * self.size_bytes
+
+    def take(self) -> AbstractContextManager[memoryview]:
+        return self._lend(None)
+
+    def take_if_room(self) -> AbstractContextManager[memoryview]:
+        """Raises UnavailableError where the limit is reached: try again later."""
+        return self._lend(self.limit_bytes)
+
+    @contextmanager
+    def _lend(self, limit_bytes: int | None) -> Iterator[memoryview]:
+        with self._lock:
+            if limit_bytes is not None and (self._taken + 1) * self.size_bytes > limit_bytes:
+                raise UnavailableError(
+                    f"{self._taken} buffers of {self.size_bytes} bytes are in use, the limit is "
+                    f"{limit_bytes} bytes: too many transfers at once, try again"
+                )
+            self._taken += 1
+            buffer = self._free.pop() if self._free else None
+        try:
+            if buffer is None:
+                buffer = memoryview(mmap.mmap(-1, self.size_bytes))
+            yield buffer
+        finally:
+            with self._lock:
+                self._taken -= 1
+                if buffer is not None and len(self._free) < self._keep:
+                    self._free.append(buffer)

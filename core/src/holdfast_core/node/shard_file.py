@@ -1,0 +1,292 @@
+"""One pass of a payload to a file, and the reader that verifies it. Used by the node tier alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from holdfast_core.errors import CorruptionError, NotFoundError
+from holdfast_core.failpoint import failpoint
+from holdfast_core.format.digest import crc32c
+from holdfast_core.ids import ByteRange, ShardRef
+from holdfast_core.node.blocks import BlockPipe, PipedDigester, Put
+from holdfast_core.node.files import (
+    BufferPool,
+    PoisonedError,
+    disk_errors,
+    read_at,
+    write_at,
+)
+from holdfast_core.node.read_ahead import pieces, read_ahead
+from holdfast_core.shards.chunk_table import ChunkTable
+from holdfast_core.shards.file import (
+    BLOCK_BYTES,
+    FOOTER,
+    Trailer,
+    align,
+    check_trailer,
+    expect_zeros,
+    head_bytes,
+    head_bytes_of,
+    pack_head,
+    pack_trailer,
+    trailer_bytes,
+    trailer_offset,
+    unpack_head,
+    unpack_trailer,
+)
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.stream import PayloadDigester, check_ref, check_same
+from holdfast_core.tiers.base import PayloadSource
+
+WRITE_BYTES = 16 << 20
+"""Of one O_DIRECT write: measured as the size from which larger ones are no faster."""
+_BLOCKS = 3
+"""Two are written, as many as a disk needs to be busy, and one is filled."""
+
+
+def write_payload(
+    fd: int, header: ShardHeader, source: PayloadSource, buffers: BufferPool, put: Put = write_at
+) -> tuple[ShardRecord, ChunkTable]:
+    """Write head, payload and trailer. While one block is read, two others are digested and on their
+    way to the disk, by `put`. Raises OSError of the disk and whatever `source` raises."""
+    start = head_bytes(header)
+    _write_small(fd, pack_head(header), 0, buffers)
+    with ExitStack() as stack:
+        pipe = BlockPipe(fd, [stack.enter_context(buffers.take()) for _ in range(_BLOCKS)])
+        stack.callback(pipe.close)
+        digester = PipedDigester(pipe, header)
+        for position in range(0, header.payload_bytes, buffers.size_bytes):
+            length = min(buffers.size_bytes, header.payload_bytes - position)
+            block = pipe.begin()
+            source.read_into(position, block[:length])
+            digester.update(block[:length])
+            block[length : align(length)] = bytes(align(length) - length)
+            pipe.write(block[: align(length)], start + position, put)
+            if position == 0:
+                failpoint("node.mid_write")
+        record, table = digester.finish()
+    trailer = pack_trailer(header, record.blake3, table)
+    _write_small(fd, trailer, trailer_offset(header), buffers)
+    return record, table
+
+
+def read_back(
+    fd: int, record: ShardRecord, table: ChunkTable, chunks: range, buffers: BufferPool
+) -> None:
+    """Read head, trailer and these chunks from the disk, past the page cache, and compare.
+    Raises PoisonedError."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    header = record.header
+    try:
+        if read_small(fd, 0, head_bytes(header), buffers) != pack_head(header):
+            raise PoisonedError(
+                f"read-back of {record.ref}: the head differs from what was written"
+            )
+        trailer = read_small(fd, trailer_offset(header), trailer_bytes(header), buffers)
+        if unpack_trailer(trailer) != Trailer(record, table):
+            raise PoisonedError(f"read-back of {record.ref}: the trailer differs")
+        for chunk in chunks:
+            if _chunk_crc(fd, header, chunk, buffers) != table.crcs[chunk]:
+                raise PoisonedError(f"read-back of {record.ref}: chunk {chunk} differs")
+    except (CorruptionError, OSError) as error:
+        raise PoisonedError(f"read-back of {record.ref}: {error}") from error
+
+
+def read_small(fd: int, offset: int, length: int, buffers: BufferPool) -> bytes:
+    """Bytes through an aligned buffer, so that O_DIRECT descriptors work too; short at the end."""
+    parts: list[bytes] = []
+    with buffers.take() as buffer:
+        while length > 0:
+            wanted = min(length, buffers.size_bytes)
+            got = min(read_at(fd, buffer[: align(wanted)], offset), wanted)
+            parts.append(bytes(buffer[:got]))
+            if got < wanted:
+                break
+            offset += got
+            length -= got
+    return b"".join(parts)
+
+
+def _write_small(fd: int, data: bytes, offset: int, buffers: BufferPool) -> None:
+    with buffers.take() as buffer:
+        for start in range(0, len(data), buffers.size_bytes):
+            piece = data[start : start + buffers.size_bytes]
+            buffer[: len(piece)] = piece
+            write_at(fd, buffer[: len(piece)], offset + start)
+
+
+def _chunk_crc(fd: int, header: ShardHeader, chunk: int, buffers: BufferPool) -> int:
+    offset = chunk * header.chunk_bytes
+    stop = min(offset + header.chunk_bytes, header.payload_bytes)
+    crc = 0
+    start = head_bytes(header)
+    with buffers.take() as buffer:
+        while offset < stop:
+            length = min(stop - offset, buffers.size_bytes)
+            got = read_at(fd, buffer[: align(length)], start + offset)
+            crc = crc32c(buffer[: min(got, length)], crc)
+            offset += length
+    return crc
+
+
+def read_record(fd: int, path: Path, buffers: BufferPool) -> Trailer:
+    """Head and trailer of an open file, compared with each other and with its length. Raises
+    CorruptionError; FormatError where a newer release wrote it."""
+    size = os.fstat(fd).st_size
+    if size < 2 * BLOCK_BYTES or size % BLOCK_BYTES:
+        raise CorruptionError(f"shard {path.name}: {size} bytes are no whole shard file")
+    with disk_errors(f"reading shard {path}"):
+        first = read_small(fd, 0, BLOCK_BYTES, buffers)
+        # The prefix is checked before its length is believed.
+        from_head = _checked_head_bytes(first, size)
+        head = first if from_head == BLOCK_BYTES else read_small(fd, 0, from_head, buffers)
+        header = unpack_head(head)
+        start = trailer_offset(header)
+        length = trailer_bytes(header)
+        if start + length != size:
+            raise CorruptionError(
+                f"shard {path.name}: {size} bytes, its head means {start + length}"
+            )
+        return check_trailer(header, unpack_trailer(read_small(fd, start, length, buffers)), size)
+
+
+def _checked_head_bytes(first: bytes, size: int) -> int:
+    length = head_bytes_of(first)
+    if length + FOOTER.size > size:
+        raise CorruptionError(f"shard head: {length} bytes in a file of {size}")
+    return length
+
+
+class DiskShardReader:
+    """An open shard file. The descriptor stays valid when the file is pruned meanwhile."""
+
+    def __init__(self, fd: int, path: Path, trailer: Trailer, buffers: BufferPool) -> None:
+        self._fd = fd
+        self._path = path
+        self._trailer = trailer
+        self._buffers = buffers
+        self.payload_start = head_bytes(trailer.record.header)
+        """In the file."""
+        self._closed = False
+
+    @classmethod
+    def open(cls, path: Path, ref: ShardRef, buffers: BufferPool) -> Self:
+        """Raises NotFoundError; CorruptionError if head, tail or identity are not of `ref`."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"shard of {ref}: no file {path}") from error
+        try:
+            trailer = read_record(fd, path, buffers)
+            check_ref(trailer.record, ref)
+            return cls(fd, path, trailer, buffers)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def record(self) -> ShardRecord:
+        return self._trailer.record
+
+    @property
+    def table(self) -> ChunkTable:
+        return self._trailer.table
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def read_payload_into(self, offset: int, buffer: memoryview) -> None:
+        header = self.record.header
+        stop = offset + len(buffer)
+        whole = stop == header.payload_bytes or stop % header.chunk_bytes == 0
+        if offset % header.chunk_bytes or not whole or stop > header.payload_bytes:
+            raise ValueError(
+                f"read of [{offset}, {stop}) is not on chunk boundaries ({header.chunk_bytes}) of "
+                f"a payload of {header.payload_bytes}"
+            )
+        for position in range(0, len(buffer), header.chunk_bytes):
+            view = buffer[position : position + header.chunk_bytes]
+            with disk_errors(f"reading shard {self._path}"):
+                got = read_at(self._fd, view, self.payload_start + offset + position)
+            chunk = (offset + position) // header.chunk_bytes
+            if got != len(view) or crc32c(view) != self.table.crcs[chunk]:
+                raise CorruptionError(
+                    f"shard {self._path}: CRC32C of chunk {chunk} does not match ({got} bytes read)"
+                )
+
+    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
+        with disk_errors(f"reading shard {self._path}"):
+            yield from read_ahead(self._fd, ranges, self._buffers)
+
+    def read_payload(self) -> Generator[memoryview]:
+        header = self.record.header
+        digester = PayloadDigester(header)
+        checked = 0
+        with ThreadPoolExecutor(1, "holdfast-node-verify") as thread:
+            for view in self._payload(header.payload_bytes):
+                digested = thread.submit(digester.update, view)
+                try:
+                    yield view
+                finally:
+                    digested.result()
+                checked = self._expect_chunks(digester.complete_crcs, checked)
+        record, table = digester.finish()
+        check_same(record, table, self._trailer)
+
+    def verify(self) -> None:
+        header = self.record.header
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        again = read_record(self._fd, self._path, self._buffers)
+        digester = PayloadDigester(header)
+        position = 0
+        for view in self._payload(align(header.payload_bytes)):
+            length = max(0, min(len(view), header.payload_bytes - position))
+            digester.update(view[:length])
+            expect_zeros(view[length:], f"shard {self._path}")
+            position += len(view)
+        record, table = digester.finish()
+        check_same(record, table, again)
+        check_same(record, table, self._trailer)
+
+    def _payload(self, length: int) -> Iterator[memoryview]:
+        """So many bytes from the payload's first one, read ahead, none checked but for their
+        number."""
+        span = ByteRange(self.payload_start, self.payload_start + length)
+        wanted = tuple(pieces(span, self._buffers))
+        for piece, view in zip(wanted, self.read_file(wanted), strict=True):
+            if len(view) != piece.length_bytes:
+                raise CorruptionError(
+                    f"shard {self._path}: ends within its payload, at "
+                    f"{piece.start + len(view)} of {span.stop}"
+                )
+            yield view
+
+    def _expect_chunks(self, found: Sequence[int], first: int) -> int:
+        """A bad chunk ends a read where it lies, and not hundreds of gigabytes later."""
+        for chunk in range(first, len(found)):
+            if found[chunk] != self.table.crcs[chunk]:
+                raise CorruptionError(f"shard {self._path}: CRC32C of chunk {chunk} does not match")
+        return len(found)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,516 @@
+"""The node tier: shards of this pod's ranks and peers' copies on the node's own disk.
+
+Owns the order of every durable change (docs/guarantees.md R1, R16): temporary file, preallocation, data,
+fsync, read-back, rename, fsync of the directory; manifests go last and leave first. It decides
+nothing about rounds and nothing about what may be pruned.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    CapacityError,
+    ConfigError,
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    TierError,
+)
+from holdfast_core.failpoint import failpoint
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.keys import checked_job_uid, layout_key, manifest_key, shard_key
+from holdfast_core.format.manifest import misnamed
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef
+from holdfast_core.node.clone import Clone, CloningWriter, clone_range
+from holdfast_core.node.copy import DiskCopyWriter
+from holdfast_core.node.documents import (
+    read_document,
+    read_round,
+    stored_bytes,
+    write_document,
+    write_round,
+)
+from holdfast_core.node.files import (
+    BufferPool,
+    Directories,
+    PoisonedError,
+    TempFile,
+    disk_errors,
+    fsync_directory,
+    write_at,
+)
+from holdfast_core.node.index import VOLUME_ADVICE, Budget, IndexEntry, NodeIndex
+from holdfast_core.node.last_write import READ_BACK_EVERY, LastWrite, to_read_back
+from holdfast_core.node.scan import list_manifests, read_shard, scan
+from holdfast_core.node.shard_file import WRITE_BYTES, DiskShardReader, read_back, write_payload
+from holdfast_core.shards.file import Trailer, check_header, chunk_count, file_bytes, head_bytes
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.stream import PayloadDigester
+from holdfast_core.tiers.base import PayloadSource
+
+QUARANTINE = "quarantine"
+LAYOUTS = "layouts"
+ROUND_FILE = "round.json"
+QUARANTINE_KEPT = 8
+"""Bad copies that stay for people to look at; older ones are removed when one is added."""
+_RESERVED = frozenset({QUARANTINE, LAYOUTS, ROUND_FILE})
+_WRITE_ATTEMPTS = 2
+_KEPT_BUFFERS = 6
+_BUFFER_LIMIT_BYTES = 512 << 20
+"""Half of what a sidecar may use: copies that come in beyond it are refused and come back."""
+_WRITE_LOCKS = 64
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenReport:
+    """What `open` found."""
+
+    shards: int
+    shard_bytes: int
+    removed_temporaries: int
+    quarantined: tuple[str, ...]
+    """Reason of each torn or misdirected file."""
+    skipped: tuple[str, ...]
+    """Files of a newer format version or a strange name: left alone, not listed."""
+
+
+class DiskNodeTier:
+    """NodeTier over a directory, thread-safe. `capacity_bytes` 0: the file system's size.
+
+    Files lie under `<root>/<job_uid>/` by `format.keys`; layouts, which carry no job, under
+    `<root>/layouts/`. Call `open` before anything else.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        capacity_bytes: int = 0,
+        fill_limit: float = 0.85,
+        read_only: bool = False,
+        name: str = "node tier",
+        advice: str = VOLUME_ADVICE,
+        clone: Clone = clone_range,
+    ) -> None:
+        """`read_only`: a volume that cannot be written, or must not be. Nothing is made, removed or
+        quarantined then. `name` and `advice` stand in messages: what this is, and what to do where it is
+        full."""
+        if not 0 < fill_limit <= 1 or capacity_bytes < 0:
+            raise ConfigError(
+                f"{name} {root}: fill limit {fill_limit} of {capacity_bytes} bytes; expected "
+                "a limit within (0, 1] and a capacity that is not negative"
+            )
+        self._root = root
+        self._directories = Directories(root)
+        self._index = NodeIndex()
+        self._name = name
+        self._budget = Budget(root, capacity_bytes, fill_limit, advice)
+        self._buffers = BufferPool(WRITE_BYTES, _KEPT_BUFFERS, _BUFFER_LIMIT_BYTES)
+        self._lock = threading.Lock()
+        self._round_lock = threading.Lock()
+        self._write_locks = tuple(threading.Lock() for _ in range(_WRITE_LOCKS))
+        self._chunks_copied = 0
+        self._last: dict[Rank, LastWrite] = {}
+        self._clone = clone
+        self._can_clone = True
+        self._opened = False
+        self._read_only = read_only
+
+    def open(self) -> OpenReport:
+        """Make the directories, remove temporaries of dead processes, index what is whole,
+        quarantine what is torn. Once, before other calls."""
+        if self._opened:
+            raise TierError(f"{self._name} {self._root}: is open already")
+        with disk_errors(f"opening the {self._name} {self._root}"):
+            if not self._read_only:
+                for path in (self._root, self._root / QUARANTINE, self._root / LAYOUTS):
+                    self._directories.ensure(path)
+            found = scan(self._root, _RESERVED, self._buffers, read_only=self._read_only)
+        self._opened = True
+        for shard in found.shards:
+            self._index.add(IndexEntry(shard.record, shard.path))
+            self._budget.add(shard.record.file_bytes)
+        self._budget.add(found.other_bytes)
+        for torn in found.torn:
+            self._budget.add(torn.path.lstat().st_size)
+            if not self._read_only:
+                self._quarantine_file(torn.path, torn.reason)
+        return OpenReport(
+            shards=len(found.shards),
+            shard_bytes=sum(shard.record.file_bytes for shard in found.shards),
+            removed_temporaries=found.removed_temporaries,
+            quarantined=tuple(torn.reason for torn in found.torn),
+            skipped=found.skipped,
+        )
+
+    # ------------------------------------------------------------------ shards
+
+    def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        """See NodeTier. Raises AlreadyExistsError where another payload of the same identity is
+        there; TierError when the disk failed twice."""
+        self._expect_open()
+        check_header(header)
+        # Two writers of one identity take turns; the second finds the first one's shard.
+        with self._write_locks[header.rank % _WRITE_LOCKS]:
+            existing = self._existing(header, source)
+            if existing is not None:
+                return existing
+            size = file_bytes(header)
+            with self._reserve(size, f"shard of rank {header.rank} step {header.step}"):
+                return self._write_twice(header, source, size)
+
+    def begin_copy(self, ref: ShardRef, file_bytes: int) -> DiskCopyWriter:
+        """See NodeTier. The bytes are reserved until commit or abort. Raises UnavailableError where
+        too many copies are on their way."""
+        self._expect_open()
+        path = self.shard_path(ref)
+        what = f"copy of rank {ref.rank} step {ref.step}"
+        with ExitStack() as stack:
+            stack.enter_context(self._reserve(file_bytes, what))
+            with disk_errors(f"creating the {what} in {path.parent}"):
+                temp = TempFile(path.parent, self._directories)
+                stack.callback(temp.discard)
+                temp.preallocate(file_bytes)
+                temp.use_direct_io()
+            buffer = stack.enter_context(self._buffers.take_if_room())
+            return DiskCopyWriter(
+                ref, file_bytes, temp, self._publish_copy, buffer, stack.pop_all()
+            )
+
+    def find(self, ref: ShardRef) -> ShardRecord | None:
+        entry = self._index.find(ref)
+        return None if entry is None else entry.record
+
+    def look_up(self, ref: ShardRef) -> ShardRecord | None:
+        """`find`, also for what another process has written here since `open`. Raises CorruptionError,
+        FormatError."""
+        self._expect_open()
+        found = self.find(ref)
+        if found is not None:
+            return found
+        path = self.shard_path(ref)
+        with disk_errors(f"opening shard {path}"):
+            try:
+                record = read_shard(self._root, path, self._buffers)
+            except FileNotFoundError:
+                return None
+        if record.ref != ref:
+            raise CorruptionError(f"{path}: holds {record.ref}, expected {ref}")
+        if self._index.add(IndexEntry(record, path)):
+            self._budget.add(record.file_bytes)
+        return record
+
+    def list_shards(self) -> tuple[ShardRecord, ...]:
+        return self._index.records()
+
+    def open_shard(self, ref: ShardRef) -> DiskShardReader:
+        self._expect_open()
+        entry = self._index.find(ref)
+        if entry is None:
+            raise NotFoundError(f"shard of {ref}: not in the {self._name} {self._root}")
+        try:
+            with disk_errors(f"opening shard {entry.path}"):
+                return DiskShardReader.open(entry.path, ref, self._buffers)
+        except NotFoundError:
+            self._forget(ref)
+            raise
+
+    def delete_shard(self, ref: ShardRef) -> None:
+        """Tolerates absence. Durable when it returns."""
+        self._expect_open()
+        entry = self._index.find(ref)
+        if entry is None:
+            return
+        with disk_errors(f"deleting shard {entry.path}"):
+            entry.path.unlink(missing_ok=True)
+            fsync_directory(entry.path.parent)
+        self._forget(ref)
+        self._directories.remove_if_empty(entry.path.parent)
+
+    def quarantine(self, ref: ShardRef, reason: str) -> None:
+        """See NodeTier. Tolerates absence."""
+        self._expect_open()
+        entry = self._index.remove(ref)
+        if entry is not None and not self._read_only:
+            self._quarantine_file(entry.path, reason)
+
+    def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
+        self._expect_open()
+        self._quarantine_file(self._manifest_path(job_uid, checkpoint), reason)
+
+    def quarantine_layout(self, digest: Digest, reason: str) -> None:
+        self._expect_open()
+        self._quarantine_file(self._root / layout_key(digest), reason)
+
+    # ------------------------------------------------------------------ documents
+
+    def put_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, document: bytes) -> Digest:
+        """See NodeTier. A damaged document in its place, or one of another checkpoint, is quarantined
+        first."""
+        self._expect_open()
+        path = self._manifest_path(job_uid, checkpoint)
+        try:
+            self._put(path, document)
+        except AlreadyExistsError:
+            if (reason := misnamed(read_document(path), job_uid, checkpoint)) is None:
+                raise
+            self._quarantine_file(path, reason)
+            self._put(path, document)
+        return digest_of(document)
+
+    def get_manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
+        """Raises NotFoundError; CorruptionError where its bits have changed on the disk."""
+        return read_document(self._manifest_path(job_uid, checkpoint))
+
+    def list_manifests(self) -> tuple[tuple[JobUid, CheckpointId], ...]:
+        self._expect_open()
+        return tuple(list_manifests(self._root, _RESERVED))
+
+    def put_layout(self, document: bytes) -> Digest:
+        self._expect_open()
+        digest = digest_of(document)
+        self._put(self._root / layout_key(digest), document)
+        return digest
+
+    def get_layout(self, digest: Digest) -> bytes:
+        """Raises NotFoundError; CorruptionError where the document is not what its name says."""
+        path = self._root / layout_key(digest)
+        document = read_document(path)
+        if digest_of(document) != digest:
+            raise CorruptionError(f"{path}: holds {digest_of(document)}")
+        return document
+
+    def delete_checkpoint(self, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        """1. the manifest, durably: the checkpoint is gone. 2. its shards. 3. empty directories."""
+        self._expect_open()
+        path = self._manifest_path(job_uid, checkpoint)
+        with disk_errors(f"deleting checkpoint {checkpoint} from {self._root}"):
+            try:
+                size = path.lstat().st_size
+                failpoint("node.before_tombstone")
+                path.unlink()
+                fsync_directory(path.parent)
+                self._budget.add(-size)
+            except FileNotFoundError:
+                pass  # deleted before, perhaps by a process that died between 1 and 2
+            failpoint("node.after_tombstone")
+            for entry in self._index.of_checkpoint(job_uid, checkpoint):
+                failpoint("node.before_delete")
+                self.delete_shard(entry.record.ref)
+            if path.parent.is_dir():
+                self._directories.remove_if_empty(path.parent)
+
+    def read_round(self) -> tuple[RestartRound, int] | None:
+        """The newest (round, version) that was written; None where none was."""
+        return read_round(self._root / ROUND_FILE)
+
+    def write_round(self, round: RestartRound, version: int) -> None:
+        """Durable when it returns. Raises StaleRoundError where a newer one is held."""
+        self._expect_open()
+        with self._round_lock:
+            write_round(self._root / ROUND_FILE, round, version, self._directories)
+
+    # ------------------------------------------------------------------ space
+
+    def free_bytes(self) -> int:
+        return self._budget.free_bytes()
+
+    def buffer_bytes(self) -> tuple[int, int]:
+        """Memory of the buffers that payloads pass through, and its limit."""
+        return self._buffers.held_bytes, _BUFFER_LIMIT_BYTES
+
+    def used_bytes(self) -> int:
+        """Shards, documents, quarantined files and what is being written now."""
+        return self._budget.used_bytes
+
+    # ------------------------------------------------------------------ inside
+
+    def _existing(self, header: ShardHeader, source: PayloadSource) -> ShardRecord | None:
+        """The record of an earlier write of this very shard: digested again, not written again."""
+        entries = self._index.same_identity(header)
+        if not entries:
+            return None
+        digester = PayloadDigester(header)
+        with self._buffers.take() as buffer:
+            for offset in range(0, header.payload_bytes, len(buffer)):
+                view = buffer[: min(len(buffer), header.payload_bytes - offset)]
+                source.read_into(offset, view)
+                digester.update(view)
+        record, _ = digester.finish()
+        for entry in entries:
+            if entry.record == record:
+                return record
+        raise AlreadyExistsError(
+            f"shard of rank {header.rank} step {header.step} round {header.round}: holds payload "
+            f"{entries[0].record.blake3}, refused to write {record.blake3} beside it"
+        )
+
+    def _write_twice(self, header: ShardHeader, source: PayloadSource, size: int) -> ShardRecord:
+        for attempt in range(_WRITE_ATTEMPTS):
+            try:
+                with disk_errors(f"writing the shard of rank {header.rank} step {header.step}"):
+                    return self._write_once(header, source, size, may_clone=attempt == 0)
+            except PoisonedError as error:
+                if attempt + 1 == _WRITE_ATTEMPTS:
+                    raise
+                _LOG.warning("%s: the whole shard is written once more, to a new file", error)
+            except CapacityError as error:
+                # A quota, or what others write, is not in the budget.
+                if attempt + 1 < _WRITE_ATTEMPTS and self._empty_quarantine():
+                    continue
+                raise CapacityError(
+                    f"{error}: needed {size} bytes, {self._budget.free_bytes()} available"
+                ) from error
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _write_once(
+        self, header: ShardHeader, source: PayloadSource, size: int, *, may_clone: bool
+    ) -> ShardRecord:
+        last = self._last.get(header.rank)
+        with ExitStack() as stack:
+            temp = TempFile(self._shard_directory(header), self._directories)
+            stack.callback(temp.discard)
+            cloning = self._cloning(last, header, stack) if may_clone else None
+            if cloning is None:
+                temp.preallocate(size)
+            temp.use_direct_io()
+            put = write_at if cloning is None else cloning.put
+            record, table = write_payload(temp.fd, header, source, self._buffers, put)
+            temp.sync()
+            read_back(
+                temp.fd, record, table, to_read_back(last, chunk_count(header)), self._buffers
+            )
+            self._publish(temp, record)
+            self._last[header.rank] = LastWrite.after(last, record, table)
+            self._can_clone &= cloning is None or cloning.clones
+            return record
+
+    def _cloning(
+        self, last: LastWrite | None, header: ShardHeader, stack: ExitStack
+    ) -> CloningWriter | None:
+        """Where the file system can clone, and the last shard of the rank had much of the one before it. A
+        state that changes everywhere is written without a look at the last shard."""
+        aligned = self._buffers.size_bytes % header.chunk_bytes == 0
+        if not self._can_clone or last is None or not last.repeats or not aligned:
+            return None
+        try:
+            earlier = stack.enter_context(self.open_shard(last.ref))
+        except HoldfastError:  # pruned, quarantined or damaged since then
+            return None
+        if earlier.record.header.chunk_bytes != header.chunk_bytes:
+            return None
+        return CloningWriter(earlier, head_bytes(header), self._clone)
+
+    def _publish_copy(self, temp: TempFile, trailer: Trailer) -> ShardRecord:
+        record = trailer.record
+        with disk_errors(f"committing the copy of {record.ref}"):
+            temp.sync()
+            with self._lock:
+                start = -self._chunks_copied % READ_BACK_EVERY
+                self._chunks_copied += len(trailer.table)
+            chunks = range(start, len(trailer.table), READ_BACK_EVERY)
+            read_back(temp.fd, record, trailer.table, chunks, self._buffers)
+            self._publish(temp, record)
+        return record
+
+    def _publish(self, temp: TempFile, record: ShardRecord) -> None:
+        path = self.shard_path(record.ref)
+        temp.publish(path)
+        if self._index.add(IndexEntry(record, path)):
+            self._budget.add(record.file_bytes)
+
+    def _put(self, path: Path, document: bytes) -> None:
+        size = stored_bytes(document)
+        with self._reserve(size, f"document {path.name}"):
+            try:
+                written = write_document(path, document, self._directories)
+            except CorruptionError as error:
+                self._quarantine_file(path, str(error))
+                written = write_document(path, document, self._directories)
+            if written:
+                self._budget.add(size)
+
+    @contextmanager
+    def _reserve(self, size: int, what: str) -> Iterator[None]:
+        """Hold bytes of the budget. Bad copies, which are kept for people only, go before a write fails
+        for lack of room. Raises CapacityError."""
+        with disk_errors(f"reserving {size} bytes of {self._root} for {what}"):
+            try:
+                self._budget.take(size, what)
+            except CapacityError:
+                if not self._empty_quarantine():
+                    raise
+                self._budget.take(size, what)
+        try:
+            yield
+        finally:
+            self._budget.give_back(size)
+
+    def _empty_quarantine(self) -> bool:
+        """False where there was nothing."""
+        directory = self._root / QUARANTINE
+        with self._lock, disk_errors(f"emptying {directory}"):
+            held = [p for p in directory.iterdir() if not p.name.endswith(".reason")]
+            for old in held:
+                self._remove_quarantined(old)
+        return bool(held)
+
+    def _remove_quarantined(self, path: Path) -> None:
+        self._budget.add(-path.lstat().st_size)
+        path.unlink()
+        Path(f"{path}.reason").unlink(missing_ok=True)
+
+    def _quarantine_file(self, path: Path, reason: str) -> None:
+        directory = self._root / QUARANTINE
+        name = "--".join(path.relative_to(self._root).parts)
+        with self._lock, disk_errors(f"quarantining {path}"):
+            held = sorted(p for p in directory.iterdir() if not p.name.endswith(".reason"))
+            number = int(held[-1].name.partition("-")[0]) + 1 if held else 0
+            target = directory / f"{number:010d}-{name}"
+            try:
+                path.rename(target)
+            except FileNotFoundError:
+                return
+            fsync_directory(path.parent)
+            fsync_directory(directory)
+            Path(f"{target}.reason").write_text(reason + "\n")
+            for old in held[: max(0, len(held) + 1 - QUARANTINE_KEPT)]:
+                self._remove_quarantined(old)
+
+    def _forget(self, ref: ShardRef) -> None:
+        entry = self._index.remove(ref)
+        if entry is not None:
+            self._budget.add(-entry.record.file_bytes)
+
+    def _job_directory(self, job_uid: JobUid) -> Path:
+        if job_uid in _RESERVED:
+            raise TierError(f"job uid {job_uid!r} is a name that the node tier keeps for itself")
+        return self._root / checked_job_uid(job_uid)
+
+    def shard_path(self, ref: ShardRef) -> Path:
+        return self._job_directory(ref.job_uid) / shard_key(ref)
+
+    def _shard_directory(self, header: ShardHeader) -> Path:
+        any_digest = digest_of(b"")
+        ref = ShardRef(header.job_uid, header.step, header.round, header.rank, any_digest)
+        return self.shard_path(ref).parent
+
+    def _manifest_path(self, job_uid: JobUid, checkpoint: CheckpointId) -> Path:
+        return self._job_directory(job_uid) / manifest_key(checkpoint)
+
+    def _expect_open(self) -> None:
+        if not self._opened:
+            raise TierError(f"{self._name} {self._root}: not open yet; call open() first")
+
+
+def manifests_in(root: Path) -> tuple[tuple[JobUid, CheckpointId], ...]:
+    """The manifests of a node tier that another process has opened. Reads names and changes nothing."""
+    return tuple(list_manifests(root, _RESERVED))

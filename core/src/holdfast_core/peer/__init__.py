@@ -1,0 +1,1 @@
+"""The bulk protocol: shards between sidecars, on connections of their own."""

@@ -1,0 +1,215 @@
+"""The calling side of the bulk wire: copies to peers, whole shards from peers. Ranges: peer.ranges.
+
+Blocking; call it from a bounded pool of threads. Each call opens one connection at a time, resumes
+where the last one broke, and gives up after a bounded number of attempts.
+"""
+
+from __future__ import annotations
+
+import select
+import ssl
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holdfast_core.errors import (
+    CorruptionError,
+    FormatError,
+    UnavailableError,
+)
+from holdfast_core.ids import RestartRound, ShardRef
+from holdfast_core.peer.connection import Line, outside_tls
+from holdfast_core.peer.data import (
+    Piece,
+    pieces,
+    receive_piece,
+    send_outside,
+    send_pieces,
+    spans_without,
+)
+from holdfast_core.peer.paced_connection import PacedLine
+from holdfast_core.peer.protocol import (
+    BulkFrame,
+    BulkOptions,
+    Kind,
+    Status,
+    connection_error,
+    raise_reply,
+    receive_frame,
+    send_frame,
+)
+from holdfast_core.peer.remote import (
+    Peer,
+    connect,
+    expect_data,
+    expect_reply,
+    with_attempts,
+)
+from holdfast_core.peer.table import send_table
+from holdfast_core.shards.record import ShardRecord
+from holdfast_core.tiers.base import CopyWriter, OpenWriter, ShardReader
+
+
+def send_copy(
+    address: str,
+    port: int,
+    server_hostname: str,
+    ssl_context: ssl.SSLContext,
+    round: RestartRound,
+    reader: ShardReader,
+    *,
+    options: BulkOptions | None = None,
+) -> int:
+    """Copy a shard to a peer; returns when it is durable there, or was before: the bytes of the file
+    that were sent by the attempt that succeeded. What the peer has in other shards is left out.
+
+    Raises StaleRoundError, RefusedError, CapacityError (full over there), CorruptionError (the
+    bytes were refused: verify the own shard), AccessDeniedError, UnavailableError after all
+    attempts.
+    """
+    peer = Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
+    record = reader.record
+    request = BulkFrame(Kind.PUT_COPY, record.ref, round, length=record.file_bytes)
+    return with_attempts(peer, lambda plain: _put(peer, replace(request, plain=plain), reader))
+
+
+def fetch_shard(
+    address: str,
+    port: int,
+    server_hostname: str,
+    ssl_context: ssl.SSLContext,
+    round: RestartRound,
+    ref: ShardRef,
+    open_writer: OpenWriter,
+    *,
+    options: BulkOptions | None = None,
+) -> ShardRecord:
+    """Fetch a whole shard file into the writer that `open_writer` gives, and commit it.
+
+    Raises NotFoundError, CorruptionError (the peer's copy is bad: try another source),
+    RefusedError, CapacityError, AccessDeniedError, UnavailableError after all attempts. Nothing
+    stays behind.
+    """
+    peer = Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
+    writer: CopyWriter | None = None
+    outside = False  # some of the writer's bytes came outside TLS
+
+    def attempt(plain: bool) -> ShardRecord:
+        nonlocal writer, outside
+        offset = 0 if writer is None else writer.offset
+        request = BulkFrame(Kind.GET_SHARD, ref, round, offset=offset, plain=plain)
+        try:
+            with connect(peer) as line:
+                paced = peer.paced(line, f"bulk: {ref}")
+                send_frame(line.sock, request)
+                reply = expect_reply(paced, peer, request)
+                if writer is None:
+                    writer = open_writer(ref, reply.length)
+                outside = outside or reply.plain
+                with outside_tls(f"bulk: reading {ref} from {peer}", reply.plain):
+                    if reply.plain:
+                        _receive_head(line, paced, peer, request, writer)
+                    _receive_until(paced, peer, request, writer, reply.length)
+            with outside_tls(f"bulk: verifying {ref} from {peer}", outside):
+                return writer.commit()
+        except UnavailableError as error:
+            if writer is not None and isinstance(error.__cause__, CorruptionError):
+                writer.abort()
+                writer, outside = None, False
+            raise
+
+    try:
+        return with_attempts(peer, attempt)
+    finally:
+        if writer is not None:
+            writer.abort()
+
+
+def _put(peer: Peer, request: BulkFrame, reader: ShardReader) -> int:
+    with connect(peer) as line:
+        send_frame(line.sock, request)
+        reply = expect_reply(line.sock, peer, request)
+        if reply.status is Status.HAVE:
+            return 0
+        if reply.offset > request.length:
+            raise FormatError(
+                f"bulk: {peer} wants to go on from {reply.offset} of {request.length}"
+            )
+        wanted = _wanted(line, peer, request, reader, reply)
+        if reply.plain:
+            with outside_tls(f"bulk: sending {request.ref} to {peer}", True):
+                send_outside(line, request, reader, wanted, peer.throttle)
+                line.secure()
+        else:
+            _send_inside(line.sock, peer, request, reader, wanted)
+        line.sock.settimeout(peer.options.reply_seconds)
+        expect_reply(line.sock, peer, request)
+        return sum(piece.span.length_bytes for piece in wanted)
+
+
+def _wanted(
+    line: Line, peer: Peer, request: BulkFrame, reader: ShardReader, reply: BulkFrame
+) -> tuple[Piece, ...]:
+    """What the peer asks for: the file from where it stands, without what it has got elsewhere."""
+    have: tuple[range, ...] = ()
+    if reply.table:
+        send_table(line.sock, request, reader)
+        have = expect_reply(line.sock, peer, request).have
+    record = reader.record
+    spans = spans_without(record, reply.offset, have)
+    return tuple(piece for span in spans for piece in pieces(record, span))
+
+
+def _send_inside(
+    sock: ssl.SSLSocket,
+    peer: Peer,
+    request: BulkFrame,
+    reader: ShardReader,
+    wanted: Sequence[Piece],
+) -> None:
+    early = select.poll()
+    early.register(sock, select.POLLIN)
+
+    def before(length: int) -> None:
+        if early.poll(0):
+            # The receiver speaks before it has everything: it refuses the rest.
+            expect_reply(sock, peer, request)
+            raise FormatError(f"bulk: {peer} acknowledged {request.ref} before it was sent")
+        peer.throttle(length)
+
+    try:
+        send_pieces(sock, request, reader, wanted, before)
+    except OSError as error:
+        _raise_last_words(sock, peer, request)
+        raise connection_error(error, f"bulk: sending {request.ref} to {peer}") from error
+
+
+def _raise_last_words(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> None:
+    """A receiver that refuses closes while we still send; its REPLY may have come before that."""
+    try:
+        sock.settimeout(1.0)
+        reply = receive_frame(sock)
+    except (OSError, FormatError):
+        return
+    if reply is not None and reply.kind is Kind.REPLY:
+        raise_reply(reply, f"bulk: sending {request.ref} to {peer}")
+
+
+def _receive_head(
+    line: Line, paced: PacedLine, peer: Peer, request: BulkFrame, writer: CopyWriter
+) -> None:
+    """What stays inside TLS before the rest goes outside."""
+    if writer.offset == 0:
+        _receive_until(paced, peer, request, writer, 1)
+    line.leave()
+
+
+def _receive_until(
+    sock: PacedLine, peer: Peer, request: BulkFrame, writer: CopyWriter, stop: int
+) -> None:
+    """DATA frames until the writer's offset is `stop` or more."""
+    while writer.offset < stop:
+        frame = expect_data(sock, peer, request)
+        length = receive_piece(sock, frame, request, writer)
+        sock.taken(length)
+        peer.throttle(length)
+        writer.advance(length)

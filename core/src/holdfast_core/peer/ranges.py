@@ -1,0 +1,183 @@
+"""Ranges of one peer's shard, on a connection that is kept: its chunk table once, then whole chunks.
+
+Nothing is believed: the table is bound to the digest that the shard was asked for by (in shards of
+version 1 the caller compares it with the manifest's), and every chunk has to be what the table says.
+Always inside TLS: ranges are a restore's, and few beside the copies of every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.ids import RestartRound, ShardRef
+from holdfast_core.peer.connection import Line
+from holdfast_core.peer.paced_connection import PacedLine
+from holdfast_core.peer.protocol import (
+    MAX_DATA_BYTES,
+    BulkFrame,
+    Kind,
+    connection_error,
+    receive_data,
+    send_frame,
+)
+from holdfast_core.peer.remote import (
+    Peer,
+    connect,
+    expect_data,
+    expect_reply,
+    with_attempts,
+)
+from holdfast_core.peer.table import receive_table
+from holdfast_core.shards.chunks import bad_chunks, payload_span
+from holdfast_core.shards.file import Trailer
+
+_AHEAD = 4
+"""Requests that the peer has before their turn: it reads the next one while one is on its way."""
+
+
+class PeerShard:
+    """tiers.base.ShardSource at a peer. One thread at a time; close it."""
+
+    def __init__(self, peer: Peer, round: RestartRound, ref: ShardRef) -> None:
+        self._peer = peer
+        self._round = round
+        self._ref = ref
+        self._connection: ExitStack | None = None
+        self._line: Line | None = None
+        self._asked = 0
+        """Of the runs that wait: asked for on this connection, not received."""
+        self._trailer: Trailer | None = None
+        self._buffer = memoryview(b"")
+
+    @classmethod
+    def open(cls, peer: Peer, round: RestartRound, ref: ShardRef) -> Self:
+        """Raises NotFoundError, CorruptionError (the peer's copy is bad), RefusedError,
+        AccessDeniedError, UnavailableError after all attempts."""
+        shard = cls(peer, round, ref)
+        try:
+            with_attempts(peer, lambda _plain: shard._learn())
+        except BaseException:
+            shard.close()
+            raise
+        return shard
+
+    @property
+    def trailer(self) -> Trailer:
+        if self._trailer is None:
+            raise ValueError("PeerShard: use open()")
+        return self._trailer
+
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        """See tiers.base.ShardSource. A connection that breaks is made again, as often in a row as
+        the options say, and goes on with the run that was not whole."""
+        source = iter(wanted)
+        waiting: deque[range] = deque()
+        try:
+            while True:
+                waiting.extend(itertools.islice(source, _AHEAD - len(waiting)))
+                if not waiting:
+                    return
+                view = with_attempts(self._peer, lambda _plain: self._first_of(waiting))
+                self._expect(waiting.popleft(), view)
+                yield view
+        finally:
+            if self._asked:
+                self.close()  # answers to what was asked for ahead are still on their way
+
+    def close(self) -> None:
+        connection, self._connection, self._line = self._connection, None, None
+        self._asked = 0
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ one attempt
+
+    def _learn(self) -> None:
+        request = BulkFrame(Kind.GET_TABLE, self._ref, self._round)
+        with self._conversation() as line:
+            paced = self._peer.paced(line, f"bulk: chunk table of {self._ref}")
+            send_frame(line.sock, request)
+            reply = expect_reply(paced, self._peer, request)
+            self._trailer = receive_table(paced, request, reply.length)
+
+    def _first_of(self, waiting: deque[range]) -> memoryview:
+        """The bytes of the first run; all of them are asked for."""
+        with self._conversation() as line:
+            paced = self._peer.paced(line, f"bulk: chunks of {self._ref}")
+            for chunks in tuple(waiting)[self._asked :]:
+                send_frame(line.sock, self._request(chunks))
+                self._asked += 1
+            view = self._receive(paced, waiting[0])
+            self._asked -= 1
+            return view
+
+    def _request(self, chunks: range) -> BulkFrame:
+        span = payload_span(self.trailer.record.header, chunks)
+        return BulkFrame(
+            Kind.GET_RANGE, self._ref, self._round, offset=span.start, length=span.length_bytes
+        )
+
+    def _receive(self, sock: PacedLine, chunks: range) -> memoryview:
+        request = self._request(chunks)
+        chunk_bytes = self.trailer.record.header.chunk_bytes
+        expect_reply(sock, self._peer, request)
+        if len(self._buffer) < request.length:
+            self._buffer = memoryview(bytearray(request.length))
+        view = self._buffer[: request.length]
+        position = 0
+        while position < len(view):
+            frame = expect_data(sock, self._peer, request)
+            room = view[position : position + MAX_DATA_BYTES]
+            due = min(chunk_bytes - position % chunk_bytes, len(room))
+            if frame.kind is Kind.DATA and frame.length < due:
+                # Nobody sends less than a chunk, and a frame a byte would keep this node busy.
+                raise FormatError(
+                    f"bulk: {frame.length} bytes of {self._ref} from {self._peer} at "
+                    f"{request.offset + position}, expected {due} or more"
+                )
+            data = receive_data(sock, frame, self._ref, request.offset + position, room)
+            self._peer.throttle(len(data))
+            position += len(data)
+        return view
+
+    def _expect(self, chunks: range, view: memoryview) -> None:
+        bad = bad_chunks(self.trailer, chunks, view)
+        if bad:
+            raise CorruptionError(
+                f"bulk: {self._ref} at {self._peer}: chunks {bad[:8]} are not what its table says"
+            )
+
+    @contextlib.contextmanager
+    def _conversation(self) -> Iterator[Line]:
+        """The connection that there is, or a new one; whatever goes wrong ends it, since nobody
+        knows what of it is still on its way."""
+        try:
+            if self._connection is None or self._line is None:
+                self._connection = ExitStack()
+                self._line = self._connection.enter_context(connect(self._peer))
+            yield self._line
+        except OSError as error:
+            self.close()
+            raise connection_error(error, f"bulk: reading {self._ref} from {self._peer}") from error
+        except BaseException:
+            self.close()
+            raise

@@ -1,0 +1,106 @@
+"""One peer as the calling side of the bulk wire knows it: connections, replies, attempts."""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
+from holdfast_core.pacing.minimum_rate import Pace
+from holdfast_core.peer.connection import Line
+from holdfast_core.peer.paced_connection import PacedLine
+from holdfast_core.peer.protocol import (
+    BulkFrame,
+    BulkOptions,
+    Incoming,
+    Kind,
+    connection_error,
+    raise_reply,
+    receive_frame,
+    tune,
+)
+
+T = TypeVar("T")
+
+_BACKOFF_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    address: str
+    port: int
+    server_hostname: str
+    ssl_context: ssl.SSLContext
+    options: BulkOptions
+
+    def __str__(self) -> str:
+        return f"{self.server_hostname} ({self.address}:{self.port})"
+
+    def throttle(self, length: int) -> None:
+        if self.options.throttle is not None:
+            self.options.throttle(length)
+
+    def paced(self, line: Line, what: str) -> PacedLine:
+        """To read one answer, which begins now."""
+        clock = self.options.clock
+        grace_seconds = self.options.pace_seconds
+        return PacedLine(line, Pace(f"{what} from {self}", clock, clock.monotonic(), grace_seconds))
+
+    def wrap(self, plain: socket.socket) -> ssl.SSLSocket:
+        return self.ssl_context.wrap_socket(
+            plain, server_hostname=self.server_hostname, do_handshake_on_connect=False
+        )
+
+
+def with_attempts(peer: Peer, attempt: Callable[[bool], T]) -> T:
+    """`attempt` hears whether it may leave TLS: the first one, where the options say so."""
+    last: HoldfastError | None = None
+    for number in range(peer.options.attempts):
+        if number:
+            time.sleep(random.uniform(0, _BACKOFF_SECONDS * 2**number))
+        try:
+            return attempt(peer.options.plain and number == 0)
+        except UnavailableError as error:
+            last = error
+    raise UnavailableError(f"gave up after {peer.options.attempts} attempts: {last}") from last
+
+
+@contextmanager
+def connect(peer: Peer) -> Iterator[Line]:
+    """A connection whose certificate was verified; OSErrors inside become errors of the tree."""
+    try:
+        with socket.create_connection(
+            (peer.address, peer.port), timeout=peer.options.connect_seconds
+        ) as plain:
+            tune(plain)
+            with Line(plain, peer.wrap) as line:
+                line.secure()
+                line.sock.settimeout(peer.options.io_seconds)
+                yield line
+    except OSError as error:
+        raise connection_error(error, f"bulk: {peer}") from error
+
+
+def expect_reply(sock: Incoming, peer: Peer, request: BulkFrame) -> BulkFrame:
+    reply = receive_frame(sock)
+    if reply is None:
+        raise ConnectionResetError("the other side closed before its reply")
+    if reply.kind is not Kind.REPLY or reply.ref != request.ref:
+        raise FormatError(f"bulk: {peer} answered {request.kind.name} with {reply.kind.name}")
+    raise_reply(reply, f"bulk: {request.kind.name} of {request.ref} at {peer}")
+    return reply
+
+
+def expect_data(sock: ssl.SSLSocket | PacedLine, peer: Peer, request: BulkFrame) -> BulkFrame:
+    frame = receive_frame(sock)
+    if frame is None:
+        raise ConnectionResetError("the other side closed within the shard")
+    if frame.kind is Kind.REPLY and sock.version() is not None:
+        raise_reply(frame, f"bulk: reading {request.ref} from {peer}")
+    return frame

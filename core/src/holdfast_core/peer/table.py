@@ -1,0 +1,70 @@
+"""The trailer of a shard on the bulk wire, alone: what its chunks must be, before any of them travels.
+
+The table is bound to the payload's digest, so that who asks for a shard by its digest believes it
+from anybody. (In shards of version 1 it is not: the manifest names its digest.)
+"""
+
+from __future__ import annotations
+
+import socket
+
+from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.format.digest import crc32c
+from holdfast_core.peer.data import send_data
+from holdfast_core.peer.protocol import (
+    MAX_DATA_BYTES,
+    BulkFrame,
+    Incoming,
+    receive_data,
+    receive_frame,
+)
+from holdfast_core.shards.file import Trailer, pack_trailer, trailer_offset, unpack_trailer
+from holdfast_core.shards.stream import check_ref
+from holdfast_core.tiers.base import ShardReader
+
+MAX_TRAILER_BYTES = 256 << 20
+"""Of a payload of 1.8 TiB. More is refused, whatever a peer announces."""
+
+
+def send_table(sock: socket.socket, request: BulkFrame, reader: ShardReader) -> None:
+    """DATA of the trailer, at its place in the file."""
+    header = reader.record.header
+    data = memoryview(pack_trailer(header, reader.record.blake3, reader.table))
+    start = trailer_offset(header)
+    for offset in range(0, len(data), MAX_DATA_BYTES):
+        piece = data[offset : offset + MAX_DATA_BYTES]
+        send_data(sock, request, start + offset, piece, crc32c(piece))
+
+
+def receive_table(sock: Incoming, request: BulkFrame, file_bytes: int) -> Trailer:
+    """The trailer of the shard that `request` names, whose file has so many bytes. Raises
+    CorruptionError (not that shard's), FormatError, UnavailableError, OSError."""
+    found = bytearray()
+    start = 0
+    while not found or start + len(found) < file_bytes:
+        frame = receive_frame(sock)
+        if frame is None:
+            raise ConnectionResetError("the other side closed within the chunk table")
+        if not found:
+            start = frame.offset
+            if not 0 < file_bytes - start <= MAX_TRAILER_BYTES:
+                raise FormatError(
+                    f"bulk: trailer of {request.ref} at {start} of {file_bytes} bytes, at most "
+                    f"{MAX_TRAILER_BYTES} are accepted"
+                )
+        due = min(MAX_DATA_BYTES, file_bytes - start - len(found))
+        if frame.length < due:
+            # Nobody sends it in smaller pieces, and each would cost the buffer of a whole one.
+            raise FormatError(
+                f"bulk: {frame.length} bytes of the trailer of {request.ref}, expected {due}"
+            )
+        room = memoryview(bytearray(due))
+        found += receive_data(sock, frame, request.ref, start + len(found), room)
+    trailer = unpack_trailer(bytes(found))
+    check_ref(trailer.record, request.ref)
+    if trailer.record.file_bytes != file_bytes:
+        raise CorruptionError(
+            f"bulk: {request.ref}: its trailer means a file of {trailer.record.file_bytes} bytes, "
+            f"announced were {file_bytes}"
+        )
+    return trailer

@@ -1,0 +1,37 @@
+"""Chunks of a shard's payload: where they lie, and whether bytes are they. Pure."""
+
+from __future__ import annotations
+
+from holdfast_core.errors import FormatError
+from holdfast_core.format.digest import chunk_digest
+from holdfast_core.ids import ByteRange
+from holdfast_core.shards.file import Trailer, chunk_count, head_bytes
+from holdfast_core.shards.record import ShardHeader
+
+
+def payload_span(header: ShardHeader, chunks: range) -> ByteRange:
+    """Bytes of the payload that chunks in a row are. Raises FormatError where it has no such ones."""
+    if chunks.step != 1 or not 0 <= chunks.start < chunks.stop <= chunk_count(header):
+        raise FormatError(
+            f"shard of rank {header.rank} step {header.step}: no chunks {chunks} among "
+            f"{chunk_count(header)}"
+        )
+    stop = min(chunks.stop * header.chunk_bytes, header.payload_bytes)
+    return ByteRange(chunks.start * header.chunk_bytes, stop)
+
+
+def file_span(header: ShardHeader, chunks: range) -> ByteRange:
+    """Like `payload_span`, in the shard file."""
+    span = payload_span(header, chunks)
+    start = head_bytes(header)
+    return ByteRange(start + span.start, start + span.stop)
+
+
+def bad_chunks(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:
+    """Those of `chunks`, which `data` shall be, whose bytes are not what the table says, by BLAKE3."""
+    size = trailer.record.header.chunk_bytes
+    return [
+        chunk
+        for place, chunk in enumerate(chunks)
+        if chunk_digest(data[place * size : (place + 1) * size]) != trailer.table.digest(chunk)
+    ]

@@ -1,0 +1,300 @@
+"""The shard file: head, payload, trailer, each a whole number of 4 KiB blocks. Pure.
+
+    head     magic HFSHARD1, u32 length, u32 CRC32C, canonical JSON of the identity, zeros
+    payload  padded with zeros
+    trailer  magic HFTRAIL1, u32 length, u32 count, JSON {blake3, chunkTable, header}, chunk table,
+             zeros, footer of 32 bytes at the very end
+
+The identity stands in head and trailer: a torn head, a torn tail and a renamed file all show. The
+size of the file follows from the head alone; the trailer is found from either end.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.format.canonical import dumps_canonical, loads_canonical
+from holdfast_core.format.checks import (
+    expect_digest,
+    expect_int,
+    expect_map,
+    expect_object,
+    expect_text,
+    expect_version,
+)
+from holdfast_core.format.digest import crc32c, digest_of
+from holdfast_core.format.dtypes import MAX_TENSOR_BYTES
+from holdfast_core.format.keys import MAX_RANK, MAX_ROUND, MAX_STEP, checked_job_uid
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
+from holdfast_core.shards.chunk_table import ChunkTable, table_bytes
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+
+FORMAT_VERSION = 1
+BLOCK_BYTES = 4096
+"""O_DIRECT needs offsets, lengths and memory in multiples of this."""
+MAX_HEADER_BYTES = 16 << 20
+MAX_CHUNK_BYTES = 64 << 20
+MAX_CHUNKS = 1 << 24
+
+HEAD_MAGIC = b"HFSHARD1"
+TRAILER_MAGIC = b"HFTRAIL1"
+FOOTER_MAGIC = b"HFSHEND1"
+
+HEAD_PREFIX = struct.Struct("<8sII")
+_TRAILER_PREFIX = struct.Struct("<8sII")
+FOOTER = struct.Struct("<QQII8s")
+"""trailer bytes, payload bytes, CRC of the trailer before the footer, CRC of these 20 bytes, magic"""
+
+_HEADER_FIELDS = frozenset(
+    {
+        "formatVersion",
+        "jobUid",
+        "restartRound",
+        "step",
+        "rank",
+        "worldSize",
+        "layout",
+        "payloadBytes",
+        "chunkBytes",
+    }
+)
+_TRAILER_FIELDS = frozenset({"blake3", "chunkTable", "header"})
+_MAX_TRAILER_BYTES = table_bytes(MAX_CHUNKS) + 2 * MAX_HEADER_BYTES
+_ANY_DIGEST = Digest("b3:" + "0" * 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """What the end of a shard says."""
+
+    record: ShardRecord
+    table: ChunkTable
+
+
+def align(size: int) -> int:
+    """`size` rounded up to whole blocks."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def chunk_count(header: ShardHeader) -> int:
+    return -(-header.payload_bytes // header.chunk_bytes)
+
+
+def head_bytes(header: ShardHeader) -> int:
+    """Offset of the payload in the file."""
+    return align(HEAD_PREFIX.size + len(_identity(header)))
+
+
+def trailer_offset(header: ShardHeader) -> int:
+    return head_bytes(header) + align(header.payload_bytes)
+
+
+def trailer_bytes(header: ShardHeader) -> int:
+    text = _trailer_text(header, _ANY_DIGEST, _ANY_DIGEST)
+    table = table_bytes(chunk_count(header))
+    return align(_TRAILER_PREFIX.size + len(text) + table + FOOTER.size)
+
+
+def file_bytes(header: ShardHeader) -> int:
+    """Length of the whole file, known before its bytes are."""
+    return trailer_offset(header) + trailer_bytes(header)
+
+
+def check_header(header: ShardHeader) -> ShardHeader:
+    """Raises FormatError where a field is out of bounds or contradicts another."""
+    return parse_identity(identity_json(header), "shard header")
+
+
+def record_of(header: ShardHeader, blake3: Digest, table: ChunkTable) -> ShardRecord:
+    return ShardRecord(header, blake3, digest_of(table.pack()), file_bytes(header))
+
+
+def pack_head(header: ShardHeader) -> bytes:
+    """Whole blocks. Raises FormatError."""
+    text = _identity(check_header(header))
+    head = HEAD_PREFIX.pack(HEAD_MAGIC, len(text), crc32c(text)) + text
+    return head.ljust(head_bytes(header), b"\0")
+
+
+def head_bytes_of(prefix: bytes | bytearray | memoryview) -> int:
+    """Length of the head from its first 16 bytes. Raises CorruptionError."""
+    if len(prefix) < HEAD_PREFIX.size:
+        raise CorruptionError(f"shard head: {len(prefix)} bytes, expected {HEAD_PREFIX.size}")
+    magic, length, _ = HEAD_PREFIX.unpack_from(prefix)
+    if magic != HEAD_MAGIC:
+        raise CorruptionError(f"shard head: magic {magic!r}, expected {HEAD_MAGIC!r}")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptionError(f"shard head: {length} bytes, at most {MAX_HEADER_BYTES}")
+    return align(HEAD_PREFIX.size + int(length))
+
+
+def unpack_head(data: bytes) -> ShardHeader:
+    """`data` starts with the whole head. Raises CorruptionError if any of its bits is wrong."""
+    size = head_bytes_of(data)
+    if len(data) < size:
+        raise CorruptionError(f"shard head: {len(data)} bytes of {size} are there")
+    _, length, crc = HEAD_PREFIX.unpack_from(data)
+    text = bytes(data[HEAD_PREFIX.size : HEAD_PREFIX.size + length])
+    if crc32c(text) != crc:
+        raise CorruptionError(f"shard head: CRC {crc32c(text):08x}, expected {crc:08x}")
+    expect_zeros(data[HEAD_PREFIX.size + length : size], "shard head")
+    return _as_corruption(text, "shard head")
+
+
+def pack_trailer(header: ShardHeader, blake3: Digest, table: ChunkTable) -> bytes:
+    """Whole blocks. Raises FormatError when the table does not fit the payload."""
+    packed = table.pack()
+    expected = table_bytes(chunk_count(header))
+    if len(packed) != expected:
+        raise FormatError(f"shard: chunk table of {len(packed)} bytes, expected {expected}")
+    text = _trailer_text(header, blake3, digest_of(packed))
+    size = trailer_bytes(header)
+    body = _TRAILER_PREFIX.pack(TRAILER_MAGIC, len(text), len(table)) + text + packed
+    body = body.ljust(size - FOOTER.size, b"\0")
+    footer = struct.pack("<QQI", size, header.payload_bytes, crc32c(body))
+    return body + footer + struct.pack("<I8s", crc32c(footer), FOOTER_MAGIC)
+
+
+def trailer_bytes_of(footer: bytes) -> int:
+    """Length of the trailer from the last 32 bytes of a file. Raises CorruptionError."""
+    size, _, _ = _unpack_footer(footer)
+    return size
+
+
+def unpack_trailer(data: bytes) -> Trailer:
+    """`data` is exactly the trailer. Raises CorruptionError if any of its bits is wrong."""
+    size, payload_bytes, crc = _unpack_footer(data[-FOOTER.size :])
+    if size != len(data) or len(data) < FOOTER.size + _TRAILER_PREFIX.size:
+        raise CorruptionError(f"shard trailer: {len(data)} bytes, expected {size}")
+    body = data[: -FOOTER.size]
+    if crc32c(body) != crc:
+        raise CorruptionError(f"shard trailer: CRC {crc32c(body):08x}, expected {crc:08x}")
+    magic, length, count = _TRAILER_PREFIX.unpack_from(data)
+    start = _TRAILER_PREFIX.size + length
+    if magic != TRAILER_MAGIC or start > len(body):
+        raise CorruptionError(f"shard trailer: magic {magic!r}, {length} bytes and {count} chunks")
+    text = bytes(body[_TRAILER_PREFIX.size : start])
+    try:
+        root = expect_object(loads_canonical(text, "shard trailer"), "trailer", _TRAILER_FIELDS)
+        header = parse_identity(root["header"], "trailer.header")
+        blake3 = expect_digest(root["blake3"], "trailer.blake3")
+        chunk_table = expect_digest(root["chunkTable"], "trailer.chunkTable")
+        if header.payload_bytes != payload_bytes or count != chunk_count(header):
+            raise FormatError("footer, table and identity contradict each other")
+        packed = bytes(body[start : start + table_bytes(count)])
+        table = ChunkTable.unpack(packed, count)
+    except FormatError as error:
+        raise CorruptionError(f"shard trailer: {error}") from error
+    if digest_of(packed) != chunk_table:
+        raise CorruptionError("shard trailer: the chunk table is not the one its digest names")
+    if table.payload_digest() != blake3:
+        raise CorruptionError("shard trailer: the chunk table is not that of its payload's digest")
+    return Trailer(ShardRecord(header, blake3, chunk_table, file_bytes(header)), table)
+
+
+def check_trailer(header: ShardHeader, trailer: Trailer, length: int) -> Trailer:
+    """Head, trailer and length of the file belong together. Raises CorruptionError."""
+    if trailer.record.header != header:
+        raise CorruptionError(
+            f"shard: head says {header}, tail says {trailer.record.header}: torn or spliced"
+        )
+    if trailer.record.file_bytes != length:
+        raise CorruptionError(
+            f"shard: the file has {length} bytes, expected {trailer.record.file_bytes}"
+        )
+    return trailer
+
+
+def expect_zeros(data: bytes | bytearray | memoryview, what: str) -> None:
+    if bytes(data).strip(b"\0"):
+        raise CorruptionError(f"{what}: padding is not zero")
+
+
+def _unpack_footer(footer: bytes) -> tuple[int, int, int]:
+    size, payload_bytes, crc = unpack_footer(footer, FOOTER_MAGIC, "shard footer")
+    if size % BLOCK_BYTES or not BLOCK_BYTES <= size <= _MAX_TRAILER_BYTES:
+        raise CorruptionError(f"shard footer: trailer of {size} bytes")
+    return size, payload_bytes, crc
+
+
+def unpack_footer(footer: bytes, expected: bytes, what: str) -> tuple[int, int, int]:
+    """What ends with it, what that says of the bytes in front, its CRC. Raises CorruptionError."""
+    if len(footer) != FOOTER.size:
+        raise CorruptionError(f"{what}: {len(footer)} bytes, expected {FOOTER.size}")
+    size, other_bytes, crc, own_crc, magic = FOOTER.unpack(footer)
+    if magic != expected:
+        raise CorruptionError(f"{what}: magic {magic!r}, expected {expected!r}")
+    if crc32c(footer[:20]) != own_crc:
+        raise CorruptionError(f"{what}: CRC does not match")
+    return int(size), int(other_bytes), int(crc)
+
+
+def identity_json(header: ShardHeader) -> dict[str, Any]:
+    """The identity as its JSON value, for documents that carry it."""
+    return {
+        "formatVersion": FORMAT_VERSION,
+        "jobUid": header.job_uid,
+        "restartRound": header.round,
+        "step": header.step,
+        "rank": header.rank,
+        "worldSize": header.world_size,
+        "layout": header.layout,
+        "payloadBytes": header.payload_bytes,
+        "chunkBytes": header.chunk_bytes,
+    }
+
+
+def _identity(header: ShardHeader) -> bytes:
+    return dumps_canonical(identity_json(header))
+
+
+def _trailer_text(header: ShardHeader, blake3: Digest, chunk_table: Digest) -> bytes:
+    return dumps_canonical(
+        {"blake3": blake3, "chunkTable": chunk_table, "header": identity_json(header)}
+    )
+
+
+def _as_corruption(text: bytes, what: str) -> ShardHeader:
+    """A wrong field is corruption; a newer version is not: the file is good, only not for us."""
+    try:
+        value = loads_canonical(text, what, limit_bytes=MAX_HEADER_BYTES)
+        version = expect_int(expect_map(value, what).get("formatVersion"), f"{what}.formatVersion")
+    except FormatError as error:
+        raise CorruptionError(str(error)) from error
+    expect_version(version, f"{what}.formatVersion", FORMAT_VERSION)
+    try:
+        return parse_identity(value, what)
+    except FormatError as error:
+        raise CorruptionError(str(error)) from error
+
+
+def parse_identity(value: Any, path: str) -> ShardHeader:
+    """The reverse. Raises FormatError."""
+    if isinstance(value, dict) and "formatVersion" in value:
+        expect_version(value["formatVersion"], f"{path}.formatVersion", FORMAT_VERSION)
+    root = expect_object(value, path, _HEADER_FIELDS)
+    world_size = expect_int(root["worldSize"], f"{path}.worldSize", low=1, high=MAX_RANK + 1)
+    payload_bytes = expect_int(root["payloadBytes"], f"{path}.payloadBytes", high=MAX_TENSOR_BYTES)
+    chunk_bytes = expect_int(
+        root["chunkBytes"], f"{path}.chunkBytes", low=BLOCK_BYTES, high=MAX_CHUNK_BYTES
+    )
+    if chunk_bytes % BLOCK_BYTES or -(-payload_bytes // chunk_bytes) > MAX_CHUNKS:
+        raise FormatError(
+            f"{path}.chunkBytes: {chunk_bytes} for a payload of {payload_bytes}, expected a "
+            f"multiple of {BLOCK_BYTES} and at most {MAX_CHUNKS} chunks"
+        )
+    return ShardHeader(
+        job_uid=checked_job_uid(JobUid(expect_text(root["jobUid"], f"{path}.jobUid", limit=128))),
+        round=RestartRound(
+            expect_int(root["restartRound"], f"{path}.restartRound", high=MAX_ROUND)
+        ),
+        step=Step(expect_int(root["step"], f"{path}.step", high=MAX_STEP)),
+        rank=Rank(expect_int(root["rank"], f"{path}.rank", high=world_size - 1)),
+        world_size=world_size,
+        layout=expect_digest(root["layout"], f"{path}.layout"),
+        payload_bytes=payload_bytes,
+        chunk_bytes=chunk_bytes,
+    )

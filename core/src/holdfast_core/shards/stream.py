@@ -1,0 +1,275 @@
+"""Digests of a payload, and verification of a shard file while its bytes go by. Pure, one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from holdfast_core.errors import CorruptionError
+from holdfast_core.format.digest import Blake3, crc32c
+from holdfast_core.ids import Digest, ShardRef
+from holdfast_core.shards.chunk_table import ChunkTable
+from holdfast_core.shards.file import (
+    HEAD_PREFIX,
+    Trailer,
+    check_trailer,
+    expect_zeros,
+    file_bytes,
+    head_bytes_of,
+    record_of,
+    trailer_offset,
+    unpack_head,
+    unpack_trailer,
+)
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+
+_CACHED_BYTES = 512 << 10
+"""Both digests of a slice before the next: the second finds it in the processor's cache."""
+
+
+class Digester(Protocol):
+    """Digests a payload that arrives in order, in pieces of any size."""
+
+    def update(self, data: memoryview) -> None: ...
+
+    def finish(self) -> tuple[ShardRecord, ChunkTable]:
+        """Called once, after the last piece."""
+        ...
+
+
+class ChunkCrcs:
+    """CRC32C of each chunk of bytes that arrive in order, in pieces of any size."""
+
+    __slots__ = ("_chunk_bytes", "_current", "_filled", "complete")
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._current = 0
+        self._filled = 0
+        self.complete: list[int] = []
+        """One of each chunk that has passed wholly."""
+
+    def update(self, data: memoryview) -> None:
+        position = 0
+        while position < len(data):
+            piece = data[position : position + self._chunk_bytes - self._filled]
+            self._current = crc32c(piece, self._current)
+            self._filled += len(piece)
+            position += len(piece)
+            if self._filled == self._chunk_bytes:
+                self._close_chunk()
+
+    def finish(self) -> tuple[int, ...]:
+        """All of them; the last chunk may be shorter."""
+        if self._filled:
+            self._close_chunk()
+        return tuple(self.complete)
+
+    def _close_chunk(self) -> None:
+        self.complete.append(self._current)
+        self._current = 0
+        self._filled = 0
+
+
+class TableDigester:
+    """The chunk table of bytes that arrive in order, in pieces of any size, and their digest."""
+
+    __slots__ = ("_blake3", "_chunk_bytes", "_crcs", "_digests", "_filled")
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._blake3 = Blake3()
+        """Of the current chunk."""
+        self._crcs = ChunkCrcs(chunk_bytes)
+        self._digests = bytearray()
+        self._filled = 0
+
+    def update(self, data: memoryview) -> None:
+        position = 0
+        while position < len(data):
+            room = min(self._chunk_bytes - self._filled, _CACHED_BYTES)
+            piece = data[position : position + room]
+            self._blake3.update(piece)
+            self._crcs.update(piece)
+            self._filled += len(piece)
+            position += len(piece)
+            if self._filled == self._chunk_bytes:
+                self._close_chunk()
+
+    @property
+    def complete_crcs(self) -> Sequence[int]:
+        """Of the chunks that have passed wholly."""
+        return self._crcs.complete
+
+    def finish(self) -> tuple[Digest, ChunkTable]:
+        """Called once, after the last piece."""
+        if self._filled:
+            self._close_chunk()
+        table = ChunkTable(self._crcs.finish(), bytes(self._digests))
+        return table.payload_digest(), table
+
+    def _close_chunk(self) -> None:
+        self._filled = 0
+        self._digests += self._blake3.raw()
+        self._blake3 = Blake3()
+
+
+class PayloadDigester:
+    """What one pass over the payload of a shard yields."""
+
+    __slots__ = ("_header", "_table")
+
+    def __init__(self, header: ShardHeader) -> None:
+        self._header = header
+        self._table = TableDigester(header.chunk_bytes)
+
+    def update(self, data: memoryview) -> None:
+        self._table.update(data)
+
+    @property
+    def complete_crcs(self) -> Sequence[int]:
+        """Of the chunks that have passed wholly."""
+        return self._table.complete_crcs
+
+    def finish(self) -> tuple[ShardRecord, ChunkTable]:
+        digest, table = self._table.finish()
+        return record_of(self._header, digest, table), table
+
+
+class ShardStream:
+    """Verifies a shard file that arrives in order: identity as soon as the head is there, digests
+    when it is whole. Every error is a CorruptionError and means: this copy is bad.
+
+    `digester` makes what digests the payload; it may work on the pieces after `feed` has returned,
+    until `finish`.
+    """
+
+    __slots__ = (
+        "_digester",
+        "_expected_bytes",
+        "_header",
+        "_held",
+        "_make_digester",
+        "_position",
+        "_ref",
+        "_stop",
+    )
+
+    def __init__(
+        self,
+        ref: ShardRef,
+        expected_bytes: int,
+        digester: Callable[[ShardHeader], Digester] = PayloadDigester,
+    ) -> None:
+        self._ref = ref
+        self._expected_bytes = expected_bytes
+        self._held = bytearray()
+        self._position = 0
+        self._stop = HEAD_PREFIX.size
+        self._header: ShardHeader | None = None
+        self._make_digester = digester
+        self._digester: Digester | None = None
+
+    @property
+    def position(self) -> int:
+        """Bytes of the file taken so far."""
+        return self._position
+
+    @property
+    def at_payload(self) -> bool:
+        """The head is whole and nothing of the payload has come."""
+        return self._header is not None and self._position == self._stop
+
+    def feed(self, data: memoryview) -> None:
+        """The next bytes of the file, of any number."""
+        if self._position + len(data) > self._expected_bytes:
+            raise CorruptionError(
+                f"shard of {self._ref}: more than the {self._expected_bytes} bytes announced"
+            )
+        taken = 0
+        while taken < len(data):
+            if self._header is None or self._digester is None:
+                taken += self._feed_head(data[taken:])
+            else:
+                taken += self._feed_body(self._header, self._digester, data[taken:])
+
+    def finish(self) -> Trailer:
+        """Raises CorruptionError unless the file is whole and is what the ref names."""
+        if self._header is None or self._digester is None:
+            raise CorruptionError(f"shard of {self._ref}: ends within its head")
+        if self._position != self._expected_bytes:
+            raise CorruptionError(
+                f"shard of {self._ref}: {self._position} bytes of {self._expected_bytes}"
+            )
+        record, table = self._digester.finish()
+        trailer = unpack_trailer(bytes(self._held))
+        check_trailer(self._header, trailer, self._expected_bytes)
+        check_same(record, table, trailer)
+        check_ref(trailer.record, self._ref)
+        return trailer
+
+    def _feed_head(self, data: memoryview) -> int:
+        piece = data[: self._stop - len(self._held)]
+        self._held += piece
+        self._position += len(piece)
+        if len(self._held) < self._stop:
+            return len(piece)
+        if self._stop == HEAD_PREFIX.size:
+            self._stop = head_bytes_of(self._held)
+            return len(piece)
+        header = unpack_head(bytes(self._held))
+        check_identity(header, self._ref)
+        if file_bytes(header) != self._expected_bytes:
+            raise CorruptionError(
+                f"shard of {self._ref}: its head means {file_bytes(header)} bytes, "
+                f"{self._expected_bytes} were announced"
+            )
+        self._header = header
+        self._digester = self._make_digester(header)
+        self._held.clear()
+        return len(piece)
+
+    def _feed_body(self, header: ShardHeader, digester: Digester, data: memoryview) -> int:
+        payload_start = self._stop
+        payload_stop = payload_start + header.payload_bytes
+        if self._position < payload_stop:
+            piece = data[: payload_stop - self._position]
+            digester.update(piece)
+        elif self._position < trailer_offset(header):
+            piece = data[: trailer_offset(header) - self._position]
+            expect_zeros(piece, f"shard of {self._ref}")
+        else:
+            piece = data
+            self._held += piece
+        self._position += len(piece)
+        return len(piece)
+
+
+def check_identity(header: ShardHeader, ref: ShardRef) -> None:
+    """The head is of the shard that was asked for; a renamed or misdirected file is refused."""
+    found = (header.job_uid, header.step, header.round, header.rank)
+    expected = (ref.job_uid, ref.step, ref.round, ref.rank)
+    if found != expected:
+        raise CorruptionError(
+            f"shard: the file says (job, step, round, rank) = {found}, expected {expected}"
+        )
+
+
+def check_ref(record: ShardRecord, ref: ShardRef) -> None:
+    check_identity(record.header, ref)
+    if record.blake3 != ref.blake3:
+        raise CorruptionError(f"shard of {ref}: the file says its payload is {record.blake3}")
+
+
+def check_same(record: ShardRecord, table: ChunkTable, trailer: Trailer) -> None:
+    """What was computed is what the trailer says."""
+    if table.crcs != trailer.table.crcs:
+        pairs = zip(table.crcs, trailer.table.crcs, strict=True)
+        bad = [i for i, (a, b) in enumerate(pairs) if a != b]
+        raise CorruptionError(
+            f"shard of {trailer.record.ref}: CRC32C of chunks {bad[:8]} does not match"
+        )
+    if record.blake3 != trailer.record.blake3:
+        raise CorruptionError(
+            f"shard of {trailer.record.ref}: the payload digests to {record.blake3}"
+        )

@@ -1,0 +1,3 @@
+"""Shared memory between a rank and its sidecar: slot files, their header, and files that an
+untrusted process may change.
+"""

@@ -1,0 +1,1 @@
+"""Fetch shards from the store: whole or by ranges, each chunk verified."""

@@ -1,0 +1,195 @@
+"""One shard file out of the store: ranges in parallel, each chunk verified, into a writer in order.
+
+Ranged GETs carry no checksum, so nothing is believed: the end of the object is read first (it checks
+itself), and says the CRC32C of every other byte. A transfer that broke goes on at its last byte; a
+chunk with wrong bytes is asked for once more, and only that chunk. The writer then sees bytes that
+were verified, and checks identity and BLAKE3 itself. Of a payload at most MAX_AHEAD_BYTES are in memory,
+and its chunk table.
+
+The chunks of a packed shard come from the objects that store them; head, padding and trailer are made
+from its index. Chunks that are stored compressed are decoded by whoever fetched them, and compared
+then: only what is verified is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from holdfast_core.errors import CorruptionError, NotFoundError, UnavailableError
+from holdfast_core.format.digest import crc32c
+from holdfast_core.ids import ByteRange, ShardRef
+from holdfast_core.shards.coding import Coding
+from holdfast_core.shards.file import head_bytes, pack_head, pack_trailer, trailer_offset
+from holdfast_core.store.download.decode import fill_decoded
+from holdfast_core.store.download.ranges import (
+    Piece,
+    Segment,
+    longest_piece,
+    plan_extents,
+    plan_pieces,
+)
+from holdfast_core.store.download.source import READS, Source
+from holdfast_core.store.download.stored import KeyOf, StoredShards, places_in
+from holdfast_core.store.s3.client import S3Client
+from holdfast_core.store.s3.retry import Retrier
+from holdfast_core.tiers.base import CopyWriter, OpenWriter, ShardRecord
+from holdfast_core.tiers.pooled import CLOSING, submit, wait_all
+
+_LOG = logging.getLogger(__name__)
+PIECE_BYTES = 8 << 20
+MAX_AHEAD_BYTES = 48 << 20
+"""Of one download, what is stored compressed included; a sidecar runs few, within 1 GiB."""
+
+
+def download_shard(
+    client: S3Client,
+    retrier: Retrier,
+    workers: ThreadPoolExecutor,
+    key_of: KeyOf,
+    ref: ShardRef,
+    open_writer: OpenWriter,
+) -> ShardRecord:
+    """Blocks until the writer has committed. Raises NotFoundError, CorruptionError (the second read
+    of the same bytes did not verify either, or what a pack refers to is not there),
+    UnavailableError, and what the writer raises."""
+    shards = StoredShards(client, retrier, key_of)
+    stored = shards.find(ref)
+    source = Source(client, retrier, stored.key)
+    trailer = stored.trailer
+    record = trailer.record
+    piece_bytes, held_twice = PIECE_BYTES, False
+    if stored.index is None:
+        pieces = plan_pieces(trailer, PIECE_BYTES)
+        before, after = b"", stored.tail
+    else:
+        places = places_in(shards, stored)
+        places.look(workers)
+        extents = list(places.of(range(len(trailer.table))))
+        held_twice = any(extent.coding is not None for extent in extents)
+        piece_bytes = PIECE_BYTES // 2 if held_twice else PIECE_BYTES
+        pieces = plan_extents(trailer, extents, piece_bytes)
+        header = record.header
+        padding = trailer_offset(header) - head_bytes(header) - header.payload_bytes
+        before = pack_head(header)
+        after = bytes(padding) + pack_trailer(header, record.blake3, trailer.table)
+    writer = open_writer(ref, record.file_bytes)
+    try:
+        if before:
+            writer.write(before)
+        longest = longest_piece(trailer, piece_bytes)
+        ahead_bytes = MAX_AHEAD_BYTES // 2 if held_twice else MAX_AHEAD_BYTES
+        _copy(source, workers, pieces, writer, _buffers(record, longest, ahead_bytes))
+        writer.write(after)
+    except BaseException:
+        writer.abort()
+        raise
+    return writer.commit()
+
+
+def _buffers(record: ShardRecord, longest: int, ahead_bytes: int) -> list[memoryview]:
+    needed = record.file_bytes // longest + 1
+    count = max(1, min(needed, ahead_bytes // longest))
+    # Anonymous maps: a bytearray would be filled with zeros first. Unmapped when nobody holds them.
+    return [memoryview(mmap.mmap(-1, longest)) for _ in range(count)]
+
+
+def _copy(
+    source: Source,
+    workers: ThreadPoolExecutor,
+    left: Iterator[Piece],
+    writer: CopyWriter,
+    free: list[memoryview],
+) -> None:
+    """Pieces are fetched by the workers into buffers that are free, and written here, in order."""
+    waiting: deque[tuple[Future[None], memoryview, ByteRange]] = deque()
+    try:
+        _submit(source, workers, left, free, waiting)
+        while waiting:
+            future, buffer, span = waiting[0]
+            future.result()
+            writer.write(buffer[: span.length_bytes])
+            waiting.popleft()
+            free.append(buffer)
+            _submit(source, workers, left, free, waiting)
+    except CancelledError as error:
+        raise UnavailableError(f"{source.describe()}: {CLOSING}") from error
+    finally:
+        # Whoever fails first leaves nobody behind who still writes into a buffer.
+        source.stopped.set()
+        for future, _, _ in waiting:
+            future.cancel()
+        wait_all(future for future, _, _ in waiting)
+
+
+def _submit(
+    source: Source,
+    workers: ThreadPoolExecutor,
+    left: Iterator[Piece],
+    free: list[memoryview],
+    waiting: deque[tuple[Future[None], memoryview, ByteRange]],
+) -> None:
+    """Fetches as many pieces as there are free buffers."""
+    while free and (piece := next(left, None)) is not None:
+        buffer = free.pop()
+        future = submit(workers, _fetch, source, piece, buffer)
+        waiting.append((future, buffer, piece.span))
+
+
+def _fetch(source: Source, piece: Piece, buffer: memoryview) -> None:
+    """One piece, verified. Raises CorruptionError for a segment that is wrong at every read, or an
+    object of another checkpoint that is gone."""
+    start, offset = piece.span.start, piece.span.start
+    if piece.key is not None:
+        source, offset = replace(source, key=piece.key), piece.offset
+    try:
+        if piece.coding is not None:
+            _fetch_coded(source, offset, piece, piece.coding, buffer)
+            return
+        source.fill(offset, buffer[: piece.span.length_bytes])
+        for segment in piece.segments:
+            at = segment.span.start - start
+            place = buffer[at : at + segment.span.length_bytes]
+            for _ in range(READS - 1):
+                if crc32c(place) != segment.crc32c:
+                    _LOG.warning(
+                        "%s: bytes from %d did not verify, reading them once more",
+                        source.describe(),
+                        offset + at,
+                    )
+                    source.fill(offset + at, place)
+            _check(source, offset + at, segment, crc32c(place))
+    except NotFoundError as error:
+        if piece.key is None:
+            raise
+        raise CorruptionError(f"{source.describe()}: stores chunks of a pack: {error}") from error
+
+
+def _fetch_coded(
+    source: Source, offset: int, piece: Piece, coding: Coding, buffer: memoryview
+) -> None:
+    spans = [segment.span for segment in piece.segments]
+    places = [buffer[s.start - piece.span.start : s.stop - piece.span.start] for s in spans]
+
+    def is_good(position: int, place: memoryview) -> bool:
+        return crc32c(place) == piece.segments[position].crc32c
+
+    bad = fill_decoded(source, offset, coding, places, is_good)
+    if bad:
+        raise CorruptionError(
+            f"{source.describe()}: the chunks of payload that begin at bytes "
+            f"{[spans[position].start for position in bad[:8]]} of the shard file do not decode to "
+            f"what its chunk table says, at {READS} reads"
+        )
+
+
+def _check(source: Source, offset: int, segment: Segment, found: int) -> None:
+    if found != segment.crc32c:
+        raise CorruptionError(
+            f"{source.describe()}: bytes {offset} to {offset + segment.span.length_bytes}: expected "
+            f"CRC32C {segment.crc32c:08x}, found {found:08x} at {READS} reads"
+        )

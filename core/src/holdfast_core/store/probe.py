@@ -1,0 +1,347 @@
+"""Finds out what a store can do, before a checkpoint is trusted to it.
+
+Asks with a small signed PUT first, never with HEAD: an answer to HEAD has no body, so a wrong key
+and a missing bucket look alike. Writes only below `<prefix>/.holdfast-probe/` and deletes what it
+wrote. Never raises for what the store does: the report says it, in the server's own words.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    ConfigError,
+    HoldfastError,
+    UnavailableError,
+)
+from holdfast_core.format.digest import crc32c
+from holdfast_core.store.s3.client import (
+    CHECKSUM_HEADER,
+    IF_ABSENT,
+    ObjectInfo,
+    S3Client,
+    S3Reply,
+    S3Request,
+    encode_crc,
+)
+from holdfast_core.store.s3.credentials import CredentialsProvider
+from holdfast_core.store.s3.errors import S3Failure
+from holdfast_core.store.s3.http import CertificateError, Timeouts
+from holdfast_core.store.s3.retry import Retrier, RetryPolicy
+
+PROBE_DIR = ".holdfast-probe"
+MAX_MESSAGE = 1500
+"""A termination message holds 4,096 bytes in all."""
+_BODY = b"holdfast store probe: this object may be deleted\n"
+_OTHER = b"holdfast store probe: another writer\n"
+_RACERS = 4
+
+
+class ProbeReason(StrEnum):
+    """CamelCase reason of the store's Available condition."""
+
+    AVAILABLE = "Available"
+    ACCESS_DENIED = "AccessDenied"
+    BUCKET_NOT_FOUND = "BucketNotFound"
+    UNREACHABLE = "Unreachable"
+    """Refused, no such host, no answer in time, 5xx."""
+    CERTIFICATE_INVALID = "CertificateInvalid"
+    CONFIGURATION_INVALID = "ConfigurationInvalid"
+    """Endpoint, region or credentials files; the message says which."""
+    NOT_S3 = "NotS3"
+    STORAGE_FULL = "StorageFull"
+    REFUSED = "Refused"
+    """The store refused for another reason, which the message gives."""
+    INCONSISTENT = "Inconsistent"
+    """What was just written is not what is read or listed."""
+    CHECKSUM_UNSUPPORTED = "ChecksumUnsupported"
+    MULTIPART_UNSUPPORTED = "MultipartUnsupported"
+    RANGE_GET_UNSUPPORTED = "RangeGetUnsupported"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFeatures:
+    conditional_put: bool = False
+    """If-None-Match: * is respected, also by writers at the same moment. May be absent."""
+    checksum: bool = False
+    """A wrong CRC32C is refused, and the store gives the right one back."""
+    multipart: bool = False
+    range_get: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """`available`: checkpoints may be kept here."""
+
+    available: bool
+    reason: ProbeReason
+    message: str
+    features: StoreFeatures = StoreFeatures()
+
+    def to_json(self) -> str:
+        """At most 4,096 bytes of ASCII: it travels as a termination message."""
+        return json.dumps(
+            {
+                "available": self.available,
+                "reason": str(self.reason),
+                "message": self.message.encode("ascii", "replace").decode()[:MAX_MESSAGE],
+                "features": {
+                    "conditionalPut": self.features.conditional_put,
+                    "checksum": self.features.checksum,
+                    "multipart": self.features.multipart,
+                    "rangeGet": self.features.range_get,
+                },
+            }
+        )
+
+
+class _RefusedError(Exception):
+    """The store said no; the probe ends here."""
+
+    def __init__(self, reason: ProbeReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def probe(
+    config: StoreConfig,
+    credentials: CredentialsProvider,
+    *,
+    ca_file: str | None = None,
+    timeouts: Timeouts | None = None,
+    retrier: Retrier | None = None,
+) -> ProbeReport:
+    """Blocks for a few round trips; without an answer, for about a minute."""
+    where = f"bucket {config.bucket!r} at {config.endpoint}"
+    try:
+        client = S3Client(
+            config,
+            credentials,
+            ca_file=ca_file,
+            timeouts=timeouts or Timeouts(idle_seconds=20.0),
+        )
+    except ConfigError as error:
+        return ProbeReport(False, ProbeReason.CONFIGURATION_INVALID, str(error))
+    session = _Session(client, retrier or Retrier(RetryPolicy(max_attempts=3, budget_seconds=20)))
+    try:
+        features = session.run()
+    except _RefusedError as refused:
+        return ProbeReport(False, refused.reason, str(refused))
+    except HoldfastError as error:
+        return ProbeReport(False, _reason_of(error), str(error))
+    finally:
+        leftovers = session.clean_up()
+        client.close()
+    return _judge(features, where, leftovers)
+
+
+def _judge(features: StoreFeatures, where: str, leftovers: str) -> ProbeReport:
+    lacking: Sequence[tuple[bool, ProbeReason, str]] = (
+        (
+            features.checksum,
+            ProbeReason.CHECKSUM_UNSUPPORTED,
+            "does not check x-amz-checksum-crc32c: a cut upload could become half a shard",
+        ),
+        (
+            features.multipart,
+            ProbeReason.MULTIPART_UNSUPPORTED,
+            "has no multipart upload with a CRC32C over the whole object",
+        ),
+        (
+            features.range_get,
+            ProbeReason.RANGE_GET_UNSUPPORTED,
+            "does not answer a ranged GET with 206 and these bytes",
+        ),
+    )
+    for there, reason, words in lacking:
+        if not there:
+            return ProbeReport(False, reason, f"{where} {words}; use another store", features)
+    message = f"{where} passed every check"
+    if not features.conditional_put:
+        message = (
+            f"{where} can be used; it ignores If-None-Match, so immutability of keys rests on "
+            "Holdfast alone"
+        )
+    if leftovers:
+        message += f"; but deleting does not work, so retention cannot: {leftovers}"
+    return ProbeReport(True, ProbeReason.AVAILABLE, message, features)
+
+
+def _reason_of(error: HoldfastError) -> ProbeReason:
+    match error:
+        case ConfigError():
+            return ProbeReason.CONFIGURATION_INVALID
+        case UnavailableError():
+            return ProbeReason.UNREACHABLE
+        case CapacityError():
+            return ProbeReason.STORAGE_FULL
+        case CertificateError():
+            return ProbeReason.CERTIFICATE_INVALID
+        case AccessDeniedError():
+            return ProbeReason.ACCESS_DENIED
+        case _:
+            return ProbeReason.REFUSED
+
+
+def _refusal(failure: S3Failure) -> _RefusedError:
+    error = failure.error()
+    words = str(error)
+    if failure.code == "NoSuchBucket":
+        return _RefusedError(ProbeReason.BUCKET_NOT_FOUND, words)
+    if not failure.code and failure.status not in (429, 500, 502, 503, 504, 507):
+        return _RefusedError(
+            ProbeReason.NOT_S3, f"{words}; the answer is not S3's: check the endpoint and its port"
+        )
+    return _RefusedError(_reason_of(error), words)
+
+
+class _Session:
+    """The checks, in order; each needs the ones before it."""
+
+    def __init__(self, client: S3Client, retrier: Retrier) -> None:
+        self._client = client
+        self._retrier = retrier
+        head = client.config.prefix.strip("/")
+        self._prefix = f"{head}/" if head else ""
+        self._prefix += f"{PROBE_DIR}/{secrets.token_hex(8)}/"
+        self._key = self._prefix + "object"
+        self._written: set[str] = set()
+
+    def run(self) -> StoreFeatures:
+        self._first_put()
+        self._listed()
+        range_get = self._range_get()
+        checksum = self._checksum()
+        return StoreFeatures(
+            conditional_put=self._conditional() and self._race(),
+            checksum=checksum,
+            multipart=checksum and self._multipart(),
+            range_get=range_get,
+        )
+
+    def clean_up(self) -> str:
+        """Deletes what may have been written; the words of the first failure, "" if there is none."""
+        for key in sorted(self._written):
+            try:
+                self._client.delete(key)
+            except HoldfastError as error:
+                return str(error)
+        return ""
+
+    def _first_put(self) -> None:
+        def attempt() -> S3Reply:
+            reply = self._put(self._key, _BODY)
+            if reply.failure is not None and reply.failure.error().retryable:
+                raise reply.failure.error()
+            return reply
+
+        reply = self._retrier.call("probe of the store", attempt)
+        if reply.failure is not None:
+            raise _refusal(reply.failure)
+        found = self._client.send(S3Request("GET", self._key))
+        if "etag" not in reply.headers or (found.failure is not None and not found.failure.code):
+            raise _RefusedError(
+                ProbeReason.NOT_S3,
+                f"{self._where('PUT')}: answered {reply.status} but not as S3 does; check the "
+                "endpoint and its port",
+            )
+        if found.failure is not None and found.failure.status == 403:
+            raise _refusal(found.failure)
+        if found.failure is not None or found.body != _BODY:
+            words = found.failure.words if found.failure else f"{len(found.body)} other bytes"
+            raise _RefusedError(
+                ProbeReason.INCONSISTENT,
+                f"{self._where('GET')}: expected the {len(_BODY)} bytes just written, found "
+                f"{words}; the store must be read-after-write consistent",
+            )
+
+    def _listed(self) -> None:
+        query = {"list-type": "2", "prefix": self._prefix}
+        reply = self._client.send(S3Request("GET", query=query))
+        if reply.failure is not None:
+            raise _refusal(reply.failure)
+        keys = [listed.key for listed in self._client.list_objects(self._prefix).listed]
+        if self._key not in keys:
+            raise _RefusedError(
+                ProbeReason.INCONSISTENT,
+                f"list of {self._prefix!r} at {self._client.config.endpoint}: expected the key "
+                f"just written, found {len(keys)} keys",
+            )
+
+    def _range_get(self) -> bool:
+        headers = {"Range": "bytes=9-13"}
+        reply = self._client.send(S3Request("GET", self._key, headers=headers))
+        return reply.status == 206 and reply.body == _BODY[9:14]
+
+    def _checksum(self) -> bool:
+        """A wrong one is refused and leaves nothing; a right one is given back by HEAD."""
+        key = self._prefix + "wrong-checksum"
+        reply = self._put(key, _BODY, crc=crc32c(_BODY) ^ 1)
+        if reply.failure is None or self._client.head(key) is not None:
+            return False
+        return self._client.head(self._key) == ObjectInfo(len(_BODY), crc32c(_BODY))
+
+    def _conditional(self) -> bool:
+        reply = self._put(self._key, _OTHER, absent=True)
+        if reply.failure is None or not reply.failure.is_precondition:
+            return False
+        return self._client.send(S3Request("GET", self._key)).body == _BODY
+
+    def _race(self) -> bool:
+        key = self._prefix + "race"
+        self._written.add(key)
+        bodies = [b"writer %d\n" % number for number in range(_RACERS)]
+        with ThreadPoolExecutor(_RACERS, thread_name_prefix="store-probe") as racers:
+            replies = list(racers.map(lambda body: self._put(key, body, absent=True), bodies))
+        winners = [b for b, r in zip(bodies, replies, strict=True) if r.failure is None]
+        return len(winners) == 1 and self._client.send(S3Request("GET", key)).body == winners[0]
+
+    def _multipart(self) -> bool:
+        key = self._prefix + "multipart"
+        self._written.add(key)
+        upload_id = ""
+        try:
+            upload_id = self._client.create_upload(key)
+            checksum = encode_crc(crc32c(_BODY))
+            query = {"partNumber": "1", "uploadId": upload_id}
+            part = self._client.send(
+                S3Request("PUT", key, query, {CHECKSUM_HEADER: checksum}, _BODY)
+            ).checked()
+            body = (
+                "<CompleteMultipartUpload><Part><PartNumber>1</PartNumber>"
+                f"<ETag>{part.headers.get('etag', '')}</ETag>"
+                f"<ChecksumCRC32C>{checksum}</ChecksumCRC32C></Part></CompleteMultipartUpload>"
+            ).encode()
+            headers = {CHECKSUM_HEADER: checksum, "x-amz-checksum-type": "FULL_OBJECT"}
+            self._client.send(
+                S3Request("POST", key, {"uploadId": upload_id}, headers, body)
+            ).checked()
+            upload_id = ""
+            return self._client.head(key) == ObjectInfo(len(_BODY), crc32c(_BODY))
+        except UnavailableError:
+            raise
+        except HoldfastError:
+            return False  # the store answered, and the answer was no: that is the finding
+        finally:
+            if upload_id:
+                self._client.abort_upload(key, upload_id)
+
+    def _put(
+        self, key: str, body: bytes, *, crc: int | None = None, absent: bool = False
+    ) -> S3Reply:
+        self._written.add(key)
+        headers = {CHECKSUM_HEADER: encode_crc(crc32c(body) if crc is None else crc)}
+        if absent:
+            headers |= IF_ABSENT
+        return self._client.send(S3Request("PUT", key, {}, headers, body))
+
+    def _where(self, method: str) -> str:
+        return self._client.describe(S3Request(method, self._key))

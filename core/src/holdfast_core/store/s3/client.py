@@ -1,0 +1,381 @@
+"""Signed S3 requests on one bucket: one request, one answer, and lists parsed with bounds.
+
+Path-style URLs, header signatures (minio.signer), unsigned payload: a signed CRC32C stands for the
+bytes (docs/guarantees.md R20). Tries nothing twice but a request whose keys were refused after they had
+changed. What an answer means for a checkpoint is the tier's business.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import quote, unquote_plus, urlencode, urlsplit
+from xml.etree import ElementTree
+
+from minio.signer import sign_v4_s3
+from minio.time import to_amz_date
+
+from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import TierError, UnavailableError
+from holdfast_core.store.s3.credentials import CredentialsProvider, Keys
+from holdfast_core.store.s3.errors import (
+    S3Failure,
+    child_text,
+    clean,
+    is_error_document,
+    local_name,
+    parse_failure,
+    parse_xml,
+)
+from holdfast_core.store.s3.http import Body, HttpPool, HttpReply, Timeouts, body_length
+
+MAX_CONTROL_BYTES = 8 << 20
+"""Largest reply that is not an object: a page of 1,000 keys of 1 KiB fits with room."""
+_UNSIGNED = "UNSIGNED-PAYLOAD"
+CHECKSUM_HEADER = "x-amz-checksum-crc32c"
+CHECKSUM_MODE = {"x-amz-checksum-mode": "ENABLED"}
+IF_ABSENT = {"If-None-Match": "*"}
+
+
+@dataclass(frozen=True, slots=True)
+class S3Request:
+    """What to ask. `query` values are raw; a parameter without a value is ""."""
+
+    method: str
+    key: str = ""
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """All are signed."""
+    body: Body | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class S3Reply:
+    """An answer, read wholly; `failure` is set unless the server did what was asked."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    failure: S3Failure | None
+
+    def checked(self) -> S3Reply:
+        """Itself. Raises the error of the failure."""
+        if self.failure is not None:
+            raise self.failure.error()
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What the store says about an object, by HEAD in checksum mode."""
+
+    size_bytes: int
+    crc32c: int | None
+    """Of the whole object; None where the store keeps none, or only one of parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    key: str
+    modified: str
+    """RFC 3339, the server's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Of a listing."""
+
+    listed: tuple[Listed, ...]
+    next: str
+    """The token of the next page; "" after the last."""
+    date: str
+    """The server's own time of day, RFC 9110."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpload:
+    key: str
+    upload_id: str
+    initiated: str
+    """RFC 3339, the server's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedPart:
+    """A part that the server holds of an unfinished upload."""
+
+    number: int
+    size_bytes: int
+    crc32c: int | None
+    """None where the server keeps none."""
+    etag: str
+
+
+def encode_crc(crc: int) -> str:
+    """A CRC32C as S3 headers carry it."""
+    return base64.b64encode(crc.to_bytes(4, "big")).decode("ascii")
+
+
+def decode_crc(text: str | None) -> int | None:
+    """None where the header is absent, a checksum of parts (`xxxx-3`), or not four bytes."""
+    try:
+        raw = base64.b64decode((text or "").encode("ascii"), validate=True)
+    except ValueError:
+        return None
+    return int.from_bytes(raw, "big") if len(raw) == 4 else None
+
+
+def _key_decoder(root: ElementTree.Element) -> Callable[[str], str]:
+    """A server that ignored encoding-type=url says so by leaving the element out."""
+    return unquote_plus if child_text(root, "EncodingType") == "url" else str
+
+
+def _number(text: str, default: int) -> int:
+    """A number that the store sent; `str.isdigit` is true of digits that `int` does not take."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else default
+
+
+def _uploaded_part(item: ElementTree.Element) -> UploadedPart:
+    return UploadedPart(
+        _number(child_text(item, "PartNumber"), 0),
+        _number(child_text(item, "Size"), -1),
+        decode_crc(child_text(item, "ChecksumCRC32C")),
+        child_text(item, "ETag"),
+    )
+
+
+class S3Client:
+    """One bucket of one endpoint. Safe for use by many threads; opens connections when used."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        credentials: CredentialsProvider,
+        *,
+        ca_file: str | None = None,
+        timeouts: Timeouts | None = None,
+        clock: Clock | None = None,
+        sent: Callable[[int], object] | None = None,
+    ) -> None:
+        self.config = config
+        self._credentials = credentials
+        self._clock: Clock = clock or SystemClock()
+        self._base = f"{'https' if config.secure else 'http'}://{config.endpoint}"
+        self._pool = HttpPool(
+            config.endpoint,
+            secure=config.secure,
+            ca_file=ca_file,
+            timeouts=timeouts,
+            max_idle=config.max_concurrency + 4,
+            clock=self._clock,
+            sent=sent,
+        )
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def describe(self, request: S3Request) -> str:
+        """For messages: what is asked of what."""
+        what = f"{request.method} {request.key!r} in " if request.key else f"{request.method} of "
+        return f"{what}bucket {self.config.bucket!r} at {self.config.endpoint}"
+
+    def shown(self, text: str) -> str:
+        """What the store said, as errors and logs may show it."""
+        return clean(text, self._credentials.retrieve().secrets())
+
+    def send(self, request: S3Request, *, limit_bytes: int = MAX_CONTROL_BYTES) -> S3Reply:
+        """One round trip. Raises UnavailableError when no whole answer came: the outcome of a write
+        is then unknown."""
+        keys = self._credentials.retrieve()
+        reply = self._send_once(request, keys, limit_bytes)
+        if reply.failure is not None and reply.failure.is_credentials:
+            fresh = self._credentials.refresh()
+            if fresh != keys:
+                return self._send_once(request, fresh, limit_bytes)
+        return reply
+
+    @contextlib.contextmanager
+    def stream_range(self, key: str, start: int, stop: int) -> Iterator[HttpReply]:
+        """Bytes [start, stop) of an object, to be read by the caller. Anything but a 206 for
+        exactly this range is refused: some stores answer 200 with everything."""
+        request = S3Request("GET", key, headers={"Range": f"bytes={start}-{stop - 1}"})
+        keys = self._credentials.retrieve()
+        reply, failure = self._open(request, keys)
+        if failure is not None and failure.is_credentials:
+            fresh = self._credentials.refresh()
+            if fresh != keys:
+                reply, failure = self._open(request, fresh)
+        if failure is not None:
+            raise failure.error()
+        with reply:
+            expected = f"bytes {start}-{stop - 1}/"
+            found = reply.headers.get("content-range", "")
+            if reply.status != 206 or not found.startswith(expected):
+                raise UnavailableError(
+                    f"{self.describe(request)}: expected 206 with Content-Range {expected}*, "
+                    f"found {reply.status} with {self.shown(found)!r}"
+                )
+            yield reply
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """None where there is no such object. Says nothing about a missing bucket (a HEAD has no
+        body to say it in)."""
+        request = S3Request("HEAD", key, headers=CHECKSUM_MODE)
+        reply = self.send(request)
+        if reply.failure is not None:
+            if reply.failure.is_absent:
+                return None
+            raise reply.failure.error()
+        length = _number(reply.headers.get("content-length", ""), -1)
+        if length < 0:
+            raise UnavailableError(f"{self.describe(request)}: no Content-Length in the reply")
+        full = reply.headers.get("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT"
+        crc = decode_crc(reply.headers.get(CHECKSUM_HEADER)) if full else None
+        return ObjectInfo(length, crc)
+
+    def delete(self, key: str) -> None:
+        """Tolerates absence."""
+        reply = self.send(S3Request("DELETE", key))
+        if reply.failure is not None and reply.failure.code != "NoSuchKey":
+            raise reply.failure.error()
+
+    def list_objects(self, prefix: str, after: str = "") -> Page:
+        """One page of what lies below `prefix`."""
+        query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+        if after:
+            query["continuation-token"] = after
+        request = S3Request("GET", query=query)
+        reply = self.send(request).checked()
+        root = self._document(request, reply, "ListBucketResult")
+        decode = _key_decoder(root)
+        listed = tuple(
+            Listed(decode(child_text(item, "Key")), child_text(item, "LastModified"))
+            for item in root
+            if local_name(item) == "Contents"
+        )
+        date = reply.headers.get("date", "")
+        token = child_text(root, "NextContinuationToken")
+        if child_text(root, "IsTruncated") != "true":
+            return Page(listed, "", date)
+        if not token or token == after:
+            raise TierError(f"{self.describe(request)}: truncated list without a next token")
+        return Page(listed, token, date)
+
+    def create_upload(self, key: str) -> str:
+        """Begins a multipart upload with a CRC32C over the whole object; returns its id."""
+        headers = {
+            "x-amz-checksum-algorithm": "CRC32C",
+            "x-amz-checksum-type": "FULL_OBJECT",
+            "Content-Type": "application/octet-stream",
+        }
+        request = S3Request("POST", key, {"uploads": ""}, headers)
+        upload_id = child_text(self._xml(request, "InitiateMultipartUploadResult"), "UploadId")
+        if not upload_id:
+            raise TierError(f"{self.describe(request)}: no UploadId in the reply")
+        return upload_id
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Tolerates an upload that is gone."""
+        reply = self.send(S3Request("DELETE", key, {"uploadId": upload_id}))
+        if reply.failure is not None and not reply.failure.is_absent:
+            raise reply.failure.error()
+
+    def list_uploads(self, prefix: str) -> tuple[tuple[PendingUpload, ...], str]:
+        """The first 1,000 unfinished uploads below `prefix`, and the server's own time of day.
+        Some servers list them for an exact key only."""
+        query = {"uploads": "", "encoding-type": "url", "prefix": prefix}
+        request = S3Request("GET", query=query)
+        reply = self.send(request).checked()
+        root = self._document(request, reply, "ListMultipartUploadsResult")
+        decode = _key_decoder(root)
+        uploads = tuple(
+            PendingUpload(
+                decode(child_text(item, "Key")),
+                child_text(item, "UploadId"),
+                child_text(item, "Initiated"),
+            )
+            for item in root
+            if local_name(item) == "Upload"
+        )
+        return uploads, reply.headers.get("date", "")
+
+    def list_parts(self, key: str, upload_id: str) -> tuple[UploadedPart, ...]:
+        """All parts of an unfinished upload, by number. Raises NotFoundError when it is gone."""
+        parts: list[UploadedPart] = []
+        marker = 0
+        while True:
+            query = {"uploadId": upload_id, "part-number-marker": str(marker)}
+            request = S3Request("GET", key, query)
+            root = self._xml(request, "ListPartsResult")
+            page = [_uploaded_part(item) for item in root if local_name(item) == "Part"]
+            parts += page
+            if child_text(root, "IsTruncated") != "true":
+                return tuple(parts)
+            # By our own count: some servers send a marker of 0, which would begin anew.
+            highest = max((part.number for part in page), default=0)
+            if highest <= marker:
+                raise TierError(f"{self.describe(request)}: truncated list without a next part")
+            marker = highest
+
+    def _xml(self, request: S3Request, expected: str) -> ElementTree.Element:
+        return self._document(request, self.send(request).checked(), expected)
+
+    def _document(self, request: S3Request, reply: S3Reply, expected: str) -> ElementTree.Element:
+        root = parse_xml(reply.body)
+        if root is None or local_name(root) != expected:
+            raise TierError(
+                f"{self.describe(request)}: expected a {expected} document, found "
+                f"{self.shown(reply.body[:1000].decode('utf-8', 'replace'))[:80]!r}; is this an S3 "
+                "endpoint?"
+            )
+        return root
+
+    def _send_once(self, request: S3Request, keys: Keys, limit_bytes: int) -> S3Reply:
+        with self._send_signed(request, keys) as reply:
+            body = reply.read(limit_bytes)
+            failure = None
+            if reply.status >= 300 or is_error_document(body):
+                failure = parse_failure(reply.status, body, self.describe(request), keys.secrets())
+            return S3Reply(reply.status, reply.headers, body, failure)
+
+    def _open(self, request: S3Request, keys: Keys) -> tuple[HttpReply, S3Failure | None]:
+        """A reply to be read, or one that was read and closed and why."""
+        reply = self._send_signed(request, keys)
+        if reply.status < 300:
+            return reply, None
+        with reply:
+            body = reply.read(MAX_CONTROL_BYTES)
+        return reply, parse_failure(reply.status, body, self.describe(request), keys.secrets())
+
+    def _send_signed(self, request: S3Request, keys: Keys) -> HttpReply:
+        query = urlencode(sorted(request.query.items()), quote_via=quote, safe="~")
+        path = f"/{self.config.bucket}"
+        if request.key:
+            path += "/" + quote(request.key, safe="/~")
+        url = urlsplit(f"{self._base}{path}" + (f"?{query}" if query else ""))
+        date = self._clock.utc_now()
+        headers: dict[str, str | list[str] | tuple[str]] = {
+            "Host": url.netloc,
+            "x-amz-date": to_amz_date(date),
+            "x-amz-content-sha256": _UNSIGNED,
+            **request.headers,
+        }
+        if keys.session_token:
+            headers["X-Amz-Security-Token"] = keys.session_token
+        signed = sign_v4_s3(
+            method=request.method,
+            url=url,
+            region=self.config.region,
+            headers=headers,
+            credentials=keys.for_signer(),
+            content_sha256=_UNSIGNED,
+            date=date,
+        )
+        if request.body is not None or request.method in ("PUT", "POST"):
+            signed["Content-Length"] = str(body_length(request.body))
+        target = path + (f"?{query}" if query else "")
+        plain = {name: str(value) for name, value in signed.items()}
+        return self._pool.request(request.method, target, plain, request.body)

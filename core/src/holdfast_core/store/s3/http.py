@@ -1,0 +1,394 @@
+"""Blocking HTTP/1.1 to one endpoint: pooled connections, bodies by sendfile, replies by recv_into.
+
+The bytes of shards go through here, so nothing is copied that need not be and nothing is hashed.
+Knows neither S3 nor signatures, never retries, never follows a redirect. The standard library
+parses status lines, headers and chunked bodies; header size and count are bounded there, bodies
+here. Every failure of the transport is UnavailableError, but a certificate that does not verify.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import select
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.errors import ConfigError, CorruptionError, TierError, UnavailableError
+from holdfast_core.pacing.minimum_rate import Pace
+from holdfast_core.store.s3.paced_reply import PacedSocket
+
+SLICE_BYTES = 1 << 20
+"""TLS encrypts what one call hands over; larger calls only add latency to time-outs."""
+
+
+class CertificateError(TierError):
+    """The server's certificate does not verify: expired, another name, another authority."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Explicit for every wait. `idle` is the longest silence, not the length of a transfer."""
+
+    connect_seconds: float = 5.0
+    """TCP and TLS handshake, each."""
+    idle_seconds: float = 60.0
+    pace_seconds: float = 300.0
+    """What a reply may take in all, and a second more for every 64 KiB of it (pace). A body
+    needs no such bound: a socket is writable again only when a third of its buffer was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileBody:
+    """A slice of an open file as the body of a request."""
+
+    fd: int
+    offset: int
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedBody:
+    """Pieces that are sent one after the other, those of files without a copy."""
+
+    pieces: tuple[bytes | FileBody, ...]
+
+
+Body = bytes | FileBody | JoinedBody
+
+
+def body_length(body: Body | None) -> int:
+    """Bytes that will be announced as Content-Length."""
+    if body is None:
+        return 0
+    if isinstance(body, JoinedBody):
+        return sum(map(body_length, body.pieces))
+    return len(body) if isinstance(body, bytes) else body.length_bytes
+
+
+class HttpReply:
+    """One answer, body not read yet. Read it to its end or close it; a context manager does both.
+
+    Only a reply that was read wholly gives its connection back to the pool.
+    """
+
+    def __init__(
+        self,
+        pool: HttpPool,
+        connection: http.client.HTTPConnection,
+        response: http.client.HTTPResponse,
+        reusable: bool,
+    ) -> None:
+        self._pool = pool
+        self._connection = connection
+        self._response = response
+        self._reusable = reusable
+        self._closed = False
+        self.status: int = response.status
+        self.headers: dict[str, str] = {k.lower(): v for k, v in response.getheaders()}
+
+    @property
+    def content_length(self) -> int | None:
+        """None where the server did not say (chunked, or ended by close)."""
+        length: int | None = self._response.length
+        return length
+
+    def read_into(self, buffer: memoryview) -> int:
+        """Bytes put into `buffer`; 0 at the end of the body, which may have come too early: the
+        caller counts. Raises UnavailableError."""
+        with self._pool.transport_errors("reading the reply"):
+            return self._response.readinto(buffer)
+
+    def read(self, limit_bytes: int) -> bytes:
+        """The whole body. Raises UnavailableError when it is cut short or above the limit."""
+        announced = self.content_length
+        with self._pool.transport_errors("reading the reply"):
+            data = self._response.read(limit_bytes + 1)
+        if len(data) > limit_bytes:
+            raise UnavailableError(
+                f"reply of {self._pool.name}: more than {limit_bytes} bytes, refused"
+            )
+        if announced is not None and len(data) != announced:
+            raise UnavailableError(
+                f"reply of {self._pool.name}: ended after {len(data)} of {announced} bytes"
+            )
+        return data
+
+    def close(self) -> None:
+        """Give the connection back if it can carry another request, else end it. Once: given back
+        twice, two callers would speak on it at the same time."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._reusable and self._response.isclosed() and not self._response.will_close:
+            self._pool.put_back(self._connection)
+        else:
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class HttpPool:
+    """Connections to one `host:port`. Safe for use by many threads.
+
+    At most `max_idle` connections are kept; how many are open at once is the callers' affair.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        secure: bool,
+        ca_file: str | None = None,
+        timeouts: Timeouts | None = None,
+        max_idle: int = 8,
+        clock: Clock | None = None,
+        sent: Callable[[int], object] | None = None,
+    ) -> None:
+        """`sent` hears of the bytes of bodies as they are handed to the network, by any thread."""
+        self._host, self._port = split_endpoint(endpoint, secure=secure)
+        self.name = endpoint
+        self._secure = secure
+        self._ca_file = ca_file
+        self._timeouts = timeouts or Timeouts()
+        self._max_idle = max_idle
+        self._clock = clock or SystemClock()
+        self._sent = sent or _nobody
+        self._idle: deque[http.client.HTTPConnection] = deque()
+        self._lock = threading.Lock()
+        self._tls: tuple[tuple[int, int] | None, ssl.SSLContext] | None = None
+
+    def request(
+        self, method: str, target: str, headers: Mapping[str, str], body: Body | None = None
+    ) -> HttpReply:
+        """Send one request, return its answer whatever the status. Raises UnavailableError (the
+        outcome is then unknown), CertificateError, ConfigError."""
+        connection = self._take()
+        try:
+            with self.transport_errors(f"{method} {target.partition('?')[0]}"):
+                connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+                for name, value in headers.items():
+                    connection.putheader(name, value)
+                connection.endheaders()
+                whole = _send_body(connection.sock, body, self._timeouts.idle_seconds, self._sent)
+                response = self._response(connection, method)
+                return HttpReply(self, connection, response, reusable=whole)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _response(
+        self, connection: http.client.HTTPConnection, method: str
+    ) -> http.client.HTTPResponse:
+        what = f"{method} at {self.name}: reading the reply"
+        pace = Pace(what, self._clock, self._clock.monotonic(), self._timeouts.pace_seconds)
+
+        def response(sock: socket.socket, **more: str) -> http.client.HTTPResponse:
+            # Of the socket it uses makefile only.
+            return http.client.HTTPResponse(PacedSocket(sock, pace), **more)  # type: ignore[arg-type]
+
+        connection.response_class = response  # type: ignore[assignment]  # called, never inherited
+        return connection.getresponse()
+
+    def put_back(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if len(self._idle) < self._max_idle:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """End idle connections; those in use end with their reply."""
+        with self._lock:
+            idle, self._max_idle = list(self._idle), 0
+            self._idle.clear()
+        for connection in idle:
+            connection.close()
+
+    @contextlib.contextmanager
+    def transport_errors(self, doing: str) -> Iterator[None]:
+        """Turns what sockets, TLS and the HTTP parser raise into our errors."""
+        try:
+            yield
+        except ssl.SSLCertVerificationError as error:
+            raise CertificateError(
+                f"{doing} at {self.name}: the server's certificate does not verify: "
+                f"{error.verify_message}; check the CA certificate of the store and its dates"
+            ) from error
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"{doing} at {self.name}: no answer in time "
+                f"(connect {self._timeouts.connect_seconds:g} s, "
+                f"silence {self._timeouts.idle_seconds:g} s)"
+            ) from error
+        except http.client.RemoteDisconnected as error:
+            raise UnavailableError(f"{doing} at {self.name}: {error}") from error
+        except (http.client.BadStatusLine, http.client.UnknownProtocol):
+            # Their text quotes the server, which may repeat the credentials that it was sent; a
+            # traceback would show it as the cause.
+            raise UnavailableError(
+                f"{doing} at {self.name}: the status line of the reply is not of HTTP/1.1"
+            ) from None
+        except (OSError, http.client.HTTPException) as error:
+            words = str(error) or type(error).__name__
+            raise UnavailableError(f"{doing} at {self.name}: {words}") from error
+
+    def _take(self) -> http.client.HTTPConnection:
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return self._open()
+            if _is_quiet(connection.sock):
+                return connection
+            connection.close()
+
+    def _open(self) -> http.client.HTTPConnection:
+        connect = self._timeouts.connect_seconds
+        connection: http.client.HTTPConnection
+        if self._secure:
+            connection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=connect, context=self._tls_context()
+            )
+        else:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=connect)
+        try:
+            with self.transport_errors("connecting"):
+                connection.connect()
+                connection.sock.settimeout(self._timeouts.idle_seconds)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Made again when the CA file changes: a Secret is rotated under a running process."""
+        try:
+            signature = None
+            if self._ca_file is not None:
+                info = Path(self._ca_file).stat()
+                signature = (info.st_mtime_ns, info.st_ino)
+            with self._lock:
+                if self._tls is None or self._tls[0] != signature:
+                    context = ssl.create_default_context(cafile=self._ca_file)
+                    context.minimum_version = ssl.TLSVersion.TLSv1_2
+                    self._tls = (signature, context)
+                return self._tls[1]
+        except OSError as error:
+            raise ConfigError(
+                f"CA certificate {self._ca_file} of the store at {self.name}: {error}"
+            ) from error
+
+
+def split_endpoint(endpoint: str, *, secure: bool) -> tuple[str, int]:
+    """Host and port of `host:port`, `host` or `[v6]:port`. Raises ConfigError."""
+    host, port = endpoint, 443 if secure else 80
+    if not endpoint.endswith("]"):
+        head, colon, tail = endpoint.rpartition(":")
+        if colon:
+            if not (tail.isascii() and tail.isdigit() and 0 < int(tail) < 65536):
+                raise ConfigError(f"store endpoint {endpoint!r}: expected host:port, no scheme")
+            host, port = head, int(tail)
+    if not host or any(c in host for c in "/@?# \t\r\n"):
+        raise ConfigError(f"store endpoint {endpoint!r}: expected host:port, no scheme")
+    return host.strip("[]"), port
+
+
+def _is_quiet(sock: socket.socket | None) -> bool:
+    """Whether an idle connection is still good: anything to read on it means closed or garbage."""
+    if sock is None:
+        return False
+    poller = select.poll()
+    poller.register(sock, select.POLLIN | select.POLLRDHUP)
+    return not poller.poll(0)
+
+
+def _nobody(_count: int) -> None:
+    """Nobody wants to know what was sent."""
+
+
+def _send_body(
+    sock: socket.socket, body: Body | None, idle_seconds: float, sent: Callable[[int], object]
+) -> bool:
+    """Whether all was sent. False: the server answered before it had read the body, so its answer
+    must be read now and the connection cannot be used again. Raises OSError."""
+    pieces = body.pieces if isinstance(body, JoinedBody) else (body or b"",)
+    try:
+        return all(_send_piece(sock, piece, idle_seconds, sent) for piece in pieces)
+    except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
+        # Its words are in our receive buffer, and say more than "broken pipe".
+        return False
+
+
+def _send_piece(
+    sock: socket.socket,
+    piece: bytes | FileBody,
+    idle_seconds: float,
+    sent: Callable[[int], object],
+) -> bool:
+    if isinstance(piece, FileBody):
+        if isinstance(sock, ssl.SSLSocket):
+            return _send_slices(sock, piece, sent)
+        return _send_file(sock, piece, idle_seconds, sent)
+    view = memoryview(piece)
+    for start in range(0, len(view), SLICE_BYTES):
+        data = view[start : start + SLICE_BYTES]
+        sock.sendall(data)
+        sent(len(data))
+    return True
+
+
+def _send_slices(sock: ssl.SSLSocket, body: FileBody, sent: Callable[[int], object]) -> bool:
+    # SSLSocket.sendfile moves 8 KiB at a time, three times the CPU of this loop.
+    buffer = memoryview(bytearray(min(SLICE_BYTES, body.length_bytes)))
+    position, stop = body.offset, body.offset + body.length_bytes
+    while position < stop:
+        count = os.preadv(body.fd, [buffer[: min(len(buffer), stop - position)]], position)
+        if count == 0:
+            raise CorruptionError("shard file became shorter while it was sent")
+        sock.sendall(buffer[:count])
+        sent(count)
+        position += count
+    return True
+
+
+def _send_file(
+    sock: socket.socket, body: FileBody, idle_seconds: float, sent: Callable[[int], object]
+) -> bool:
+    # A socket with a time-out is non-blocking underneath, so sendfile has to be polled.
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT | select.POLLIN)
+    position, stop = body.offset, body.offset + body.length_bytes
+    while position < stop:
+        try:
+            count = os.sendfile(sock.fileno(), body.fd, position, stop - position)
+        except BlockingIOError:
+            events = poller.poll(idle_seconds * 1000)
+            if not events:
+                raise TimeoutError("the server stopped reading") from None
+            if events[0][1] & select.POLLIN:
+                return False
+            continue
+        if count == 0:
+            raise CorruptionError("shard file became shorter while it was sent")
+        sent(count)
+        position += count
+    return True

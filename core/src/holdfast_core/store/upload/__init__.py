@@ -1,0 +1,3 @@
+"""Send one object to the store: its parts, their compression, and what an interrupted upload
+left.
+"""

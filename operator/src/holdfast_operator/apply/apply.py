@@ -1,0 +1,268 @@
+"""The only interpreter of actions: a decision becomes calls on `Effects`, in an order that is safe.
+
+1. The status write, alone. A conflict ends the pass: the decision was taken on an old object.
+2. Service and certificates, then pods; at the same time seals, ROUND and what is asked of sidecars.
+   Errors here do not stop the others: everything is idempotent and the next pass repeats it.
+3. Checkpoint objects, prunes, deletes. 4. Events.
+Holds no state and decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from holdfast_core.errors import HoldfastError
+from holdfast_operator.model.actions import (
+    Action,
+    AskSave,
+    AskStop,
+    BeginRound,
+    ChooseRestorePoint,
+    CommitPersisted,
+    CreateCertificates,
+    CreateCheckpointObject,
+    CreatePod,
+    CreateService,
+    Decision,
+    DeleteCertificates,
+    DeleteCheckpoint,
+    DeleteJob,
+    DeletePod,
+    EmitEvent,
+    PruneObject,
+    SealWorker,
+    SendRound,
+    StatusWrite,
+    UpdateCheckpointStatus,
+    WriteStatus,
+)
+from holdfast_operator.model.effects import ConflictError, Effects
+from holdfast_operator.model.job import JobMemory, JobView, Observed
+from holdfast_operator.render.checkpoint import render_checkpoint
+from holdfast_operator.render.network_policy import render_network_policy
+from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.render.service import render_service
+
+CONCURRENT_CALLS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ActionFailed:
+    action: Action
+    error: HoldfastError
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What became of a decision."""
+
+    conflict: bool = False
+    """The job changed since it was observed: nothing but (perhaps) reads was done."""
+    not_gone: tuple[str, ...] = ()
+    """Pods that the decision took for gone and that are there: the cache lags, look again."""
+    failed: tuple[ActionFailed, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return not (self.conflict or self.not_gone or self.failed)
+
+
+async def apply(
+    decision: Decision, observed: Observed, effects: Effects, sidecar: SidecarSettings
+) -> Applied:
+    """Carry out a decision. Raises only what is not a HoldfastError (cancellation, a bug)."""
+    interpreter = _Interpreter(observed, effects, sidecar)
+    write, first, then, deletes, events = _stages(decision.actions)
+    if write is not None:
+        outcome = await interpreter.write(write)
+        if not outcome.complete:
+            return outcome
+    failed: list[ActionFailed] = []
+    prepared = await interpreter.all(first)
+    failed.extend(prepared)
+    if prepared:
+        # A pod without its certificates would only wait in ContainerCreating.
+        then = [a for a in then if not isinstance(a, CreatePod)]
+    failed.extend(await interpreter.all(then))
+    failed.extend(await interpreter.all(deletes))
+    for event in events:
+        await effects.emit(observed.job, event)
+    return Applied(failed=tuple(failed))
+
+
+def memory_after(decision: Decision, observed: Observed, applied: Applied) -> JobMemory:
+    """What to hand back in the next Observed, whatever became of the decision. Pure.
+
+    First sightings are kept also when a call failed: a seal that fails at every pass must not start
+    the wait for holders again at every pass. What was not done is not remembered as done.
+    """
+    refused = _refused_create(applied)
+    new, old = replace(decision.memory, create_refused=refused), observed.memory
+    written = not (
+        applied.conflict
+        or applied.not_gone
+        or any(isinstance(f.action, StatusWrite) for f in applied.failed)
+    )
+    if written:
+        lost = {f.action.token for f in applied.failed if isinstance(f.action, AskSave)}
+        return replace(new, asked=tuple(a for a in new.asked if a.name not in lost))
+    same_round = old.round == new.round
+    return replace(
+        new,
+        create_refused=old.create_refused if same_round else "",
+        asked=old.asked,
+        round_sent_at=old.round_sent_at if same_round else None,
+        levels_written_at=old.levels_written_at,
+        counted_at=new.counted_at if old.counted_at is None else old.counted_at,
+        blocked_counted_seconds=old.blocked_counted_seconds if same_round else 0.0,
+    )
+
+
+def _refused_create(applied: Applied) -> str:
+    creates = (CreateService, CreateCertificates, CreatePod)
+    refused = [f for f in applied.failed if isinstance(f.action, creates)]
+    if not refused:
+        return ""
+    first, more = refused[0], len(refused) - 1
+    name = first.action.secret if isinstance(first.action, CreateCertificates) else ""
+    name = first.action.name if isinstance(first.action, CreateService | CreatePod) else name
+    others = f" (and {more} more)" if more else ""
+    return f"{type(first.action).__name__} {name}{others} was refused: {first.error}"
+
+
+def _stages(
+    actions: Iterable[Action],
+) -> tuple[StatusWrite | None, list[Action], list[Action], list[Action], list[EmitEvent]]:
+    write: StatusWrite | None = None
+    first: list[Action] = []
+    then: list[Action] = []
+    deletes: list[Action] = []
+    events: list[EmitEvent] = []
+    for action in actions:
+        match action:
+            case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
+                write = action
+            case CreateService() | CreateCertificates():
+                first.append(action)
+            case CreatePod() | SealWorker() | SendRound() | AskSave() | AskStop():
+                then.append(action)
+            case (
+                CreateCheckpointObject()
+                | UpdateCheckpointStatus()
+                | PruneObject()
+                | DeleteCheckpoint()
+                | DeletePod()
+                | DeleteCertificates()
+                | DeleteJob()
+            ):
+                deletes.append(action)
+            case EmitEvent():
+                events.append(action)
+            case _:
+                assert_never(action)
+    return write, first, then, deletes, events
+
+
+class _Interpreter:
+    def __init__(self, observed: Observed, effects: Effects, sidecar: SidecarSettings) -> None:
+        self._observed = observed
+        self._effects = effects
+        self._sidecar = sidecar
+        self._slots = asyncio.Semaphore(CONCURRENT_CALLS)
+
+    @property
+    def _job(self) -> JobView:
+        return self._observed.job
+
+    async def write(self, action: StatusWrite) -> Applied:
+        try:
+            if isinstance(action, BeginRound):
+                present = [
+                    name
+                    for name in action.confirm_gone
+                    if not await self._effects.pod_is_gone(self._job, name)
+                ]
+                if present:
+                    return Applied(not_gone=tuple(present))
+            await self._effects.write_job_status(self._job, action.resource_version, action.status)
+        except ConflictError:
+            return Applied(conflict=True)
+        except HoldfastError as error:
+            return Applied(failed=(ActionFailed(action, error),))
+        return Applied()
+
+    async def all(self, actions: list[Action]) -> list[ActionFailed]:
+        outcomes = await asyncio.gather(*(self._guarded(a, self._one) for a in actions))
+        return [o for o in outcomes if o is not None]
+
+    async def _guarded(
+        self, action: Action, call: Callable[[Action], Awaitable[None]]
+    ) -> ActionFailed | None:
+        async with self._slots:
+            try:
+                await call(action)
+            except HoldfastError as error:
+                return ActionFailed(action, error)
+        return None
+
+    async def _one(self, action: Action) -> None:
+        effects, job = self._effects, self._job
+        match action:
+            case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
+                await effects.write_job_status(job, action.resource_version, action.status)
+            case CreateService():
+                # The policy first: the Service is remembered as made, and with it the policy.
+                if self._sidecar.network is not None:
+                    policy = render_network_policy(job, self._sidecar.network)
+                    await effects.create_network_policy(job, policy)
+                await effects.create_service(job, render_service(job))
+            case CreateCertificates():
+                await effects.create_certificates(job, action)
+            case CreatePod():
+                body = render_pod(
+                    job,
+                    action.worker,
+                    action.birth_round,
+                    self._observed.store,
+                    self._sidecar,
+                    action.avoided_nodes,
+                )
+                await effects.create_pod(job, body)
+            case DeletePod():
+                await effects.delete_pod(job, action.name, action.uid, force=action.force)
+            case DeleteCertificates():
+                await effects.delete_certificates(job, action.secret)
+            case DeleteJob():
+                await effects.delete_job(job)
+            case SealWorker():
+                await effects.seal(job, action)
+            case SendRound():
+                await effects.send_round(job, action)
+            case AskSave():
+                await effects.ask_save(job, action)
+            case AskStop():
+                await effects.ask_stop(job, action)
+            case CreateCheckpointObject():
+                await effects.create_checkpoint(job, render_checkpoint(job, action), action.record)
+            case UpdateCheckpointStatus():
+                await effects.update_checkpoint(
+                    job, action.name, action.resource_version, action.record
+                )
+            case PruneObject():
+                await self._prune(action)
+            case DeleteCheckpoint():
+                await effects.delete_checkpoint(job, action.name, action.uid)
+            case EmitEvent():
+                await effects.emit(job, action)
+            case _:
+                assert_never(action)
+
+    async def _prune(self, action: PruneObject) -> None:
+        """The object goes only when the store has confirmed that its data is gone."""
+        reply = await self._effects.prune(self._job, action)
+        wanted = (action.checkpoint.step, action.checkpoint.round)
+        if any((d.step, d.round) == wanted for d in reply.deleted):
+            await self._effects.delete_checkpoint(self._job, action.name, action.uid)

@@ -1,0 +1,259 @@
+"""Effects against the real world: what `apply` calls, on the API and on sidecars.
+
+Writes to the API are awaited; calls to sidecars are only started (sidecars), their results come back
+in the next Observed. Remembers which Services and Secrets this process made sure of. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast_core.api import API_VERSION, TrainingJob
+from holdfast_core.clock import Clock
+from holdfast_core.ids import JobUid
+from holdfast_core.messages.schema import Ask, Prune, PruneReply
+from holdfast_operator.apply.status_parts import write_status
+from holdfast_operator.apply.status_writer import checkpoint_status
+from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.kube.events import Events, Subject
+from holdfast_operator.model import labels
+from holdfast_operator.model.actions import (
+    AskSave,
+    AskStop,
+    CheckpointRecord,
+    CreateCertificates,
+    EmitEvent,
+    EventKind,
+    PruneObject,
+    SealWorker,
+    SendRound,
+)
+from holdfast_operator.model.effects import ConflictError, NameTakenError
+from holdfast_operator.model.job import JobStatusView, JobView
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.render.metadata import job_labels, owner_reference
+from holdfast_operator.sidecars.calls import Sidecars
+from holdfast_operator.sidecars.certificates import Certificates
+from holdfast_operator.watch.cache import ClusterCache
+
+SURE_SECONDS = 600.0
+"""Nobody watches Services: one that somebody deleted is created anew after this at the latest."""
+
+SECRET_SURE_SECONDS = 60.0
+"""While pods wait to start, the Secret that they mount is created again after this long."""
+
+
+class JobEffects:
+    """Implements effects.Effects."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        cache: ClusterCache,
+        sidecars: Sidecars,
+        certificates: Certificates,
+        events: Events,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._sidecars = sidecars
+        self._certificates = certificates
+        self._events = events
+        self._metrics = metrics
+        self._clock = clock
+        self._services: dict[JobUid, dict[str, float]] = {}
+        self._secrets: dict[JobUid, dict[str, float]] = {}
+
+    # ------------------------------------------------------------------ what is known to exist
+
+    def services(self, uid: JobUid) -> frozenset[str]:
+        oldest = self._clock.monotonic() - SURE_SECONDS
+        return frozenset(n for n, at in self._services.get(uid, {}).items() if at > oldest)
+
+    def secrets(self, uid: JobUid) -> frozenset[str]:
+        return frozenset(self._secrets.get(uid, {}))
+
+    def doubtful_secrets(self, uid: JobUid) -> frozenset[str]:
+        """What may have been deleted since: a pod would wait for it without end."""
+        oldest = self._clock.monotonic() - SECRET_SURE_SECONDS
+        return frozenset(n for n, at in self._secrets.get(uid, {}).items() if at <= oldest)
+
+    def forget(self, uid: JobUid) -> None:
+        self._services.pop(uid, None)
+        self._secrets.pop(uid, None)
+
+    # ------------------------------------------------------------------ the job
+
+    async def write_job_status(
+        self, job: JobView, resource_version: str, status: JobStatusView
+    ) -> None:
+        version, written = await write_status(self._cluster, job, resource_version, status)
+        self._cache.expect_written(job, version)
+        self._metrics.status_written(job, written)
+
+    async def delete_job(self, job: JobView) -> None:
+        await self._cluster.delete_job(job.namespace, job.name, job.uid)
+
+    # ------------------------------------------------------------------ pods and what they need
+
+    async def pod_is_gone(self, job: JobView, name: str) -> bool:
+        return await self._cluster.pod_is_gone(job.namespace, name, job.uid)
+
+    async def create_pod(self, job: JobView, body: Mapping[str, Any]) -> None:
+        created = await self._cluster.create_pod(job.namespace, body)
+        if not created.existed:
+            self._cache.expect_created(job, created.uid)
+
+    async def delete_pod(self, job: JobView, name: str, uid: str, *, force: bool) -> None:
+        await self._cluster.delete_pod(job.namespace, name, uid, force=force)
+        self._cache.expect_deleted(job, uid)
+
+    async def create_network_policy(self, job: JobView, body: Mapping[str, Any]) -> None:
+        await self._cluster.create_network_policy(job.namespace, body)
+
+    async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
+        """A Service of another owner under this name does not stop the job: its DNS names are for
+        people, and the gang finds its addresses in ROUND."""
+        name = str(body["metadata"]["name"])
+        try:
+            await self._cluster.create_service(job.namespace, body)
+        except NameTakenError as error:
+            await self._warn(job, Reason.NAME_TAKEN, str(error))
+        self._services.setdefault(job.uid, {})[name] = self._clock.monotonic()
+
+    async def create_certificates(self, job: JobView, action: CreateCertificates) -> None:
+        data = await self._certificates.round_data(job, action.pods)
+        metadata = {"labels": job_labels(job), "ownerReferences": [owner_reference(job)]}
+        await self._cluster.create_secret(job.namespace, action.secret, data, metadata)
+        self._secrets.setdefault(job.uid, {})[action.secret] = self._clock.monotonic()
+
+    async def delete_certificates(self, job: JobView, secret: str) -> None:
+        await self._cluster.delete_secret(job.namespace, secret)
+        self._secrets.get(job.uid, {}).pop(secret, None)
+
+    # ------------------------------------------------------------------ Checkpoint objects
+
+    async def create_checkpoint(
+        self, job: JobView, body: Mapping[str, Any], record: CheckpointRecord
+    ) -> None:
+        """The object, then its status. One that was there already must be the record of this very
+        commit, and gets its status only if it has none: an operator may have died between the two."""
+        name = str(body["metadata"]["name"])
+        await self._cluster.create_checkpoint(job.namespace, body)
+        try:
+            await self._write_record(job, name, None, record)
+        except NameTakenError as error:
+            await self._warn(job, Reason.NAME_TAKEN, str(error))
+            raise
+
+    async def update_checkpoint(
+        self, job: JobView, name: str, resource_version: str, record: CheckpointRecord
+    ) -> None:
+        await self._write_record(job, name, resource_version, record)
+
+    async def _write_record(
+        self, job: JobView, name: str, expected: str | None, record: CheckpointRecord
+    ) -> None:
+        """1. spec.step and our finalizer, where they differ; 2. the status. Both on what a direct
+        read found, which must be what the decision saw."""
+        raw = await self._cluster.get_checkpoint(job.namespace, name)
+        version = "" if raw is None else str(raw["metadata"]["resourceVersion"])
+        if raw is None or (expected is not None and version != expected):
+            raise ConflictError(
+                f"Checkpoint {job.namespace}/{name}: expected resourceVersion {expected}, found "
+                f"{version or 'no such object'}"
+            )
+        if expected is None and not _is_record_of(raw, job, record):
+            raise NameTakenError(
+                f"Checkpoint {job.namespace}/{name} cannot record {record.checkpoint} of job {job.name} "
+                f"(uid {job.uid}): an object of that name exists that is no record of this commit; it "
+                "is left alone, delete it or rename it so that the job can go on"
+            )
+        patch = _spec_patch(raw, record)
+        if patch:
+            version = await self._cluster.patch_checkpoint(job.namespace, name, version, patch)
+        previous = raw.get("status") or {}
+        if expected is None and previous.get("phase"):
+            return
+        status = checkpoint_status(job, record, self._clock.utc_now(), previous)
+        await self._cluster.patch_checkpoint_status(job.namespace, name, version, status)
+
+    async def delete_checkpoint(self, job: JobView, name: str, uid: str) -> None:
+        await self.release_checkpoint(job.namespace, name, uid)
+
+    async def release_checkpoint(self, namespace: str, name: str, uid: str) -> None:
+        """Delete the object and take our finalizer off it. Its data is not touched."""
+        raw = await self._cluster.get_checkpoint(namespace, name)
+        if raw is None or raw["metadata"]["uid"] != uid:
+            return
+        await self._cluster.delete_checkpoint(namespace, name, uid)
+        kept = [f for f in raw["metadata"].get("finalizers") or [] if f != labels.DATA_FINALIZER]
+        if kept == (raw["metadata"].get("finalizers") or []):
+            return
+        again = await self._cluster.get_checkpoint(namespace, name)
+        if again is not None and again["metadata"]["uid"] == uid:
+            version = str(again["metadata"]["resourceVersion"])
+            await self._cluster.patch_checkpoint(
+                namespace, name, version, {"metadata": {"finalizers": kept or None}}
+            )
+
+    # ------------------------------------------------------------------ sidecars
+
+    async def seal(self, job: JobView, action: SealWorker) -> None:
+        self._sidecars.seal(job.uid, action.pod_uid, action.round)
+
+    async def send_round(self, job: JobView, action: SendRound) -> None:
+        self._sidecars.send_round(job.uid, action.pod_uid, action.message, action.sidecar_restarts)
+
+    async def ask_save(self, job: JobView, action: AskSave) -> None:
+        ask = Ask(action.round, action.token)
+        self._sidecars.ask(job.uid, action.pod, "/v1/save-now", ask)
+
+    async def ask_stop(self, job: JobView, action: AskStop) -> None:
+        self._sidecars.ask(job.uid, action.pod, "/v1/stop", Ask(action.round, action.token))
+
+    async def prune(self, job: JobView, action: PruneObject) -> PruneReply:
+        """Empty while the delete in the object store is under way; the pass is repeated when it has
+        ended and finds the reply here."""
+        message = Prune(action.round, (action.checkpoint,))
+        return self._sidecars.prune(job.uid, action.pod, action.name, message)
+
+    async def _warn(self, job: JobView, reason: Reason, message: str) -> None:
+        await self.emit(job, EmitEvent(EventKind.WARNING, reason, message))
+
+    async def emit(self, job: JobView, event: EmitEvent) -> None:
+        subject = Subject(API_VERSION, TrainingJob.KIND, job.namespace, job.name, job.uid)
+        await self._events.emit(subject, event.kind, event.reason, event.message)
+
+
+def _is_record_of(raw: Mapping[str, Any], job: JobView, record: CheckpointRecord) -> bool:
+    """Whether a Checkpoint that exists may hold this record: our label, this job, this step, and
+    a status that is empty or says the same. Only the operator may write that status."""
+    marks = raw["metadata"].get("labels") or {}
+    spec, status = raw.get("spec") or {}, raw.get("status") or {}
+    checkpoint = record.checkpoint
+    return (
+        marks.get(labels.JOB_UID) == job.uid
+        and (spec.get("jobRef") or {}).get("name") == job.name
+        and checkpoint is not None
+        and spec.get("step") == checkpoint.step
+        and status.get("jobUid") in (None, job.uid)
+        and status.get("round") in (None, checkpoint.round)
+        and status.get("manifest") in (None, record.manifest)
+    )
+
+
+def _spec_patch(raw: Mapping[str, Any], record: CheckpointRecord) -> dict[str, Any]:
+    patch: dict[str, Any] = {}
+    checkpoint = record.checkpoint
+    if checkpoint is not None and raw["spec"].get("step") is None:
+        patch["spec"] = {"step": checkpoint.step}
+    finalizers = list(raw["metadata"].get("finalizers") or [])
+    deleting = raw["metadata"].get("deletionTimestamp") is not None
+    if record.finalizer and labels.DATA_FINALIZER not in finalizers and not deleting:
+        patch["metadata"] = {"finalizers": [*finalizers, labels.DATA_FINALIZER]}
+    return patch

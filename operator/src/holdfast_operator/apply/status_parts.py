@@ -1,0 +1,65 @@
+"""Write a job's status also where the API server refuses a part of it.
+
+A status carries the round, on which everything depends, and details for people that sidecars told.
+A detail that the CRD does not take must not keep the round from being written: the write would be
+refused at every pass, and the job would never recover.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_core.api import JobCondition
+from holdfast_operator.base import logs
+from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.model.job import Condition, JobStatusView, JobView
+from holdfast_operator.watch.views import status_to_dict
+
+_INVALID = 422
+_DETAILS = frozenset({JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOTE_TIER_HEALTHY})
+
+
+async def write_status(
+    cluster: Cluster, job: JobView, resource_version: str, status: JobStatusView
+) -> tuple[str, JobStatusView]:
+    """The new resourceVersion, and the status that was written. Raises ConflictError, ApiError."""
+
+    async def write(wanted: JobStatusView) -> str:
+        return await cluster.patch_job_status(
+            job.namespace, job.name, resource_version, status_to_dict(wanted)
+        )
+
+    try:
+        return await write(status), status
+    except ApiError as error:
+        kept = with_known_details(status, job.status)
+        if error.status != _INVALID or kept == status:
+            raise
+        logs.warning(
+            f"the status was refused: {error}: it is written with the details that it had before",
+            namespace=job.namespace,
+            job=job.name,
+        )
+    return await write(kept), kept
+
+
+def with_known_details(new: JobStatusView, known: JobStatusView) -> JobStatusView:
+    """`new` with every detail that no decision of a later pass depends on as the API server has it."""
+    conditions = (
+        (known.condition(c.type) if c.type in _DETAILS else _without_words(c))
+        for c in new.conditions
+    )
+    return replace(
+        new,
+        step=known.step,
+        last_memory_step=known.last_memory_step,
+        steps_dropped=known.steps_dropped,
+        last_recovery=known.last_recovery,
+        goodput=known.goodput,
+        conditions=tuple(c for c in conditions if c is not None),
+    )
+
+
+def _without_words(condition: Condition) -> Condition:
+    return replace(condition, message="")

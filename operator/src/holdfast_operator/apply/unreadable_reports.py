@@ -1,0 +1,99 @@
+"""Says on an object that it cannot be read: an Event, and for a TrainingJob the condition Readable.
+
+The condition is the only write to an object that cannot be read: one entry of a list that is otherwise
+written back as it is, on the resourceVersion that it was read at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast_core.api import API_VERSION, JobCondition, TrainingJob
+from holdfast_core.clock import Clock, stamp
+from holdfast_core.errors import HoldfastError
+from holdfast_operator.base import logs
+from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.kube.events import Events, Subject
+from holdfast_operator.model.effects import ConflictError
+from holdfast_operator.model.job import Unreadable
+from holdfast_operator.model.reasons import Reason
+
+_MAX_REMEMBERED = 10_000
+REMEDY = (
+    "nothing of it is deleted, written or begun until it can be read: correct the field, or run an "
+    "operator of the release that wrote it"
+)
+
+
+class UnreadableReports:
+    """Once for each problem of each object."""
+
+    def __init__(self, cluster: Cluster, events: Events, clock: Clock) -> None:
+        self._cluster = cluster
+        self._events = events
+        self._clock = clock
+        self._reported: dict[str, str] = {}
+        """Problem by uid."""
+
+    def forget(self, uid: str) -> None:
+        self._reported.pop(uid, None)
+
+    async def report(self, found: Unreadable) -> None:
+        """A TrainingJob or a CheckpointStore. Never raises HoldfastError but ConflictError: the
+        object is read again then."""
+        if self._reported.get(found.uid) == found.problem:
+            return
+        words = f"{found.problem}; {REMEDY}"
+        subject = Subject(API_VERSION, found.kind, found.namespace, found.name, found.uid)
+        await self._events.emit(subject, "Warning", Reason.CANNOT_READ, words)
+        if found.kind == TrainingJob.KIND:
+            try:
+                await self._write_condition(found, words)
+            except ConflictError:
+                raise
+            except HoldfastError as error:
+                logs.warning(f"{found}: condition {JobCondition.READABLE} not written: {error}")
+        if len(self._reported) >= _MAX_REMEMBERED:
+            self._reported.clear()
+        self._reported[found.uid] = found.problem
+
+    async def _write_condition(self, job: Unreadable, words: str) -> None:
+        raw = await self._cluster.get_job(job.namespace, job.name)
+        if raw["metadata"]["uid"] != job.uid:
+            return
+        status = raw.get("status") or {}
+        conditions = with_condition(status.get("conditions") or [], words, self._now(), raw)
+        if conditions is None:
+            return
+        await self._cluster.patch_job_status(
+            job.namespace,
+            job.name,
+            str(raw["metadata"]["resourceVersion"]),
+            {"conditions": conditions},
+        )
+
+    def _now(self) -> str:
+        return stamp(self._clock.utc_now())
+
+
+def with_condition(
+    conditions: Any, message: str, now: str, raw: Mapping[str, Any]
+) -> list[Any] | None:
+    """The list with Readable=False in it; None where it says so already, or is no list of conditions."""
+    if not isinstance(conditions, list) or not all(isinstance(c, Mapping) for c in conditions):
+        return None
+    kind = JobCondition.READABLE.value
+    old: Mapping[str, Any] = next((c for c in conditions if c.get("type") == kind), {})
+    if (old.get("status"), old.get("message")) == ("False", message):
+        return None
+    same = old.get("status") == "False"
+    new = {
+        "type": kind,
+        "status": "False",
+        "reason": Reason.CANNOT_READ.value,
+        "message": message,
+        "lastTransitionTime": old["lastTransitionTime"] if same else now,
+        "observedGeneration": raw["metadata"].get("generation") or 0,
+    }
+    return [*(c for c in conditions if c.get("type") != kind), new]

@@ -1,0 +1,166 @@
+"""What Prometheus may ask of the operator. Sums and gauges only; no decision reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+from holdfast_core.api import JobCondition
+from holdfast_operator.model.job import JobStatusView, JobView, RecoveryView
+from holdfast_operator.model.reasons import Reason
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 600)
+_JOB = ("namespace", "job")
+
+
+class Metrics:
+    """All metrics of one operator process, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._rounds = Counter(
+            "holdfast_restart_rounds",
+            "Restart rounds that were begun, by the reason that began them.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self._recovery = Histogram(
+            "holdfast_recovery_seconds",
+            "Seconds that each phase of a recovery took, and all of them (total).",
+            ("phase",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._lost_steps = Counter(
+            "holdfast_lost_steps",
+            "Steps that were trained and not restored.",
+            _JOB,
+            registry=self.registry,
+        )
+        self._goodput = Gauge(
+            "holdfast_goodput_ratio",
+            "Share of a job's time that went into kept training.",
+            _JOB,
+            registry=self.registry,
+        )
+        self._silent = Gauge(
+            "holdfast_job_sidecars_unreachable",
+            "1 while condition SidecarsUnreachable of the job is true, else 0.",
+            _JOB,
+            registry=self.registry,
+        )
+        self._reconcile = Histogram(
+            "holdfast_reconcile_seconds",
+            "Seconds of one pass over one object.",
+            ("kind",),
+            buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30),
+            registry=self.registry,
+        )
+        self._failures = Counter(
+            "holdfast_reconcile_errors",
+            "Passes that ended with an error and are repeated.",
+            ("kind",),
+            registry=self.registry,
+        )
+        self._unexpected = Counter(
+            "holdfast_unexpected_errors",
+            "Errors that no part of the operator expects; the part goes on, and the log has the "
+            "traceback.",
+            ("part",),
+            registry=self.registry,
+        )
+        self._dropped = Counter(
+            "holdfast_connections_dropped",
+            "Connections to a port of the operator that were closed before their end: for lack of "
+            "room, or because they could not be accepted.",
+            ("port", "reason"),
+            registry=self.registry,
+        )
+        self._depth = Gauge(
+            "holdfast_queue_depth", "Keys that wait for a worker.", registry=self.registry
+        )
+        self._watch_age = Gauge(
+            "holdfast_watch_age_seconds",
+            "Seconds since a watch delivered anything.",
+            ("watch",),
+            registry=self.registry,
+        )
+
+        self._foreign_pods = Gauge(
+            "holdfast_foreign_pods",
+            "Pods with Holdfast's label that no TrainingJob or CheckpointStore controls; ignored.",
+            registry=self.registry,
+        )
+        self._unreadable = Gauge(
+            "holdfast_unreadable_objects",
+            "Objects that exist and hold a value that this version cannot read; left alone.",
+            ("kind",),
+            registry=self.registry,
+        )
+        self._unreadable_kinds: set[str] = set()
+
+    def passed(self, kind: str, seconds: float) -> None:
+        self._reconcile.labels(kind).observe(seconds)
+
+    def failed(self, kind: str) -> None:
+        self._failures.labels(kind).inc()
+
+    def unexpected(self, part: str) -> None:
+        self._unexpected.labels(part).inc()
+
+    def dropped_connection(self, port: str, reason: str) -> None:
+        self._dropped.labels(port, reason).inc()
+
+    def depth(self, read: Callable[[], float]) -> None:
+        self._depth.set_function(read)
+
+    def watch_age(self, watch: str, seconds: float) -> None:
+        self._watch_age.labels(watch).set(seconds)
+
+    def status_written(self, job: JobView, new: JobStatusView) -> None:
+        """Count what this write of the status says anew."""
+        old = job.status
+        recovery = new.last_recovery
+        if new.restart_round is not None and new.restart_round != old.restart_round:
+            named = recovery is not None and recovery.round == new.restart_round
+            reason = recovery.reason if named and recovery is not None else Reason.FIRST_ROUND
+            self._rounds.labels(reason).inc()
+        if recovery is not None:
+            self._count_recovery(job, recovery)
+        if new.goodput is not None:
+            self._goodput.labels(job.namespace, job.name).set(new.goodput.ratio)
+
+        silent = new.is_true(JobCondition.SIDECARS_UNREACHABLE)
+        self._silent.labels(job.namespace, job.name).set(1 if silent else 0)
+
+    def foreign_pods(self, count: int) -> None:
+        self._foreign_pods.set(count)
+
+    def unreadable(self, counts: Mapping[str, int]) -> None:
+        """Objects that cannot be read now, by kind."""
+        for kind in self._unreadable_kinds | set(counts):
+            self._unreadable.labels(kind).set(counts.get(kind, 0))
+        self._unreadable_kinds |= set(counts)
+
+    def forget(self, namespace: str, job: str) -> None:
+        """The job is gone: its series end."""
+        for metric in (self._goodput, self._lost_steps, self._silent):
+            try:
+                metric.remove(namespace, job)
+            except KeyError:
+                continue  # it never had one
+
+    def _count_recovery(self, job: JobView, new: RecoveryView) -> None:
+        old = job.status.last_recovery
+        if old is None or old.round != new.round:
+            old = RecoveryView(new.round, new.reason)
+        known = old.phases()
+        for phase, seconds in new.phases().items():
+            if phase not in known:
+                self._recovery.labels(phase).observe(seconds)
+        if old.total_seconds is None and new.total_seconds is not None:
+            self._recovery.labels("total").observe(new.total_seconds)
+        if old.lost_steps is None and new.lost_steps:
+            self._lost_steps.labels(job.namespace, job.name).inc(new.lost_steps)

@@ -1,0 +1,335 @@
+"""Which committed steps can be read, and whether one is left when certain pods go. Pure.
+
+A silent sidecar still holds what it held: silence is never evidence that its data is gone. A rule that
+replaces a pod asks here first, because deleting the last holder of a committed step destroys it.
+
+1. An inventory counts when it was taken for the current round, that is after the seal.
+2. A local commit has its manifest on every node tier of its round. So one survivor that answers knows
+   every step that was committed, and a survivor without a manifest shows that none was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from holdfast_core.ids import CheckpointId, Digest, Rank, Step, TierName, Worker
+from holdfast_core.messages.schema import ManifestInfo, RestorePoint
+from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
+from holdfast_operator.model.job import CheckpointView
+
+Holders = Mapping[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint that a round could start from."""
+
+    id: CheckpointId
+    manifest: Digest
+    info: ManifestInfo | None
+    """None: known to be persisted, and no member has the manifest."""
+    persisted: bool
+
+
+# --------------------------------------------------------------------------- what answers say
+
+
+def has_answered(member: MemberState, world: World) -> bool:
+    """Its inventory was taken after its seal, so it cannot change under the choice."""
+    sidecar = member.sidecar
+    return (
+        member.alive
+        and member.reachable
+        and sidecar is not None
+        and sidecar.inventory is not None
+        and sidecar.inventory.round >= world.round
+    )
+
+
+def is_survivor(member: MemberState, world: World) -> bool:
+    """Its pod is older than the round. A pod that is born in this round has an empty node tier."""
+    return member.birth_round < world.round
+
+
+def may_hold(member: MemberState, world: World) -> bool:
+    """Unknown: a survivor whose pod is there and has not answered. One that never started holds
+    nothing."""
+    return (
+        is_survivor(member, world)
+        and member.alive
+        and member.pod is not None
+        and member.pod.ip is not None
+        and not has_answered(member, world)
+    )
+
+
+def candidates(world: World, answered: list[MemberState]) -> list[Candidate]:
+    """Newest first; of one step, the newest round first."""
+    status = world.status
+    size = world.observed.job.spec.procs_per_worker * len(world.members)
+    found: dict[CheckpointId, Candidate] = {}
+    for member in answered:
+        for info in _manifests(member):
+            id_ = CheckpointId(info.step, info.round)
+            if info.world_size != size or info.round >= world.round:
+                continue
+            if on_lineage(id_, status.lineage):
+                found.setdefault(id_, Candidate(id_, info.manifest, info, persisted=False))
+    for id_, manifest in _persisted(world):
+        if on_lineage(id_, status.lineage):
+            known = found.get(id_)
+            manifest_info = None if known is None else known.info
+            found[id_] = Candidate(id_, manifest, manifest_info, persisted=True)
+    return sorted(found.values(), key=lambda c: (c.id.step, c.id.round), reverse=True)
+
+
+def holders(answered: list[MemberState]) -> Holders:
+    found: dict[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]] = {}
+    for member in answered:
+        inventory = member.sidecar.inventory if member.sidecar is not None else None
+        for shard in () if inventory is None else inventory.shards:
+            key = (CheckpointId(shard.step, shard.round), shard.rank, shard.blake3)
+            found.setdefault(key, []).append((member.worker, shard.tier))
+    return found
+
+
+def is_complete(candidate: Candidate, known: Holders) -> bool:
+    if candidate.persisted:
+        return True
+    info = candidate.info
+    if info is None:
+        return False
+    named = {s.rank for s in info.shards}
+    return len(named) == info.world_size and all(
+        (candidate.id, s.rank, s.blake3) in known for s in info.shards
+    )
+
+
+def _manifests(member: MemberState) -> tuple[ManifestInfo, ...]:
+    inventory = None if member.sidecar is None else member.sidecar.inventory
+    return () if inventory is None else inventory.manifests
+
+
+def _persisted(world: World) -> list[tuple[CheckpointId, Digest]]:
+    """The commit in the status, and the older ones that Checkpoint objects record."""
+    found: list[tuple[CheckpointId, Digest]] = []
+    for checkpoint in world.observed.checkpoints:
+        id_ = checkpoint.id
+        if id_ is not None and checkpoint.manifest is not None and _restorable(world, checkpoint):
+            found.append((id_, checkpoint.manifest))
+    last = world.last_persisted
+    if last is not None:
+        found.append((last.id, last.manifest))
+    return found
+
+
+def _restorable(world: World, checkpoint: CheckpointView) -> bool:
+    job = world.observed.job
+    return (
+        checkpoint.job == job.name
+        and checkpoint.job_uid == job.uid
+        and checkpoint.persisted
+        and checkpoint.phase == "Committed"
+        and not checkpoint.quarantined
+        and not checkpoint.deleting
+        and checkpoint.world_size == job.spec.procs_per_worker * len(world.members)
+    )
+
+
+# --------------------------------------------------------------------------- what was committed
+
+
+def recorded_commit(world: World) -> Step | None:
+    """The newest step that the status promises."""
+    status, persisted = world.status, world.last_persisted
+    steps = [] if persisted is None else [persisted.step]
+    if status.last_committed_step is not None:
+        steps.append(status.last_committed_step)
+    return max(steps, default=None)
+
+
+def known_commit(world: World, answered: list[MemberState]) -> Step | None:
+    """The newest step that was committed as far as the status and the survivors that answer know.
+
+    The status lags behind the gang while the operator cannot reach it. A manifest that only some of
+    the survivors have belongs to a commit that was cut off, and counts as none.
+    """
+    survivors = [m for m in answered if is_survivor(m, world)]
+    shared: set[CheckpointId] = set()
+    for index, member in enumerate(survivors):
+        own = {CheckpointId(i.step, i.round) for i in _manifests(member)}
+        shared = own if index == 0 else shared & own
+    steps = [
+        i.step for i in shared if i.round < world.round and on_lineage(i, world.status.lineage)
+    ]
+    recorded = recorded_commit(world)
+    return max(steps if recorded is None else [*steps, recorded], default=None)
+
+
+def never_trained(world: World) -> bool:
+    """No restore point was ever chosen, so that no gang was ever told to train."""
+    status = world.status
+    return not status.lineage and status.restore_point is None and recorded_commit(world) is None
+
+
+def _nothing_committed(world: World, answered: list[MemberState]) -> bool:
+    """A survivor that was there from the first round on has no manifest (rule 2)."""
+    if never_trained(world):
+        return True
+    lineage = world.status.lineage
+    first = lineage[0].round if lineage else world.round
+    return recorded_commit(world) is None and any(
+        m.birth_round <= first and is_survivor(m, world) and not _manifests(m) for m in answered
+    )
+
+
+# --------------------------------------------------------------------------- what may go
+
+
+def silent_may_go(world: World, without: Collection[Worker]) -> bool:
+    """Whether the newest committed step is readable without these members, who are silent alone.
+
+    Their pods run, so whatever they hold comes back when the network does: nothing of it is given up.
+    """
+    if _hold_nothing(world, without):
+        return True
+    answered = _answered(world, without)
+    if world.status.restore_point is not None:
+        return _untouched_since_chosen(world, answered)
+    survivors = [m for m in answered if is_survivor(m, world)]
+    if not survivors:
+        return never_trained(world)
+    if _nothing_committed(world, answered):
+        return True
+    owed = known_commit(world, answered)
+    best = _best(world, answered)
+    return best is not None and (owed is None or best.step >= owed)
+
+
+def lost_may_go(world: World, without: Collection[Worker]) -> bool:
+    """Whether a committed step is left without these members, whose nodes are lost as well.
+
+    What a lost node alone held is gone with it, and no copy is waited for. But several nodes at once
+    look lost when it is the control plane that is cut off: then the last copies must be there still
+    when it comes back.
+    """
+    if _hold_nothing(world, without) or world.last_persisted is not None:
+        return True
+    answered = _answered(world, without)
+    if world.status.restore_point is None:
+        return _nothing_committed(world, answered) or _best(world, answered) is not None
+    return _survives_by_copies(world, without) or _untouched_since_chosen(world, answered)
+
+
+def answering_may_go(world: World, worker: Worker) -> bool:
+    """Whether the newest committed step is readable without this member, whose sidecar answers."""
+    state, status = world.coordinator, world.status
+    if status.restore_point is None:
+        return silent_may_go(world, [worker])
+    if _untouched_since_chosen(world, _answered(world, [worker])):
+        return True
+    if state is None or state.last_local is None or state.last_local.step is None:
+        return False
+    newest, copied = state.last_local.step, state.last_replicated
+    persisted = world.last_persisted
+    if persisted is not None and persisted.step >= newest:
+        return True
+    copied_step = None if copied is None else copied.step
+    return (
+        copied_step is not None and copied_step >= newest and _survives_by_copies(world, [worker])
+    )
+
+
+def lost_with_all_pods(world: World) -> str | None:
+    """What would be lost if every pod of the job were deleted now, in words; None: nothing committed."""
+    if never_trained(world):
+        return None
+    unchosen = world.status.restore_point is None
+    holding = [
+        m
+        for m in world.members
+        if m.pod is not None and m.pod.alive and m.pod.ip is not None
+        if not unchosen or is_survivor(m, world)
+    ]
+    if not holding:
+        return None
+    answered = [m for m in holding if has_answered(m, world)]
+    newest = known_commit(world, answered)
+    if unchosen:
+        known = bool(answered)
+    else:
+        state = world.coordinator
+        known = any(m.worker == world.status.coordinator for m in answered) and state is not None
+        point = None if state is None else state.last_local
+        if point is not None and point.step is not None:
+            newest = point.step if newest is None else max(newest, point.step)
+    if not known:
+        return "the sidecars that know the newest committed step do not answer"
+    persisted = world.last_persisted
+    if newest is None or (persisted is not None and persisted.step >= newest):
+        return None
+    stored = "none is" if persisted is None else f"step {persisted.step} is"
+    return f"step {newest} is committed on the nodes alone ({stored} in an object store)"
+
+
+def _answered(world: World, without: Collection[Worker]) -> list[MemberState]:
+    return [m for m in world.members if m.worker not in without and has_answered(m, world)]
+
+
+def _best(world: World, answered: list[MemberState]) -> CheckpointId | None:
+    known = holders(answered)
+    return next((c.id for c in candidates(world, answered) if is_complete(c, known)), None)
+
+
+def _hold_nothing(world: World, without: Collection[Worker]) -> bool:
+    """Pods that never had an address, and those that were born in this round before ROUND was given
+    out, have never saved."""
+    if never_trained(world):
+        return True
+    unchosen = world.status.restore_point is None
+    return all(
+        m.pod is None or m.pod.ip is None or (unchosen and not is_survivor(m, world))
+        for m in world.members
+        if m.worker in without
+    )
+
+
+def _survives_by_copies(world: World, without: Collection[Worker]) -> bool:
+    """A step of this very round is replicated, and no more members go than each shard has copies.
+
+    Only for a step of this round: a replicated step of an older one may have lost a copy since.
+    """
+    state = world.coordinator
+    if state is None or state.last_replicated is None:
+        return False
+    if state.last_replicated.round != world.round:
+        return False
+    away = {m.worker for m in world.members if not (m.alive and m.reachable)} | set(without)
+    return len(away) <= min(world.observed.job.spec.peer_copies, len(world.members) - 1)
+
+
+def _untouched_since_chosen(world: World, answered: list[MemberState]) -> bool:
+    """The coordinator and the members that answer know of no commit of this round, so that nothing of
+    the restore point was pruned; and the restore point is readable."""
+    state, coordinator = world.coordinator, world.coordinator_member()
+    point = world.status.restore_point
+    if state is None or coordinator is None or point is None:
+        return False
+    if coordinator.worker not in {m.worker for m in answered}:
+        return False
+    if any(_of_round(p, world) for p in (state.last_local, state.last_replicated)):
+        return False
+    if any(i.round == world.round for m in answered for i in _manifests(m)):
+        return False  # a coordinator that was named just now has not learned of it yet
+    if point.step is None or point.job_uid is not None:
+        return True
+    known = holders(answered)
+    return any(
+        (c.id.step, c.id.round) == (point.step, point.round) and is_complete(c, known)
+        for c in candidates(world, answered)
+    )
+
+
+def _of_round(point: RestorePoint | None, world: World) -> bool:
+    return point is not None and point.round == world.round

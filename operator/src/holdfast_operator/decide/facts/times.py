@@ -1,0 +1,95 @@
+"""What one operator process remembers between passes, brought forward. Pure.
+
+Only waits and measured durations rest on it: after a restart of the operator they start again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.job import JobMemory, Now
+
+LONGEST_PAUSE_SECONDS = 5.0
+
+
+def advance(world: World, now: Now) -> JobMemory:
+    """The memory of this pass: first sightings are stamped, what belongs to an older round goes."""
+    old = world.observed.memory
+    status = world.status
+    at = now.monotonic
+    memory = old
+    if old.round != status.restart_round or old.round_seen_at is None:
+        memory = JobMemory(
+            round=status.restart_round,
+            round_seen_at=at,
+            begun_at=old.begins_at if old.begins == status.restart_round else None,
+            levels_written_at=old.levels_written_at,
+            counted_at=old.counted_at,
+            asked=old.asked,
+            answering_since=old.answering_since,
+            checkpoints_deleting=old.checkpoints_deleting,
+        )
+    if memory.counted_at is None and status.restart_round is not None:
+        memory = replace(memory, counted_at=at)
+    answering = any(m.reachable for m in world.members)
+    if answering != (memory.answering_since is not None):
+        memory = replace(memory, answering_since=at if answering else None)
+    known = dict(memory.terminating_since)
+    terminating = tuple(
+        (pod.uid, known.get(pod.uid, at)) for pod in world.observed.pods if pod.terminating
+    )
+    if terminating != memory.terminating_since:
+        memory = replace(memory, terminating_since=terminating)
+    unstarted = world.unstarted
+    if unstarted != memory.unstarted:
+        memory = replace(memory, unstarted=unstarted)
+    asked = dict(memory.checkpoints_deleting)
+    deleting = tuple(
+        (c.uid, asked.get(c.uid, at))
+        for c in world.observed.checkpoints
+        if c.deleting and c.has_finalizer
+    )
+    if deleting != memory.checkpoints_deleting:
+        memory = replace(memory, checkpoints_deleting=deleting)
+    if status.restart_round is None:
+        return memory
+    round_ = status.restart_round
+    members = world.members
+    if memory.sealed_at is None and all(m.sealed_for(round_) for m in members):
+        memory = replace(memory, sealed_at=at)
+    if memory.scheduled_at is None and all(
+        m.pod is not None and (m.pod.sidecar_started or m.reachable) for m in members
+    ):
+        memory = replace(memory, scheduled_at=at)
+    trained = _trained(world)
+    if trained is not None and trained != memory.trained:
+        memory = replace(memory, trained=trained, progress_at=at)
+    if memory.chosen_seen_at is None and status.restore_point is not None:
+        memory = replace(memory, chosen_seen_at=at)
+    return memory
+
+
+def _trained(world: World) -> int | None:
+    state = world.coordinator
+    return None if state is None or not state.progress else sum(p.step for p in state.progress)
+
+
+def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:
+    """Stamp the first sight of a failure; forget one that went away by itself."""
+    if not failing:
+        return replace(memory, failure_seen_at=None, failure_seen_utc=None, sound_at=now.monotonic)
+    if memory.failure_seen_at is None:
+        return replace(memory, failure_seen_at=now.monotonic, failure_seen_utc=now.utc)
+    return memory
+
+
+def again_after(since: float | None, shortest: float, now: Now) -> float:
+    """Seconds until a wait that began then is looked at again: a tenth of its age, so that each look
+    comes 1.1 times as late as the one before. An event brings the job back at once anyway."""
+    return min(max(seconds_since(since, now) / 10, shortest), LONGEST_PAUSE_SECONDS)
+
+
+def seconds_since(start: float | None, now: Now) -> float:
+    """Seconds since a remembered moment; 0 where it is not remembered."""
+    return 0.0 if start is None else now.monotonic - start

@@ -1,0 +1,71 @@
+"""Events that follow from a condition that turned bad or is well again. Pure.
+
+A condition holds the present; who comes an hour later asks `kubectl describe` what happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_core.api import JobCondition
+from holdfast_operator.model.actions import (
+    BeginRound,
+    ChooseRestorePoint,
+    CommitPersisted,
+    Decision,
+    EmitEvent,
+    EventKind,
+    WriteStatus,
+)
+from holdfast_operator.model.job import JobStatusView
+from holdfast_operator.model.reasons import Reason
+
+_HEALTH = (JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOTE_TIER_HEALTHY)
+_TROUBLE = frozenset({Reason.CONTAINER_CANNOT_START, Reason.CREATE_REFUSED})
+"""Reasons of Running=False that nobody else emits an Event of on the job."""
+
+
+def with_notices(decision: Decision, before: JobStatusView) -> Decision:
+    """The decision, and an Event for what its status write says for the first time."""
+    for action in decision.actions:
+        match action:
+            case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
+                events = notices(before, action.status)
+                return replace(decision, actions=(*decision.actions, *events))
+            case _:
+                continue
+    return decision
+
+
+def notices(before: JobStatusView, after: JobStatusView) -> list[EmitEvent]:
+    """Bad for another reason than before: Warning. Well again: Normal. Well as ever: nothing."""
+    events = []
+    for kind in _HEALTH:
+        old, new = before.condition(kind), after.condition(kind)
+        if new is None:
+            continue
+        was_bad = old is not None and not old.status
+        if new.status and was_bad:
+            events.append(EmitEvent(EventKind.NORMAL, new.reason, new.message))
+        elif not new.status and (old is None or old.status or old.reason != new.reason):
+            events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
+    events.extend(_silence(before, after))
+    old, new = before.condition(JobCondition.RUNNING), after.condition(JobCondition.RUNNING)
+    trouble = new is not None and not new.status and new.reason in _TROUBLE
+    if new is not None and trouble and (old is None or old.reason != new.reason):
+        events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
+    return events
+
+
+def _silence(before: JobStatusView, after: JobStatusView) -> list[EmitEvent]:
+    """SidecarsUnreachable is bad when it is true."""
+    old = before.condition(JobCondition.SIDECARS_UNREACHABLE)
+    new = after.condition(JobCondition.SIDECARS_UNREACHABLE)
+    if new is None:
+        return []
+    was_bad = old is not None and bool(old.status)
+    if new.status and (not was_bad or old is None or old.reason != new.reason):
+        return [EmitEvent(EventKind.WARNING, new.reason, new.message)]
+    if not new.status and was_bad:
+        return [EmitEvent(EventKind.NORMAL, new.reason, new.message)]
+    return []

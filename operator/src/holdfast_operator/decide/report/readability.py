@@ -1,0 +1,49 @@
+"""What cannot be read is not gone: a job with such a pod is left as it is until it can be read. Pure."""
+
+from __future__ import annotations
+
+from holdfast_core.api import JobCondition
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.decide.report.status import Note, set_condition
+from holdfast_operator.model.actions import Action, Decision, EmitEvent, EventKind, WriteStatus
+from holdfast_operator.model.job import JobMemory, Now, Unreadable
+from holdfast_operator.model.reasons import Reason
+
+WAITING_SECONDS = 10.0
+POD_KIND = "Pod"
+
+
+def plan(world: World, memory: JobMemory, now: Now) -> Decision | None:
+    """The whole decision while a pod of the job cannot be read, and the one pass that says that
+    everything can be read again; None otherwise."""
+    job = world.observed.job
+    hidden = [u for u in world.observed.unreadable if u.kind == POD_KIND]
+    known = job.status.condition(JobCondition.READABLE)
+    if not hidden:
+        if known is None or known.status is not False:
+            return None
+        note = Note(Reason.READ_AGAIN, "the job and its pods can be read")
+        return _written(world, memory, now, True, note, ())
+    note = Note(Reason.CANNOT_READ, _words(hidden))
+    if known is not None and (known.status, known.message) == (False, note.message):
+        return Decision((), WAITING_SECONDS, note.message, memory)
+    event = EmitEvent(EventKind.WARNING, note.reason, note.message)
+    return _written(world, memory, now, False, note, (event,))
+
+
+def _words(hidden: list[Unreadable]) -> str:
+    first = min(hidden, key=lambda u: u.name)
+    others = f" (and {len(hidden) - 1} more pods)" if len(hidden) > 1 else ""
+    return (
+        f"pod {first.name}{others} cannot be read: {first.problem}; nothing of the job is deleted, "
+        "written or begun until it can be"
+    )
+
+
+def _written(
+    world: World, memory: JobMemory, now: Now, value: bool, note: Note, events: tuple[Action, ...]
+) -> Decision:
+    job = world.observed.job
+    status = set_condition(job.status, JobCondition.READABLE, value, note, now, job.generation)
+    write = WriteStatus(job.resource_version, status)
+    return Decision((write, *events), WAITING_SECONDS if events else 0.0, note.message, memory)

@@ -1,0 +1,166 @@
+"""How long each part of a recovery took. Pure.
+
+A recovery lasts from the fault to the first step of the new round. Its phases follow each other without
+a gap, so they are disjoint and their sum is the total:
+
+1. detect: from the fault until this operator saw it;
+2. back_off: until the new round began (0 unless the gang fails again and again);
+3. seal: until every survivor was sealed and the restore point was chosen;
+4. schedule: until the sidecar of every member had started;
+5. rehydrate: until the shards were on the nodes;
+6. rendezvous: until all ranks had met; what is not measured otherwise is in it;
+7. first_step: until every rank had finished a step.
+
+1 to 4 are measured on the monotonic clock of this process. 5 to 7 are durations that the coordinator
+measured on its own: they are cut to what is left of the total, and never decide an order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_core.messages.schema import CoordinatorState
+from holdfast_operator.decide.facts.failure import Failure
+from holdfast_operator.decide.facts.world import World
+from holdfast_operator.model.job import JobMemory, Now, PodView, RecoveryView
+from holdfast_operator.model.reasons import Reason
+
+_SILENT = frozenset({Reason.NODE_LOST, Reason.SIDECAR_UNREACHABLE})
+"""Seen because something did not come: the fault lies where the last sign of life was."""
+
+
+def fault_at(world: World, failures: tuple[Failure, ...], memory: JobMemory) -> float | None:
+    """The moment of the fault (monotonic), as far as it can be known; None where nothing is known.
+
+    A fault lies between the last sign of life and the moment when it was seen. The last sign of life is
+    what is returned: the newest finished step of the gang, or what is known of the worker itself. With
+    long steps it may be early by up to one step.
+    """
+    seen = memory.failure_seen_at
+    if seen is None:
+        return None
+    signs = [memory.progress_at]
+    for failure in failures:
+        signs.extend(_signs(world, failure, memory))
+    known = [min(sign, seen) for sign in signs if sign is not None]
+    return max(known, default=None)
+
+
+def _signs(world: World, failure: Failure, memory: JobMemory) -> list[float | None]:
+    member = None if failure.worker is None else world.member(failure.worker)
+    pod = None if member is None else member.pod
+    if failure.reason in _SILENT:
+        node = None if pod is None or pod.node is None else world.observed.nodes.get(pod.node)
+        heard = None if member is None or member.sidecar is None else member.sidecar.heard_at
+        return [None if node is None else node.renewed_at, heard]
+    if pod is not None and pod.terminating:
+        return [dict(memory.terminating_since).get(pod.uid)]
+    if pod is not None and pod.trainer_finished_at is not None and failure.replace_pod:
+        return [_on_our_clock(pod, memory)]
+    return [memory.sound_at]
+
+
+def _on_our_clock(pod: PodView, memory: JobMemory) -> float | None:
+    """The kubelet's stamp of the container's end. Its clock is not ours: a stamp before the newest sign
+    of life, or after the failure was seen, is cut by the caller."""
+    if pod.trainer_finished_at is None or memory.failure_seen_utc is None:
+        return None
+    if memory.failure_seen_at is None:
+        return None
+    age_seconds = (memory.failure_seen_utc - pod.trainer_finished_at).total_seconds()
+    return memory.failure_seen_at - max(0.0, age_seconds)
+
+
+def begun(recovery: RecoveryView, fault: float | None, memory: JobMemory, now: Now) -> RecoveryView:
+    """The record of a round that begins now: what happened before it is known already."""
+    seen = now.monotonic if memory.failure_seen_at is None else memory.failure_seen_at
+    return replace(
+        recovery,
+        detect_seconds=None if fault is None else _between(fault, seen),
+        back_off_seconds=_between(seen, now.monotonic),
+        begun_at=now.utc,
+    )
+
+
+def closed(
+    recovery: RecoveryView, state: CoordinatorState, memory: JobMemory, now: Now
+) -> RecoveryView:
+    """The record of a round whose ranks have all finished a step."""
+    times = state.times
+    before = (recovery.detect_seconds or 0.0) + (recovery.back_off_seconds or 0.0)
+    sealed, scheduled, begin = _milestones(recovery, memory)
+    if sealed is None or scheduled is None or begin is None:
+        return _closed_by_another(recovery, state, now, before)
+    end = max(scheduled, started_training_at(state, memory, now))
+    left = end - scheduled
+    rehydrate = min(left, times.rehydrate_seconds or 0.0)
+    first_step = min(left - rehydrate, times.first_step_seconds or 0.0)
+    return _with_total(
+        replace(
+            recovery,
+            seal_seconds=_between(begin, sealed),
+            schedule_seconds=_between(sealed, scheduled),
+            rehydrate_seconds=round(rehydrate, 3),
+            rendezvous_seconds=round(max(0.0, left - rehydrate - first_step), 3),
+            first_step_seconds=round(first_step, 3),
+        )
+    )
+
+
+def _milestones(
+    recovery: RecoveryView, memory: JobMemory
+) -> tuple[float | None, float | None, float | None]:
+    """When the survivors were sealed, when the pods had started, and when the round began; None for a
+    process that did not see the round begin."""
+    if memory.round != recovery.round or memory.begun_at is None:
+        return None, None, None
+    begin = memory.begun_at
+    known = [begin, memory.sealed_at, memory.chosen_seen_at]
+    sealed = max(at for at in known if at is not None)
+    scheduled = sealed if memory.scheduled_at is None else max(sealed, memory.scheduled_at)
+    return sealed, scheduled, begin
+
+
+def _closed_by_another(
+    recovery: RecoveryView, state: CoordinatorState, now: Now, before: float
+) -> RecoveryView:
+    """The operator restarted in the middle. Its predecessor's milestones are lost; the total rests on
+    the stamp of the round's begin, and is never less than what is known."""
+    times = state.times
+    rehydrate = times.rehydrate_seconds
+    rendezvous = times.rendezvous_seconds
+    if rendezvous is not None:
+        rendezvous = max(0.0, rendezvous - (rehydrate or 0.0))
+    known = before + sum(t or 0.0 for t in (rehydrate, rendezvous, times.first_step_seconds))
+    total = None
+    if recovery.begun_at is not None:
+        total = max(known, before + (now.utc - recovery.begun_at).total_seconds())
+    return replace(
+        recovery,
+        rehydrate_seconds=rehydrate,
+        rendezvous_seconds=rendezvous,
+        first_step_seconds=times.first_step_seconds,
+        total_seconds=None if total is None else round(total, 3),
+    )
+
+
+def started_training_at(state: CoordinatorState, memory: JobMemory, now: Now) -> float:
+    """When every rank had finished a step, on our clock: now, unless the gang has finished already.
+
+    Then the first step lies in the past: it is counted from the restore point by what the coordinator
+    measured since.
+    """
+    times = state.times
+    if not state.finished or memory.chosen_seen_at is None:
+        return now.monotonic
+    since = max(memory.chosen_seen_at, memory.scheduled_at or memory.chosen_seen_at)
+    took = (times.rendezvous_seconds or 0.0) + (times.first_step_seconds or 0.0)
+    return min(now.monotonic, since + took)
+
+
+def _with_total(recovery: RecoveryView) -> RecoveryView:
+    return replace(recovery, total_seconds=round(sum(recovery.phases().values()), 3))
+
+
+def _between(start: float, end: float) -> float:
+    return round(max(0.0, end - start), 3)

@@ -1,0 +1,98 @@
+"""Condition SidecarsUnreachable: which sidecars do not answer, what was tried, what to look at. Pure."""
+
+from __future__ import annotations
+
+from holdfast_core.api import JobCondition
+from holdfast_core.clock import stamp
+from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER
+from holdfast_operator.decide.facts.times import seconds_since
+from holdfast_operator.decide.facts.world import MemberState, World
+from holdfast_operator.decide.report.status import Note, set_condition
+from holdfast_operator.model.job import JobMemory, JobStatusView, Now, PodPhase, Reachable
+from holdfast_operator.model.reasons import Reason
+
+SAID_AFTER_SECONDS = 30.0
+"""A restart of a sidecar's container takes less, and is no news."""
+NAMED_PODS = 8
+LEASE_MARGIN_SECONDS = 5.0
+"""The operator sees a lease stop a little later than suspectAfterSeconds after the node was lost."""
+
+
+def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
+    """Why failed ranks begin no round yet: their peer may be on a node that is lost.
+
+    Ranks fail within seconds when such a node closes its connections, and its lease has stopped only
+    after suspectAfterSeconds. A round that begins before could only wait for that node; it would be
+    one more, and count towards maxRestarts.
+    """
+    failed_at, state = memory.failure_seen_at, world.coordinator
+    if failed_at is None or state is None or not state.dead:
+        return None
+    seconds = world.observed.job.spec.suspect_after.total_seconds() + LEASE_MARGIN_SECONDS
+    for member in world.members:
+        heard_at = None if member.sidecar is None else member.sidecar.heard_at
+        if member.pod is None or not _may_answer(member) or heard_at is None:
+            continue
+        if heard_at < failed_at and now.monotonic - failed_at < seconds:
+            return (
+                f"the sidecar of pod {member.pod.name} has not answered since, so its node may be "
+                f"lost: the next round begins when that is known, after {seconds:.0f} s at most"
+            )
+    return None
+
+
+def with_silence(status: JobStatusView, world: World, now: Now) -> JobStatusView:
+    """The status with the condition of now. It stays as it is until every sidecar has answered: an
+    operator that has just started does not know yet."""
+    old = status.condition(JobCondition.SIDECARS_UNREACHABLE)
+    silent = [m for m in world.members if _is_silent(m, now)]
+    generation = world.observed.job.generation
+    if status.completion_time is not None or status.is_true(JobCondition.SUSPENDED):
+        silent, settled = [], True
+    else:
+        settled = all(m.reachable for m in world.members if _may_answer(m))
+    if silent:
+        since = now.utc if old is None or not old.status else old.last_transition
+        note = Note(_reason(world), _words(world, silent, stamp(since)))
+        return set_condition(status, JobCondition.SIDECARS_UNREACHABLE, True, note, now, generation)
+    if old is None or not old.status or not settled:
+        return status
+    note = Note(Reason.SIDECARS_ANSWER, "every sidecar whose pod runs answers the operator")
+    return set_condition(status, JobCondition.SIDECARS_UNREACHABLE, False, note, now, generation)
+
+
+def _may_answer(member: MemberState) -> bool:
+    pod = member.pod
+    return pod is not None and pod.alive and pod.phase is PodPhase.RUNNING
+
+
+def _is_silent(member: MemberState, now: Now) -> bool:
+    sidecar = member.sidecar
+    return (
+        _may_answer(member)
+        and sidecar is not None
+        and sidecar.reachable is Reachable.NO
+        and seconds_since(sidecar.unreachable_since, now) >= SAID_AFTER_SECONDS
+    )
+
+
+def _reason(world: World) -> Reason:
+    answering = any(m.reachable for m in world.members)
+    return Reason.SOME_SIDECARS_SILENT if answering else Reason.NO_SIDECAR_ANSWERS
+
+
+def _words(world: World, silent: list[MemberState], since: str) -> str:
+    job = world.observed.job
+    names = [m.pod.name for m in silent if m.pod is not None]
+    listed = ", ".join(names[:NAMED_PODS])
+    if len(names) > NAMED_PODS:
+        listed += f" and {len(names) - NAMED_PODS} more"
+    tried = next((m.sidecar.unreachable_because for m in silent if m.sidecar is not None), "")
+    found = f": {tried}" if tried else ""
+    return (
+        f"{len(silent)} of {len(world.members)} sidecars have not answered the operator since "
+        f"{since}{found}. Silence alone deletes no pod and begins no round; ranks that train go on. "
+        f"Check that NetworkPolicies and the pod network let the operator reach TCP port "
+        f"{CONTROL_PORT} in namespace {job.namespace}, and the logs of container "
+        f"{SIDECAR_CONTAINER}. To give up what a silent pod holds, delete the pod. Pods: {listed}"
+    )

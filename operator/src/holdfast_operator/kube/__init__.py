@@ -1,0 +1,1 @@
+"""Access to the Kubernetes API: one session, all writes, and Events."""

@@ -1,0 +1,159 @@
+"""One HTTP session to the Kubernetes API, for reads and writes (docs/adr/0001-writes.md).
+
+Knows requests, time-outs and errors; no kinds and no rights. Retries nothing: its callers do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from holdfast_core.errors import HoldfastError
+from holdfast_operator.kube.access import KubeAccess
+
+CONNECT_SECONDS = 5.0
+REQUEST_SECONDS = 30.0
+USER_AGENT = "holdfast-operator"
+
+MERGE_PATCH = "application/merge-patch+json"
+
+
+class ApiError(HoldfastError):
+    """The API server refused a request, or could not be reached (status None)."""
+
+    def __init__(self, status: int | None, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        """The server's word, such as Conflict, AlreadyExists, Expired; "" where it gave none."""
+
+
+class KubeApi:
+    """Open between `start` and `close`. Every method raises ApiError only."""
+
+    def __init__(self, access: KubeAccess) -> None:
+        self._access = access
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        connector = aiohttp.TCPConnector(
+            ssl=self._access.ssl_context(), limit=0, ttl_dns_cache=10, keepalive_timeout=30
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            headers={"Accept": "application/json", "User-Agent": USER_AGENT},
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        path: str,
+        params: Mapping[str, str],
+        *,
+        total_seconds: float,
+        read_seconds: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A GET whose body the caller reads; answered with 200."""
+        async with self._open(
+            "GET", path, params, None, None, total_seconds, read_seconds
+        ) as response:
+            yield response
+
+    async def get(
+        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
+    ) -> Any:
+        return await self._call("GET", path, params, seconds=seconds)
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        return await self._call("POST", path, params, body)
+
+    async def patch(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        """JSON merge patch."""
+        return await self._call("PATCH", path, params, body, MERGE_PATCH)
+
+    async def delete(self, path: str, options: Mapping[str, Any] | None = None) -> Any:
+        return await self._call("DELETE", path, None, options)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+        *,
+        seconds: float | None = None,
+    ) -> Any:
+        async with self._open(
+            method, path, params, body, content_type, seconds or REQUEST_SECONDS, None
+        ) as response:
+            data = await response.read()
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise ApiError(None, "", f"{method} {path}: the answer is not JSON: {error}") from error
+
+    @asynccontextmanager
+    async def _open(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None,
+        body: Mapping[str, Any] | None,
+        content_type: str | None,
+        total_seconds: float,
+        read_seconds: float | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session is None:
+            raise ApiError(None, "", f"{method} {path}: the session is not open")
+        headers: dict[str, str] = {}
+        token = self._access.current_token()
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        data = None
+        if body is not None:
+            headers["Content-Type"] = content_type or "application/json"
+            data = json.dumps(body, separators=(",", ":")).encode()
+        timeout = aiohttp.ClientTimeout(
+            total=total_seconds, sock_connect=CONNECT_SECONDS, sock_read=read_seconds
+        )
+        try:
+            async with self._session.request(
+                method,
+                self._access.server + path,
+                params=params,
+                data=data,
+                headers=headers,
+                timeout=timeout,
+            ) as response:
+                if response.status >= 300:
+                    raise _refused(method, path, response.status, await response.read())
+                yield response
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            words = str(error) or type(error).__name__
+            kind = "Timeout" if isinstance(error, TimeoutError) else ""
+            raise ApiError(None, kind, f"{method} {path} failed: {words}") from error
+
+
+def _refused(method: str, path: str, status: int, data: bytes) -> ApiError:
+    reason, message = "", data[:300].decode(errors="replace")
+    try:
+        answer = json.loads(data)
+        reason = str(answer.get("reason") or "")
+        message = str(answer.get("message") or message)
+    except (ValueError, AttributeError):
+        pass  # a proxy's page: its first bytes are the message
+    return ApiError(status, reason, f"{method} {path}: {status} {reason}: {message}")

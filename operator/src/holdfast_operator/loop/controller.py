@@ -1,0 +1,342 @@
+"""The loop: key -> observe -> decide -> apply, and the few things that happen without an event.
+
+Holds per job only what may be lost with the process: memory of the decisions, refusals of templates.
+Knows neither kopf nor HTTP; it decides nothing about jobs itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from holdfast_core.api import API_VERSION, Checkpoint, CheckpointStore, TrainingJob
+from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_operator.apply.apply import Applied, apply, memory_after
+from holdfast_operator.apply.job_effects import JobEffects
+from holdfast_operator.apply.unreadable_reports import UnreadableReports
+from holdfast_operator.base import logs
+from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.base.settings import Settings
+from holdfast_operator.decide import releases
+from holdfast_operator.decide.acceptance import template_problem
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.kube.api import ApiError, KubeApi
+from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.kube.events import Events, Subject
+from holdfast_operator.loop.observe import Observer
+from holdfast_operator.loop.stores import Stores
+from holdfast_operator.loop.workqueue import WorkQueue
+from holdfast_operator.model.actions import EventKind
+from holdfast_operator.model.job import JobMemory, JobView, Now, Unreadable
+from holdfast_operator.model.keys import Key, KeyKind, job_key, store_key
+from holdfast_operator.model.reasons import Reason
+from holdfast_operator.render.pod import SidecarSettings, render_pod
+from holdfast_operator.sidecars.calls import Sidecars
+from holdfast_operator.sidecars.certificates import Certificates
+from holdfast_operator.sidecars.client import SidecarClient
+from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
+from holdfast_operator.watch.expectations import Expectations
+
+TICK_SECONDS = 1.0
+SWEEP_SECONDS = 3600.0
+REFUSAL_SECONDS = (1.0, 30.0)
+"""A template that the server refused is shown to it again, at first soon: the namespace may have changed,
+or it is so new that its service account is not there yet. Shortest and longest wait; in between as long
+as the refusals have lasted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    generation: int
+    words: str | None
+    since: float
+    at: float
+
+    @property
+    def stands_until(self) -> float:
+        """A template that is fine stays fine."""
+        if self.words is None:
+            return math.inf
+        shortest, longest = REFUSAL_SECONDS
+        return self.at + min(max(self.at - self.since, shortest), longest)
+
+
+class IncompletePass(HoldfastError):
+    """A part of a decision was not carried out. `failed`: a call failed; else the reads were old."""
+
+    def __init__(self, *, failed: bool) -> None:
+        super().__init__("a part of the decision was not carried out")
+        self.failed = failed
+
+
+class Controller:
+    """Everything behind the edge. `run` until cancelled; `enqueue` from the loop's thread."""
+
+    def __init__(self, settings: Settings, api: KubeApi, clock: Clock, metrics: Metrics) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._metrics = metrics
+        self._sidecar = SidecarSettings(
+            image=settings.sidecar_image,
+            pull_policy=settings.sidecar_image_pull_policy,
+            network=settings.worker_network,
+        )
+        self._queue: WorkQueue[Key] = WorkQueue(clock, self._pass_failed, random.Random())
+        self._expectations = Expectations()
+        self._cluster = Cluster(api)
+        self._cache = ClusterCache(
+            api,
+            clock,
+            settings.watch_namespaces,
+            self._expectations,
+            self._queue.add,
+            self._job_gone,
+        )
+        self._certificates = Certificates(self._cluster, settings.operator_namespace, clock)
+        self._client = SidecarClient()
+        self._sidecars = Sidecars(
+            self._client, self._certificates, clock, self._queue.add, metrics.unexpected
+        )
+        self._events = events = Events(self._cluster, clock)
+        self._effects = JobEffects(
+            self._cluster,
+            self._cache,
+            self._sidecars,
+            self._certificates,
+            events,
+            metrics,
+            clock,
+        )
+        self._reports = UnreadableReports(self._cluster, events, clock)
+        self._observer = Observer(self._cache, self._sidecars, self._effects, clock)
+        self._stores = Stores(self._cluster, self._cache, events, self._sidecar, clock)
+        self._memory: dict[JobUid, JobMemory] = {}
+        self._refusals: dict[JobUid, _Refusal] = {}
+        self._silent: frozenset[str] = frozenset()
+        self._said = logs.Changed()
+        self._tasks: set[asyncio.Task[None]] = set()
+        metrics.depth(lambda: self._queue.depth)
+
+    def enqueue(self, key: Key) -> None:
+        """Somebody saw an event of this object."""
+        self._queue.add(key)
+
+    def watch_age_seconds(self) -> float | None:
+        """Of the watch that has been silent for longest; None: one has not synced yet."""
+        now = self._clock.monotonic()
+        contacts = [r.last_contact for r in self._cache.reflectors]
+        known = [c for c in contacts if c is not None]
+        return now - min(known) if len(known) == len(contacts) else None
+
+    async def run(self) -> None:
+        """Until cancelled. Nothing is decided before every reflector has a complete copy."""
+        await self._client.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._cache.run())
+                await self._cache.wait_synced()
+                logs.info("all watches are in sync", jobs=len(tuple(self._cache.jobs())))
+                group.create_task(self._queue.run(self._settings.workers, self._handle))
+                group.create_task(self._tick())
+                group.create_task(self._sweep())
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await self._sidecars.close()
+            await self._client.close()
+
+    # ------------------------------------------------------------------ one pass
+
+    async def _handle(self, key: Key) -> None:
+        begun = self._clock.monotonic()
+        match key.kind:
+            case KeyKind.JOB:
+                await self._job(key)
+            case KeyKind.STORE:
+                hidden = self._cache.unreadable(CheckpointStore.KIND, key.namespace, key.name)
+                if hidden is not None:
+                    await self._reports.report(hidden)
+                again = await self._stores.reconcile(key.namespace, key.name)
+                if again is not None:
+                    self._queue.add_after(key, again)
+            case _:
+                assert_never(key.kind)
+        self._metrics.passed(key.kind, self._clock.monotonic() - begun)
+
+    async def _job(self, key: Key) -> None:
+        job = self._cache.job(key.namespace, key.name)
+        if job is None:
+            hidden = self._cache.unreadable(TrainingJob.KIND, key.namespace, key.name)
+            if hidden is not None:
+                await self._reports.report(hidden)
+            else:
+                await self._release_checkpoints(key)
+            self._queue.forget(key)
+            return
+        wait = self._expectations.wait_seconds(job.uid, self._clock.monotonic())
+        if wait is not None:
+            self._queue.add_after(key, wait)  # the event that we wait for adds the key, too
+            return
+        refusal = await self._template_refusal(key, job)
+        observed = self._observer.observe(job, self._memory.get(job.uid, JobMemory()), refusal)
+        decision = decide(observed, Now(self._clock.monotonic(), self._clock.utc_now()))
+        self._said.info(str(key), decision.reason, **_fields(job))
+        applied = await apply(decision, observed, self._effects, self._sidecar)
+        self._memory[job.uid] = memory_after(decision, observed, applied)
+        if applied.complete:
+            self._sidecars.acted_on(job.uid, decision.acted_version)
+            if decision.requeue_after_seconds is not None:
+                self._queue.add_after(key, decision.requeue_after_seconds)
+            return
+        raise self._incomplete(key, job, applied)
+
+    async def _release_checkpoints(self, key: Key) -> None:
+        """The job is gone, and with it the sidecars that could delete data: deleted Checkpoints of it
+        must not hang, nor their namespace. Raises HoldfastError: the key comes back."""
+        for checkpoint in releases.hanging(self._cache.checkpoints(key.namespace, key.name)):
+            await self._effects.release_checkpoint(key.namespace, checkpoint.name, checkpoint.uid)
+            words = releases.kept_data(checkpoint, "the job that saved it is gone")
+            if words is not None:
+                subject = Subject(
+                    API_VERSION, Checkpoint.KIND, key.namespace, checkpoint.name, checkpoint.uid
+                )
+                await self._events.emit(subject, EventKind.WARNING, Reason.DATA_KEPT, words)
+                logs.warning(words, namespace=key.namespace)
+
+    def _incomplete(self, key: Key, job: JobView, applied: Applied) -> IncompletePass:
+        """The same decision, or a better one, is taken again: raised, the queue brings the key back
+        after a growing, jittered delay. A complete pass ends the growth, an event the delay."""
+        if applied.not_gone:
+            logs.info("pods that the watch misses are there", pods=applied.not_gone, **_fields(job))
+        for failed in applied.failed:
+            name = type(failed.action).__name__
+            words = f"{name} failed: {failed.error}"
+            self._said.warning(f"{key} {name}", words, **_fields(job))
+        return IncompletePass(failed=bool(applied.failed))
+
+    async def _template_refusal(self, key: Key, job: JobView) -> str | None:
+        """Before the first round: would the API server take the job's pod? Asked once a generation,
+        and again now and then while the answer is no."""
+        if job.status.restart_round is not None or job.deleting:
+            self._refusals.pop(job.uid, None)
+            return None
+        now = self._clock.monotonic()
+        known = self._refusals.get(job.uid)
+        if known is not None and known.generation == job.generation and now < known.stands_until:
+            if known.words is not None:
+                self._queue.add_after(key, known.stands_until - now)
+            return known.words
+        if template_problem(job.spec.template) is not None:
+            return None  # it cannot be rendered, and that is said already
+        body = render_pod(job, Worker(0), RestartRound(0), None, self._sidecar)
+        words = await self._cluster.refusal_of_pod(job.namespace, body)
+        since = now if known is None or known.generation != job.generation else known.since
+        refusal = _Refusal(job.generation, words, since, now)
+        self._refusals[job.uid] = refusal
+        if words is not None:
+            self._queue.add_after(key, refusal.stands_until - now)
+        return words
+
+    def _pass_failed(self, key: Key, error: Exception) -> None:
+        if isinstance(error, IncompletePass) and not error.failed:
+            return  # a lagging watch or another writer: no error
+        self._metrics.failed(key.kind)
+        if isinstance(error, IncompletePass):
+            return  # each failed action was logged
+        if isinstance(error, HoldfastError):
+            self._said.warning(f"pass {key}", f"{key}: {error}")
+        else:
+            logs.failure(f"{key}: pass failed", error)
+
+    # ------------------------------------------------------------------ without an event
+
+    async def _tick(self) -> None:
+        """Once a second: late leases, calls that nobody decides on, the age of the watches."""
+        while True:
+            await self._clock.sleep(TICK_SECONDS)
+            now = self._clock.monotonic()
+            for reflector in self._cache.reflectors:
+                if reflector.last_contact is not None:
+                    self._metrics.watch_age(reflector.collection.name, now - reflector.last_contact)
+            self._metrics.foreign_pods(self._cache.foreign_pods())
+            hidden = self._cache.unreadable_objects()
+            self._metrics.unreadable(Counter(u.kind for u in hidden))
+            silent: set[str] = set()
+            unproven: set[str] = set()
+            for job in self._cache.jobs():
+                try:
+                    self._look_after(job, silent, unproven)
+                except Exception as error:  # noqa: BLE001 - one job must not end the care for all
+                    self._metrics.unexpected("tick")
+                    if self._said.is_new(f"tick {job.uid}", repr(error)):
+                        logs.failure("no look at the job between passes", error, **_fields(job))
+            self._silent = frozenset(silent)
+            for node in sorted(unproven):
+                await self._confirm(node)
+
+    def _look_after(self, job: JobView, silent: set[str], unproven: set[str]) -> None:
+        """Between passes: calls that no decision asks for, and the job's silent nodes."""
+        pods = self._cache.pods(job)
+        if not pods:
+            return
+        self._observer.follow_sidecars(job, pods)
+        quiet = self._observer.silent_nodes(job, pods)
+        if quiet - self._silent:
+            self._queue.add(job_key(job.namespace, job.name))
+        silent |= quiet
+        unproven |= self._observer.unproven_nodes(job, pods)
+
+    async def _confirm(self, node: str) -> None:
+        """Our watch of leases is silent as well: ask the API server directly."""
+        try:
+            renewed = await self._cluster.lease_renewed(LEASES_PATH, node)
+        except ApiError as error:
+            self._said.warning(f"lease {node}", f"lease of node {node} not read: {error}")
+            return
+        if renewed is not None:
+            self._cache.leases.observe(node, renewed, self._clock.monotonic())
+
+    async def _sweep(self) -> None:
+        """Authorities of jobs that vanished while no operator ran; stores that became due."""
+        while True:
+            try:
+                await self._certificates.sweep(self._cache.job_uids())
+            except HoldfastError as error:
+                self._said.warning("sweep", f"authorities of vanished jobs stay: {error}")
+            for store in self._cache.stores():
+                self._queue.add(store_key(store.namespace, store.name))
+            await self._clock.sleep(SWEEP_SECONDS)
+
+    def _job_gone(self, job: JobView | Unreadable) -> None:
+        uid = JobUid(job.uid)
+        for known in (self._memory, self._refusals):
+            known.pop(uid, None)
+        self._expectations.forget(uid)
+        self._effects.forget(uid)
+        self._sidecars.forget(uid)
+        self._reports.forget(uid)
+        self._metrics.forget(job.namespace, job.name)
+        self._said.forget(str(job_key(job.namespace, job.name)))
+        self._spawn(self._forget_authority(uid))
+
+    async def _forget_authority(self, uid: JobUid) -> None:
+        try:
+            await self._certificates.forget(uid)
+        except HoldfastError as error:
+            logs.warning(f"authority of job {uid} not deleted, the sweep will: {error}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _fields(job: JobView) -> dict[str, Any]:
+    return {"namespace": job.namespace, "job": job.name, "round": job.status.restart_round}

@@ -1,0 +1,102 @@
+"""The rim: kopf owns the process, signals, login, and events of our kinds as hints.
+
+The only importer of kopf. A handler turns an event into a key and does nothing else; when kopf ends,
+for whatever reason, the process ends in order: nothing in its memory matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import kopf
+
+from holdfast_core.api import GROUP, VERSION, Checkpoint, CheckpointStore, TrainingJob
+from holdfast_operator.base.settings import Settings
+from holdfast_operator.kube.access import KubeAccess
+from holdfast_operator.model.keys import Key, job_key, store_key
+
+
+class EndlessBackoff:
+    """Delays of kopf's retries: it must never run out of them (and iterates anew for each call)."""
+
+    def __iter__(self) -> Iterator[float]:
+        delay = 0.5
+        while True:
+            yield delay * (0.75 + random.random() / 2)
+            delay = min(delay * 2, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rim:
+    """What kopf is given."""
+
+    settings: Settings
+    access: KubeAccess
+    enqueue: Callable[[Key], None]
+
+
+async def run_kopf(rim: Rim, stop: asyncio.Event) -> None:
+    """Until a signal, `stop`, or an end of kopf's own. Raises what kopf raises."""
+    namespaces = rim.settings.watch_namespaces
+    await kopf.operator(
+        registry=_registry(rim),
+        settings=_settings(),
+        clusterwide=not namespaces,
+        namespaces=namespaces,
+        standalone=True,
+        # kopf would name itself after the Unix user, and uid 65532 of an image has no name.
+        identity="holdfast",  # type: ignore[arg-type]  # its NewType is private to kopf
+        stop_flag=stop,
+    )
+
+
+def _settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    # Without scanning kopf ends when a CRD is away for a moment (an upgrade of the chart).
+    settings.scanning.disabled = False
+    settings.networking.error_backoffs = EndlessBackoff()
+    settings.networking.connect_timeout = 5
+    settings.networking.request_timeout = 60
+    settings.watching.server_timeout = 300
+    settings.watching.inactivity_timeout = 75
+    settings.watching.connect_timeout = 5
+    # Else kopf kills the whole process some minutes after it has stopped by itself.
+    settings.process.ultimate_exiting_timeout = None
+    return settings
+
+
+def _registry(rim: Rim) -> kopf.OperatorRegistry:
+    registry = kopf.OperatorRegistry()
+
+    async def on_job(namespace: str | None, name: str | None, **_: Any) -> None:
+        rim.enqueue(job_key(namespace or "", name or ""))
+
+    async def on_checkpoint(namespace: str | None, spec: kopf.Spec, **_: Any) -> None:
+        job = (spec.get("jobRef") or {}).get("name")
+        if job:
+            rim.enqueue(job_key(namespace or "", str(job)))
+
+    async def on_store(namespace: str | None, name: str | None, **_: Any) -> None:
+        rim.enqueue(store_key(namespace or "", name or ""))
+
+    def login(**_: Any) -> kopf.ConnectionInfo:
+        access = rim.access
+        return kopf.ConnectionInfo(
+            server=access.server,
+            ca_data=access.ca_pem,
+            token=access.current_token(),
+            certificate_data=access.certificate_pem,
+            private_key_data=access.key_pem,
+        )
+
+    kopf.on.event(GROUP, VERSION, TrainingJob.PLURAL, registry=registry)(on_job)
+    kopf.on.event(GROUP, VERSION, Checkpoint.PLURAL, registry=registry)(on_checkpoint)
+    kopf.on.event(GROUP, VERSION, CheckpointStore.PLURAL, registry=registry)(on_store)
+    kopf.on.login(registry=registry)(login)
+    return registry

@@ -1,0 +1,224 @@
+"""Gather everything that a decision about one job may look at; decide nothing, write nothing.
+
+Reads reflectors and caches only, no network: a pass costs no request before it has decided.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from holdfast_core.api import CheckpointStore
+from holdfast_core.clock import Clock
+from holdfast_core.contract import StoreConfig
+from holdfast_core.ids import Worker
+from holdfast_core.names import job_prefix
+from holdfast_operator.apply.job_effects import JobEffects
+from holdfast_operator.model.job import (
+    CheckpointView,
+    JobMemory,
+    JobView,
+    NodeView,
+    Observed,
+    PodView,
+    StoreView,
+    Unreadable,
+)
+from holdfast_operator.model.keys import job_key
+from holdfast_operator.sidecars.calls import Sidecars
+from holdfast_operator.watch.cache import ClusterCache
+from holdfast_operator.watch.records import StoreRecord
+
+SUSPECT_SHARE = 0.6
+"""From this share of nodeLoss.suspectAfterSeconds on, sidecars of the node are called directly, so
+that the two failed calls are there when the lease has been stale for long enough."""
+
+
+class Observer:
+    def __init__(
+        self, cache: ClusterCache, sidecars: Sidecars, effects: JobEffects, clock: Clock
+    ) -> None:
+        self._cache = cache
+        self._sidecars = sidecars
+        self._effects = effects
+        self._clock = clock
+
+    def observe(
+        self, job: JobView, memory: JobMemory, template_refusal: str | None = None
+    ) -> Observed:
+        pods = self._cache.pods(job)
+        self.follow_sidecars(job, pods)
+        return Observed(
+            job=job,
+            pods=pods,
+            sidecars=self._sidecars.views(job.uid),
+            nodes=self._nodes(job, pods),
+            lost_nodes=self._lost_nodes(job, pods),
+            coordinator=self._sidecars.coordinator_state(job.uid),
+            checkpoints=self._checkpoints(job),
+            store=self._store(job),
+            services=self._effects.services(job.uid),
+            secrets=self._effects.secrets(job.uid),
+            doubtful_secrets=self._effects.doubtful_secrets(job.uid),
+            memory=memory,
+            unreadable=self._unreadable(job),
+            template_refusal=template_refusal,
+        )
+
+    def follow_sidecars(self, job: JobView, pods: tuple[PodView, ...]) -> None:
+        """Tell the sidecar cache who there is; also called between passes, for its own calls."""
+        status = job.status
+        coordinator: Worker | None = None
+        if status.restore_point is not None:
+            coordinator = status.coordinator
+        members = tuple(p for p in pods if _is_member(job, p))
+        named = {p.uid for p in members if p.worker == coordinator}
+        others = tuple(p for p in pods if p.worker != coordinator or p.uid in named)
+        self._sidecars.follow(
+            job_key(job.namespace, job.name),
+            job.uid,
+            status.restart_round,
+            others,
+            coordinator,
+            self.suspects(job, pods),
+            ranks=job.spec.workers * job.spec.procs_per_worker,
+        )
+
+    def suspects(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+        """Nodes of the job's pods whose leases are late, or whose objects are gone. All of them where
+        ranks have failed: the node of one may have been lost before its lease is late."""
+        now = self._clock.monotonic()
+        self._note_missing_nodes(pods, now)
+        state = self._sidecars.coordinator_state(job.uid)
+        if state is not None and state.dead and state.round == job.status.restart_round:
+            return frozenset(p.node for p in pods if p.node is not None)
+        limit = job.spec.suspect_after.total_seconds() * SUSPECT_SHARE
+        found = set()
+        for pod in pods:
+            stale = None if pod.node is None else self._cache.leases.stale_seconds(pod.node, now)
+            if pod.node is not None and stale is not None and stale >= limit:
+                found.add(pod.node)
+        return frozenset(found)
+
+    def _note_missing_nodes(self, pods: tuple[PodView, ...], now: float) -> None:
+        for node in {p.node for p in pods if p.node is not None}:
+            if self._cache.node_is_there(node):
+                self._cache.leases.found(node)
+            else:
+                self._cache.leases.miss(node, now)
+
+    def _contact(self, node: str) -> float | None:
+        """Of the watch that would have shown that the node is well."""
+        missing = self._cache.leases.is_missing(node)
+        return self._cache.node_contact if missing else self._cache.lease_contact
+
+    def silent_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+        """Nodes of the job's pods whose lease did not change for suspect_after, as proven."""
+        now = self._clock.monotonic()
+        threshold = job.spec.suspect_after.total_seconds()
+        nodes = {p.node for p in pods if p.node is not None}
+        leases = self._cache.leases
+        return frozenset(n for n in nodes if leases.is_silent(n, threshold, now, self._contact(n)))
+
+    def unproven_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+        """Nodes that would be silent if we knew that our watch of leases is not."""
+        now = self._clock.monotonic()
+        threshold = job.spec.suspect_after.total_seconds()
+        nodes = {p.node for p in pods if p.node is not None}
+        leases = self._cache.leases
+        return frozenset(
+            n for n in nodes if leases.needs_confirmation(n, threshold, now, self._contact(n))
+        )
+
+    def _nodes(self, job: JobView, pods: tuple[PodView, ...]) -> dict[str, NodeView]:
+        silent = self.silent_nodes(job, pods)
+        nodes: dict[str, NodeView] = {}
+        for name in {p.node for p in pods if p.node is not None}:
+            node = self._cache.node(name)
+            if node is None and name in silent:
+                nodes[name] = NodeView(name, ready=False, lost=True)
+            if node is not None:
+                nodes[name] = NodeView(
+                    name,
+                    node.ready,
+                    name in silent,
+                    renewed_at=self._cache.leases.changed_at(name),
+                    labels=node.labels,
+                )
+        return nodes
+
+    def _lost_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+        """Of the whole cluster: a replacement must not go where a pod was lost that is gone by now.
+
+        What an earlier operator process knew is in the annotations of the job's pods, and holds until
+        this process has seen the node's lease change.
+        """
+        started = {(p.worker, p.birth_round) for p in pods if p.started}
+        if started.issuperset(enumerate(job.status.members)):
+            return frozenset()  # no pod waits for a node: large clusters are not searched
+        cache, threshold = self._cache, job.spec.suspect_after.total_seconds()
+        lost = cache.leases.silent(threshold, self._clock.monotonic(), cache.lease_contact)
+        avoided = {n for p in pods for n in p.avoided_nodes if cache.leases.is_undated(n)}
+        return frozenset(n for n in lost | avoided if cache.node_is_there(n))
+
+    def _checkpoints(self, job: JobView) -> tuple[CheckpointView, ...]:
+        own = self._cache.checkpoints(job.namespace, job.name)
+        source = job.spec.restore_from
+        if source is None or any(c.name == source for c in own):
+            return own
+        found = self._cache.checkpoint(job.namespace, source)
+        return own if found is None else (*own, found)
+
+    def _unreadable(self, job: JobView) -> tuple[Unreadable, ...]:
+        """What exists of this job's world and cannot be parsed."""
+        found = list(self._cache.unreadable_pods(job.namespace, job.uid))
+        prefix = f"{job_prefix(job.name, job.uid)}-"
+        found.extend(
+            c
+            for c in self._cache.unreadable_checkpoints(job.namespace)
+            if c.name == job.spec.restore_from or c.name.startswith(prefix)
+        )
+        if job.spec.store is not None:
+            kind = CheckpointStore.KIND
+            store = self._cache.unreadable(kind, job.namespace, job.spec.store)
+            found.extend(() if store is None else (store,))
+        return tuple(found)
+
+    def _store(self, job: JobView) -> StoreView | None:
+        if job.spec.store is None:
+            return None
+        record = self._cache.store(job.namespace, job.spec.store)
+        return None if record is None or record.deleting else store_view(record)
+
+
+def store_config(record: StoreRecord) -> StoreConfig:
+    """What a sidecar is told of a store; the CRD has checked the endpoint."""
+    s3, features = record.store.spec.s3, record.store.status.features
+    url = urlsplit(s3.endpoint)
+    return StoreConfig(
+        endpoint=url.netloc,
+        secure=url.scheme == "https",
+        bucket=s3.bucket,
+        prefix=s3.prefix,
+        region=s3.region,
+        part_size_mib=s3.part_size_mib,
+        max_concurrency=s3.max_concurrency,
+        conditional_put=features is None or features.conditional_put is not False,
+    )
+
+
+def store_view(record: StoreRecord) -> StoreView:
+    s3 = record.store.spec.s3
+    answered = record.store.status.observed_generation == record.generation
+    return StoreView(
+        name=record.name,
+        config=store_config(record),
+        credentials_secret=s3.credentials_secret_ref.name,
+        ca_secret=None if s3.ca_secret_ref is None else s3.ca_secret_ref.name,
+        available=record.available if answered else None,
+        message=record.message,
+    )
+
+
+def _is_member(job: JobView, pod: PodView) -> bool:
+    members = job.status.members
+    return pod.worker < len(members) and members[pod.worker] == pod.birth_round

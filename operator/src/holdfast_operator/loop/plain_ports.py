@@ -1,0 +1,100 @@
+"""The operator's two ports without TLS: /metrics for Prometheus, /healthz and /readyz for the kubelet.
+
+Every pod of the cluster may be able to reach them. A port has few places for connections: a new one
+displaces the oldest of the address that holds most, and none costs a thread. Decides nothing about
+jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import generate_latest
+
+from holdfast_core.clock import Clock
+from holdfast_core.net.admission import Places
+from holdfast_core.net.listener import ListenerLimits
+from holdfast_core.net.port import Port
+from holdfast_operator.base import logs
+from holdfast_operator.base.metrics import Metrics
+
+SILENT_WATCH_SECONDS = 180.0
+"""Each watch gets bookmarks and ends by itself within this time: a longer silence of one means that
+the operator does not see what happens."""
+PLACES = Places(strangers=32, strangers_per_address=16)
+_IDLE_SECONDS = 5.0
+_RENDERED_SECONDS = 0.2
+"""How long one rendering of /metrics is used again, because the number of requests has no limit."""
+
+
+class PlainPorts:
+    """`start`, then `metrics_port` and `health_port`, then `close`."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        watch_age_seconds: Callable[[], float | None],
+        clock: Clock,
+        limits: ListenerLimits | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._watch_age_seconds = watch_age_seconds
+        self._clock = clock
+        self._said = logs.Changed()
+        self._rendered: tuple[float, bytes] | None = None
+        self._ports = {
+            name: Port(
+                name,
+                context=None,
+                limits=limits or ListenerLimits(PLACES),
+                idle_seconds=_IDLE_SECONDS,
+                dropped=metrics.dropped_connection,
+                warn=self._said.warning_once,
+            )
+            for name in ("metrics", "health")
+        }
+        self.metrics_port = 0
+        self.health_port = 0
+
+    async def start(self, host: str, metrics_port: int, health_port: int) -> None:
+        """Raises OSError where a port is taken."""
+        metrics = web.Application(client_max_size=1024)
+        metrics.router.add_get("/metrics", self._serve_metrics)
+        health = web.Application(client_max_size=1024)
+        health.router.add_get("/healthz", _alive)
+        health.router.add_get("/readyz", self._ready)
+        self.metrics_port = await self._ports["metrics"].start(metrics, host, metrics_port)
+        self.health_port = await self._ports["health"].start(health, host, health_port)
+
+    def connections(self, port: str) -> int:
+        """That are open on the port `metrics` or `health`."""
+        return self._ports[port].connections
+
+    async def close(self) -> None:
+        for port in self._ports.values():
+            await port.close()
+
+    async def _serve_metrics(self, request: web.Request) -> web.Response:
+        now = self._clock.monotonic()
+        if self._rendered is None or now >= self._rendered[0] + _RENDERED_SECONDS:
+            self._rendered = now, generate_latest(self._metrics.registry)
+        return web.Response(
+            body=self._rendered[1],
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        """Not ready while the operator does not see the cluster. It goes on with what it knows, and
+        the kubelet must not restart it because an API server is silent: /healthz stays 200."""
+        age = self._watch_age_seconds()
+        if age is None:
+            return web.Response(status=503, text="the watches are not in sync yet\n")
+        if age > SILENT_WATCH_SECONDS:
+            return web.Response(status=503, text=f"a watch has been silent for {age:.0f} s\n")
+        return web.Response(text=f"the oldest news of a watch is {age:.0f} s old\n")
+
+
+async def _alive(request: web.Request) -> web.Response:
+    """The event loop runs."""
+    return web.Response(text="ok\n")

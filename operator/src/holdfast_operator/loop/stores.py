@@ -1,0 +1,119 @@
+"""Keeps each CheckpointStore's condition true: starts probe pods, reads their last words, removes them.
+
+The operator holds no store keys: the pod mounts the Secret in the store's own namespace.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from holdfast_core.api import API_VERSION, CheckpointStore
+from holdfast_core.clock import Clock
+from holdfast_operator.base import logs
+from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.kube.events import Events, Subject
+from holdfast_operator.loop.observe import store_config
+from holdfast_operator.loop.stores_probe import (
+    PROBE_REFUSED,
+    ProbeResult,
+    next_look_seconds,
+    probe_due,
+    probe_name,
+    render_probe,
+    result_of,
+    store_status,
+)
+from holdfast_operator.model.effects import NameTakenError
+from holdfast_operator.render.pod import SidecarSettings
+from holdfast_operator.watch.cache import ClusterCache
+from holdfast_operator.watch.records import ProbePod, StoreRecord
+
+LOOK_AGAIN_SECONDS = 2.0
+
+
+class Stores:
+    def __init__(
+        self,
+        cluster: Cluster,
+        cache: ClusterCache,
+        events: Events,
+        sidecar: SidecarSettings,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._events = events
+        self._sidecar = sidecar
+        self._clock = clock
+        self._first_seen: dict[str, float] = {}
+        """Monotonic, by pod uid."""
+
+    async def reconcile(self, namespace: str, name: str) -> float | None:
+        """One pass; returns after how many seconds the next one is due without an event.
+        Raises ApiError and ConflictError."""
+        store = self._cache.store(namespace, name)
+        if store is None:
+            return None  # gone: its probes are garbage-collected; or it cannot be read: they stay
+        pods = self._cache.probe_pods(store)
+        if self._cache.unreadable_pods(namespace, store.uid):
+            return LOOK_AGAIN_SECONDS
+        if store.deleting:
+            for pod in pods:
+                await self._remove(pod)
+            return None
+        current = next((p for p in pods if p.name == probe_name(store)), None)
+        for pod in pods:
+            if pod is not current and not pod.terminating:
+                await self._remove(pod)
+        if current is not None:
+            return await self._look_at(store, current)
+        now = self._clock.utc_now()
+        if not probe_due(store, self._newest_start(store), now):
+            return next_look_seconds(store, now)
+        body = render_probe(store, store_config(store), self._sidecar)
+        refusal = await self._cluster.refusal_of_pod(namespace, body)
+        if refusal is not None:
+            words = f"the namespace does not take the probe's pod: {refusal}"
+            await self._write(store, ProbeResult(False, PROBE_REFUSED, words, None))
+            return LOOK_AGAIN_SECONDS
+        try:
+            await self._cluster.create_pod(namespace, body)
+        except NameTakenError as error:
+            await self._write(store, ProbeResult(False, PROBE_REFUSED, str(error), None))
+        return LOOK_AGAIN_SECONDS
+
+    async def _look_at(self, store: StoreRecord, pod: ProbePod) -> float:
+        now = self._clock.monotonic()
+        age = now - self._first_seen.setdefault(pod.uid, now)
+        result = result_of(store, pod, age)
+        if result is not None:
+            await self._write(store, result)
+            await self._remove(pod)
+        return LOOK_AGAIN_SECONDS
+
+    async def _remove(self, pod: ProbePod) -> None:
+        self._first_seen.pop(pod.uid, None)
+        if not pod.terminating:
+            await self._cluster.delete_pod(pod.namespace, pod.name, pod.uid, force=False)
+
+    async def _write(self, store: StoreRecord, result: ProbeResult) -> None:
+        status = store_status(store, result, self._clock.utc_now())
+        await self._cluster.patch_store_status(
+            store.namespace, store.name, store.resource_version, status
+        )
+        if store.available is result.available:
+            return
+        logs.info(
+            f"store {result.reason}: {result.message}", namespace=store.namespace, store=store.name
+        )
+        subject = Subject(API_VERSION, CheckpointStore.KIND, store.namespace, store.name, store.uid)
+        kind = "Normal" if result.available else "Warning"
+        await self._events.emit(subject, kind, result.reason, result.message)
+
+    def _newest_start(self, store: StoreRecord) -> datetime | None:
+        starts = [
+            j.created_at
+            for j in self._cache.jobs_of_store(store.namespace, store.name)
+            if j.status.restart_round is None and not j.deleting
+        ]
+        return max(starts, default=None)

@@ -1,0 +1,1 @@
+"""Calls to the sidecars of a job: which goes next, how it is authenticated, what it answered."""

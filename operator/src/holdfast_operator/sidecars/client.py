@@ -1,0 +1,213 @@
+"""One call to one sidecar: HTTPS with both sides authenticated, explicit time-outs, strict replies.
+
+Connects by pod IP and verifies the pod's name in the certificate. Remembers nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+
+from holdfast_core.contract import CONTROL_PORT, peer_dns_name
+from holdfast_core.errors import FormatError, UnavailableError
+from holdfast_core.messages.bounds import reply_limit_bytes
+from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.schema import (
+    Ask,
+    Certificate,
+    CoordinatorState,
+    Inventory,
+    Ok,
+    Prune,
+    PruneReply,
+    Refusal,
+    Refused,
+    Round,
+    Seal,
+)
+from holdfast_core.net.tls import OUT_OF_TIME
+
+R = TypeVar("R")
+
+CONNECT_SECONDS = 2.0
+HANDSHAKE_SECONDS = 3.0
+"""Of TCP and TLS together: a pod that accepts and says nothing must not hold its slot for longer."""
+CALL_SECONDS = 5.0
+SEAL_SECONDS = 8.0
+"""A seal waits for the ranks to end (5 s at most) and for full slots to reach the disk."""
+PRUNE_SECONDS = 60.0
+"""It lists and deletes in the object store."""
+POLL_SECONDS = 25
+INLINE_BYTES = 32 << 10
+"""A larger reply is parsed in a thread: the loop serves all jobs."""
+
+
+class SidecarRefused(Exception):
+    """The sidecar answered, and will not do it."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(f"{refused.code}: {refused.message}")
+        self.refused = refused
+
+    @property
+    def code(self) -> Refusal:
+        return self.refused.code
+
+
+class LeafOutOfTimeError(UnavailableError):
+    """The sidecar shows a leaf outside of its validity period: it needs a new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom to call."""
+
+    job_uid: str
+    pod: str
+    address: str
+    """Pod IP."""
+    ranks: int
+    """Number of ranks of the job, which bounds the size of the answers of its sidecars."""
+
+
+class SidecarClient:
+    """Open between `start` and `close`. Calls raise UnavailableError (no answer), LeafOutOfTimeError
+    (its certificate has expired), FormatError (an answer that is none) or SidecarRefused."""
+
+    def __init__(self, port: int = CONTROL_PORT) -> None:
+        self._port = port
+        self._session: aiohttp.ClientSession | None = None
+        # One large reply at a time: what is read and parsed at once bounds memory and time.
+        self._large = asyncio.Lock()
+
+    async def start(self) -> None:
+        # One connection a call: a pooled one to a pod that died costs the whole time-out, and the
+        # pool does not know which certificate a connection was verified for.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        # No sidecar compresses: a small body must not grow in memory.
+        self._session = aiohttp.ClientSession(
+            connector=connector, trust_env=False, auto_decompress=False
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def seal(self, context: ssl.SSLContext, target: Target, message: Seal) -> Inventory:
+        return await self._post(context, target, "/v1/seal", message, Inventory, SEAL_SECONDS)
+
+    async def round(self, context: ssl.SSLContext, target: Target, message: Round) -> Inventory:
+        return await self._post(context, target, "/v1/round", message, Inventory, CALL_SECONDS)
+
+    async def ask(self, context: ssl.SSLContext, target: Target, path: str, message: Ask) -> Ok:
+        return await self._post(context, target, path, message, Ok, CALL_SECONDS)
+
+    async def certificate(
+        self, context: ssl.SSLContext, target: Target, message: Certificate
+    ) -> Ok:
+        return await self._post(context, target, "/v1/certificate", message, Ok, CALL_SECONDS)
+
+    async def prune(self, context: ssl.SSLContext, target: Target, message: Prune) -> PruneReply:
+        return await self._post(context, target, "/v1/prune", message, PruneReply, PRUNE_SECONDS)
+
+    async def inventory(self, context: ssl.SSLContext, target: Target) -> Inventory:
+        return await self._call(context, target, "GET", "/v1/inventory", None, Inventory)
+
+    async def state(self, context: ssl.SSLContext, target: Target, since: int) -> CoordinatorState:
+        """Answers when the version is above `since`, at the latest after POLL_SECONDS."""
+        path = f"/v1/state?since={since}&timeout={POLL_SECONDS}"
+        return await self._call(
+            context, target, "GET", path, None, CoordinatorState, POLL_SECONDS + CALL_SECONDS
+        )
+
+    async def _post(
+        self,
+        context: ssl.SSLContext,
+        target: Target,
+        path: str,
+        message: Any,
+        reply: type[R],
+        seconds: float,
+    ) -> R:
+        return await self._call(context, target, "POST", path, message, reply, seconds)
+
+    async def _call(
+        self,
+        context: ssl.SSLContext,
+        target: Target,
+        method: str,
+        path: str,
+        message: Any | None,
+        reply: type[R],
+        seconds: float = CALL_SECONDS,
+    ) -> R:
+        if self._session is None:
+            raise UnavailableError(f"{method} {path} to {target.pod}: the session is not open")
+        host = f"[{target.address}]" if ":" in target.address else target.address
+        try:
+            async with self._session.request(
+                method,
+                f"https://{host}:{self._port}{path}",
+                data=None if message is None else dumps(message),
+                headers={"Content-Type": "application/json"},
+                ssl=context,
+                server_hostname=peer_dns_name(target.pod, target.job_uid),
+                timeout=aiohttp.ClientTimeout(
+                    total=seconds, connect=HANDSHAKE_SECONDS, sock_connect=CONNECT_SECONDS
+                ),
+                allow_redirects=False,
+            ) as response:
+                kind = reply if response.status == 200 else Refused
+                data = await _bounded(response, reply_limit_bytes(kind, target.ranks))
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            # aiohttp's own words for a failed connect show the TLS context's address in memory.
+            cause = getattr(error, "os_error", None) or error
+            words = str(cause) or type(cause).__name__
+            raise _unavailable(error)(
+                f"{method} {path.partition('?')[0]} to the sidecar of pod {target.pod} at "
+                f"{target.address} failed: {words}"
+            ) from error
+        if status == 200:
+            return await self._parsed(reply, data, target)
+        try:
+            refused = loads(Refused, data)
+        except FormatError as error:
+            raise UnavailableError(
+                f"{method} {path.partition('?')[0]} to the sidecar of pod {target.pod}: status "
+                f"{status}, and the answer is none of the protocol"
+            ) from error
+        raise SidecarRefused(refused)
+
+    async def _parsed(self, reply: type[R], data: bytes, target: Target) -> R:
+        limit_bytes = reply_limit_bytes(reply, target.ranks)
+        if len(data) <= INLINE_BYTES:
+            return loads(reply, data, limit_bytes=limit_bytes)
+        async with self._large:
+            return await asyncio.to_thread(loads, reply, data, limit_bytes=limit_bytes)
+
+
+def _unavailable(error: Exception) -> type[UnavailableError]:
+    refused = getattr(error, "certificate_error", None)
+    expired = (
+        isinstance(refused, ssl.SSLCertVerificationError) and refused.verify_code in OUT_OF_TIME
+    )
+    return LeafOutOfTimeError if expired else UnavailableError
+
+
+async def _bounded(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for chunk in response.content.iter_chunked(1 << 16):
+        size += len(chunk)
+        if size > limit_bytes:
+            raise FormatError(
+                f"the reply of a sidecar is larger than {limit_bytes} bytes, more than its job has "
+                "reason to send"
+            )
+        parts.append(chunk)
+    return b"".join(parts)

@@ -1,0 +1,372 @@
+"""The reflectors of everything that the operator watches, and the look-ups that a pass needs.
+
+Reads only: what is here is as new as the newest event. A change becomes a key for the work queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from holdfast_core.api import GROUP, VERSION, Checkpoint, CheckpointStore, TrainingJob
+from holdfast_core.clock import Clock
+from holdfast_core.ids import JobUid
+from holdfast_operator.kube.api import KubeApi
+from holdfast_operator.model import labels
+from holdfast_operator.model.job import CheckpointView, JobView, NodeView, PodView, Unreadable
+from holdfast_operator.model.keys import Key, job_key, store_key
+from holdfast_operator.watch.expectations import (
+    Expectations,
+    created,
+    deleted,
+    is_at_least,
+    written,
+)
+from holdfast_operator.watch.node_leases import NodeLeases
+from holdfast_operator.watch.pods import PodCache, key_of
+from holdfast_operator.watch.records import (
+    CheckpointRecordItem,
+    Lease,
+    ManagedPod,
+    ProbePod,
+    StoreRecord,
+    WorkerPod,
+    read_checkpoint,
+    read_job,
+    read_lease,
+    read_node,
+    read_pod,
+    read_store,
+)
+from holdfast_operator.watch.reflector import Collection, Reflector
+
+T = TypeVar("T")
+_NamedT = TypeVar("_NamedT", JobView, StoreRecord)
+
+LEASES_PATH = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+
+
+class ClusterCache:
+    """Open `run` as a task; look things up once `wait_synced` has returned."""
+
+    def __init__(
+        self,
+        api: KubeApi,
+        clock: Clock,
+        namespaces: tuple[str, ...],
+        expectations: Expectations,
+        enqueue: Callable[[Key], None],
+        on_job_gone: Callable[[JobView | Unreadable], None],
+    ) -> None:
+        self._clock = clock
+        self._expectations = expectations
+        self._enqueue = enqueue
+        self._on_job_gone = on_job_gone
+        self._jobs: dict[tuple[str, str], JobView] = {}
+        self._written: dict[JobUid, str] = {}
+        self._pods = PodCache()
+        self._unreadable: dict[tuple[str, str, str], Unreadable] = {}
+        """Objects of our own kinds, by kind, namespace and name."""
+        self._checkpoints: dict[tuple[str, str], CheckpointView] = {}
+        self._checkpoints_of: dict[tuple[str, str], dict[str, CheckpointView]] = {}
+        self._stores: dict[tuple[str, str], StoreRecord] = {}
+        self._nodes: dict[str, NodeView] = {}
+        self._hidden_nodes: set[str] = set()
+        """Names of Node objects that cannot be parsed."""
+        self.leases = NodeLeases()
+        self.reflectors: list[Reflector[Any]] = []
+
+        watch = self._watch
+        ours = f"/apis/{GROUP}/{VERSION}"
+        mine = f"{labels.MANAGED_BY}={labels.MANAGED_BY_VALUE}"
+        for scope in [f"/namespaces/{n}" for n in namespaces] or [""]:
+            jobs, checkpoints, stores = (
+                Collection(name, f"{ours}{scope}/{kind.PLURAL}", kind=kind.KIND)
+                for name, kind in (
+                    ("jobs", TrainingJob),
+                    ("checkpoints", Checkpoint),
+                    ("stores", CheckpointStore),
+                )
+            )
+            watch(api, jobs, read_job, self._job)
+            watch(api, checkpoints, read_checkpoint, self._ckpt)
+            watch(api, stores, read_store, self._store)
+            watch(api, Collection("pods", f"/api/v1{scope}/pods", mine, "Pod"), read_pod, self._pod)
+        nodes = Collection("nodes", "/api/v1/nodes", kind="Node")
+        self._node_watch = watch(api, nodes, read_node, self._node)
+        leases = Collection("leases", LEASES_PATH, kind="Lease")
+        self._lease_watch = watch(api, leases, read_lease, self._lease)
+
+    def _watch(
+        self,
+        api: KubeApi,
+        collection: Collection,
+        parse: Callable[[Mapping[str, Any]], T | None],
+        on_change: Callable[[T | Unreadable | None, T | Unreadable | None], None],
+    ) -> Reflector[T]:
+        reflector = Reflector(api, collection, parse, on_change, self._clock)
+        self.reflectors.append(reflector)
+        return reflector
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for reflector in self.reflectors:
+                group.create_task(reflector.run())
+
+    async def wait_synced(self) -> None:
+        for reflector in self.reflectors:
+            await reflector.synced.wait()
+
+    # ------------------------------------------------------------------ look-ups
+
+    def job(self, namespace: str, name: str) -> JobView | None:
+        return self._jobs.get((namespace, name))
+
+    def jobs(self) -> Iterable[JobView]:
+        return tuple(self._jobs.values())
+
+    def job_uids(self) -> set[JobUid]:
+        """Of all jobs that exist, also of those that cannot be read."""
+        hidden = {JobUid(u.uid) for u in self._unreadable.values() if u.kind == TrainingJob.KIND}
+        return hidden | {j.uid for j in self._jobs.values()}
+
+    def unreadable(self, kind: str, namespace: str, name: str) -> Unreadable | None:
+        """An object of our own kinds that exists and cannot be parsed."""
+        return self._unreadable.get((kind, namespace, name))
+
+    def unreadable_objects(self) -> tuple[Unreadable, ...]:
+        """Of our own kinds, and pods of jobs and stores."""
+        return (*self._unreadable.values(), *self._pods.all_unreadable())
+
+    def unreadable_checkpoints(self, namespace: str) -> tuple[Unreadable, ...]:
+        return tuple(
+            u
+            for u in self._unreadable.values()
+            if u.kind == Checkpoint.KIND and u.namespace == namespace
+        )
+
+    def pods(self, job: JobView) -> tuple[PodView, ...]:
+        """The workers of this very job: in its namespace, and controlled by it."""
+        return self._pods.workers(job.namespace, job.uid)
+
+    def unreadable_pods(self, namespace: str, owner_uid: str) -> tuple[Unreadable, ...]:
+        return self._pods.unreadable(namespace, owner_uid)
+
+    def foreign_pods(self) -> int:
+        """Pods with our label that are not ours."""
+        return self._pods.foreign_count()
+
+    def jobs_on_node(self, node: str) -> set[Key]:
+        return {
+            job_key(p.namespace, p.job) for p in self._pods.all_workers() if p.view.node == node
+        }
+
+    def checkpoints(self, namespace: str, job: str) -> tuple[CheckpointView, ...]:
+        return tuple(self._checkpoints_of.get((namespace, job), {}).values())
+
+    def checkpoint(self, namespace: str, name: str) -> CheckpointView | None:
+        return self._checkpoints.get((namespace, name))
+
+    def store(self, namespace: str, name: str) -> StoreRecord | None:
+        return self._stores.get((namespace, name))
+
+    def stores(self) -> tuple[StoreRecord, ...]:
+        return tuple(self._stores.values())
+
+    def jobs_of_store(self, namespace: str, store: str) -> tuple[JobView, ...]:
+        return tuple(
+            j for j in self._jobs.values() if j.namespace == namespace and j.spec.store == store
+        )
+
+    def probe_pods(self, store: StoreRecord) -> tuple[ProbePod, ...]:
+        """The probes of this very store; those of a store that was deleted go with it."""
+        return self._pods.probes(store.namespace, store.uid)
+
+    def node(self, name: str) -> NodeView | None:
+        return self._nodes.get(name)
+
+    def node_is_there(self, name: str) -> bool:
+        """Its object exists, readable or not."""
+        return name in self._nodes or name in self._hidden_nodes
+
+    @property
+    def node_contact(self) -> float | None:
+        """When the watch of nodes last delivered anything; monotonic seconds."""
+        return self._node_watch.last_contact
+
+    @property
+    def lease_contact(self) -> float | None:
+        """When the watch of node leases last delivered anything; monotonic seconds."""
+        return self._lease_watch.last_contact
+
+    # ------------------------------------------------------------------ our own writes
+
+    def expect_created(self, job: JobView, uid: str) -> None:
+        if self._pods.worker(job.namespace, job.uid, uid) is None:
+            self._expectations.expect(job.uid, created(uid), self._clock.monotonic())
+
+    def expect_deleted(self, job: JobView, uid: str) -> None:
+        pod = self._pods.worker(job.namespace, job.uid, uid)
+        if pod is not None and not pod.view.terminating:
+            self._expectations.expect(job.uid, deleted(uid), self._clock.monotonic())
+
+    def expect_written(self, job: JobView, resource_version: str) -> None:
+        seen = self._jobs.get((job.namespace, job.name))
+        if seen is None or is_at_least(seen.resource_version, resource_version):
+            return
+        self._written[job.uid] = resource_version
+        self._expectations.expect(job.uid, written(resource_version), self._clock.monotonic())
+
+    # ------------------------------------------------------------------ changes
+
+    def _job(self, old: JobView | Unreadable | None, new: JobView | Unreadable | None) -> None:
+        job = new or old
+        if job is None:
+            return
+        name = (job.namespace, job.name)
+        if isinstance(old, JobView) and self._is_known(self._jobs, old):
+            del self._jobs[name]
+        self._note_unreadable(old, new)
+        if isinstance(new, JobView):
+            self._jobs[name] = new
+            expected = self._written.get(new.uid)
+            if expected is not None and is_at_least(new.resource_version, expected):
+                del self._written[new.uid]
+                self._expectations.met(new.uid, written(expected))
+        if new is None:
+            self._written.pop(JobUid(job.uid), None)
+            self._on_job_gone(job)
+        self._enqueue(job_key(*name))
+        self._enqueue_stores_of(old, new)
+
+    def _enqueue_stores_of(
+        self, old: JobView | Unreadable | None, new: JobView | Unreadable | None
+    ) -> None:
+        """A store is probed when a job begins to use it."""
+        stores = {
+            (j.namespace, j.spec.store)
+            for j in (old, new)
+            if isinstance(j, JobView) and j.spec.store is not None
+        }
+        if isinstance(old, JobView) and isinstance(new, JobView):
+            return
+        for namespace, store in stores:
+            self._enqueue(store_key(namespace, store))
+
+    def _pod(
+        self, old: ManagedPod | Unreadable | None, new: ManagedPod | Unreadable | None
+    ) -> None:
+        if old is not None:
+            self._pods.remove(old)
+        if new is not None:
+            self._pods.add(new)
+        for pod in (old, new):
+            if isinstance(pod, WorkerPod):
+                gone = new is None or (isinstance(new, WorkerPod) and new.view.terminating)
+                self._expectations.met(pod.job_uid, created(pod.view.uid))
+                if gone:
+                    self._expectations.met(pod.job_uid, deleted(pod.view.uid))
+        for key in {key_of(pod) for pod in (old, new) if pod is not None}:
+            if key is not None:
+                self._enqueue(key)
+
+    def _ckpt(
+        self,
+        old: CheckpointRecordItem | Unreadable | None,
+        new: CheckpointRecordItem | Unreadable | None,
+    ) -> None:
+        self._note_unreadable(old, new)
+        jobs: set[str | None] = set()
+        for item in (old, new):
+            if isinstance(item, CheckpointRecordItem):
+                jobs.add(item.view.job)
+            elif item is not None:
+                jobs.add(item.job)
+        if isinstance(old, CheckpointRecordItem):
+            self._drop_checkpoint(old)
+        if isinstance(new, CheckpointRecordItem):
+            view = new.view
+            self._checkpoints[new.namespace, view.name] = view
+            self._checkpoints_of.setdefault((new.namespace, view.job), {})[view.name] = view
+        subject = new or old
+        if subject is None:
+            return
+        name = subject.view.name if isinstance(subject, CheckpointRecordItem) else subject.name
+        for job in self._jobs.values():
+            if job.namespace == subject.namespace and job.spec.restore_from == name:
+                jobs.add(job.name)
+        for wanted in jobs:
+            if wanted is not None:
+                self._enqueue(job_key(subject.namespace, wanted))
+
+    def _drop_checkpoint(self, item: CheckpointRecordItem) -> None:
+        """Unless an object that was created again has the name already."""
+        view = item.view
+        known = self._checkpoints.get((item.namespace, view.name))
+        if known is None or known.uid != view.uid:
+            return
+        del self._checkpoints[item.namespace, view.name]
+        of_job = self._checkpoints_of.get((item.namespace, view.job), {})
+        of_job.pop(view.name, None)
+        if not of_job:
+            self._checkpoints_of.pop((item.namespace, view.job), None)
+
+    def _store(
+        self, old: StoreRecord | Unreadable | None, new: StoreRecord | Unreadable | None
+    ) -> None:
+        store = new or old
+        if store is None:
+            return
+        name = (store.namespace, store.name)
+        if isinstance(old, StoreRecord) and self._is_known(self._stores, old):
+            del self._stores[name]
+        self._note_unreadable(old, new)
+        if isinstance(new, StoreRecord):
+            self._stores[name] = new
+        self._enqueue(store_key(*name))
+        for job in self.jobs_of_store(*name):
+            self._enqueue(job_key(job.namespace, job.name))
+
+    def _node(self, old: NodeView | Unreadable | None, new: NodeView | Unreadable | None) -> None:
+        if isinstance(new, Unreadable):
+            self._hidden_nodes.add(new.name)
+            return  # it exists: what was known of it stays
+        self._hidden_nodes.discard(new.name if new is not None else old.name if old else "")
+        before = self._nodes.get(new.name if new is not None else old.name if old else "")
+        if new is not None:
+            self._nodes[new.name] = new
+            changed = new.name
+        elif old is not None:
+            self._nodes.pop(old.name, None)
+            changed = old.name
+        else:
+            return
+        if (
+            before is None
+            or new is None
+            or (before.ready, before.labels) != (new.ready, new.labels)
+        ):
+            for key in self.jobs_on_node(changed):
+                self._enqueue(key)
+
+    def _lease(self, old: Lease | Unreadable | None, new: Lease | Unreadable | None) -> None:
+        if isinstance(new, Lease):
+            self.leases.observe(new.node, new.renewed, self._clock.monotonic())
+        elif new is None and old is not None:
+            self.leases.forget(old.node if isinstance(old, Lease) else old.name)
+
+    def _note_unreadable(self, old: object, new: object) -> None:
+        """What turned readable, or went, is no longer noted; what turned unreadable is."""
+        if isinstance(old, Unreadable):
+            key = (old.kind, old.namespace, old.name)
+            if key in self._unreadable and self._unreadable[key].uid == old.uid:
+                del self._unreadable[key]
+        if isinstance(new, Unreadable):
+            self._unreadable[new.kind, new.namespace, new.name] = new
+
+    @staticmethod
+    def _is_known(index: Mapping[tuple[str, str], _NamedT], item: _NamedT) -> bool:
+        """Whether the name still means this object, and not one that was created again."""
+        known = index.get((item.namespace, item.name))
+        return known is not None and known.uid == item.uid

@@ -1,0 +1,113 @@
+"""Pods by whose they are: workers by namespace and job uid, probes by namespace and store uid.
+
+A pod that carries our label without our owner reference is foreign: it stands in no look-up and wakes
+no key of the queue, so it can neither be counted, called nor deleted.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from holdfast_core.api import CheckpointStore, TrainingJob
+from holdfast_core.ids import JobUid
+from holdfast_operator.base import logs
+from holdfast_operator.model.job import PodView, Unreadable
+from holdfast_operator.model.keys import Key, job_key, store_key
+from holdfast_operator.watch.records import ForeignPod, ManagedPod, ProbePod, WorkerPod
+
+Item = ManagedPod | Unreadable
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class PodCache:
+    def __init__(self) -> None:
+        self._workers: dict[tuple[str, JobUid], dict[str, WorkerPod]] = {}
+        self._probes: dict[tuple[str, str], dict[str, ProbePod]] = {}
+        self._unreadable: dict[tuple[str, str], dict[str, Unreadable]] = {}
+        """By namespace and uid of the controller."""
+        self._foreign: dict[str, set[str]] = {}
+        """Uids by namespace."""
+
+    # ------------------------------------------------------------------ look-ups
+
+    def workers(self, namespace: str, job_uid: JobUid) -> tuple[PodView, ...]:
+        return tuple(p.view for p in self._workers.get((namespace, job_uid), {}).values())
+
+    def worker(self, namespace: str, job_uid: JobUid, uid: str) -> WorkerPod | None:
+        return self._workers.get((namespace, job_uid), {}).get(uid)
+
+    def all_workers(self) -> tuple[WorkerPod, ...]:
+        return tuple(p for pods in self._workers.values() for p in pods.values())
+
+    def probes(self, namespace: str, store_uid: str) -> tuple[ProbePod, ...]:
+        return tuple(self._probes.get((namespace, store_uid), {}).values())
+
+    def unreadable(self, namespace: str, owner_uid: str) -> tuple[Unreadable, ...]:
+        return tuple(self._unreadable.get((namespace, owner_uid), {}).values())
+
+    def all_unreadable(self) -> tuple[Unreadable, ...]:
+        return tuple(u for found in self._unreadable.values() for u in found.values())
+
+    def foreign_count(self) -> int:
+        return sum(len(pods) for pods in self._foreign.values())
+
+    # ------------------------------------------------------------------ changes
+
+    def add(self, item: Item) -> None:
+        match item:
+            case WorkerPod():
+                pods = self._workers.setdefault((item.namespace, item.job_uid), {})
+                pods[item.view.uid] = item
+            case ProbePod():
+                self._probes.setdefault((item.namespace, item.store_uid), {})[item.uid] = item
+            case Unreadable(owner=owner) if owner is not None:
+                self._unreadable.setdefault((item.namespace, owner.uid), {})[item.uid] = item
+            case ForeignPod():
+                self._add_foreign(item)
+
+    def remove(self, item: Item) -> None:
+        match item:
+            case WorkerPod():
+                _discard(self._workers, (item.namespace, item.job_uid), item.view.uid)
+            case ProbePod():
+                _discard(self._probes, (item.namespace, item.store_uid), item.uid)
+            case Unreadable(owner=owner) if owner is not None:
+                _discard(self._unreadable, (item.namespace, owner.uid), item.uid)
+            case ForeignPod():
+                pods = self._foreign.get(item.namespace, set())
+                pods.discard(item.uid)
+                if not pods:
+                    self._foreign.pop(item.namespace, None)
+
+    def _add_foreign(self, pod: ForeignPod) -> None:
+        pods = self._foreign.setdefault(pod.namespace, set())
+        if not pods:  # once a namespace: somebody who makes thousands of them must not fill the log
+            logs.warning(
+                f"pod {pod.namespace}/{pod.name} carries the label of Holdfast's pods, but not the "
+                f"controller and the name of one ({pod.whose}): it is ignored, as are all such pods of "
+                "this namespace (metric holdfast_foreign_pods counts them)"
+            )
+        pods.add(pod.uid)
+
+
+def key_of(item: Item) -> Key | None:
+    """What has to be looked at when this pod changes."""
+    match item:
+        case WorkerPod():
+            return job_key(item.namespace, item.job)
+        case ProbePod():
+            return store_key(item.namespace, item.store)
+        case Unreadable(owner=owner) if owner is not None and owner.kind == TrainingJob.KIND:
+            return job_key(item.namespace, owner.name)
+        case Unreadable(owner=owner) if owner is not None and owner.kind == CheckpointStore.KIND:
+            return store_key(item.namespace, owner.name)
+    return None
+
+
+def _discard(index: dict[K, dict[str, V]], key: K, uid: str) -> None:
+    found = index.get(key)
+    if found is not None:
+        found.pop(uid, None)
+        if not found:
+            del index[key]

@@ -1,0 +1,199 @@
+"""What is kept of each object that the reflectors see: frozen records, compared by value.
+
+An event that changes nothing in a record is no event. Parsing of our kinds and of pods is
+views'; this module adds what the caches look things up by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from holdfast_core.api import CheckpointStore, StoreCondition
+from holdfast_core.api import condition as find_condition
+from holdfast_core.api.meta import ConditionStatus
+from holdfast_core.ids import JobUid
+from holdfast_operator.model.job import CheckpointView, JobView, NodeView, Owner, PodView
+from holdfast_operator.model.ownership import probed_store, whose, worker_identity
+from holdfast_operator.watch.views import (
+    checkpoint_view,
+    job_view,
+    node_view,
+    parse_stamp,
+    pod_view,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRecordItem:
+    namespace: str
+    view: CheckpointView
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedPod:
+    """A pod that carries our label: a WorkerPod, a ProbePod, or the ForeignPod that is neither."""
+
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignPod(ManagedPod):
+    """Our label without our owner reference and name: it is never counted, called or deleted."""
+
+    name: str
+    uid: str
+    whose: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPod(ManagedPod):
+    job: str
+    job_uid: JobUid
+    view: PodView
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePod(ManagedPod):
+    """A store's probe: its end and its last words."""
+
+    name: str
+    uid: str
+    store: str
+    """Name of its controller."""
+    store_uid: str
+    phase: str
+    terminating: bool
+    waiting_reason: str | None
+    waiting_message: str
+    message: str | None
+    """Termination message; None while it has not ended."""
+    unscheduled: str | None
+    """The scheduler's words; None where it found a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRecord:
+    namespace: str
+    name: str
+    uid: str
+    resource_version: str
+    generation: int
+    deleting: bool
+    store: CheckpointStore
+    """As the API has it; observe and stores read spec, features and conditions."""
+
+    @property
+    def available(self) -> bool | None:
+        found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
+        if found is None or found.status is ConditionStatus.UNKNOWN:
+            return None
+        return found.status is ConditionStatus.TRUE
+
+    @property
+    def since(self) -> datetime | None:
+        """When `available` last changed."""
+        found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
+        return None if found is None else parse_stamp(found.last_transition_time)
+
+    @property
+    def message(self) -> str:
+        found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
+        return "" if found is None else found.message
+
+    @property
+    def reason(self) -> str:
+        found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
+        return "" if found is None else found.reason
+
+    @property
+    def last_probe(self) -> datetime | None:
+        stamp = self.store.status.last_probe
+        return None if stamp is None else parse_stamp(stamp)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    node: str
+    renewed: str
+    """Compared for equality only: it is another machine's clock."""
+
+
+def read_job(raw: Mapping[str, Any]) -> JobView:
+    return job_view(raw)
+
+
+def read_checkpoint(raw: Mapping[str, Any]) -> CheckpointRecordItem:
+    return CheckpointRecordItem(str(raw["metadata"].get("namespace")), checkpoint_view(raw))
+
+
+def read_store(raw: Mapping[str, Any]) -> StoreRecord:
+    store = CheckpointStore.from_dict(raw)
+    meta = store.metadata
+    return StoreRecord(
+        namespace=meta.namespace or "",
+        name=meta.name,
+        uid=meta.uid or "",
+        resource_version=meta.resource_version or "",
+        generation=meta.generation or 0,
+        deleting=meta.deletion_timestamp is not None,
+        store=store,
+    )
+
+
+def read_pod(raw: Mapping[str, Any]) -> ManagedPod:
+    """Whose a pod is follows from its controller and its name; labels only brought it here."""
+    meta = raw["metadata"]
+    namespace = str(meta.get("namespace"))
+    store = probed_store(raw)
+    if store is not None:
+        return _probe_pod(raw, store)
+    identity = worker_identity(raw)
+    if identity is None:
+        return ForeignPod(namespace, str(meta["name"]), str(meta["uid"]), whose(raw))
+    view = pod_view(raw, identity)
+    return WorkerPod(
+        namespace=namespace,
+        job=identity.job,
+        job_uid=identity.job_uid,
+        view=replace(view, created_at=parse_stamp(str(meta["creationTimestamp"]))),
+    )
+
+
+def _probe_pod(raw: Mapping[str, Any], store: Owner) -> ProbePod:
+    meta, status = raw["metadata"], raw.get("status") or {}
+    state = ((status.get("containerStatuses") or [{}])[0]).get("state") or {}
+    waiting, ended = state.get("waiting") or {}, state.get("terminated")
+    scheduled: Mapping[str, Any] = next(
+        (c for c in status.get("conditions") or [] if c.get("type") == "PodScheduled"), {}
+    )
+    unscheduled = scheduled.get("status") == "False"
+    message = None
+    if ended is not None:
+        message = str(ended.get("message") or "")
+    elif status.get("phase") in ("Failed", "Succeeded"):
+        message = str(status.get("message") or "")
+    return ProbePod(
+        namespace=str(meta.get("namespace")),
+        name=str(meta["name"]),
+        uid=str(meta["uid"]),
+        store=store.name,
+        store_uid=store.uid,
+        phase=str(status.get("phase") or "Pending"),
+        terminating=meta.get("deletionTimestamp") is not None,
+        waiting_reason=waiting.get("reason"),
+        waiting_message=str(waiting.get("message") or ""),
+        message=message,
+        unscheduled=str(scheduled.get("message") or "") if unscheduled else None,
+    )
+
+
+def read_node(raw: Mapping[str, Any]) -> NodeView:
+    return node_view(raw)
+
+
+def read_lease(raw: Mapping[str, Any]) -> Lease:
+    spec = raw.get("spec") or {}
+    return Lease(str(raw["metadata"]["name"]), str(spec.get("renewTime")))

@@ -1,0 +1,49 @@
+"""Objects that exist and cannot be parsed: a third state beside "there" and "gone". Pure.
+
+A newer release may have written a value that this one does not know (after a rollback). To take such
+an object for deleted would delete what belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from holdfast_operator.model import labels
+from holdfast_operator.model.job import Unreadable
+from holdfast_operator.model.ownership import controller_of
+
+MAX_VALUE_CHARACTERS = 80
+MAX_PROBLEM_CHARACTERS = 500
+
+
+def unreadable(kind: str, raw: Mapping[str, Any], error: Exception) -> Unreadable:
+    meta = raw["metadata"]
+    marks = meta.get("labels")
+    job = marks.get(labels.JOB_NAME) if isinstance(marks, Mapping) else None
+    return Unreadable(
+        kind=kind,
+        namespace=str(meta.get("namespace") or ""),
+        name=str(meta["name"]),
+        uid=str(meta["uid"]),
+        problem=problem_of(error),
+        owner=controller_of(raw),
+        job=None if job is None else str(job),
+    )
+
+
+def problem_of(error: Exception) -> str:
+    """The first field that could not be read, what was expected and what was found."""
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
+    first, *others = error.errors(include_url=False)
+    field = ".".join(str(part) for part in first["loc"]) or "the object"
+    found = repr(first.get("input"))
+    if len(found) > MAX_VALUE_CHARACTERS:
+        found = f"{found[:MAX_VALUE_CHARACTERS]}..."
+    words = f"{field}: {first['msg']}, found {found}"
+    if others:
+        words = f"{words} (and {len(others)} more fields)"
+    return words[:MAX_PROBLEM_CHARACTERS]

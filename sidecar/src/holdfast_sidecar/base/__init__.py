@@ -1,0 +1,3 @@
+"""What every journey of the sidecar uses: settings, logs, metrics, tasks, thread pools, and the
+round that it is in.
+"""

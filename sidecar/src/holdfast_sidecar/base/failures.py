@@ -1,0 +1,95 @@
+"""Troubles that last: kept until healthy again, reported to the coordinator, logged once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast_core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+)
+from holdfast_core.ids import Step, TierName
+from holdfast_core.messages.schema import Failure, Refusal
+from holdfast_sidecar.base import logs
+
+NODE_FULL = "NodeVolumeFull"
+PEER_FULL = "PeerFull"
+FULL = frozenset({NODE_FULL, PEER_FULL})
+"""A node has no room: the coordinator prunes earlier than it would."""
+_MAX_KEPT = 32
+_MAX_MESSAGE = 1000
+
+
+def reason_of(tier: TierName, error: BaseException) -> str:
+    """CamelCase reason of an error in a tier, from a closed list."""
+    match error:
+        case CapacityError():
+            return NODE_FULL if tier is TierName.NODE else PEER_FULL
+        case RefusedError() if error.code == Refusal.NO_SPACE:
+            return PEER_FULL
+        case RefusedError():
+            return error.code
+        case AccessDeniedError():
+            return "AccessDenied"
+        case CorruptionError():
+            return "Corrupt"
+        case NotFoundError() if tier is TierName.OBJECT:
+            return "NotFound"
+    if not isinstance(error, HoldfastError | OSError):
+        return "UnexpectedError"
+    match tier:
+        case TierName.PEER:
+            return "PeerUnreachable"
+        case TierName.OBJECT:
+            return "StoreUnavailable"
+        case TierName.NODE:
+            return "NodeVolumeError"
+        case TierName.MEMORY:
+            return "SlotError"
+
+
+class Failures:
+    """One entry a subject (a tier, a target, a step); `on_change` runs when the set changes."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._kept: dict[str, Failure] = {}
+        self._changed = logs.Changed()
+
+    def note(
+        self, subject: str, tier: TierName, error: BaseException, *, step: Step | None = None
+    ) -> Failure:
+        reason = reason_of(tier, error)
+        if not isinstance(error, HoldfastError):
+            logs.failure(f"unexpected error: {subject}", error, step=step)
+        return self.note_text(subject, tier, reason, str(error), step=step)
+
+    def note_text(
+        self, subject: str, tier: TierName, reason: str, message: str, *, step: Step | None = None
+    ) -> Failure:
+        failure = Failure(step, tier, reason, message[:_MAX_MESSAGE])
+        before = self._kept.pop(subject, None)
+        self._kept[subject] = failure
+        while len(self._kept) > _MAX_KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        self._changed.say(subject, reason, detail=failure.message, tier=tier, step=step)
+        if before is None or (before.reason, before.step) != (reason, step):
+            self._on_change()
+        return failure
+
+    def healthy(self, subject: str) -> None:
+        if self._kept.pop(subject, None) is not None:
+            self._changed.healthy(subject)
+            self._on_change()
+
+    def clear(self) -> None:
+        """A new round: what still fails will say so again."""
+        self._kept.clear()
+
+    @property
+    def current(self) -> tuple[Failure, ...]:
+        return tuple(self._kept.values())

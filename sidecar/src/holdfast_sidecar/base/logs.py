@@ -1,0 +1,102 @@
+"""JSON logs on standard error: one object a line with job, worker, round and what the call adds.
+
+`changed` logs a reason once and again only when it changes; a condition that lasts is silent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+from holdfast_core.clock import Clock, SystemClock, stamp
+from holdfast_core.net.bounded_logs import BoundedLogs
+
+LOGGER = logging.getLogger("holdfast_sidecar")
+_SELDOM_SECONDS = 60.0
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, fixed: dict[str, Any]) -> None:
+        super().__init__()
+        self._fixed = fixed
+        self._clock = SystemClock()
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": stamp(self._clock.utc_now()),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **self._fixed,
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def configure(**fixed: Any) -> None:
+    """Route all of this process's logs through one handler; `fixed` goes into every line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(fixed))
+    handler.addFilter(BoundedLogs(LOGGER.name))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+
+
+def flush() -> None:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+def info(message: str, **fields: Any) -> None:
+    LOGGER.info(message, extra={"fields": fields})
+
+
+def warning(message: str, **fields: Any) -> None:
+    LOGGER.warning(message, extra={"fields": fields})
+
+
+def failure(message: str, error: BaseException, **fields: Any) -> None:
+    """An error that nothing else will report, with its traceback."""
+    LOGGER.error(message, exc_info=error, extra={"fields": fields})
+
+
+class Seldom:
+    """Logs what others can cause as often as they like: a subject at most once a minute, with how
+    often it occurred."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._occurred: dict[str, int] = {}
+        self._next: dict[str, float] = {}
+
+    def warning(self, subject: str, message: str, **fields: Any) -> None:
+        self._occurred[subject] = self._occurred.get(subject, 0) + 1
+        now = self._clock.monotonic()
+        if now >= self._next.get(subject, now):
+            self._next[subject] = now + _SELDOM_SECONDS
+            warning(message, occurred=self._occurred.pop(subject), **fields)
+
+
+class Changed:
+    """Remembers what was said about a subject, and says it again only when it differs."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+
+    def say(self, subject: str, message: str, *, calm: bool = False, **fields: Any) -> None:
+        """`calm`: nothing is wrong, it only takes its time."""
+        if self._said.get(subject) == message:
+            return
+        if len(self._said) > 1000:
+            self._said.clear()
+        self._said[subject] = message
+        (info if calm else warning)(message, subject=subject, **fields)
+
+    def healthy(self, subject: str) -> None:
+        if self._said.pop(subject, None) is not None:
+            info("healthy again", subject=subject)

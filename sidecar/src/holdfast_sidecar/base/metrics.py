@@ -1,0 +1,276 @@
+"""The sidecar's Prometheus metrics, in a registry of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+from holdfast_core.ids import Level, Step, TierName
+from holdfast_core.messages.schema import WorkerReport
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._stall = Counter(
+            "holdfast_checkpoint_stall_seconds",
+            "Time that saves held up the trainers of this pod",
+            registry=self._registry,
+        )
+        self._durable = Histogram(
+            "holdfast_checkpoint_durable_seconds",
+            "From the hand-off of a shard until it is durable in the tier",
+            ["tier"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._bytes = Counter(
+            "holdfast_checkpoint_bytes",
+            "Payload bytes written to the tier",
+            ["tier"],
+            registry=self._registry,
+        )
+        self._sent = Counter(
+            "holdfast_sent_bytes",
+            "Bytes of shards that left this pod for the tier: less than were written there, where it "
+            "had some of them",
+            ["tier"],
+            registry=self._registry,
+        )
+        self._compression_input = Counter(
+            "holdfast_compression_input_bytes",
+            "Payload bytes of objects that were compressed for the tier, before",
+            ["tier"],
+            registry=self._registry,
+        )
+        self._compression_output = Counter(
+            "holdfast_compression_output_bytes",
+            "What is stored in the tier of the bytes that holdfast_compression_input_bytes counts",
+            ["tier"],
+            registry=self._registry,
+        )
+        self._fetched = Counter(
+            "holdfast_fetched_bytes",
+            "Bytes of shards that restores of this pod took from the tier: payload that was verified and "
+            "used, and chunk tables; not what was read in vain where a source failed",
+            ["tier"],
+            registry=self._registry,
+        )
+        self._recovery = Histogram(
+            "holdfast_recovery_seconds",
+            "Time that a part of a recovery took in this pod",
+            ["phase"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._corruptions = Counter(
+            "holdfast_corruptions_detected",
+            "Copies that did not match their digest and were quarantined or refused",
+            ["tier"],
+            registry=self._registry,
+        )
+        self._scrubbed = Counter(
+            "holdfast_scrubbed_bytes",
+            "Bytes on the node tier that were read again to find copies that have changed",
+            registry=self._registry,
+        )
+        self._skipped = Counter(
+            "holdfast_saves_skipped",
+            "Saves that ranks skipped because no slot was free",
+            registry=self._registry,
+        )
+        self._failed = Counter(
+            "holdfast_saves_failed",
+            "Shards of this pod that could not be written to the node tier",
+            ["reason"],
+            registry=self._registry,
+        )
+        self._unexpected = Counter(
+            "holdfast_unexpected_errors",
+            "Exceptions that no code expected; of a task or a thread they end the sidecar",
+            ["kind"],
+            registry=self._registry,
+        )
+        self._dropped = Counter(
+            "holdfast_steps_dropped",
+            "Steps that this pod held in shared memory and gave up for newer ones before they were "
+            "written to the node tier",
+            registry=self._registry,
+        )
+        self._queue = Gauge(
+            "holdfast_shards_pending",
+            "Shards of this pod that still have to be told, copied or uploaded",
+            registry=self._registry,
+        )
+        self._round = Gauge(
+            "holdfast_restart_round", "Restart round of this sidecar", registry=self._registry
+        )
+        self._step = self._gauge("holdfast_step", "Step that the rank finished last", "rank")
+        self._trained_round = Gauge(
+            "holdfast_trained_round",
+            "Newest restart round in which a rank of this pod has finished a step",
+            registry=self._registry,
+        )
+        self._reported = self._gauge(
+            "holdfast_reported",
+            "What the script reported last (Checkpointer.report)",
+            "rank",
+            "name",
+        )
+        self._newest = self._gauge(
+            "holdfast_newest_step", "Newest step of the rank that the tier holds", "rank", "tier"
+        )
+        self._restored = self._gauge(
+            "holdfast_restored_from",
+            "1 for the tier that served the rank's shard in this round",
+            "rank",
+            "tier",
+        )
+        self._committed = self._gauge(
+            "holdfast_committed_step",
+            "Newest step at the level, as the coordinator knows it",
+            "level",
+        )
+        self._overdue = Gauge(
+            "holdfast_commit_overdue_seconds",
+            "Time since the last commit while training goes on and commits are overdue; 0 while they "
+            "come as expected. Only the coordinator knows it",
+            registry=self._registry,
+        )
+        self._limit = Gauge(
+            "holdfast_background_limit_bytes_per_second",
+            "Rate to which saves are held so that steps are not slowed down; 0: no limit",
+            registry=self._registry,
+        )
+        self._gave_way = Counter(
+            "holdfast_gave_way_seconds",
+            "Time that moving bytes waited because a rank of this pod was copying a step; of all "
+            "threads together",
+            registry=self._registry,
+        )
+        self._free = Gauge(
+            "holdfast_node_free_bytes",
+            "Bytes that may still be written to the node volume",
+            registry=self._registry,
+        )
+
+        self._connections = Counter(
+            "holdfast_connections_dropped",
+            "Connections that this sidecar closed before their end: no room, no handshake or no "
+            "words in time, or no descriptor for them",
+            ("port", "reason"),
+            registry=self._registry,
+        )
+        self._buffers = self._gauge(
+            "holdfast_buffer_bytes", "Memory of the buffers that payloads pass through"
+        )
+        self._buffer_limit = self._gauge(
+            "holdfast_buffer_limit_bytes", "From how many buffer bytes on copies are refused"
+        )
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(name, help_text, labels, registry=self._registry)
+
+    def gang(self, report: WorkerReport) -> None:
+        """This pod's ranks as the coordinator is told of them; what is unknown is not shown."""
+        self._reported.clear()  # a script that reports new names for ever must not fill memory
+        for progress in report.progress:
+            self._step.labels(progress.rank).set(progress.step)
+            for name, value in progress.metrics.items():
+                self._reported.labels(progress.rank, name).set(value)
+        self._newest.clear()
+        self._restored.clear()
+        for held in report.tiers:
+            for tier in TierName:
+                step = getattr(held, tier.value)
+                if step is not None:
+                    self._newest.labels(held.rank, tier.value).set(step)
+            if held.restored_from is not None:
+                self._restored.labels(held.rank, held.restored_from.value).set(1)
+
+    def committed(self, levels: Mapping[Level, Step | None]) -> None:
+        for level, step in levels.items():
+            if step is not None:
+                self._committed.labels(level.value).set(step)
+
+    def overdue(self, seconds: float) -> None:
+        self._overdue.set(seconds)
+
+    def stored(self, tier: TierName, payload_bytes: int, seconds: float) -> None:
+        self._bytes.labels(tier.value).inc(payload_bytes)
+        self._durable.labels(tier.value).observe(seconds)
+
+    def sent(self, tier: TierName, sent_bytes: int) -> None:
+        self._sent.labels(tier.value).inc(sent_bytes)
+
+    def compressed(self, tier: TierName, before_bytes: int, after_bytes: int) -> None:
+        self._compression_input.labels(tier.value).inc(before_bytes)
+        self._compression_output.labels(tier.value).inc(after_bytes)
+
+    def fetched(self, tier: TierName, length_bytes: int) -> None:
+        """Payloads and chunk tables of ranges; whole files of shards that are brought whole."""
+        self._fetched.labels(tier.value).inc(length_bytes)
+
+    def trained(self, round_: int) -> None:
+        """A rank finished a step in this round: the rank's own word, since between a SEAL and the end of
+        the old ranks a report of the new round still shows the old round's steps."""
+        self._trained_round.set(round_)
+
+    def stalled(self, seconds: float, saves_skipped: int) -> None:
+        if seconds > 0:
+            self._stall.inc(seconds)
+        if saves_skipped > 0:
+            self._skipped.inc(saves_skipped)
+
+    def save_failed(self, reason: str) -> None:
+        self._failed.labels(reason).inc()
+
+    def unexpected(self, kind: str) -> None:
+        """`kind`: task, thread, connection or callback."""
+        self._unexpected.labels(kind).inc()
+
+    def dropped(self, steps: int) -> None:
+        self._dropped.inc(steps)
+
+    def limited(self, bytes_per_second: float | None) -> None:
+        self._limit.set(bytes_per_second or 0.0)
+
+    def gave_way(self, seconds: float) -> None:
+        self._gave_way.inc(seconds)
+
+    def recovered(self, phase: str, seconds: float) -> None:
+        self._recovery.labels(phase).observe(seconds)
+
+    def scrubbed(self, length_bytes: int) -> None:
+        self._scrubbed.inc(length_bytes)
+
+    def corruption(self, tier: TierName) -> None:
+        self._corruptions.labels(tier.value).inc()
+
+    def level(self, *, pending: int, round_: int) -> None:
+        self._queue.set(pending)
+        self._round.set(round_)
+
+    def buffers(self, held_bytes: int, limit_bytes: int) -> None:
+        self._buffers.set(held_bytes)
+        self._buffer_limit.set(limit_bytes)
+
+    def dropped_connection(self, port: str, reason: str) -> None:
+        self._connections.labels(port, reason).inc()
+
+    def free(self, free_bytes: int) -> None:
+        self._free.set(free_bytes)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,550 @@
+"""The coordinator of a round: decides that a step is committed, and at which level.
+
+1. PREPARED by every rank -> manifest (deterministic: any coordinator writes the same bytes).
+2. Manifest durable on the own node tier, then on every member's: level local; level memory while
+   a shard is in shared memory only (choice.py says which of those steps is written next).
+3. REPLICATED by every rank: level replicated; older steps may be pruned.
+4. UPLOADED by every rank -> layout, then manifest, put-if-absent in the store: level persisted.
+It decides nothing about rounds. Its memory can be rebuilt: members repeat what they said when they
+see a new life of it (`instance`), and inventories show which manifests exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from dataclasses import replace
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError, RefusedError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import parse_manifest_of
+from holdfast_core.ids import CheckpointId, Digest, Level, Rank, Step, TierName, Worker
+from holdfast_core.messages.schema import (
+    Ask,
+    CoordinatorState,
+    Failure,
+    Holding,
+    HoldingReply,
+    Inventory,
+    ManifestDocument,
+    Ok,
+    Prepared,
+    PreparedReply,
+    Prune,
+    PruneReply,
+    RankSaves,
+    Refusal,
+    Replicated,
+    RestorePoint,
+    Round,
+    Uploaded,
+    WorkerReport,
+)
+from holdfast_core.tiers.base import NodeTier, ObjectTier
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.coordinator.alarm import CommitAlarm
+from holdfast_sidecar.coordinator.choice import choose
+from holdfast_sidecar.coordinator.documents import Builder, shard_infos
+from holdfast_sidecar.coordinator.gathered import Gathered
+from holdfast_sidecar.coordinator.ledger import Conflict, Ledger, StepEntry
+from holdfast_sidecar.coordinator.outbox import Outbox
+from holdfast_sidecar.coordinator.rebuild import Learned, learn_from
+from holdfast_sidecar.coordinator.retain import abandoned_steps, steps_to_prune, uploading
+from holdfast_sidecar.coordinator.uploads import Uploads
+from holdfast_sidecar.save.plan import StoredAs
+from holdfast_sidecar.upkeep.leftovers import Leftovers
+from holdfast_sidecar.upkeep.prune import protected_steps
+from holdfast_sidecar.wire.client import Peers
+from holdfast_sidecar.wire.versioned import Versioned
+
+_SHOWN_STEPS = 16
+_PRESSED_EVERY_SECONDS = 1.0
+"""Between two times that committed steps are pruned for lack of room: the nodes delete meanwhile."""
+
+
+class Coordinator:
+    """Lives while this sidecar is named coordinator in the round that is held."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        message: Round,
+        node: NodeTier,
+        store: ObjectTier | None,
+        *,
+        peers: Peers,
+        pools: Pools,
+        failures: Failures,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._contract = settings.contract
+        self._message = message
+        self._node = node
+        self._store = store
+        self._peers = peers
+        self._pools = pools
+        self._failures = failures
+        self._clock = clock
+        self._tasks = Tasks()
+        workers = tuple(Worker(w) for w in range(message.workers))
+        world_size = message.workers * self._contract.procs_per_worker
+        self._ledger = Ledger(
+            message.round, world_size, workers, expects_copies=_expects_copies(message)
+        )
+        self._gathered = Gathered(frozenset(workers), world_size, clock.monotonic())
+        self._builder = Builder(self._contract, message)
+        self._alarm = CommitAlarm(settings, self._ledger, self._gathered, clock, self._changed)
+        self._older: set[CheckpointId] = set()
+        """Committed in older rounds, on this round's lineage: what retention counts besides."""
+        self._done_at: float | None = None
+        self._finished_version: int | None = None
+        self._gave_up = False
+        self._pressed = asyncio.Event()
+        """A report said that a node has no room."""
+        self._versioned = Versioned()
+        self.instance = secrets.token_hex(8)
+        self._dropped = 0
+        self._outbox = Outbox(
+            settings,
+            peers,
+            self._ledger,
+            clock,
+            self._acknowledged,
+            self._lost,
+        )
+        self._uploads = Uploads(
+            settings.contract,
+            message,
+            node,
+            store,
+            ledger=self._ledger,
+            outbox=self._outbox,
+            versioned=self._versioned,
+            pools=pools,
+            failures=failures,
+            clock=clock,
+            on_change=self._changed,
+        )
+        self._leftovers = Leftovers(
+            settings.contract,
+            message.round,
+            store,
+            node,
+            pools=pools,
+            clock=clock,
+            uploading=self._uploading,
+        )
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        self._outbox.start(self._message)
+        for worker in self._ledger.workers:
+            rebuild = learn_from(
+                worker,
+                self._message.round,
+                self._peers,
+                self._clock,
+                Learned(self._found, self._knows, self._adopt),
+            )
+            self._tasks.spawn(rebuild, f"rebuild from worker {worker}")
+        self._tasks.spawn(self._uploads.run(), "uploads")
+        self._tasks.spawn(self._leftovers.run(), "leftovers")
+        self._tasks.spawn(self._make_room(), "room")
+        self._tasks.spawn(self._finish_loop(), "finish")
+
+    def update(self, message: Round) -> None:
+        """A higher version of the same round."""
+        complete = all(m.address for m in message.members)
+        if complete and not all(m.address for m in self._message.members):
+            self._gathered.started = self._clock.monotonic()
+        self._message = message
+        self._ledger.expects_copies = _expects_copies(message)
+        self._outbox.update(message)
+        self._uploads.policy(message)
+        self._changed()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is on its way to a level that it can still reach by itself."""
+        return not self._ledger.pending and not self._ledger.on_way_to_store
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        await self._outbox.close()
+        self._versioned.close()
+
+    # ------------------------------------------------------------------ what members say
+
+    def prepared(self, message: Prepared) -> PreparedReply:
+        """Raises RefusedError: CONFLICT for another digest, BAD_REQUEST for an old step."""
+        base = self._message.restore_point.step
+        if base is not None and message.step <= base:
+            raise RefusedError(
+                Refusal.BAD_REQUEST,
+                f"step {message.step} is not above the restore point (step {base})",
+            )
+        if self._ledger.is_forgotten(message.step):
+            return PreparedReply(
+                committed=self._ledger.forgotten_manifest(message.step),
+                pruned=self._ledger.is_pruned(message.step),
+            )
+        if message.rank_layout is not None:
+            self._builder.learn(message.layout, message.rank_layout)
+        if not self._builder.knows(message.layout):
+            return PreparedReply(need_layout=True)
+        with _Conflicts():
+            entry = self._ledger.prepared(message.step, message.shard, message.layout)
+        if entry.complete and entry.manifest is None:
+            self._commit(entry)
+        self._risen(message.step, self._ledger.rise(message.step))
+        return PreparedReply(committed=entry.manifest_digest)
+
+    def holding(self, message: Holding) -> HoldingReply:
+        """What a member has in memory only. Raises FormatError, CorruptionError (a layout)."""
+        for text in message.layouts:
+            self._builder.learn(digest_of(text.encode()), text)
+        layouts = {s.layout for r in message.ranks for s in r.shards}
+        missing = tuple(sorted(d for d in layouts if not self._builder.knows(d)))
+        if missing:
+            return HoldingReply(need_layouts=missing)
+        base = self._message.restore_point.step
+        drop: set[Step] = set()
+        for said in message.ranks:
+            drop.update(self._ledger.holds(said, base))
+        for said in message.ranks:
+            for shard in said.shards:
+                entry = self._ledger.steps.get(shard.step)
+                if entry is None:
+                    continue
+                if entry.complete and entry.manifest is None and not entry.lost:
+                    self._commit(entry)
+                self._risen(shard.step, self._ledger.rise(shard.step))
+        self._weigh()
+        self._changed()
+        return HoldingReply(drop=tuple(sorted(drop)))
+
+    def replicated(self, message: Replicated) -> Ok:
+        if not self._ledger.is_forgotten(message.step):
+            with _Conflicts():
+                risen = self._ledger.replicated(message.step, message.rank, message.blake3)
+            if risen:
+                self._retain()
+            self._changed()
+        return Ok(message.round, self.instance)
+
+    def uploaded(self, message: Uploaded) -> Ok:
+        if not self._ledger.is_forgotten(message.step):
+            with _Conflicts():
+                stored_as = StoredAs(message.base, message.references)
+                self._ledger.uploaded(message.step, message.rank, message.blake3, stored_as)
+            self._changed()
+        return Ok(message.round, self.instance)
+
+    def report(self, message: WorkerReport) -> Ok:
+        before = self._gathered.reports.get(message.worker)
+        if before is not None and before.instance != message.instance:
+            self._outbox.repeat(message.worker)
+        urgent = self._gathered.heard(message, self._clock.monotonic())
+        self._alarm.look(self._message.policy.interval_steps)
+        pressed = self._gathered.pressed
+        if pressed:
+            self._pressed.set()
+        self._give_up(abandoned_steps(self._ledger, self._saves(), pressed=pressed))
+        self._changed(urgent=urgent)
+        return Ok(message.round, self.instance)
+
+    def ask(self, path: str, message: Ask) -> Ok:
+        """Save-now and stop; told to the sidecar of rank 0. A token counts once."""
+        if self._outbox.ask(path, message):
+            steps = [p.step for p in self._gathered.progress] or [Step(-1)]
+            base = self._message.restore_point.step
+            self._uploads.ask_after(max(*steps, Step(-1) if base is None else base))
+        return Ok(message.round, self.instance)
+
+    async def prune(self, message: Prune) -> PruneReply:
+        """Deletes from the object store, manifests first. Raises RefusedError (PROTECTED)."""
+        if self._store is None:
+            raise RefusedError(Refusal.NOT_FOUND, "this job has no object store")
+        for point in message.checkpoints:
+            self._may_leave_store(point)
+        deleted: list[RestorePoint] = []
+        for point in message.checkpoints:
+            if point.step is None or point.round is None:
+                continue
+            await self._pools.store.run(
+                self._store.delete_checkpoint,
+                point.job_namespace or self._contract.namespace,
+                point.job_uid or self._contract.job_uid,
+                CheckpointId(point.step, point.round),
+            )
+            deleted.append(point)
+        return PruneReply(tuple(deleted))
+
+    def _may_leave_store(self, point: RestorePoint) -> None:
+        newest = self._uploads.last
+        kept = protected_steps(self._message) | self._ledger.on_way_to_store
+        if newest is not None and newest.step is not None:
+            kept |= {newest.step}
+        if point.step in kept or point.job_uid not in (None, self._contract.job_uid):
+            raise RefusedError(
+                Refusal.PROTECTED,
+                f"step {point.step} is the restore point, held, the newest persisted one, on its "
+                "way to the store, or another job's",
+            )
+
+    # ------------------------------------------------------------------ what the operator sees
+
+    async def state(
+        self, since: int, timeout_seconds: float, *, acknowledges: bool
+    ) -> CoordinatorState:
+        """The state once it is newer than `since`, or after the time-out."""
+        if acknowledges:
+            self._versioned.acknowledge(since)
+            self._release()
+        await self._versioned.wait_above(since, timeout_seconds)
+        state = self._state()
+        if acknowledges:
+            self._versioned.delivered(state.version)
+        return state
+
+    def levels(self) -> dict[Level, Step | None]:
+        """Newest step of this round at each level, or at one above it."""
+        newest = {level: self._ledger.newest(level) for level in Level}
+        return {level: None if e is None else e.step for level, e in newest.items()}
+
+    def _state(self) -> CoordinatorState:
+        gathered = self._gathered
+        return CoordinatorState(
+            version=self._versioned.version,
+            round=self._message.round,
+            steps=self._ledger.states(_SHOWN_STEPS),
+            last_local=_point(self._ledger.newest(Level.LOCAL)),
+            last_replicated=_point(self._ledger.newest(Level.REPLICATED)),
+            last_persisted=self._uploads.last,
+            last_persisted_bytes=self._uploads.last_bytes,
+            dead=gathered.dead,
+            # What scripts report is for each pod's own metrics page.
+            progress=tuple(replace(p, metrics={}) for p in gathered.progress),
+            tiers=gathered.tiers,
+            failures=self._all_failures(),
+            times=gathered.times,
+            running=gathered.running,
+            cannot_restore=gathered.cannot_restore,
+            finished=self._finished_version is not None,
+            saves_skipped=gathered.saves_skipped,
+            last_memory=_point(self._ledger.newest(Level.MEMORY)),
+            steps_dropped=self._dropped,
+        )
+
+    def _all_failures(self) -> tuple[Failure, ...]:
+        """Those of node tiers first, which explain why nothing is committed; then that it is not."""
+        own = (replace(f, worker=self._contract.worker) for f in self._failures.current)
+        found = tuple(dict.fromkeys((*self._gathered.failures, *own)))
+        nodes = tuple(f for f in found if f.tier is TierName.NODE)
+        return (*nodes, *self._alarm.failures, *(f for f in found if f not in nodes))
+
+    @property
+    def overdue_seconds(self) -> float:
+        """See CommitAlarm.seconds."""
+        return self._alarm.seconds
+
+    def _changed(self, *, urgent: bool = True) -> None:
+        self._versioned.bump(urgent=urgent)
+        self._outbox.wake()
+
+    # ------------------------------------------------------------------ commit
+
+    def _commit(self, entry: StepEntry) -> None:
+        """All ranks are prepared: build the manifest; members get it from the outbox."""
+        try:
+            built = self._builder.build(entry)
+        except HoldfastError as error:
+            self._failures.note(
+                f"manifest of step {entry.step}", TierName.NODE, error, step=entry.step
+            )
+            return
+        entry.layout = built.layout
+        with _Conflicts():
+            self._ledger.committed(entry.step, built.manifest, built.digest, built.shards)
+        logs.info("manifest built", step=entry.step, round=entry.round, manifest=built.digest)
+
+    def _acknowledged(self, step: Step, worker: Worker) -> None:
+        """A member has the manifest on its disk."""
+        if step not in self._ledger.steps:
+            return
+        self._risen(step, self._ledger.acknowledged(step, worker))
+
+    def _risen(self, step: Step, level: Level | None) -> None:
+        """What follows from a step's new level; None: it has not risen."""
+        if level is Level.MEMORY:
+            logs.info("committed in memory", step=step, round=self._message.round)
+            self._outbox.in_memory(step)
+        elif level is Level.LOCAL:
+            logs.info("committed locally", step=step, round=self._message.round)
+            self._ledger.settle_replicated(step)
+            self._uploads.committed(step)
+            if self._ledger.steps[step].copied:
+                self._retain()
+            elif gone := self._ledger.overtaken():
+                self._dropped += len(gone)
+                self._outbox.prune(gone)
+        self._weigh()
+        self._changed()
+
+    def _weigh(self) -> None:
+        """Which held step is written next, and which give way."""
+        choice = choose(self._ledger, self._message.policy.slots)
+        self._ledger.chosen = choice.chosen
+        if choice.dropped:
+            logs.info("dropped from memory", steps=list(choice.dropped), chosen=choice.chosen)
+            self._dropped += len(choice.dropped)
+            self._uploads.gave_way(choice.dropped)
+            self._outbox.prune(choice.dropped)
+
+    def _retain(self) -> None:
+        """A step has all its copies: name what may be pruned now."""
+        gone = steps_to_prune(self._ledger, self._message, self._older, self._uploads.last)
+        self._forget(gone)
+
+    async def _make_room(self) -> None:
+        """Prune steps that the job can do without while a node is full: as soon as a report says so, and
+        again each second, because the next commit may let another step go and need not be followed by a
+        report."""
+        while True:
+            await self._pressed.wait()
+            if not self._gathered.pressed:
+                self._pressed.clear()
+                continue
+            gone = steps_to_prune(
+                self._ledger,
+                self._message,
+                self._older,
+                self._uploads.last,
+                pressed=True,
+                restored=self._gathered.running,
+            )
+            self._give_up({*gone, *self._ledger.overtaken(pressed=True)})
+            await self._clock.sleep(_PRESSED_EVERY_SECONDS)
+
+    def _give_up(self, steps: Iterable[Step]) -> None:
+        gone = tuple(sorted(set(steps) - self._ledger.on_way_to_store))
+        if gone:
+            logs.info("given up", steps=list(gone), pressed=self._gathered.pressed)
+            self._forget(gone)
+            self._changed()
+
+    def _saves(self) -> dict[Rank, RankSaves]:
+        return self._gathered.saves(self.instance)
+
+    def _forget(self, gone: tuple[Step, ...]) -> None:
+        self._older = {c for c in self._older if c.step not in gone}
+        self._outbox.prune(gone)
+
+    def _uploading(self) -> frozenset[CheckpointId]:
+        return uploading(self._ledger)
+
+    def _lost(self, step: Step) -> None:
+        """A member has not the shard that a manifest of this round names: it was pruned there
+        before this coordinator lived. Left to retention, never announced again."""
+        entry = self._ledger.steps.get(step)
+        if entry is not None and entry.held:
+            entry.lost = True
+            self._weigh()
+            self._changed()
+        elif entry is not None:
+            self._ledger.forget((step,), pruned=False)
+            self._older.add(CheckpointId(step, self._message.round))
+            self._changed()
+
+    def _found(self, inventory: Inventory) -> None:
+        """What a member has from before this coordinator lived."""
+        base = self._message.restore_point.step
+        for found in inventory.manifests:
+            if found.round < self._message.round and base is not None and found.step <= base:
+                self._older.add(CheckpointId(found.step, found.round))
+        self._changed()
+
+    def _adopt(self, step: Step, digest: Digest, document: ManifestDocument) -> None:
+        """A manifest of this round that an earlier life (or another coordinator) wrote. Raises
+        FormatError, CorruptionError where it is not that step's."""
+        if self._ledger.is_forgotten(step):
+            return
+        manifest = document.manifest.encode()
+        checkpoint = CheckpointId(step, self._message.round)
+        parse_manifest_of(manifest, self._contract.job_uid, checkpoint)
+        with _Conflicts():
+            entry = self._ledger.committed(step, manifest, digest, shard_infos(manifest))
+        if document.layout is not None:
+            entry.layout = document.layout.encode()
+        self._changed()
+
+    def _knows(self, step: Step) -> bool:
+        entry = self._ledger.steps.get(step)
+        return self._ledger.is_forgotten(step) or (entry is not None and entry.manifest is not None)
+
+    # ------------------------------------------------------------------ finish
+
+    async def _finish_loop(self) -> None:
+        """All ranks returned 0: get the newest step to every level it is to reach, say so, and
+        release the pods once the operator has recorded it."""
+        while self._finished_version is None:
+            await self._versioned.wait_tick(at_most_seconds=5.0)
+            if not self._gathered.done:
+                continue
+            if self._done_at is None:
+                self._done_at = self._clock.monotonic()
+            self._uploads.finish(self._newest_that_stays())
+            waited = self._clock.monotonic() - self._done_at
+            if waited > self._settings.finish_give_up_seconds and not self._gave_up:
+                self._gave_up = True
+                self._uploads.give_up(waited)
+            if self._settled():
+                self._finished_version = self._versioned.bump(urgent=True)
+                logs.info("finished", round=self._message.round)
+
+    def _newest_that_stays(self) -> StepEntry | None:
+        """The newest local step; None while a newer one in memory can still become local, since that is
+        the one to be uploaded."""
+        newest, local = self._ledger.newest(Level.MEMORY), self._ledger.newest(Level.LOCAL)
+        waits = newest is not None and not newest.local and not newest.failed
+        return None if waits else local
+
+    def _settled(self) -> bool:
+        if self._gave_up:
+            return True
+        return self._gathered.idle and self.idle
+
+    def _release(self) -> None:
+        if self._finished_version is not None and self._versioned.acknowledged(
+            self._finished_version
+        ):
+            self._outbox.release()
+
+
+def _expects_copies(message: Round) -> bool:
+    """Without an assignment (one worker, or 0 copies asked for) local implies replicated."""
+    return message.policy.peer_copies > 0 and bool(message.copies)
+
+
+def _point(entry: StepEntry | None) -> RestorePoint | None:
+    return None if entry is None else entry.point()
+
+
+class _Conflicts:
+    """Turns the ledger's alarm into the refusal of the protocol."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Conflict):
+            logs.warning("conflicting digests", error=str(error))
+            raise RefusedError(Refusal.CONFLICT, str(error)) from error

@@ -1,0 +1,130 @@
+"""Manifests and layouts as the sidecar builds, checks and lists them. No I/O.
+
+Both documents follow from what the ranks prepared and nothing else: a coordinator that restarts, or
+another one, writes the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.contract import SidecarContract
+from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.manifest import (
+    JobIdentity,
+    Manifest,
+    ManifestShard,
+    manifest_digest,
+    parse_manifest,
+    parse_manifest_of,
+)
+from holdfast_core.format.rank_layout import parse_rank_layout
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank
+from holdfast_core.messages.schema import ManifestInfo, ManifestPut, Round, ShardInfo
+from holdfast_sidecar.coordinator.ledger import StepEntry
+
+_MAX_RANK_LAYOUTS_BYTES = 256 << 20
+"""Kept in memory by a coordinator; more is asked for again when a step needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    manifest: bytes
+    digest: Digest
+    layout: bytes
+    shards: tuple[ShardInfo, ...]
+
+
+class Builder:
+    """Collects the ranks' layouts of one round and writes manifests."""
+
+    def __init__(self, contract: SidecarContract, message: Round) -> None:
+        self._job = JobIdentity(contract.namespace, contract.job, contract.job_uid)
+        self._parent = message.restore_point.manifest
+        self._rank_layouts: dict[Digest, bytes] = {}
+        self._merged: tuple[tuple[Digest, ...], bytes] | None = None
+
+    def knows(self, layout: Digest) -> bool:
+        return layout in self._rank_layouts
+
+    def learn(self, layout: Digest, text: str) -> None:
+        """Raises FormatError (not a rank's layout), CorruptionError (another digest)."""
+        document = text.encode()
+        found = digest_of(document)
+        if found != layout:
+            raise CorruptionError(f"rank layout {layout}: the document's digest is {found}")
+        parse_rank_layout(document)
+        held = sum(map(len, self._rank_layouts.values())) + len(document)
+        while held > _MAX_RANK_LAYOUTS_BYTES and self._rank_layouts:
+            held -= len(self._rank_layouts.pop(next(iter(self._rank_layouts))))
+        self._rank_layouts[layout] = document
+
+    def build(self, entry: StepEntry) -> Built:
+        """The manifest of a step that every rank has prepared. Raises FormatError."""
+        ranks = [Rank(r) for r in range(entry.world_size)]
+        layout = self._layout(tuple(entry.layouts[r] for r in ranks))
+        manifest = Manifest(
+            job=self._job,
+            step=entry.step,
+            restart_round=entry.round,
+            world_size=entry.world_size,
+            parent=self._parent,
+            layout=digest_of(layout),
+            shards=tuple(
+                ManifestShard(
+                    r,
+                    entry.shards[r].payload_bytes,
+                    entry.shards[r].blake3,
+                    entry.shards[r].chunk_table,
+                )
+                for r in ranks
+            ),
+        ).to_bytes()
+        return Built(
+            manifest, manifest_digest(manifest), layout, tuple(entry.shards[r] for r in ranks)
+        )
+
+    def _layout(self, digests: tuple[Digest, ...]) -> bytes:
+        if self._merged is not None and self._merged[0] == digests:
+            return self._merged[1]
+        missing = [d for d in digests if d not in self._rank_layouts]
+        if missing:
+            raise FormatError(f"layouts of {len(missing)} ranks are not known to the coordinator")
+        merged = merge_layouts(self._rank_layouts[d] for d in digests).to_bytes()
+        self._merged = (digests, merged)
+        return merged
+
+
+def shard_infos(document: bytes) -> tuple[ShardInfo, ...]:
+    """Raises FormatError."""
+    return tuple(
+        ShardInfo(s.rank, s.payload_bytes, s.blake3, s.chunk_table)
+        for s in parse_manifest(document).shards
+    )
+
+
+def manifest_info(document: bytes, job_uid: JobUid, checkpoint: CheckpointId) -> ManifestInfo:
+    """How an inventory lists the manifest of that name. Raises FormatError, CorruptionError."""
+    manifest = parse_manifest_of(document, job_uid, checkpoint)
+    return ManifestInfo(
+        manifest.step,
+        manifest.restart_round,
+        manifest_digest(document),
+        manifest.world_size,
+        shard_infos(document),
+    )
+
+
+def check_put(message: ManifestPut, contract: SidecarContract) -> Manifest:
+    """What a coordinator wants stored is a manifest of this job, this round and that step, and its
+    layout is the one it names. Raises FormatError."""
+    manifest = parse_manifest(message.manifest.encode())
+    said = (manifest.job.uid, manifest.restart_round, manifest.step)
+    wanted = (contract.job_uid, message.round, message.step)
+    if said != wanted:
+        raise FormatError(f"manifest put: job, round, step are {said}, expected {wanted}")
+    if message.layout is not None and digest_of(message.layout.encode()) != manifest.layout:
+        raise FormatError(f"manifest put: the layout sent is not {manifest.layout}")
+    return manifest

@@ -1,0 +1,318 @@
+"""What the coordinator still has to tell each member. Level-triggered, one message at a time for
+each member: a hung one holds up nobody else, and after a failure the same rules say
+what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError, NotFoundError, StaleRoundError
+from holdfast_core.ids import Level, Step, Worker
+from holdfast_core.messages.schema import (
+    Ask,
+    HoldNotice,
+    LevelNotice,
+    ManifestPut,
+    Ok,
+    PersistRequest,
+    Round,
+)
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.backoff import Backoff
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
+from holdfast_sidecar.wire.client import Peers
+
+_MAX_RECENT = 1024
+_RETOLD_PRUNES = 64
+
+
+@dataclass(slots=True)
+class _Told:
+    """What one member has acknowledged."""
+
+    levels: dict[Step, Level] = field(default_factory=dict)
+    persists: dict[Step, PersistRequest] = field(default_factory=dict)
+    pruned: int = 0
+    memory: int = 0
+    chosen: Step | None = None
+    asks: int = 0
+    released: bool = False
+    layouts: set[bytes] = field(default_factory=set)
+    """Layout documents that it got with a manifest."""
+
+    def asked(self) -> None:
+        self.asks += 1
+
+    def was_released(self) -> None:
+        self.released = True
+
+
+class Recent:
+    """A list that only grows and of which only the newest entries are kept: a member that lacks older
+    ones has been away for very long."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Entries that were ever added."""
+        self._kept: deque[Step] = deque(maxlen=_MAX_RECENT)
+
+    def add(self, step: Step) -> None:
+        self.count += 1
+        self._kept.append(step)
+
+    def after(self, count: int) -> tuple[Step, ...]:
+        """What was added since there were `count` entries."""
+        new = min(self.count - count, len(self._kept))
+        return tuple(self._kept)[len(self._kept) - new :]
+
+
+class Outbox:
+    def __init__(
+        self,
+        settings: Settings,
+        peers: Peers,
+        ledger: Ledger,
+        clock: Clock,
+        on_manifest: Callable[[Step, Worker], None],
+        on_lost: Callable[[Step], None],
+    ) -> None:
+        self._settings = settings
+        self._own = settings.contract.worker
+        self._peers = peers
+        self._ledger = ledger
+        self._clock = clock
+        self._on_manifest = on_manifest
+        self._on_lost = on_lost
+        self._tasks = Tasks()
+        self._wakes: dict[Worker, asyncio.Event] = {}
+        self._told: dict[Worker, _Told] = {}
+        self._asks: list[tuple[str, Ask]] = []
+        self._prunes = Recent()
+        self._memory = Recent()
+        self._persist: dict[Step, PersistRequest] = {}
+        self._released = False
+        self._released_at: float | None = None
+        self._message: Round | None = None
+
+    def start(self, message: Round) -> None:
+        self._message = message
+        for worker in self._ledger.workers:
+            self._told[worker] = _Told()
+            self._wakes[worker] = asyncio.Event()
+            self._tasks.spawn(self._serve(worker), f"outbox of worker {worker}")
+
+    def update(self, message: Round) -> None:
+        """A higher version: a member's pod may be another one, which has heard nothing."""
+        before = self._message
+        self._message = message
+        pods = {} if before is None else {m.worker: m.pod for m in before.members}
+        for member in message.members:
+            if pods.get(member.worker) != member.pod and member.worker in self._told:
+                self._told[member.worker] = _Told()
+        self.wake()
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    def wake(self) -> None:
+        for event in self._wakes.values():
+            event.set()
+
+    # ------------------------------------------------------------------ what is to be told
+
+    def ask(self, path: str, message: Ask) -> bool:
+        """False for a token that was asked before in this round."""
+        if (path, message) in self._asks:
+            return False
+        self._asks.append((path, message))
+        self.wake()
+        return True
+
+    def prune(self, steps: tuple[Step, ...]) -> None:
+        going = [step for step in steps if step not in self._ledger.on_way_to_store]
+        if not going:
+            return
+        self._ledger.forget(steps)
+        for step in going:
+            self._prunes.add(step)
+            self._persist.pop(step, None)
+            for told in self._told.values():
+                told.levels.pop(step, None)
+                told.persists.pop(step, None)
+        self.wake()
+
+    def in_memory(self, step: Step) -> None:
+        """It has reached level memory."""
+        self._memory.add(step)
+        self.wake()
+
+    def persist(self, request: PersistRequest) -> None:
+        """Another request for the same step takes the place of the one before."""
+        if self._persist.get(request.step) != request:
+            self._persist[request.step] = request
+            self.wake()
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            self._released_at = self._clock.monotonic()
+            self.wake()
+
+    def repeat(self, worker: Worker) -> None:
+        """A new life of this member: it has forgotten everything but what is on its disk."""
+        told = _Told()
+        # It hears again what was pruned last: it may have ended before it had deleted that.
+        told.pruned = max(0, self._told[worker].pruned - _RETOLD_PRUNES)
+        told.memory = self._told[worker].memory
+        self._told[worker] = told
+        self.wake()
+
+    # ------------------------------------------------------------------ one member
+
+    async def _serve(self, worker: Worker) -> None:
+        settings = self._settings
+        backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
+        changed = logs.Changed()
+        while True:
+            self._wakes[worker].clear()
+            chosen = self._next(worker)
+            if chosen is None:
+                await self._wait(worker)
+                continue
+            message, path, acknowledged = chosen
+            try:
+                await self._peers.call(worker, message, Ok, path=path)
+            except StaleRoundError:
+                return
+            except HoldfastError as error:
+                if isinstance(error, NotFoundError) and isinstance(message, ManifestPut):
+                    self._on_lost(message.step)
+                    continue
+                changed.say(f"worker {worker}", f"{type(message).__name__}: {error}")
+                await self._clock.sleep(backoff.next_seconds())
+            else:
+                backoff.reset()
+                changed.healthy(f"worker {worker}")
+                acknowledged()
+                self.wake()
+
+    async def _wait(self, worker: Worker) -> None:
+        """The own release waits for a time, so only then a timer is needed besides the events."""
+        limit = 0.5 if self._released and worker == self._own else None
+        try:
+            async with asyncio.timeout(limit):
+                await self._wakes[worker].wait()
+        except TimeoutError:
+            return
+
+    def _next(self, worker: Worker) -> tuple[Any, str | None, Callable[[], None]] | None:
+        """The next message for this member, its path if not the usual one, and what its
+        acknowledgement changes."""
+        told = self._told[worker]
+        if worker == 0 and told.asks < len(self._asks):
+            path, ask = self._asks[told.asks]
+            return ask, path, told.asked
+        if (notice := self._hold_notice(worker)) is not None:
+            return notice
+        for step in sorted(self._ledger.steps):
+            entry = self._ledger.steps[step]
+            put = self._manifest_for(worker, entry)
+            if put is not None:
+                return put, None, self._manifest_told(worker, entry)
+            request = self._persist.get(step)
+            if request is not None and entry.local and told.persists.get(step) != request:
+                return request, None, functools.partial(told.persists.__setitem__, step, request)
+            said, level = told.levels.get(step), entry.level
+            if level is not None and (said is None or not said.includes(level)):
+                return self._notice(worker, step, level)
+        if told.pruned < self._prunes.count and (newest := self._newest()) is not None:
+            return self._notice(worker, newest.step, newest.level or Level.LOCAL)
+        if self._may_release(worker) and not told.released:
+            return self._release_notice(worker)
+        return None
+
+    def _manifest_for(self, worker: Worker, entry: StepEntry) -> ManifestPut | None:
+        """The own node tier first: a manifest that anybody else has is surely here too."""
+        if entry.manifest is None or worker in entry.acknowledged:
+            return None
+        if worker != self._own and self._own not in entry.acknowledged:
+            return None
+        layout = entry.layout
+        known = layout is None or layout in self._told[worker].layouts
+        return ManifestPut(
+            self._ledger.round,
+            entry.step,
+            entry.manifest.decode(),
+            None if known or layout is None else layout.decode(),
+            held=len(entry.durable) < entry.world_size,
+        )
+
+    def _manifest_told(self, worker: Worker, entry: StepEntry) -> Callable[[], None]:
+        told, layout = self._told[worker], entry.layout
+
+        def acknowledged() -> None:
+            if layout is not None:
+                told.layouts.add(layout)
+            self._on_manifest(entry.step, worker)
+
+        return acknowledged
+
+    def _notice(
+        self, worker: Worker, step: Step, level: Level
+    ) -> tuple[LevelNotice, None, Callable[[], None]]:
+        told = self._told[worker]
+        count = self._prunes.count
+        prune = self._prunes.after(told.pruned)
+
+        def acknowledged() -> None:
+            told.levels[step] = level
+            told.pruned = count
+
+        notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, prune)
+        return notice, None, acknowledged
+
+    def _hold_notice(self, worker: Worker) -> tuple[HoldNotice, None, Callable[[], None]] | None:
+        """Also what is pruned while no step is local yet, which a LevelNotice would have to name."""
+        told, chosen = self._told[worker], self._ledger.chosen
+        pruned, reached = self._prunes.count, self._memory.count
+        urgent = told.pruned < pruned and self._newest() is None
+        if (told.chosen, told.memory) == (chosen, reached) and not urgent:
+            return None
+
+        def acknowledged() -> None:
+            told.chosen, told.pruned, told.memory = chosen, pruned, reached
+
+        notice = HoldNotice(
+            self._ledger.round,
+            self._memory.after(told.memory),
+            chosen,
+            self._prunes.after(told.pruned),
+        )
+        return notice, None, acknowledged
+
+    def _newest(self) -> StepEntry | None:
+        return self._ledger.newest(Level.LOCAL)
+
+    def _may_release(self, worker: Worker) -> bool:
+        """The own pod last: it goes when the others know, or when waiting for them is over."""
+        if not self._released or self._released_at is None:
+            return False
+        others = [t.released for w, t in self._told.items() if w != self._own]
+        waited = self._clock.monotonic() - self._released_at
+        return worker != self._own or all(others) or waited > self._settings.release_seconds
+
+    def _release_notice(self, worker: Worker) -> tuple[LevelNotice, None, Callable[[], None]]:
+        newest = self._newest()
+        step = Step(0) if newest is None else newest.step
+        level = Level.LOCAL if newest is None or newest.level is None else newest.level
+        notice = LevelNotice(self._ledger.round, step, self._ledger.round, level, released=True)
+        return notice, None, self._told[worker].was_released

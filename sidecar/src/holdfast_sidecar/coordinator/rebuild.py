@@ -1,0 +1,52 @@
+"""How a coordinator that has just begun learns what exists: from every member's inventory.
+
+It is a help, not a condition: members repeat PREPARED, and the manifests that follow from it are the
+same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import Digest, RestartRound, Step, Worker
+from holdfast_core.messages.schema import Inventory, ManifestDocument
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.backoff import Backoff
+from holdfast_sidecar.wire.client import Peers
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What to do with what is found."""
+
+    inventory: Callable[[Inventory], None]
+    knows: Callable[[Step], bool]
+    manifest: Callable[[Step, Digest, ManifestDocument], None]
+
+
+async def learn_from(
+    worker: Worker, round_: RestartRound, peers: Peers, clock: Clock, learned: Learned
+) -> None:
+    """Ask until the member answers, then read the manifests of this round that are new."""
+    backoff = Backoff(0.2, 5.0)
+    while True:
+        try:
+            inventory = await peers.get(worker, "/v1/inventory", Inventory)
+            break
+        except HoldfastError:
+            await clock.sleep(backoff.next_seconds())
+    learned.inventory(inventory)
+    for found in inventory.manifests:
+        if found.round != round_ or learned.knows(found.step):
+            continue
+        query = {"step": str(found.step), "round": str(found.round)}
+        try:
+            document = await peers.get(worker, "/v1/manifest", ManifestDocument, query=query)
+            if digest_of(document.manifest.encode()) == found.manifest:
+                learned.manifest(found.step, found.manifest, document)
+        except HoldfastError as error:
+            logs.warning("a manifest was not adopted", step=found.step, error=str(error))

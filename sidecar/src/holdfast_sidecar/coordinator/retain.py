@@ -1,0 +1,96 @@
+"""Which steps leave the nodes: the ledger's facts for the job's policy (holdfast_core.policy.retention),
+and steps that can no longer be committed. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from holdfast_core.ids import CheckpointId, Level, Rank, Step
+from holdfast_core.messages.schema import RankSaves, RestorePoint, Round
+from holdfast_core.policy.retention import Committed, RetentionState, plan_retention
+from holdfast_sidecar.coordinator.ledger import Ledger
+from holdfast_sidecar.upkeep.prune import protected_steps
+
+_KEPT_UNDER_PRESSURE = 4
+
+
+def steps_to_prune(
+    ledger: Ledger,
+    message: Round,
+    older: Iterable[CheckpointId],
+    persisted: RestorePoint | None,
+    *,
+    pressed: bool = False,
+    restored: bool = False,
+) -> tuple[Step, ...]:
+    """Steps in order.
+
+    Args:
+        older: Committed in older rounds, on this round's lineage.
+        persisted: The newest persisted checkpoint.
+        pressed: A node has no room for another shard.
+        restored: Every rank has trained from the restore point.
+    """
+    plan = plan_retention(
+        RetentionState(
+            committed=(
+                *(Committed(c, Level.REPLICATED) for c in older),
+                *(
+                    Committed(CheckpointId(e.step, e.round), e.level)
+                    for e in ledger.steps.values()
+                    if e.level is not None
+                ),
+            ),
+            round=message.round,
+            keep_last=message.policy.keep_last,
+            protecting_level=Level.REPLICATED if ledger.expects_copies else Level.LOCAL,
+            restore_point=message.restore_point.own_checkpoint,
+            holds=frozenset(message.holds),
+            uploading=uploading(ledger),
+            newest_persisted=None if persisted is None else persisted.own_checkpoint,
+            pressed=pressed,
+            restored=restored,
+        )
+    )
+    newest = ledger.newest(Level.REPLICATED)
+    abandoned = [
+        s
+        for s, e in ledger.steps.items()
+        if not e.complete and newest is not None and s < newest.step
+    ]
+    protecting = Level.REPLICATED if ledger.expects_copies else Level.LOCAL
+    anchor = ledger.newest(protecting)
+    committed = () if anchor is None else (CheckpointId(anchor.step, anchor.round),)
+    return tuple(sorted({*plan.prune_steps, *abandoned} - protected_steps(message, committed)))
+
+
+def abandoned_steps(
+    ledger: Ledger, saves: Mapping[Rank, RankSaves], *, pressed: bool = False
+) -> tuple[Step, ...]:
+    """Steps of this round that a rank can no longer prepare, in order. The shards that other ranks
+    wrote of them would fill the other nodes while one cannot write.
+
+    Args:
+        saves: What became of the saves of each rank, where this coordinator has heard of all of them.
+        pressed: A node has no room for another shard: steps go that a rank has not handed over yet, all
+            but the newest few, which it may be copying now.
+    """
+    incomplete = sorted(s for s, e in ledger.steps.items() if not e.complete)
+    recent = incomplete[-_KEPT_UNDER_PRESSURE:]
+
+    def is_gone(step: Step) -> bool:
+        missing = set(map(Rank, range(ledger.world_size))) - ledger.steps[step].shards.keys()
+        said = [saves.get(rank) for rank in missing]
+        under_way = [s is not None and step in s.under_way for s in said]
+        passed = [s is not None and s.newest >= step for s in said]
+        if any(p and not u for p, u in zip(passed, under_way, strict=True)):
+            return True
+        return pressed and step not in recent and not all(under_way)
+
+    return tuple(step for step in incomplete if is_gone(step))
+
+
+def uploading(ledger: Ledger) -> frozenset[CheckpointId]:
+    """On their way to the store."""
+    return frozenset(CheckpointId(step, ledger.round) for step in ledger.on_way_to_store)

@@ -1,0 +1,262 @@
+"""The coordinator's part of persisting: which steps go to the object store, and their manifests.
+
+One step at a time: members upload their shards when asked; when all have, the layout and then the
+manifest are put, if absent; before them the references, where shards refer to earlier checkpoints.
+What waits is bounded (`ledger.MAX_WAITING_UPLOADS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from holdfast_core.clock import Clock
+from holdfast_core.contract import SidecarContract
+from holdfast_core.errors import AlreadyExistsError, FormatError, NotFoundError
+from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.format.references import References, parse_references_of
+from holdfast_core.ids import CheckpointId, Level, Step, TierName
+from holdfast_core.messages.schema import PersistRequest, Reference, RestorePoint, Round
+from holdfast_core.shards.pack import MAX_EARLIER
+from holdfast_core.store.commit import commit_shared
+from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.tiers.base import NodeTier, ObjectTier
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.backoff import Backoff
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
+from holdfast_sidecar.coordinator.outbox import Outbox
+from holdfast_sidecar.save.plan import StoredAs
+from holdfast_sidecar.wire.versioned import Versioned
+
+
+class Uploads:
+    def __init__(
+        self,
+        contract: SidecarContract,
+        message: Round,
+        node: NodeTier,
+        store: ObjectTier | None,
+        *,
+        ledger: Ledger,
+        outbox: Outbox,
+        versioned: Versioned,
+        pools: Pools,
+        failures: Failures,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._contract = contract
+        self._node = node
+        self._store = store
+        self._packing = store if isinstance(store, S3ObjectTier) else None
+        self._ledger = ledger
+        self._outbox = outbox
+        self._versioned = versioned
+        self._pools = pools
+        self._failures = failures
+        self._clock = clock
+        self._on_change = on_change
+        self._every = message.policy.object_every_steps
+        self._compress = message.policy.compresses_uploads
+        self._round = message.round
+        self._after: Step | None = None
+        self._owed: Step | None = None
+        """The oldest step that the interval named and that gave way."""
+        self._gave_up = False
+        self._asked: PersistRequest | None = None
+        """What members were asked for the step that is being uploaded."""
+        self.last = message.last_persisted
+        """Newest persisted step of the job, as far as this coordinator knows."""
+        self.last_bytes = 0
+
+    # ------------------------------------------------------------------ which steps
+
+    def policy(self, message: Round) -> None:
+        self._every = message.policy.object_every_steps
+        self._compress = message.policy.compresses_uploads
+
+    def ask_after(self, step: Step) -> None:
+        """A save was asked for: persist the first step committed above this one."""
+        self._after = step
+
+    def gave_way(self, steps: tuple[Step, ...]) -> None:
+        """Dropped before they were local: what becomes local next is stored in place of those that were
+        due. Else the store would get nothing while the choices miss its interval."""
+        due = [s for s in steps if self._every is not None and s % self._every == 0]
+        self._owed = min([*due, *([] if self._owed is None else [self._owed])], default=None)
+
+    def committed(self, step: Step) -> None:
+        """A step has become local: queue it if it is due."""
+        if self._due(step):
+            self._request(step)
+
+    def finish(self, newest: StepEntry | None) -> None:
+        """The gang is done: its newest step goes to the store whether or not an interval names it."""
+        if self._store is None or newest is None or newest.persisted or self._gave_up:
+            return
+        if newest.step not in self._ledger.on_way_to_store:
+            self._request(newest.step)
+            self._versioned.tick()
+
+    def give_up(self, waited_seconds: float) -> None:
+        """Stop waiting for the store; what was not persisted is a Failure."""
+        self._gave_up = True
+        steps = self._ledger.give_up_uploads()
+        self._failures.note_text(
+            "uploads at the end",
+            TierName.OBJECT,
+            "GaveUp",
+            f"steps {list(steps)} were not persisted within {waited_seconds:.0f} s after the last "
+            "rank returned",
+            step=steps[-1] if steps else None,
+        )
+
+    def _due(self, step: Step) -> bool:
+        last = self.last
+        if self._store is None or (
+            last is not None
+            and last.round == self._round
+            and last.step is not None
+            and last.step >= step
+        ):
+            return False
+        if self._after is not None and step > self._after:
+            self._after = None
+            return True
+        if self._owed is not None and step > self._owed:
+            self._owed = None
+            return True
+        return self._every is not None and step % self._every == 0
+
+    def _request(self, step: Step) -> None:
+        dropped = self._ledger.request_upload(step)
+        if dropped is not None:
+            self._failures.note_text(
+                "uploads that were overtaken",
+                TierName.OBJECT,
+                "Superseded",
+                f"step {dropped} waited for the store and gave way to step {step}",
+                step=dropped,
+            )
+
+    # ------------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Until cancelled. Without a store there is nothing to do."""
+        if self._store is None:
+            return
+        backoff = Backoff(0.5, 15.0)
+        while True:
+            await self._versioned.wait_tick(at_most_seconds=5.0)
+            step = self._ledger.next_upload()
+            entry = None if step is None else self._ledger.steps.get(step)
+            if entry is None or entry.manifest is None:
+                continue
+            try:
+                request = await self._request_for(entry)
+                self._outbox.persist(request)
+                if len(entry.uploaded) < entry.world_size:
+                    continue
+                if not await self._put(self._store, entry, entry.manifest):
+                    logs.warning("what it refers to is gone: uploaded whole", step=entry.step)
+                    self._ledger.upload_whole(entry.step)
+                    self._versioned.tick()
+                    continue
+            except AlreadyExistsError as error:
+                self._note(entry, error)
+                self._ledger.upload_ended(entry.step, persisted=False)
+            except Exception as error:  # noqa: BLE001 - else uploads stop and nothing reports it
+                self._note(entry, error)
+                await self._clock.sleep(backoff.next_seconds())
+            else:
+                backoff.reset()
+                self._persisted(entry)
+            self._on_change()
+
+    def _note(self, entry: StepEntry, error: Exception) -> None:
+        self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
+
+    async def _request_for(self, entry: StepEntry) -> PersistRequest:
+        """The same for every member, and until the step is persisted."""
+        asked = self._asked
+        if asked is None or (asked.step, asked.whole) != (entry.step, entry.whole):
+            store = None if entry.whole else self._packing
+            base = None if store is None or self.last is None else self.last.own_checkpoint
+            if base == CheckpointId(entry.step, entry.round):
+                base = None  # an earlier life of this coordinator got as far as the manifest
+            older: tuple[Reference, ...] = ()
+            if store is not None and base is not None:
+                older = await self._older(store, base)
+            asked = PersistRequest(
+                self._round,
+                entry.step,
+                entry.round,
+                None if base is None else self.last,
+                older,
+                whole=entry.whole,
+                compress=self._compress and not entry.whole,
+            )
+            self._asked = asked
+        return asked
+
+    async def _older(self, store: S3ObjectTier, base: CheckpointId) -> tuple[Reference, ...]:
+        """Of what the base needs, what it needs most of."""
+        try:
+            document = await self._pools.store.run(
+                store.get_references, self._contract.namespace, self._contract.job_uid, base
+            )
+            found = parse_references_of(document, base).most_needed(MAX_EARLIER - 1)
+        except NotFoundError:
+            return ()
+        except FormatError as error:
+            # A sweep keeps everything while it is there; an upload needs none of it.
+            logs.warning("references are not readable", base=base, error=str(error))
+            return ()
+        return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
+
+    async def _put(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> bool:
+        """False: what the shards refer to is gone."""
+        namespace, job_uid = self._contract.namespace, self._contract.job_uid
+        layout = entry.layout
+        if layout is None:
+            layout = await self._pools.read.run(
+                self._node.get_layout, parse_manifest(manifest).layout
+            )
+        checkpoint = CheckpointId(entry.step, entry.round)
+        references, bases = _merged(checkpoint, entry.uploaded.values())
+        packing = self._packing
+        if packing is not None and references.bytes_in:
+            parsed = parse_manifest(manifest)
+            return await self._pools.store.run(
+                commit_shared, packing, namespace, parsed, layout, references, bases
+            )
+        await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
+        await self._pools.store.run(store.put_manifest, namespace, job_uid, checkpoint, manifest)
+        # Once more: another coordinator may have taken it for unneeded before the manifest was there.
+        await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
+        return True
+
+    def _persisted(self, entry: StepEntry) -> None:
+        self._ledger.upload_ended(entry.step, persisted=True)
+        self._failures.healthy("manifests in the store")
+        self._failures.healthy("uploads that were overtaken")
+        if self.last is None or self.last.step is None or self.last.step < entry.step:
+            self.last = RestorePoint(entry.step, entry.round, entry.manifest_digest)
+            self.last_bytes = entry.payload_bytes
+        logs.info("persisted", step=entry.step, round=entry.round, level=Level.PERSISTED)
+
+
+def _merged(
+    checkpoint: CheckpointId, stored: Iterable[StoredAs]
+) -> tuple[References, frozenset[CheckpointId]]:
+    """What all shards of a checkpoint need, and what vouches for it."""
+    bytes_in: dict[CheckpointId, int] = {}
+    bases: set[CheckpointId] = set()
+    for said in stored:
+        for reference in said.references:
+            earlier = CheckpointId(reference.step, reference.round)
+            bytes_in[earlier] = bytes_in.get(earlier, 0) + reference.payload_bytes
+        if said.base is not None:
+            bases.add(CheckpointId(said.base.step, said.base.round))
+    return References(checkpoint, bytes_in), frozenset(bases)

@@ -1,0 +1,3 @@
+"""This pod's part of the gang: its launcher and ranks, the restore barrier, and reports to the
+coordinator.
+"""

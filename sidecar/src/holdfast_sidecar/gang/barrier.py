@@ -1,0 +1,59 @@
+"""The restore barrier of this pod: when may its launcher fork the ranks of the round?
+
+Pure: facts in, `Run` or the reason why not out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.ids import Rank, RestartRound
+from holdfast_core.messages.schema import Rendezvous, Run
+from holdfast_sidecar.base.rounds import RoundState
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    state: RoundState
+    restored: bool
+    """The own shards of the restore point are here (or there is none)."""
+    store_address: Rendezvous | None
+    launcher_connected: bool
+    running_round: RestartRound | None
+    """Round whose ranks run in this pod now, as the launcher says."""
+    last_round: RestartRound | None
+    """Newest round the launcher ever forked ranks for."""
+
+
+def open_barrier(facts: Facts) -> Run | str:
+    """`Run` for the launcher, or what is still missing."""
+    state = facts.state
+    held = state.held
+    if held is None:
+        return f"no ROUND for round {state.round} yet"
+    if not facts.restored:
+        return "the restore point is not here yet"
+    waiting = [m.worker for m in held.members if not m.address]
+    if waiting or len(held.members) < held.workers:
+        return f"workers without an address: {waiting or 'not all are members yet'}"
+    if facts.store_address is None:
+        return f"the store's address is not known yet (worker {held.store_host} hosts it)"
+    if not facts.launcher_connected:
+        return "the launcher is not connected"
+    if facts.running_round is not None:
+        return f"ranks of round {facts.running_round} still run"
+    if facts.last_round is not None and facts.last_round >= state.round:
+        return f"the launcher ran round {facts.last_round} already"
+    host, _, port = facts.store_address.address.rpartition(":")
+    return Run(
+        round=state.round,
+        restore_point=held.restore_point,
+        world_size=state.world_size,
+        first_rank=Rank(state.own_ranks.start),
+        procs_per_worker=state.procs_per_worker,
+        group_rank=state.worker,
+        master_address=host,
+        master_port=int(port),
+        store_secret=facts.store_address.secret,
+        policy=held.policy,
+    )

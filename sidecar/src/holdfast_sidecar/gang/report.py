@@ -1,0 +1,200 @@
+"""Tells the coordinator what this worker's part of its state is: on change, bundled, and now and
+then without one, to notice a coordinator that restarted and has heard nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.schema import Ok, RankSaves, RankTiers, WorkerReport
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.backoff import Backoff
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.gang.starter import Starter
+from holdfast_sidecar.gang.state import LocalGang
+from holdfast_sidecar.restore.rehydrate import Rehydrator
+from holdfast_sidecar.save.flow import Flow
+from holdfast_sidecar.save.staging import Stager
+from holdfast_sidecar.wire.client import Peers
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where a report's parts come from."""
+
+    gang: LocalGang
+    flow: Flow
+    stager: Stager
+    rehydrator: Rehydrator
+    starter: Starter
+    failures: Failures
+
+
+def compose(state: RoundState, sources: Sources, instance: str, told: str = "") -> WorkerReport:
+    """The report as of now; `instance` names this life of the process, `told` that of the coordinator
+    that was told everything."""
+    gang, rehydrator = sources.gang, sources.rehydrator
+    return WorkerReport(
+        round=state.round,
+        worker=state.worker,
+        progress=tuple(gang.progress[r] for r in sorted(gang.progress)),
+        dead=tuple(gang.dead[r] for r in sorted(gang.dead)),
+        failures=sources.failures.current,
+        tiers=tuple(_tiers(Rank(r), state, sources) for r in state.own_ranks),
+        rehydrate_seconds=rehydrator.seconds,
+        barrier_open=sources.starter.barrier_open,
+        cannot_restore=rehydrator.cannot_restore,
+        done=gang.done,
+        idle=sources.stager.idle and sources.flow.idle,
+        saves_skipped=gang.saves_skipped,
+        saves=tuple(_saves(state, sources)),
+        told=told,
+        instance=instance,
+    )
+
+
+def _saves(state: RoundState, sources: Sources) -> Iterator[RankSaves]:
+    for rank in map(Rank, state.own_ranks):
+        newest = sources.stager.newest(rank)
+        if newest is not None:
+            under_way = {*sources.stager.under_way(rank), *sources.flow.untold(rank)}
+            yield RankSaves(rank, newest, tuple(sorted(under_way)))
+
+
+def _tiers(rank: Rank, state: RoundState, sources: Sources) -> RankTiers:
+    targets = set(state.copy_targets())
+    own = [s for s in sources.flow.shards() if s.ref.rank == rank]
+    restored = sources.rehydrator.restored
+    held = [s.ref.step for s in own]
+    if restored is not None and rank in restored.refs:
+        held.append(restored.refs[rank].step)
+    return RankTiers(
+        rank,
+        memory=_newest(
+            [
+                *(r.header.step for r in sources.stager.memory.values() if r.header.rank == rank),
+                *sources.stager.held_steps(rank),
+            ]
+        ),
+        node=_newest(held),
+        peer=_newest([s.ref.step for s in own if targets and targets <= s.copied]),
+        object=_newest([s.ref.step for s in own if s.uploaded]),
+        restored_from=_source(rank, sources),
+    )
+
+
+def _source(rank: Rank, sources: Sources) -> TierName | None:
+    restored = sources.rehydrator.restored
+    return None if restored is None else restored.sources.get(rank)
+
+
+def _newest(steps: list[Step]) -> Step | None:
+    return max(steps, default=None)
+
+
+class Reporter:
+    """Sends `compose` to the coordinator while a ROUND is held."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        current: Callable[[], RoundState],
+        sources: Sources,
+        peers: Peers,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._current = current
+        self._sources = sources
+        self._peers = peers
+        self._clock = clock
+        self._tasks = Tasks()
+        self._changed = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._heard: tuple[RestartRound, Worker, str] | None = None
+        self._instance = secrets.token_hex(8)
+
+    def start(self) -> None:
+        self._tasks.spawn(self._run(), "report")
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    def now(self) -> WorkerReport:
+        """The report as it would be sent now."""
+        return compose(self._current(), self._sources, self._instance, self._told())
+
+    def _told(self) -> str:
+        """The coordinator of this round that was met: what it was not told, `Flow` knows."""
+        state, heard = self._current(), self._heard
+        if state.held is None or heard is None:
+            return ""
+        return heard[2] if heard[:2] == (state.round, state.held.coordinator) else ""
+
+    def changed(self) -> None:
+        self._changed.set()
+        if self._sources.gang.dead:
+            self._urgent.set()
+
+    async def _run(self) -> None:
+        settings = self._settings
+        backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
+        said = logs.Changed()
+        last: WorkerReport | None = None
+        while True:
+            await _wait(self._changed, settings.heartbeat_seconds)
+            beat = not self._changed.is_set()
+            self._changed.clear()
+            state = self._current()
+            if state.held is None:
+                continue
+            report = compose(state, self._sources, self._instance, self._told())
+            if report == last and not beat:
+                continue
+            self._urgent.clear()
+            try:
+                reply = await self._peers.call(state.held.coordinator, report, Ok)
+            except HoldfastError as error:
+                said.say("report", str(error), round=state.round)
+                self._changed.set()
+                await _wait(self._urgent, min(backoff.next_seconds(), 2.0))
+                continue
+            backoff.reset()
+            said.healthy("report")
+            last = report
+            self._met(state.held.coordinator, reply)
+            if not report.dead:
+                await _wait(self._urgent, settings.report_interval_seconds)
+
+    def _met(self, coordinator: Worker, reply: Ok) -> None:
+        """Another coordinator, or another life of it, has to hear everything again."""
+        state = self._current()
+        if state.held is None or (state.round, state.held.coordinator) != (
+            reply.round,
+            coordinator,
+        ):
+            return  # the next one is met by the next report
+        met = (state.round, coordinator, reply.instance)
+        if self._heard is not None and self._heard[0] == met[0] and self._heard != met:
+            logs.info("the coordinator has changed: telling it everything again")
+            self._sources.flow.retell()
+            self._sources.stager.coordinator_changed()
+        self._heard = met
+        self._sources.stager.coordinator_replied()
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

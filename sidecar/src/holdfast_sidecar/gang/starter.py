@@ -1,0 +1,226 @@
+"""Starts and ends the ranks of this pod through its launcher: rendezvous address, Run, End.
+
+Keeps the two rules of a restart: no round runs twice in a pod, and a sealed round is not answered
+before the ranks of the old one are gone (or nobody is left to say so).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import RestartRound
+from holdfast_core.messages.schema import (
+    End,
+    Hello,
+    HostStore,
+    Rendezvous,
+    Run,
+    StoreAddress,
+)
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.backoff import Backoff
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.gang.barrier import Facts, open_barrier
+from holdfast_sidecar.gang.state import LocalGang
+from holdfast_sidecar.wire.client import Peers
+from holdfast_sidecar.wire.intake import Connection, Intake
+
+_POLL_SECONDS = 20.0
+
+
+class Starter:
+    def __init__(
+        self,
+        settings: Settings,
+        current: Callable[[], RoundState],
+        gang: LocalGang,
+        intake: Intake,
+        peers: Peers,
+        clock: Clock,
+        *,
+        restored: Callable[[], bool],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._current = current
+        self._gang = gang
+        self._intake = intake
+        self._peers = peers
+        self._clock = clock
+        self._restored = restored
+        self._on_change = on_change
+        self._tasks = Tasks()
+        self._watch = Tasks()
+        self._store: Rendezvous | None = None
+        self._store_known = asyncio.Event()
+        self._last_round: RestartRound | None = None
+        self._ended = asyncio.Event()
+        self._waiting = logs.Changed()
+        self.barrier_open = False
+
+    # ------------------------------------------------------------------ rounds
+
+    def begin(self) -> None:
+        """A ROUND of a new round was accepted."""
+        state = self._current()
+        if state.held is None:
+            return
+        if state.held.store_host == state.worker:
+            self._intake.push_launcher(HostStore(state.round))
+        else:
+            self._tasks.spawn(self._ask_for_store(state.round), "rendezvous")
+        self.evaluate()
+
+    async def reset(self) -> None:
+        """A newer round was sealed."""
+        await self._tasks.cancel()
+        self._store = None
+        known, self._store_known = self._store_known, asyncio.Event()
+        known.set()
+        self.barrier_open = False
+
+    async def end_ranks(self, round_: RestartRound) -> bool:
+        """Tell the launcher to end all ranks below `round_`. True when it said so, is gone or runs
+        none; False when it did not answer in time."""
+        self._ended.clear()
+        told = self._intake.push_launcher(End(round_))
+        if not told or self._gang.running_round is None:
+            # Nobody to wait for: a launcher that runs nothing may be busy for long (preloading).
+            return True
+        try:
+            async with asyncio.timeout(self._settings.end_seconds):
+                await self._ended.wait()
+        except TimeoutError:
+            logs.warning("the launcher did not end its ranks in time", round=round_)
+            return False
+        return True
+
+    def evaluate(self) -> None:
+        """Push Run if everything is there and it was not pushed yet."""
+        state = self._current()
+        if state.held is None or self._gang.running_round == state.round:
+            return
+        run = open_barrier(
+            Facts(
+                state,
+                self._restored(),
+                self._store,
+                self._intake.launcher is not None,
+                self._gang.running_round,
+                self._last_round,
+            )
+        )
+        if not isinstance(run, Run):
+            self._waiting.say("barrier", run, calm=True, round=state.round)
+            return
+        if self._intake.push_launcher(run):
+            logs.info("barrier open", round=state.round, step=run.restore_point.step)
+            self._gang.running_round = state.round
+            self._last_round = state.round
+            self.barrier_open = True
+            self._on_change()
+
+    # ------------------------------------------------------------------ the launcher
+
+    def hello(self, hello: Hello) -> None:
+        """The launcher has (re)connected; called after its reply is on the way."""
+        state = self._current()
+        self._gang.running_round = hello.round
+        self._last_round = hello.last_round
+        if hello.round is not None and hello.round < state.round:
+            self._intake.push_launcher(End(state.round))
+        if state.held is not None and state.held.store_host == state.worker:
+            self._intake.push_launcher(HostStore(state.round))
+        if hello.round == state.round:
+            self.barrier_open = True
+        elif hello.round is None and hello.last_round == state.round:
+            self._gang.lost(state.own_ranks, "trainer container restarted")
+        self.evaluate()
+        self._on_change()
+
+    def gone(self, connection: Connection) -> None:
+        """End of file: the launcher died with its ranks, unless it is back in a moment."""
+        self._ended.set()
+        running = self._gang.running_round
+        state = self._current()
+        if running is not None and running == state.round and state.held is not None:
+            self._watch.spawn(self._lost_unless_back(running), "launcher gone")
+        else:
+            self._gang.running_round = None
+
+    async def _lost_unless_back(self, running: RestartRound) -> None:
+        await self._clock.sleep(self._settings.launcher_grace_seconds)
+        if self._intake.launcher is not None or self._current().round != running:
+            return
+        if not self._gang.done:
+            self._gang.running_round = None
+            self._gang.lost(
+                self._current().own_ranks, "the launcher died (trainer container ended)"
+            )
+            self._on_change()
+
+    def ended(self, round_: RestartRound) -> None:
+        if round_ >= self._current().round:
+            self._gang.running_round = None
+            self._ended.set()
+            self._on_change()
+
+    def store_address(self, message: StoreAddress) -> None:
+        """The launcher of the store host opened the store of this round."""
+        state = self._current()
+        member = state.member(state.worker)
+        if message.round != state.round or member is None:
+            return
+        try:
+            host = self._peers.endpoint(member).host
+        except HoldfastError:
+            host = self._settings.contract.pod_ip
+        self._know(Rendezvous(message.round, f"{host}:{message.port}", message.secret))
+
+    # ------------------------------------------------------------------ rendezvous
+
+    def _know(self, store: Rendezvous) -> None:
+        if self._store == store:
+            return
+        self._store = store
+        self._store_known.set()
+        self.evaluate()
+
+    async def rendezvous(self, round_: RestartRound, timeout_seconds: float) -> Rendezvous:
+        """For the others, on the store host: waits until the address is known."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._store_known.wait()
+        except TimeoutError:
+            return Rendezvous(round_, "")
+        return Rendezvous(round_, "") if self._store is None else self._store
+
+    async def _ask_for_store(self, round_: RestartRound) -> None:
+        settings = self._settings
+        backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
+        while True:
+            held = self._current().held
+            if held is None:
+                return
+            try:
+                answer = await self._peers.get(
+                    held.store_host,
+                    "/v1/rendezvous",
+                    Rendezvous,
+                    query={"round": str(round_), "timeout": str(int(_POLL_SECONDS))},
+                    seconds=_POLL_SECONDS + 5,
+                )
+            except HoldfastError as error:
+                self._waiting.say("rendezvous", str(error), round=round_)
+                await self._clock.sleep(min(backoff.next_seconds(), 1.0))
+                continue
+            backoff.reset()
+            _, _, port = answer.address.rpartition(":")
+            if answer.round == round_ and port.isdecimal() and answer.secret:
+                self._know(answer)
+                return

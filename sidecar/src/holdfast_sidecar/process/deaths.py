@@ -1,0 +1,83 @@
+"""What a sidecar process does about exceptions that nothing handled.
+
+A background task or thread that ends with one leaves a part of the sidecar missing while the rest
+looks healthy, so the process ends: the kubelet restarts the container, and the next process resumes
+from the node's disk and the shared memory. Exceptions of single connections and callbacks, which a
+peer may be able to provoke, are counted and logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from holdfast_core.peer.server import CONNECTION_THREAD
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.tasks import BACKGROUND_TASK
+
+DIED_STATUS = 70
+"""Exit status of a sidecar that an unexpected exception ended (EX_SOFTWARE)."""
+_SHUTDOWN_SECONDS = 30.0
+
+
+class Deaths:
+    """Handles the exceptions of one event loop and of all threads of this process."""
+
+    def __init__(self, counted: Callable[[str], None]) -> None:
+        """`counted` is called on the loop with the kind of each unexpected exception."""
+        self._counted = counted
+        self._said = logs.Changed()
+        self._fatal = asyncio.Event()
+
+    def install(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call on the loop."""
+        loop.set_exception_handler(self.in_loop)
+
+        def in_thread(args: threading.ExceptHookArgs) -> None:
+            if args.exc_value is not None and not loop.is_closed():
+                name = "?" if args.thread is None else args.thread.name
+                loop.call_soon_threadsafe(self.in_thread, name, args.exc_value)
+
+        threading.excepthook = in_thread
+
+    @property
+    def is_fatal(self) -> bool:
+        return self._fatal.is_set()
+
+    async def fatal(self) -> None:
+        """Return once an exception was fatal."""
+        await self._fatal.wait()
+
+    def in_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The loop's exception handler."""
+        error = context.get("exception")
+        if BACKGROUND_TASK in context:
+            self._die(context["message"], error, "task")
+        else:
+            self._counted("callback")
+            self._said.say("event loop", f"{context['message']}: {error!r}")
+
+    def in_thread(self, name: str, error: BaseException) -> None:
+        """A thread of this name ended with an exception."""
+        if name == CONNECTION_THREAD:
+            self._counted("connection")
+            self._said.say("bulk connection", f"thread of a bulk connection died: {error!r}")
+        else:
+            self._die(f"thread {name!r} died", error, "thread")
+
+    def _die(self, what: str, error: BaseException | None, kind: str) -> None:
+        self._counted(kind)
+        if error is not None:
+            logs.failure(f"{what}: the sidecar ends with status {DIED_STATUS}", error)
+        self._fatal.set()
+
+
+def end_for_sure() -> None:
+    """End this process after a while, whatever its shutdown does: one that hangs must not keep a process
+    that does not work any more."""
+    guard = threading.Timer(_SHUTDOWN_SECONDS, os._exit, (DIED_STATUS,))
+    guard.daemon = True
+    guard.start()

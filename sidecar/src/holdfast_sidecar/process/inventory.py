@@ -1,0 +1,82 @@
+"""What this pod can offer to a restore: manifests, and shards on the node tier and in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from holdfast_core.errors import CorruptionError, HoldfastError
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName
+from holdfast_core.messages.schema import HeldShard, ManifestInfo
+from holdfast_core.shm.slot_file import SlotFile, list_slots
+from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.tiers.base import NodeTier, ShardRecord
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.coordinator.documents import manifest_info
+
+
+def held_manifests(
+    node: NodeTier, job_uid: JobUid, corrupt: Callable[[], object]
+) -> tuple[ManifestInfo, ...]:
+    """Blocking. Manifests of this job. One that cannot be read is left out and logged; one that is
+    damaged, or not what its name says, is quarantined."""
+    found: list[ManifestInfo] = []
+    for uid, checkpoint in node.list_manifests():
+        if uid != job_uid:
+            continue
+        try:
+            found.append(manifest_info(node.get_manifest(uid, checkpoint), uid, checkpoint))
+        except CorruptionError as error:
+            logs.warning("quarantined a manifest", checkpoint=str(checkpoint), error=str(error))
+            node.quarantine_manifest(uid, checkpoint, str(error))
+            corrupt()
+        except HoldfastError as error:
+            logs.warning("manifest not readable", checkpoint=str(checkpoint), error=str(error))
+    return tuple(sorted(found, key=lambda m: (m.step, m.round)))
+
+
+def held_shards(
+    node: NodeTier, job_uid: JobUid, slots_dir: Path, known: dict[str, ShardRecord]
+) -> tuple[HeldShard, ...]:
+    """Blocking. `known` says which digested shard a slot held last; its header must still agree."""
+    records = [r for r in node.list_shards() if r.header.job_uid == job_uid]
+    shards = [_held(r, TierName.NODE) for r in records]
+    identities = {
+        (r.header.rank, r.header.round, r.header.step, r.header.payload_bytes): r for r in records
+    }
+    for name in list_slots(slots_dir):
+        record = _in_slot(slots_dir, name, known.get(name), identities)
+        if record is not None:
+            shards.append(_held(record, TierName.MEMORY))
+    return tuple(sorted(shards, key=lambda s: (s.step, s.round, s.rank, s.tier)))
+
+
+def _in_slot(
+    slots_dir: Path,
+    name: str,
+    known: ShardRecord | None,
+    identities: Mapping[tuple[Rank, RestartRound, Step, int], ShardRecord],
+) -> ShardRecord | None:
+    try:
+        slot = SlotFile.open(slots_dir, name)
+    except HoldfastError:
+        return None
+    try:
+        header = slot.header()
+    except HoldfastError:
+        return None
+    finally:
+        slot.close()
+    if header.state is SlotState.FILLING or header.step is None or header.round is None:
+        return None
+    identity = (header.rank, header.round, header.step, header.payload_bytes)
+    if known is not None:
+        k = known.header
+        if (k.rank, k.round, k.step, k.payload_bytes) == identity:
+            return known
+    return identities.get(identity)
+
+
+def _held(record: ShardRecord, tier: TierName) -> HeldShard:
+    h = record.header
+    return HeldShard(h.step, h.round, h.rank, h.payload_bytes, record.blake3, tier)

@@ -1,0 +1,349 @@
+"""Puts a rank's shard of the restore point into one of the slots that the rank offers.
+
+A slot that still holds exactly those bytes (survived the restart in shared memory) is answered
+without a copy, after its checksums were compared. Otherwise the payload is read from the node tier,
+verified chunk by chunk as it goes; a bad copy is quarantined and the next source is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from holdfast_core.errors import (
+    CapacityError,
+    CorruptionError,
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+)
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import parse_layout
+from holdfast_core.format.rank_layout import parse_rank_layout
+from holdfast_core.ids import Digest, Rank, ShardRef, TierName
+from holdfast_core.messages.schema import (
+    Fill,
+    Filled,
+    Refusal,
+    Restore,
+    RestoreReply,
+)
+from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shm.slot_check import slot_holds
+from holdfast_core.shm.slot_file import SlotFile, rank_of_slot
+from holdfast_core.shm.slot_header import SlotHeader, SlotState
+from holdfast_core.tiers.base import NodeTier
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.backoff import Patience
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState, fence
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.restore.fill_target import FillTarget
+from holdfast_sidecar.restore.rehydrate import Rehydrator, Restored
+from holdfast_sidecar.restore.reshard import Resharder, Saved
+from holdfast_sidecar.save.layouts import RankLayouts
+from holdfast_sidecar.save.staging import Stager
+
+_MAX_TRIES = 8
+"""Bad copies in a row before a rank is told no."""
+
+
+class Filler:
+    def __init__(
+        self,
+        settings: Settings,
+        node: NodeTier,
+        rehydrator: Rehydrator,
+        resharder: Resharder,
+        layouts: RankLayouts,
+        *,
+        stager: Stager,
+        pools: Pools,
+        metrics: Metrics,
+        patience: Callable[[], Patience],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._node = node
+        self._rehydrator = rehydrator
+        self._resharder = resharder
+        self._layouts = layouts
+        self._stager = stager
+        self._pools = pools
+        self._metrics = metrics
+        self._patience = patience
+        self._on_change = on_change
+        self._targets: dict[Rank, FillTarget] = {}
+        """Of the newest fill of each rank, while it runs."""
+
+    @property
+    def busy(self) -> bool:
+        """A rank is being restored now."""
+        return bool(self._targets)
+
+    async def restore(self, state: RoundState, message: Restore) -> RestoreReply:
+        """Raises RefusedError: BUSY while the shards are not here (Run comes after that), and where
+        layout or restore point cannot be had now; NotFoundError, FormatError of a layout that was
+        asked for, UnavailableError where it cannot be given."""
+        restored = self._restored(state, message)
+        if restored.manifest is None:
+            return RestoreReply(restored.point)
+        same = restored.layout is None
+        layout = None
+        if message.with_layout or not same:
+            layout = await self._layouts.give(await self._layout(restored))
+        return RestoreReply(
+            restored.point,
+            payload_bytes=restored.payload_bytes.get(message.rank, 0),
+            world_size=restored.manifest.world_size,
+            rank_layout=await self._rank_layout(message.rank, restored) if same else None,
+            layout=layout,
+        )
+
+    async def fill(self, state: RoundState, message: Fill) -> Filled:
+        """Raises RefusedError, NotFoundError, CapacityError, FormatError, StateMismatchError."""
+        restored = self._restored(state, message)
+        if message.layout is None and restored.layout is not None:
+            raise RefusedError(
+                Refusal.BAD_REQUEST,
+                f"rank {message.rank} says no layout: expected one, since another number of ranks "
+                "saved the checkpoint",
+            )
+        for offer in message.slots:
+            if rank_of_slot(offer.name) != message.rank:
+                raise RefusedError(
+                    Refusal.BAD_REQUEST, f"slot {offer.name!r} is not one of rank {message.rank}"
+                )
+        # No await since the fence: what is registered here is of the round that is held, and a SEAL
+        # that comes from now on finds it.
+        target = self._replace(message.rank)
+        try:
+            filled = await self._fill(message, restored, target)
+            target.check()
+        finally:
+            target.stop("it is over")
+            if self._targets.get(message.rank) is target:
+                del self._targets[message.rank]
+        restored.sources[message.rank] = filled.tier
+        self._rehydrator.failed(message.rank, "")
+        self._on_change()
+        return filled
+
+    def stop(self, why: str) -> None:
+        """No fill that runs now writes another byte; their ranks are told so."""
+        for target in self._targets.values():
+            target.stop(why)
+
+    def _replace(self, rank: Rank) -> FillTarget:
+        """Of the rank's newest fill: one before it has lost its connection, and its slots are the
+        same."""
+        old = self._targets.get(rank)
+        if old is not None:
+            old.stop("the rank asked again")
+        self._targets[rank] = target = FillTarget(rank)
+        return target
+
+    async def _fill(self, message: Fill, restored: Restored, target: FillTarget) -> Filled:
+        rank, names = message.rank, tuple(offer.name for offer in message.slots)
+        if message.layout is not None:
+            return await self._from_others(names, rank, message.layout, restored, target)
+        ref = restored.refs.get(rank)
+        if ref is None:
+            raise NotFoundError(f"rank {rank} has nothing to restore in this round")
+        payload_bytes = restored.payload_bytes[rank]
+        kept = await self._pools.fill.run(self._from_memory, names, ref, payload_bytes, target)
+        if kept is not None:
+            return Filled(kept, payload_bytes, TierName.MEMORY)
+        return await self._from_node(names, ref, payload_bytes, restored, target)
+
+    def _restored(self, state: RoundState, message: Restore | Fill) -> Restored:
+        refused = fence(state, message.round)
+        if refused is not None:
+            raise RefusedError(refused.code, refused.message)
+        if message.rank not in state.own_ranks:
+            raise RefusedError(Refusal.BAD_REQUEST, f"rank {message.rank} is not of this pod")
+        if self._rehydrator.restored is None:
+            raise RefusedError(Refusal.BUSY, "the restore point is not here yet")
+        return self._rehydrator.restored
+
+    async def _rank_layout(self, rank: Rank, restored: Restored) -> Digest | None:
+        """Of a shard as it was saved, so that a rank that is cut otherwise now notices."""
+        try:
+            try:
+                document = await self._layouts.saved(restored.refs[rank])
+            except HoldfastError:
+                document = await self._layouts.part(await self._layout(restored), rank)
+        except (NotFoundError, FormatError) as error:
+            # The shard is good without it: a rank that is cut as it was must not wait for a document
+            # that nobody has, and of one that is not the shapes tell when it loads, unless they are
+            # the same.
+            logs.warning("a shard's layout is not here", rank=rank, error=str(error))
+            return None
+        try:
+            return await self._layouts.give(document)
+        except UnavailableError as error:
+            logs.warning("a shard's layout was not given", rank=rank, error=str(error))
+            return None
+
+    async def _layout(self, restored: Restored) -> bytes:
+        """The checkpoint's; waits a while for who has it. Raises NotFoundError, FormatError,
+        RefusedError (BUSY: it may come; without it a rank might take another part for its own)."""
+        patience = self._patience()
+        while True:
+            try:
+                return await self._rehydrator.layout(restored)
+            except UnavailableError as error:
+                if patience.over:
+                    raise RefusedError(
+                        Refusal.BUSY,
+                        f"layout of step {restored.point.step} cannot be had now: {error}",
+                    ) from error
+            await patience.pause()
+            if self._rehydrator.restored is not restored:
+                raise RefusedError(
+                    Refusal.BUSY, "the round of the restore ended while its layout was waited for"
+                )
+
+    async def _from_others(
+        self,
+        names: tuple[str, ...],
+        rank: Rank,
+        digest: Digest,
+        restored: Restored,
+        target: FillTarget,
+    ) -> Filled:
+        wanted = parse_rank_layout(await self._layouts.wanted(digest))
+        if wanted.rank != rank:
+            raise FormatError(f"fill of rank {rank}: the layout is of rank {wanted.rank}")
+        if restored.manifest is None:
+            raise NotFoundError(f"rank {rank} has nothing to restore in this round")
+        document = await self._layout(restored)
+        if (found := digest_of(document)) != restored.manifest.layout:
+            # A plan made with another would cut shards where their tensors are not.
+            raise CorruptionError(
+                f"layout of step {restored.point.step}: digest {found}, the manifest says "
+                f"{restored.manifest.layout}"
+            )
+        layout = await self._pools.fill.run(parse_layout, document)
+        saved = Saved(restored.manifest, layout, self._rehydrator.namespace_of(restored.point))
+        slot = await self._pools.fill.run(self._room, names, wanted.payload_bytes, target)
+        self._stager.memory.pop(slot, None)
+        try:
+            tier = await self._resharder.fill(
+                saved, wanted, target, lambda words: self._failed(rank, words, target)
+            )
+        except NotFoundError as error:
+            self._failed(rank, str(error), target)
+            raise
+        return Filled(slot, wanted.payload_bytes, tier)
+
+    async def _from_node(
+        self,
+        names: tuple[str, ...],
+        ref: ShardRef,
+        payload_bytes: int,
+        restored: Restored,
+        target: FillTarget,
+    ) -> Filled:
+        rank = Rank(ref.rank)
+        for _ in range(_MAX_TRIES):
+            try:
+                slot, record = await self._pools.fill.run(
+                    self._copy, names, ref, payload_bytes, target
+                )
+                target.check()
+                self._stager.memory[slot] = record
+                return Filled(slot, payload_bytes, restored.sources[rank])
+            except CorruptionError as error:
+                self._metrics.corruption(TierName.NODE)
+                logs.warning("bad copy in the node tier", rank=rank, error=str(error))
+                await self._pools.meta.run(self._node.quarantine, ref, str(error))
+            except NotFoundError as error:
+                logs.warning("a shard left the node tier", rank=rank, error=str(error))
+            target.check()
+            try:
+                await self._rehydrator.refetch(rank, restored)
+            except NotFoundError as error:
+                self._failed(rank, str(error), target)
+                raise
+            self._on_change()
+        raise NotFoundError(f"rank {rank}: {_MAX_TRIES} copies in a row were bad")
+
+    def _failed(self, rank: Rank, words: str, target: FillTarget) -> None:
+        """Not of a fill that was stopped, whose words would be taken for the next round's."""
+        target.check()
+        self._rehydrator.failed(rank, f"rank {rank}: {words}")
+
+    # ------------------------------------------------------------------ in a thread
+
+    def _from_memory(
+        self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
+    ) -> str | None:
+        for name in names:
+            target.check()
+            try:
+                slot = SlotFile.open(self._settings.slots_dir, name)
+            except HoldfastError:
+                continue
+            try:
+                header = slot.header()
+                identity = (header.round, header.step, header.payload_bytes)
+                if (
+                    header.state is not SlotState.FILLING
+                    and identity == (ref.round, ref.step, payload_bytes)
+                    and slot_holds(slot, self._node, ref, payload_bytes)
+                ):
+                    with target.writing():
+                        if not self._stager.owns(name):
+                            slot.set_state(SlotState.FREE)
+                    return name
+            except HoldfastError as error:
+                logs.warning("slot not usable", slot=name, error=str(error))
+            finally:
+                slot.close()
+        return None
+
+    def _copy(
+        self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
+    ) -> tuple[str, ShardRecord]:
+        with self._node.open_shard(ref) as reader:
+            slot = self._room(names, payload_bytes, target)
+            header = target.header()
+            target.write_header(SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes))
+            written = 0
+            with closing(reader.read_payload()) as parts:
+                for part in parts:
+                    target.write_payload(written, part)
+                    written += len(part)
+            target.write_header(
+                SlotHeader(
+                    SlotState.FREE,
+                    header.rank,
+                    header.capacity_bytes,
+                    ref.round,
+                    ref.step,
+                    payload_bytes,
+                )
+            )
+            self._metrics.fetched(TierName.NODE, payload_bytes)
+            return slot, reader.record
+
+    def _room(self, names: tuple[str, ...], payload_bytes: int, target: FillTarget) -> str:
+        """The target takes the first offered slot that nobody writes from and that is large
+        enough."""
+        found: list[str] = []
+        for name in names:
+            if self._stager.owns(name):
+                found.append(f"{name}: being written")
+                continue
+            target.take(SlotFile.open(self._settings.slots_dir, name))
+            capacity_bytes = target.header().capacity_bytes
+            if capacity_bytes >= payload_bytes:
+                return name
+            found.append(f"{name}: {capacity_bytes} bytes")
+        raise CapacityError(
+            f"no slot for a shard of {payload_bytes} bytes: {', '.join(found) or 'none offered'}"
+        )

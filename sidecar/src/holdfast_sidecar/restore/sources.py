@@ -1,0 +1,88 @@
+"""Where ranges of one shard of the restore point may be read: this node, each other member, the store.
+
+In that order, as whole shards are brought; of the members the one first whose rank saved it. Nothing
+is opened here before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from holdfast_core.ids import ShardRef, TierName, worker_of
+from holdfast_core.messages.schema import Member
+from holdfast_core.tiers.base import NodeTier, ObjectTier, ShardSource
+from holdfast_core.tiers.sources import ReaderSource
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pools import Pool, Pools
+from holdfast_sidecar.restore.rehydrate import Rehydrator
+from holdfast_sidecar.wire.bulk import BulkPeers
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One place that may hold a shard."""
+
+    tier: TierName
+    name: str
+    open: Callable[[], ShardSource]
+    """Blocks. Raises HoldfastError."""
+    pool: Pool
+    """Threads for opening and reading."""
+    member: Member | None = None
+
+
+class Places:
+    """Lists places, and tells of those whose copy was bad."""
+
+    def __init__(
+        self,
+        node: NodeTier,
+        store: ObjectTier | None,
+        bulk: BulkPeers,
+        rehydrator: Rehydrator,
+        pools: Pools,
+        metrics: Metrics,
+        procs_per_worker: int,
+    ) -> None:
+        self._node = node
+        self._store = store
+        self._bulk = bulk
+        self._rehydrator = rehydrator
+        self._pools = pools
+        self._metrics = metrics
+        self._procs_per_worker = procs_per_worker
+
+    def of(self, ref: ShardRef, namespace: str) -> tuple[Place, ...]:
+        """In the order in which they are asked. `namespace`: of the job in the store's keys."""
+        home = worker_of(ref.rank, self._procs_per_worker)
+        members = sorted(self._rehydrator.others(), key=lambda member: member.worker != home)
+        found = [Place(TierName.NODE, "node tier", partial(self._own, ref), self._pools.fill)]
+        found += [
+            Place(
+                TierName.PEER,
+                f"worker {member.worker}",
+                partial(self._bulk.open, member, ref),
+                self._pools.fetch,
+                member,
+            )
+            for member in members
+        ]
+        if self._store is not None:
+            opened = partial(self._store.open_shard, namespace, ref)
+            found.append(Place(TierName.OBJECT, "object store", opened, self._pools.fetch))
+        return tuple(found)
+
+    async def bad(self, place: Place, ref: ShardRef, words: str) -> None:
+        """The copy there is not the shard: the own one is quarantined, a member told to look."""
+        self._metrics.corruption(place.tier)
+        if place.member is not None:
+            self._rehydrator.accuse(place.member, ref)
+        elif place.tier is TierName.NODE:
+            logs.warning("bad copy in the node tier", rank=ref.rank, error=words)
+            await self._pools.meta.run(self._node.quarantine, ref, words)
+
+    def _own(self, ref: ShardRef) -> ShardSource:
+        return ReaderSource(self._node.open_shard(ref))

@@ -1,0 +1,404 @@
+"""The pipeline of this pod's own shards once they are durable: tell, copy, upload, tell again.
+
+`plan.next_actions` says what is missing; this file does it, a bounded number at a time, and tries
+again with backoff. A dead peer, store or coordinator holds up only what needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from holdfast_core.clock import Clock
+from holdfast_core.errors import (
+    CorruptionError,
+    NotFoundError,
+    RefusedError,
+    StaleRoundError,
+    UnavailableError,
+)
+from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.schema import (
+    Ok,
+    PersistRequest,
+    Prepared,
+    PreparedReply,
+    Refusal,
+    Replicated,
+    Uploaded,
+)
+from holdfast_core.tiers.base import NodeTier, ObjectTier, ShardRecord
+from holdfast_sidecar.base.backoff import Backoff
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.save.held import info_of
+from holdfast_sidecar.save.layouts import RankLayouts
+from holdfast_sidecar.save.plan import (
+    Action,
+    OwnShard,
+    ShardKey,
+    StoredAs,
+    Verb,
+    expects_commit,
+    idle,
+    next_actions,
+    startable,
+)
+from holdfast_sidecar.save.sharing import ShardUploader
+from holdfast_sidecar.wire.bulk import BulkPeers
+from holdfast_sidecar.wire.client import Peers
+
+_PASSING = frozenset(
+    {
+        Refusal.SEALED,
+        Refusal.FUTURE_ROUND,
+        Refusal.NOT_COORDINATOR,
+        Refusal.NOT_MEMBER,
+        Refusal.BUSY,
+    }
+)
+"""Refusals of a round that has not arrived everywhere yet: no trouble, only tried again."""
+
+
+def own_shard(record: ShardRecord, *, committed: bool = False) -> OwnShard:
+    return OwnShard(record.ref, info_of(record), record.header.layout, committed=committed)
+
+
+class Flow:
+    """The table of own shards of the current round and the tasks that move them on."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        current: Callable[[], RoundState],
+        node: NodeTier,
+        store: ObjectTier | None,
+        *,
+        peers: Peers,
+        bulk: BulkPeers,
+        layouts: RankLayouts,
+        pools: Pools,
+        failures: Failures,
+        metrics: Metrics,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._current = current
+        self._node = node
+        self._uploader = (
+            None
+            if store is None
+            else ShardUploader(settings.contract, current, node, store, bulk=bulk, clock=clock)
+        )
+        self._peers = peers
+        self._bulk = bulk
+        self._layouts = layouts
+        self._pools = pools
+        self._failures = failures
+        self._metrics = metrics
+        self._clock = clock
+        self._on_change = on_change
+        self._shards: dict[ShardKey, OwnShard] = {}
+        self._running: set[Action] = set()
+        self._paused: set[Action] = set()
+        self._backoffs: dict[Action, Backoff] = {}
+        self._tasks = Tasks()
+        self._wants: dict[tuple[Step, RestartRound], PersistRequest] = {}
+        self._audience = 0
+        """Counts the coordinators: what an earlier one was told does not count for the next."""
+
+    # ------------------------------------------------------------------ what others tell it
+
+    def add(self, shard: OwnShard) -> None:
+        """A shard of the current round is durable here (or one of the restore point is)."""
+        known = self._shards.get(shard.key)
+        if known is not None and known.ref == shard.ref:
+            return
+        wanted = (shard.key.step, shard.key.round) in self._wants
+        self._shards[shard.key] = replace(shard, wanted=wanted)
+        self.wake()
+
+    def committed(self, step: Step, round_: RestartRound) -> None:
+        """The manifest of this step is durable here."""
+        for key, shard in tuple(self._shards.items()):
+            if (key.step, key.round) == (step, round_):
+                self._shards[key] = replace(shard, committed=True)
+        self.wake()
+
+    def want(self, request: PersistRequest) -> None:
+        """Upload the own shards of this committed step. One that is there and needs no other checkpoint
+        is not sent again, whatever the request says."""
+        if self._uploader is None:
+            return
+        self._wants[(request.step, request.step_round)] = request
+        for key, shard in tuple(self._shards.items()):
+            if (key.step, key.round) == (request.step, request.step_round):
+                good = shard.uploaded and not (request.whole and shard.stored_as.references)
+                self._shards[key] = replace(shard, wanted=True, uploaded=good, uploaded_told=False)
+        self.wake()
+
+    def retell(self) -> None:
+        """Another coordinator, or another life of it: it has heard nothing yet."""
+        self._audience += 1
+        self._shards = {k: s.untold() for k, s in self._shards.items()}
+        self._backoffs.clear()
+        self._paused.clear()
+        self.wake()
+
+    def forget(self, steps: tuple[Step, ...]) -> None:
+        """Pruned."""
+        self._shards = {k: s for k, s in self._shards.items() if k.step not in steps}
+        self._wants = {w: r for w, r in self._wants.items() if w[0] not in steps}
+        self._backoffs = {a: b for a, b in self._backoffs.items() if a.key.step not in steps}
+        self._on_change()
+
+    async def reset(self) -> None:
+        """A newer round was sealed: nothing of the old one goes on."""
+        await self._tasks.cancel()
+        self._shards.clear()
+        self._running.clear()
+        self._paused.clear()
+        self._backoffs.clear()
+        self._wants.clear()
+
+    @property
+    def idle(self) -> bool:
+        return idle(self._shards.values(), self._current().copy_targets())
+
+    @property
+    def expects_commit(self) -> bool:
+        return expects_commit(self._shards.values())
+
+    @property
+    def pending(self) -> int:
+        return len(next_actions(self._shards.values(), self._current().copy_targets()))
+
+    def shards(self) -> tuple[OwnShard, ...]:
+        return tuple(self._shards.values())
+
+    def untold(self, rank: Rank) -> tuple[Step, ...]:
+        """Steps of this round that are durable here, which the coordinator has not heard yet."""
+        return tuple(
+            k.step
+            for k, s in self._shards.items()
+            if k.rank == rank and s.reported and not s.prepared_told
+        )
+
+    def wake(self) -> None:
+        """Start whatever can be started now."""
+        state = self._current()
+        if state.held is None:
+            return
+        actions = next_actions(self._shards.values(), state.copy_targets())
+        ready = [a for a in actions if a not in self._paused]
+        for action in startable(ready, frozenset(self._running)):
+            self._running.add(action)
+            self._tasks.spawn(self._run(action), f"{action.verb} {action.key}")
+
+    # ------------------------------------------------------------------ one action
+
+    async def _run(self, action: Action) -> None:
+        shard = self._shards.get(action.key)
+        try:
+            if shard is not None:
+                await self._do(action, shard)
+                self._failures.healthy(_subject(action))
+            self._backoffs.pop(action, None)
+        except StaleRoundError:
+            self._pause(action)
+        except NotFoundError as error:
+            if action.verb in (Verb.COPY, Verb.UPLOAD) and self._gone(action):
+                return
+            self._failed(action, error)
+        except CorruptionError as error:
+            await self._accused(action, error)
+        except Exception as error:  # noqa: BLE001 - else the shard stops here and nothing reports it
+            self._failed(action, error)
+        finally:
+            self._running.discard(action)
+        self.wake()
+        self._on_change()
+
+    def _failed(self, action: Action, error: BaseException) -> None:
+        if not (isinstance(error, RefusedError) and error.code in _PASSING):
+            self._failures.note(_subject(action), _tier(action), error, step=action.key.step)
+        self._pause(action)
+
+    def _pause(self, action: Action) -> None:
+        settings = self._settings
+        backoff = self._backoffs.setdefault(
+            action, Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
+        )
+        self._paused.add(action)
+        self._tasks.spawn(self._resume(action, backoff.next_seconds()), "pause")
+
+    async def _resume(self, action: Action, seconds: float) -> None:
+        await self._clock.sleep(seconds)
+        self._paused.discard(action)
+        self.wake()
+
+    def _gone(self, action: Action) -> bool:
+        """True if the shard itself is not on this node any more: nothing to do with it."""
+        shard = self._shards.get(action.key)
+        if shard is not None and self._node.find(shard.ref) is not None:
+            return False
+        self._shards.pop(action.key, None)
+        return True
+
+    async def _accused(self, action: Action, error: CorruptionError) -> None:
+        """Bytes that left here did not verify. Only our own look decides whose fault it is: a peer with
+        bad memory must not cost a good copy."""
+        shard = self._shards.get(action.key)
+        if shard is None:
+            return
+        try:
+            own = await self._pools.read.run(self._damage, shard)
+        except Exception as failure:  # noqa: BLE001 - as in _run
+            self._failed(action, failure)
+            return
+        if own is None:
+            self._failed(action, UnavailableError(f"{error}; the copy here verifies"))
+            return
+        self._shards.pop(action.key, None)
+        self._metrics.corruption(TierName.NODE)
+        self._failures.note(_subject(action), TierName.NODE, own, step=action.key.step)
+        await self._pools.meta.run(self._node.quarantine, shard.ref, str(own))
+
+    def _damage(self, shard: OwnShard) -> CorruptionError | None:
+        try:
+            with self._node.open_shard(shard.ref) as reader:
+                reader.verify()
+        except CorruptionError as error:
+            return error
+        return None
+
+    async def _do(self, action: Action, shard: OwnShard) -> None:
+        audience = self._audience
+        match action.verb:
+            case Verb.COPY:
+                await self._copy(shard, action.target)
+                return
+            case Verb.UPLOAD:
+                await self._upload(shard)
+                return
+            case Verb.PREPARED:
+                await self._tell_prepared(shard)
+            case Verb.REPLICATED:
+                message = Replicated(*self._speaker(shard), shard.ref.rank, shard.ref.blake3)
+                await self._peers.call(self._coordinator(), message, Ok)
+            case Verb.UPLOADED:
+                await self._tell_uploaded(shard)
+        if audience == self._audience:
+            self._update(shard, told=action.verb)
+
+    def _update(
+        self,
+        shard: OwnShard,
+        *,
+        told: Verb | None = None,
+        stored_as: StoredAs | None = None,
+        copied: Worker | None = None,
+    ) -> None:
+        """Write one fact into the table's newest entry (it may have changed meanwhile)."""
+        now = self._shards.get(shard.key)
+        if now is None or now.ref != shard.ref:
+            return
+        self._shards[shard.key] = replace(
+            now,
+            prepared_told=now.prepared_told or told is Verb.PREPARED,
+            replicated_told=now.replicated_told or told is Verb.REPLICATED,
+            # Asked for the whole shard meanwhile: what was said of the pack does not count.
+            uploaded_told=now.uploaded_told
+            or (told is Verb.UPLOADED and now.uploaded and now.stored_as == shard.stored_as),
+            uploaded=now.uploaded or stored_as is not None,
+            stored_as=stored_as or now.stored_as,
+            copied=now.copied if copied is None else now.copied | {copied},
+        )
+
+    def _coordinator(self) -> Worker:
+        held = self._current().held
+        if held is None:
+            raise UnavailableError("no ROUND is held: the coordinator is not known")
+        return held.coordinator
+
+    async def _tell_prepared(self, shard: OwnShard) -> None:
+        message = Prepared(
+            self._current().round,
+            shard.ref.step,
+            self._settings.contract.worker,
+            shard.info,
+            shard.layout,
+        )
+        reply = await self._peers.call(self._coordinator(), message, PreparedReply)
+        if reply.need_layout:
+            document = await self._layouts.text(shard.layout)
+            reply = await self._peers.call(
+                self._coordinator(), replace(message, rank_layout=document), PreparedReply
+            )
+            if reply.need_layout:
+                raise UnavailableError(f"the coordinator does not keep layout {shard.layout}")
+        if reply.pruned:
+            self._shards.pop(shard.key, None)
+            await self._pools.shard.run(self._node.delete_shard, shard.ref)
+
+    async def _tell_uploaded(self, shard: OwnShard) -> None:
+        message = Uploaded(
+            *self._speaker(shard),
+            shard.ref.rank,
+            shard.ref.blake3,
+            shard.stored_as.base,
+            shard.stored_as.references,
+        )
+        await self._peers.call(self._coordinator(), message, Ok)
+
+    def _speaker(self, shard: OwnShard) -> tuple[RestartRound, Step, Worker]:
+        return self._current().round, shard.ref.step, self._settings.contract.worker
+
+    async def _copy(self, shard: OwnShard, target: Worker | None) -> None:
+        state = self._current()
+        member = None if target is None else state.member(target)
+        if target is None or member is None:
+            raise UnavailableError(f"worker {target} is not a member of round {state.round}")
+        started = self._clock.monotonic()
+        sent = await self._pools.copy.run(self._bulk.put, member, state.round, shard.ref)
+        self._metrics.sent(TierName.PEER, sent)
+        self._metrics.stored(
+            TierName.PEER, shard.info.payload_bytes, self._clock.monotonic() - started
+        )
+        self._update(shard, copied=target)
+
+    async def _upload(self, shard: OwnShard) -> None:
+        started = self._clock.monotonic()
+        if self._uploader is None:
+            raise UnavailableError("this job has no object store")
+        request = self._wants.get((shard.key.step, shard.key.round))
+        stored_as = await self._pools.store.run(self._uploader.upload, shard.ref, request)
+        if self._wants.get((shard.key.step, shard.key.round)) != request and stored_as.references:
+            return  # asked for differently meanwhile: look again
+        self._metrics.stored(
+            TierName.OBJECT, shard.info.payload_bytes, self._clock.monotonic() - started
+        )
+        self._update(shard, stored_as=stored_as)
+
+
+def _tier(action: Action) -> TierName:
+    match action.verb:
+        case Verb.UPLOAD:
+            return TierName.OBJECT
+        case Verb.COPY | Verb.PREPARED | Verb.REPLICATED | Verb.UPLOADED:
+            return TierName.PEER
+
+
+def _subject(action: Action) -> str:
+    match action.verb:
+        case Verb.COPY:
+            return f"copies to worker {action.target}"
+        case Verb.UPLOAD:
+            return "uploads"
+        case Verb.PREPARED | Verb.REPLICATED | Verb.UPLOADED:
+            return "words to the coordinator"

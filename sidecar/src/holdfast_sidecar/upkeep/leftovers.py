@@ -1,0 +1,105 @@
+"""What dead pods and deletions leave in the store: unfinished uploads, and objects and layouts that no
+checkpoint needs.
+
+The coordinator looks now and then, never while somebody waits for it. A failure keeps what there is
+until the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from holdfast_core.clock import Clock
+from holdfast_core.contract import SidecarContract
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import CheckpointId, RestartRound
+from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.tiers.base import NodeTier, ObjectTier
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.upkeep.store_layouts import StoreLayouts
+
+_STALE_UPLOADS = timedelta(hours=24)
+"""Unfinished multipart uploads cost money for ever."""
+_QUIET = timedelta(hours=1)
+"""Nothing of a checkpoint was written for so long: a coordinator that was deposed, and does not know
+it, is not putting its manifest any more."""
+_SWEEP_SECONDS = 900.0
+_SWEEPS_A_REAP = 24
+_SWEEPS_A_LOOK = 4
+"""Layouts are looked at less often, and deleted when two looks in a row found them unnamed."""
+
+
+class Leftovers:
+    def __init__(
+        self,
+        contract: SidecarContract,
+        round_: RestartRound,
+        store: ObjectTier | None,
+        node: NodeTier,
+        *,
+        pools: Pools,
+        clock: Clock,
+        uploading: Callable[[], frozenset[CheckpointId]],
+    ) -> None:
+        """`uploading`: what is on its way to the store; called by another thread."""
+        self._contract = contract
+        self._round = round_
+        self._store = store
+        self._node = node
+        self._pools = pools
+        self._clock = clock
+        self._uploading = uploading
+
+    async def run(self) -> None:
+        """Until cancelled: one coordinator may live for weeks."""
+        store = self._store
+        if store is None:
+            return
+        s3 = store if isinstance(store, S3ObjectTier) else None
+        layouts = StoreLayouts(self._contract, self._node, store, _QUIET, self._uploading)
+        while True:
+            if s3 is not None:
+                await self._reap(s3)
+            for sweep in range(1, _SWEEPS_A_REAP + 1):
+                await self._clock.sleep(_SWEEP_SECONDS)
+                if s3 is not None:
+                    await self._sweep(s3)
+                if sweep % _SWEEPS_A_LOOK == 0:
+                    await self._look(layouts)
+
+    async def _look(self, layouts: StoreLayouts) -> None:
+        try:
+            gone = await self._pools.store.run(layouts.look)
+        except HoldfastError as error:
+            logs.warning("layouts in the store were not looked at", error=str(error))
+        else:
+            if gone:
+                logs.info("deleted layouts that no manifest names", layouts=sorted(gone))
+
+    async def _reap(self, store: S3ObjectTier) -> None:
+        contract = self._contract
+        try:
+            await self._pools.store.run(
+                store.abort_stale_uploads, contract.namespace, contract.job_uid, _STALE_UPLOADS
+            )
+        except HoldfastError as error:
+            logs.warning("unfinished uploads were not looked for", error=str(error))
+
+    async def _sweep(self, store: S3ObjectTier) -> None:
+        contract = self._contract
+        try:
+            swept = await self._pools.store.run(
+                store.sweep,
+                contract.namespace,
+                contract.job_uid,
+                self._round,
+                _QUIET,
+                self._uploading,
+            )
+        except HoldfastError as error:
+            logs.warning("the store was not swept", error=str(error))
+        else:
+            if swept:
+                logs.info("swept", checkpoints=sorted(map(str, swept)))

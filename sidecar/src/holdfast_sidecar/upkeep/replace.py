@@ -1,0 +1,116 @@
+"""Fetches again what was quarantined on this node: from a peer or the store, as long as it is wanted.
+
+A source may be away for a while, so what is missing is remembered, within a bound, and tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast_core.errors import CorruptionError, FormatError, HoldfastError, NotFoundError
+from holdfast_core.format.manifest import parse_manifest_of
+from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
+from holdfast_core.messages.schema import RestorePoint
+from holdfast_core.tiers.base import NodeTier
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.restore.rehydrate import Rehydrator
+from holdfast_sidecar.restore.tried import Tried
+
+_MAX_MISSING = 256
+
+
+class Replacer:
+    def __init__(
+        self,
+        node: NodeTier,
+        rehydrator: Rehydrator,
+        current: Callable[[], RoundState],
+        pools: Pools,
+    ) -> None:
+        self._node = node
+        self._rehydrator = rehydrator
+        self._current = current
+        self._pools = pools
+        self._said = logs.Changed()
+        self._shards: dict[ShardRef, None] = {}
+        self._manifests: dict[tuple[JobUid, CheckpointId], None] = {}
+        self._layouts: dict[Digest, tuple[JobUid, CheckpointId]] = {}
+
+    def shard_is_bad(self, ref: ShardRef) -> None:
+        if len(self._shards) < _MAX_MISSING:
+            self._shards[ref] = None
+
+    def manifest_is_bad(self, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        if len(self._manifests) < _MAX_MISSING:
+            self._manifests[(job_uid, checkpoint)] = None
+
+    def layout_is_bad(self, digest: Digest, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        """`checkpoint`: whose manifest names it."""
+        if len(self._layouts) < _MAX_MISSING:
+            self._layouts[digest] = (job_uid, checkpoint)
+
+    async def replace_missing(self) -> None:
+        """Try all that is missing, once. Nothing while the sidecar is sealed: no member is known."""
+        if self._current().held is None:
+            return
+        for name in tuple(self._manifests):
+            if await self._manifest(*name):
+                del self._manifests[name]
+        for digest, name in tuple(self._layouts.items()):
+            if await self._layout(digest, *name):
+                del self._layouts[digest]
+        for ref in tuple(self._shards):
+            if await self._shard(ref):
+                del self._shards[ref]
+
+    async def _shard(self, ref: ShardRef) -> bool:
+        """True: it is here, or wanted no more."""
+        if (ref.job_uid, ref.checkpoint) in self._manifests:
+            return False
+        if not await self._is_wanted(ref):
+            return True
+        tried = Tried()
+        tier = await self._rehydrator.fetch(ref, tried)
+        if tier is None:
+            self._said.say(str(ref), f"a bad shard cannot be replaced now: {tried}")
+            return False
+        self._said.healthy(str(ref))
+        if not await self._is_wanted(ref):
+            # Pruned while it came: what was deleted then did not include it.
+            await self._pools.shard.run(self._node.delete_shard, ref)
+            return True
+        logs.info("replaced a bad shard", ref=str(ref), source=tier)
+        return True
+
+    async def _is_wanted(self, ref: ShardRef) -> bool:
+        found = await self._pools.read.run(self._node.list_manifests)
+        return (ref.job_uid, ref.checkpoint) in found
+
+    async def _manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
+        """True: it is here, or wanted no more: a peer may still have one that was pruned here."""
+        records = await self._pools.read.run(self._node.list_shards)
+        if not any((r.header.job_uid, r.checkpoint) == (job_uid, checkpoint) for r in records):
+            return True
+        point = RestorePoint(checkpoint.step, checkpoint.round, job_uid=job_uid)
+        tried = Tried()
+        if await self._rehydrator.manifest(point, checkpoint, tried) is not None:
+            logs.info("replaced a bad manifest", checkpoint=str(checkpoint))
+            return True
+        self._said.say(str(checkpoint), f"a bad manifest cannot be replaced now: {tried}")
+        return not tried.may_come
+
+    async def _layout(self, digest: Digest, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
+        point = RestorePoint(checkpoint.step, checkpoint.round, job_uid=job_uid)
+        try:
+            document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
+            manifest = parse_manifest_of(document, job_uid, checkpoint)
+            await self._rehydrator.layout_of(point, manifest)
+        except (NotFoundError, FormatError, CorruptionError):
+            return True  # pruned, or found bad by the next pass
+        except HoldfastError as error:
+            self._said.say(digest, f"a bad layout cannot be replaced now: {error}")
+            return False
+        logs.info("replaced a bad layout", layout=digest)
+        return True

@@ -1,0 +1,74 @@
+"""Where another member's sidecar listens. `Member.address` is a pod IP, and the ports are the
+contract's; `ip:control_port:bulk_port` names the ports too, so that several sidecars of one machine
+(tests, the local demo) can be members of one job.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast_core.errors import ConfigError
+from holdfast_core.messages.schema import Round
+from holdfast_sidecar.base.rounds import RoundState
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    host: str
+    control_port: int
+    bulk_port: int
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"https://{host}:{self.control_port}"
+
+
+def parse_address(address: str, *, control_port: int, bulk_port: int) -> Endpoint | None:
+    """None while the address is unknown (""). Raises ConfigError when it is no address."""
+    if not address:
+        return None
+    if _is_ip(address):
+        return Endpoint(address, control_port, bulk_port)
+    host, _, ports = address.partition(":")
+    if address.startswith("["):
+        host, _, ports = address[1:].partition("]:")
+    control, _, bulk = ports.partition(":")
+    if not _is_ip(host) or not (control.isdecimal() and bulk.isdecimal()):
+        raise ConfigError(
+            f"member address {address!r}: expected a pod IP, or ip:control_port:bulk_port"
+        )
+    return Endpoint(host, int(control), int(bulk))
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+class MemberAddresses:
+    """IP addresses of the members of the round that is held."""
+
+    def __init__(self, current: Callable[[], RoundState]) -> None:
+        self._current = current
+        self._known: tuple[Round | None, frozenset[str]] = None, frozenset()
+
+    def __call__(self) -> frozenset[str]:
+        held = self._current().held
+        if held is not self._known[0]:
+            members = () if held is None else held.members
+            self._known = held, frozenset(h for m in members if (h := _host(m.address)) is not None)
+        return self._known[1]
+
+
+def _host(address: str) -> str | None:
+    try:
+        endpoint = parse_address(address, control_port=0, bulk_port=0)
+    except ConfigError:
+        return None
+    return None if endpoint is None else endpoint.host

@@ -1,0 +1,58 @@
+"""Bodies of HTTP requests: read only after their caller was admitted, and bounded together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from holdfast_core.errors import FormatError, UnavailableError
+from holdfast_sidecar.wire.budget import ByteBudget
+
+_BODY_SECONDS = 30.0
+"""From the head of a request to the end of its body."""
+
+
+class Bodies:
+    """Reads bodies of requests, of bounded size each and together."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._budget = ByteBudget(limit_bytes)
+
+    @asynccontextmanager
+    async def read(self, request: web.Request, limit_bytes: int) -> AsyncIterator[bytes]:
+        """The whole body, which counts until the context ends.
+
+        Raises FormatError (too large, cut short, or of unknown length), UnavailableError (it did not
+        arrive in time, or there was no room for it).
+        """
+        length = _announced(request, limit_bytes)
+        try:
+            async with asyncio.timeout(_BODY_SECONDS) as deadline, self._budget.take(length):
+                body = await request.content.readexactly(length)
+                deadline.reschedule(None)
+                yield body
+        except asyncio.IncompleteReadError as error:
+            raise FormatError(
+                f"{request.path}: the body ended after {len(error.partial)} of {length} bytes"
+            ) from error
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise UnavailableError(
+                f"{request.path}: {length} bytes were announced, and were not read within "
+                f"{_BODY_SECONDS:.0f} s: the caller is slow, or too many requests came at once"
+            ) from error
+
+
+def _announced(request: web.Request, limit_bytes: int) -> int:
+    length = request.content_length
+    if length is None:
+        if request.body_exists:
+            raise FormatError(f"{request.path}: expected a Content-Length")
+        return 0
+    if length > limit_bytes:
+        raise FormatError(f"{request.path}: {length} bytes, at most {limit_bytes} are accepted")
+    return length

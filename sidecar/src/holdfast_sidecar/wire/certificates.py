@@ -1,0 +1,93 @@
+"""This pod's certificate: the one that was mounted, or a newer one that the operator sent.
+
+A renewed leaf is accepted only if the job's CA signed it for this very pod and the key fits. It is
+kept on the node volume (the mount is read-only), so that a restarted sidecar still has it.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+
+from holdfast_core.contract import SidecarContract, peer_dns_name
+from holdfast_core.errors import FormatError
+from holdfast_core.messages.schema import Certificate
+from holdfast_core.net.tls import TlsFiles, client_context, load_leaf, server_context
+from holdfast_sidecar.base import logs
+
+_RENEWED = "certificate.pem"
+
+
+class Certificates:
+    """The two contexts of this process; a renewal changes them in place for new connections."""
+
+    def __init__(self, contract: SidecarContract) -> None:
+        self._name = peer_dns_name(contract.pod_name, contract.job_uid)
+        self._files = TlsFiles.in_directory(Path(contract.certs_dir))
+        self._renewed = Path(contract.node_dir) / _RENEWED
+        self.server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+    def load(self) -> None:
+        """Blocking. Raises ConfigError when the mounted files are not usable."""
+        self.server = server_context(self._files)
+        self.client = client_context(self._files)
+        if self._renewed.exists() and self._is_newer():
+            try:
+                for context in (self.server, self.client):
+                    context.load_cert_chain(self._renewed, self._renewed)
+            except (OSError, ssl.SSLError) as error:
+                logs.warning("the renewed certificate is not usable", error=str(error))
+
+    def renew(self, message: Certificate) -> None:
+        """Blocking. In force when it returns, and durable where the node volume takes it. Raises
+        FormatError (refused)."""
+        self._check(message)
+        for context in (self.server, self.client):
+            load_leaf(context, message.certificate, message.key)
+        try:
+            self._keep(message)
+        except OSError as error:
+            # A full or broken disk must not lock the operator out. A restarted sidecar shows an
+            # older leaf again, which the operator then renews.
+            logs.warning("the renewed certificate is not kept on the node", error=str(error))
+        logs.info("certificate renewed")
+
+    def _keep(self, message: Certificate) -> None:
+        temporary = self._renewed.with_suffix(".tmp")
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+        with os.fdopen(descriptor, "w") as file:
+            file.write(message.key.rstrip() + "\n" + message.certificate.rstrip() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._renewed)
+
+    def _is_newer(self) -> bool:
+        try:
+            kept = x509.load_pem_x509_certificate(self._renewed.read_bytes())
+            mounted = x509.load_pem_x509_certificate(self._files.certificate.read_bytes())
+        except (OSError, ValueError):
+            return False
+        return kept.not_valid_after_utc > mounted.not_valid_after_utc
+
+    def _check(self, message: Certificate) -> None:
+        try:
+            leaf = x509.load_pem_x509_certificate(message.certificate.encode())
+            key = serialization.load_pem_private_key(message.key.encode(), None)
+            authority = x509.load_pem_x509_certificate(self._files.ca.read_bytes())
+            leaf.verify_directly_issued_by(authority)
+            names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
+            raise FormatError(f"certificate refused: {error or type(error).__name__}") from error
+        if key.public_key() != leaf.public_key():
+            raise FormatError("certificate refused: the key is not the certificate's")
+        found = names.get_values_for_type(x509.DNSName)
+        if self._name not in found:
+            raise FormatError(f"certificate refused: it is for {found}, expected {self._name}")

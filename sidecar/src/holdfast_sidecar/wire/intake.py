@@ -1,0 +1,309 @@
+"""The Unix socket that the launcher and the ranks of this pod speak to (docs/protocol.md).
+
+Carries words, never tensor bytes. Each request gets one reply; pushes get none. The trainer may open
+as many connections as it likes: those that have not introduced themselves displace one another, an
+unfinished frame ends its connection after a while, and large frames share a few MiB. A connection
+that does not read is dropped when its buffer is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast_core.errors import (
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    StaleRoundError,
+    StateMismatchError,
+    UnavailableError,
+)
+from holdfast_core.ids import JobUid, Rank
+from holdfast_core.messages.schema import (
+    PROTOCOL_VERSION,
+    Hello,
+    HelloReply,
+    LocalRole,
+    Refusal,
+    Refused,
+)
+from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
+from holdfast_core.net.admission import Admission, Places
+from holdfast_core.shm.shared_files import listen_unix
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.wire.budget import ByteBudget
+
+_MAX_BUFFERED_BYTES = 256 << 10
+_READ_BYTES = 16 << 10
+"""Buffered of a connection while no frame is read."""
+_LARGE_FRAMES_BYTES = 8 << 20
+"""Of all frames together that are larger than `_READ_BYTES`."""
+_HELLO_BYTES = 4 << 10
+
+
+_PLACES = Places(strangers=64, strangers_per_address=64, known=256, known_per_name=8)
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeLimits:
+    places: Places = _PLACES
+    hello_seconds: float = 10.0
+    """From the connection to the end of Hello."""
+    frame_seconds: float = 30.0
+    """From the length of a frame to its end."""
+
+
+_MAX_REQUESTS = 32
+"""Requests of one connection that may be in work at once; more wait in the socket."""
+
+
+class LocalHandler(Protocol):
+    """What the socket hands on to."""
+
+    @property
+    def state(self) -> RoundState: ...
+
+    def hello(self, connection: Connection) -> HelloReply: ...
+
+    def gone(self, connection: Connection) -> None: ...
+
+    async def request(self, connection: Connection, message: Any) -> Any:
+        """Raises RefusedError, StaleRoundError, NotFoundError, FormatError."""
+        ...
+
+    def notify(self, connection: Connection, message: Any) -> None:
+        """A push from the launcher or a rank."""
+        ...
+
+
+class Connection:
+    """One launcher or rank; `hello` is None until it introduced itself."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.hello: Hello | None = None
+
+    @property
+    def name(self) -> str:
+        hello = self.hello
+        return "" if hello is None else f"{hello.role}:{hello.rank}"
+
+    @property
+    def rank(self) -> Rank | None:
+        return self.hello.rank if self.hello is not None else None
+
+    def push(self, message: Any) -> bool:
+        """Send without a reply; False if the other side is gone or does not read."""
+        return self.send(message, 0)
+
+    def send(self, message: Any, id_: int) -> bool:
+        if self._writer.is_closing():
+            return False
+        if self._writer.transport.get_write_buffer_size() > _MAX_BUFFERED_BYTES:
+            logs.warning("a local connection does not read: dropped", rank=self.rank)
+            self.abort()
+            return False
+        self._writer.write(write_frame(message, id_))
+        return True
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def abort(self) -> None:
+        """Close it without waiting for what it has not read."""
+        self._writer.transport.abort()
+
+
+class Intake:
+    """Listens; keeps the launcher's connection and one for each rank (the newest counts)."""
+
+    def __init__(
+        self,
+        path: Path,
+        job_uid: JobUid,
+        handler: LocalHandler,
+        *,
+        limits: IntakeLimits | None = None,
+        dropped: Callable[[str, str], None] = lambda port, reason: None,
+    ) -> None:
+        """`dropped`: see ControlServer."""
+        self._limits = limits or IntakeLimits()
+        self._dropped = dropped
+        self._seldom = logs.Seldom()
+        self._large = ByteBudget(_LARGE_FRAMES_BYTES)
+        self._admission: Admission[Connection] = Admission(self._limits.places, self._displace)
+        self._path = path
+        self._job_uid = job_uid
+        self._handler = handler
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._requests = Tasks()
+        self._connections: set[Connection] = set()
+        self._left = asyncio.Event()
+        self.launcher: Connection | None = None
+        self.ranks: dict[Rank, Connection] = {}
+
+    async def start(self) -> None:
+        """Mode 0660: trainer and sidecar share the volume's group, not their uid."""
+        listener = listen_unix(self._path.parent, self._path.name, mode=0o660)
+        self._server = await asyncio.start_unix_server(
+            self._serve, sock=listener, limit=_READ_BYTES
+        )
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self._connections):
+            connection.close()
+        await self._requests.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def push_launcher(self, message: Any) -> bool:
+        return self.launcher is not None and self.launcher.push(message)
+
+    def push_rank(self, rank: Rank, message: Any) -> bool:
+        connection = self.ranks.get(rank)
+        return connection is not None and connection.push(message)
+
+    async def ranks_ended(self, seconds: float) -> bool:
+        """Wait until no rank is connected, which means that everything they sent was handled.
+
+        Returns False after `seconds`: a process that a rank forked may keep its connection open.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                while self.ranks:
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(writer)
+        self._connections.add(connection)
+        self._admission.enter(connection, "")
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+        try:
+            await self._read(reader, connection)
+        except FormatError as error:
+            self._drop("frame", f"a local connection sent what is no frame: {error}")
+        except (OSError, UnavailableError) as error:
+            self._drop("broken", f"a local connection broke: {error or type(error).__name__}")
+        finally:
+            self._admission.leave(connection)
+            self._connections.discard(connection)
+            if task is not None:
+                self._tasks.discard(task)
+            self._forget(connection)
+            connection.close()
+
+    def _displace(self, connection: Connection) -> None:
+        connection.abort()
+        self._drop("room", "a local connection was closed to make room for a newer one")
+
+    def _drop(self, reason: str, message: str) -> None:
+        self._dropped("socket", reason)
+        self._seldom.warning(reason, message)
+
+    @property
+    def connections(self) -> int:
+        return len(self._admission)
+
+    @property
+    def large_bytes(self) -> int:
+        """Held for large frames that are being read."""
+        return self._large.taken_bytes
+
+    async def _read(self, reader: asyncio.StreamReader, connection: Connection) -> None:
+        async with asyncio.timeout(self._limits.hello_seconds):
+            while connection.hello is None:
+                frame = await read_frame(reader, limit_bytes=_HELLO_BYTES)
+                if frame is None:
+                    return
+                if not isinstance(frame.message, Hello):
+                    raise FormatError(f"{type(frame.message).__name__} before Hello")
+                self._introduce(connection, frame.message, frame.id)
+        requests = asyncio.Semaphore(_MAX_REQUESTS)
+        while (frame := await self._next_frame(reader)) is not None:
+            if frame.id == 0:
+                self._handler.notify(connection, frame.message)
+            else:
+                await requests.acquire()
+                self._requests.spawn(
+                    self._answer(connection, frame, requests.release), type(frame.message).__name__
+                )
+
+    async def _next_frame(self, reader: asyncio.StreamReader) -> Frame | None:
+        return await read_frame(reader, room=self._room, body_seconds=self._limits.frame_seconds)
+
+    def _room(self, length: int) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if length <= _READ_BYTES else self._large.take(length)
+
+    def _introduce(self, connection: Connection, hello: Hello, id_: int) -> None:
+        state = self._handler.state
+        if hello.job_uid != self._job_uid or hello.version != PROTOCOL_VERSION:
+            refused = state.refused(
+                Refusal.BAD_REQUEST,
+                f"hello for job {hello.job_uid} in version {hello.version}: this is the sidecar of "
+                f"job {self._job_uid}, version {PROTOCOL_VERSION}",
+            )
+            connection.send(refused, id_)
+            return
+        if hello.role is LocalRole.RANK and hello.rank not in state.own_ranks:
+            connection.send(
+                state.refused(Refusal.BAD_REQUEST, f"rank {hello.rank} is not of this pod"), id_
+            )
+            return
+        connection.hello = hello
+        if not self._admission.is_known(connection, connection.name):
+            connection.hello = None
+            raise UnavailableError(f"no place for another connection of {hello.role} {hello.rank}")
+        if hello.role is LocalRole.LAUNCHER:
+            self.launcher = connection
+        elif hello.rank is not None:
+            self.ranks[hello.rank] = connection
+        connection.send(self._handler.hello(connection), id_)
+
+    async def _answer(
+        self, connection: Connection, frame: Frame, release: Callable[[], None]
+    ) -> None:
+        state = self._handler.state
+        try:
+            reply: Any = await self._handler.request(connection, frame.message)
+        except StaleRoundError as error:
+            reply = state.refused(Refusal.STALE_ROUND, str(error))
+        except RefusedError as error:
+            reply = state.refused(Refusal(error.code), str(error))
+        except NotFoundError as error:
+            reply = state.refused(Refusal.NOT_FOUND, str(error))
+        except (FormatError, StateMismatchError) as error:
+            reply = state.refused(Refusal.BAD_REQUEST, str(error))
+        except Exception as error:  # noqa: BLE001 - without a reply a rank waits an hour
+            logs.failure(f"{type(frame.message).__name__} failed", error)
+            words = str(error) if isinstance(error, HoldfastError | OSError) else repr(error)
+            reply = Refused(Refusal.BUSY, words, state.round, state.version)
+        finally:
+            release()
+        connection.send(reply, frame.id)
+
+    def _forget(self, connection: Connection) -> None:
+        if self.launcher is connection:
+            self.launcher = None
+        if connection.rank is not None and self.ranks.get(connection.rank) is connection:
+            del self.ranks[connection.rank]
+            self._left.set()
+        if connection.hello is not None:
+            self._handler.gone(connection)

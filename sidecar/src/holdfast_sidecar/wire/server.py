@@ -1,0 +1,311 @@
+"""The control server: HTTPS with mutual TLS, and the plain one for kubelet and Prometheus.
+
+It authenticates (who does the certificate name), asks `rounds` whether the caller may say this at
+all, reads and parses the body only then, and hands on; it decides nothing itself. Up before the first
+ROUND, when only the operator is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable, Container
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from holdfast_core.clock import Clock, SystemClock
+from holdfast_core.contract import operator_dns_name
+from holdfast_core.errors import (
+    FormatError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    StaleRoundError,
+)
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
+from holdfast_core.messages.bounds import body_limit_bytes
+from holdfast_core.messages.codec import MAX_CONTROL_BYTES, dumps, loads
+from holdfast_core.messages.schema import (
+    CoordinatorState,
+    Inventory,
+    ManifestDocument,
+    Refusal,
+    Rendezvous,
+)
+from holdfast_core.net.admission import Places
+from holdfast_core.net.listener import ListenerLimits
+from holdfast_core.net.port import Port
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.rounds import OPERATOR, Caller, RoundState, refuse_caller
+from holdfast_sidecar.wire.bodies import Bodies
+from holdfast_sidecar.wire.client import raise_refused
+from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Endpoint
+
+MAX_POLL_SECONDS = 60.0
+_BODIES_BYTES = 2 * MAX_CONTROL_BYTES
+"""Of all requests together: a sidecar has a memory limit, and a gang many members."""
+_OFF_LOOP_BYTES = 256 << 10
+"""From this size on a body is parsed in a thread."""
+_IDLE_SECONDS = 30.0
+"""Between two requests of one connection, and for the head of one."""
+_PLAIN_IDLE_SECONDS = 5.0
+_PLAIN_PLACES = Places(strangers=32, strangers_per_address=16)
+_RENDER_SECONDS = 0.2
+"""Between two renderings of /metrics: anybody may ask, as often as they like. Those who ask meanwhile
+share the next one."""
+
+
+class Handler(Protocol):
+    """What the server hands requests to. All raise RefusedError, StaleRoundError, NotFoundError."""
+
+    @property
+    def state(self) -> RoundState: ...
+
+    async def dispatch(self, caller: Caller, path: str, message: Any) -> Any: ...
+
+    async def inventory(self, caller: Caller) -> Inventory: ...
+
+    async def coordinator_state(
+        self, caller: Caller, since: int, timeout_seconds: float
+    ) -> CoordinatorState: ...
+
+    async def rendezvous(
+        self, caller: Caller, round_: RestartRound, timeout_seconds: float
+    ) -> Rendezvous: ...
+
+    async def manifest(
+        self, caller: Caller, job_uid: JobUid | None, checkpoint: CheckpointId
+    ) -> ManifestDocument: ...
+
+    def metrics(self) -> bytes: ...
+
+
+def caller_of(names: tuple[str, ...], job_uid: str) -> Caller | None:
+    """Who a certificate's dNSNames speak for in this job; None for a stranger."""
+    if operator_dns_name(job_uid) in names:
+        return OPERATOR
+    suffix = f".{job_uid}.holdfast"
+    for name in names:
+        pod = name.removesuffix(suffix)
+        if pod and pod != name:
+            return Caller(pod)
+    return None
+
+
+def _dns_names(request: web.Request) -> tuple[str, ...]:
+    transport = request.transport
+    certificate = transport.get_extra_info("peercert") if transport is not None else None
+    if not certificate:
+        return ()
+    return tuple(v for kind, v in certificate.get("subjectAltName", ()) if kind == "DNS")
+
+
+class ControlServer:
+    """Serves `handler` on the control port."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        job_uid: str,
+        context: ssl.SSLContext,
+        *,
+        limits: ListenerLimits | None = None,
+        expected: Callable[[], Container[str]] = frozenset,
+        dropped: Callable[[str, str], None] = lambda port, reason: None,
+    ) -> None:
+        """`expected`: addresses of members; `dropped` is called for each connection that was closed
+        before its end, with the port's name and the reason."""
+        self._handler = handler
+        self._job_uid = job_uid
+        self._bodies = Bodies(_BODIES_BYTES)
+        self._port = Port(
+            "control",
+            context=context,
+            limits=limits or ListenerLimits(),
+            idle_seconds=_IDLE_SECONDS,
+            expected=expected,
+            dropped=dropped,
+            warn=logs.Seldom().warning,
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Returns the port bound (it was chosen where `port` is 0)."""
+        app = web.Application()
+        for endpoint in POSTS:
+            app.router.add_post(endpoint.path, self._post(endpoint))
+        for path, get in (
+            ("/v1/inventory", self._inventory),
+            ("/v1/state", self._state),
+            ("/v1/rendezvous", self._rendezvous),
+            ("/v1/manifest", self._manifest),
+        ):
+            app.router.add_get(path, self._guarded(get))
+        return await self._port.start(app, host, port)
+
+    @property
+    def connections(self) -> int:
+        return self._port.connections
+
+    async def close(self) -> None:
+        await self._port.close()
+
+    def _post(self, endpoint: Endpoint) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request, caller: Caller) -> Any:
+            refused = refuse_caller(
+                self._handler.state, caller, endpoint.request, _said_round(request)
+            )
+            if refused is not None:
+                raise_refused(refused)
+            async with self._bodies.read(request, body_limit_bytes(endpoint.request)) as body:
+                if len(body) < _OFF_LOOP_BYTES:
+                    message = loads(endpoint.request, body)
+                else:
+                    message = await asyncio.to_thread(loads, endpoint.request, body)
+            return await self._handler.dispatch(caller, endpoint.path, message)
+
+        return self._guarded(handle)
+
+    def _guarded(
+        self, handle: Callable[[web.Request, Caller], Awaitable[Any]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def respond(request: web.Request) -> web.Response:
+            with self._port.working(request):
+                return await answer(request)
+
+        async def answer(request: web.Request) -> web.Response:
+            caller = caller_of(_dns_names(request), self._job_uid)
+            state = self._handler.state
+            if caller is None:
+                return _json(
+                    409,
+                    state.refused(
+                        Refusal.NOT_MEMBER, f"the certificate names nobody of job {self._job_uid}"
+                    ),
+                )
+            try:
+                return _json(200, await handle(request, caller))
+            except StaleRoundError as error:
+                return _json(409, state.refused(Refusal.STALE_ROUND, str(error)))
+            except RefusedError as error:
+                return _json(409, state.refused(Refusal(error.code), str(error)))
+            except NotFoundError as error:
+                return _json(409, state.refused(Refusal.NOT_FOUND, str(error)))
+            except FormatError as error:
+                return _json(400, state.refused(Refusal.BAD_REQUEST, str(error)))
+            except HoldfastError as error:
+                logs.failure(f"{request.method} {request.path} failed", error)
+                return _json(503, state.refused(Refusal.BUSY, str(error)))
+
+        return respond
+
+    async def _inventory(self, request: web.Request, caller: Caller) -> Inventory:
+        return await self._handler.inventory(caller)
+
+    async def _state(self, request: web.Request, caller: Caller) -> CoordinatorState:
+        return await self._handler.coordinator_state(
+            caller, _number(request, "since", 0), _timeout(request)
+        )
+
+    async def _rendezvous(self, request: web.Request, caller: Caller) -> Rendezvous:
+        return await self._handler.rendezvous(
+            caller, RestartRound(_number(request, "round", None)), _timeout(request)
+        )
+
+    async def _manifest(self, request: web.Request, caller: Caller) -> ManifestDocument:
+        job_uid = request.query.get("jobUid")
+        return await self._handler.manifest(
+            caller,
+            JobUid(job_uid) if job_uid else None,
+            CheckpointId(
+                Step(_number(request, "step", None)), RestartRound(_number(request, "round", None))
+            ),
+        )
+
+
+class PlainServer:
+    """/healthz and /metrics without TLS: neither the kubelet nor Prometheus has a certificate.
+    Neither changes any state."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        limits: ListenerLimits | None = None,
+        dropped: Callable[[str, str], None] = lambda port, reason: None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._handler = handler
+        self._clock = clock or SystemClock()
+        self._rendering: asyncio.Task[bytes] | None = None
+        self._not_before = 0.0
+        self._port = Port(
+            "metrics",
+            context=None,
+            limits=limits or ListenerLimits(_PLAIN_PLACES),
+            idle_seconds=_PLAIN_IDLE_SECONDS,
+            dropped=dropped,
+            warn=logs.Seldom().warning,
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        async def healthz(request: web.Request) -> web.Response:
+            return web.Response(text="ok\n")
+
+        async def metrics(request: web.Request) -> web.Response:
+            return web.Response(
+                body=await self._metrics(),
+                headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+            )
+
+        app = web.Application(client_max_size=1024)
+        app.router.add_get("/healthz", healthz)
+        app.router.add_get("/metrics", metrics)
+        return await self._port.start(app, host, port)
+
+    @property
+    def connections(self) -> int:
+        return self._port.connections
+
+    async def close(self) -> None:
+        await self._port.close()
+
+    async def _metrics(self) -> bytes:
+        """Rendered after the request came in."""
+        if self._rendering is None:
+            self._rendering = asyncio.create_task(self._render())
+        return await asyncio.shield(self._rendering)
+
+    async def _render(self) -> bytes:
+        pause = self._not_before - self._clock.monotonic()
+        if pause > 0:
+            await self._clock.sleep(pause)
+        self._rendering = None  # who asks from now on gets the next one
+        self._not_before = self._clock.monotonic() + _RENDER_SECONDS
+        return self._handler.metrics()
+
+
+def _said_round(request: web.Request) -> RestartRound | None:
+    text = request.headers.get(ROUND_HEADER)
+    if text is None:
+        return None
+    if not text.isdecimal() or not text.isascii() or len(text) > 18:
+        raise FormatError(f"{ROUND_HEADER}: {text[:40]!r}: expected a whole number >= 0")
+    return RestartRound(int(text))
+
+
+def _json(status: int, message: Any) -> web.Response:
+    return web.Response(status=status, body=dumps(message), content_type="application/json")
+
+
+def _number(request: web.Request, name: str, default: int | None) -> int:
+    text = request.query.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal() or len(text) > 18:
+        raise FormatError(f"{request.path}: {name}={text!r}: expected a whole number >= 0")
+    return int(text)
+
+
+def _timeout(request: web.Request) -> float:
+    return min(float(_number(request, "timeout", 0)), MAX_POLL_SECONDS)

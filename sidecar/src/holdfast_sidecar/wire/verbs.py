@@ -1,0 +1,65 @@
+"""Which message goes to which path, and what answers it: one table for client and server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast_core.messages.schema import (
+    Ask,
+    Certificate,
+    Holding,
+    HoldingReply,
+    HoldNotice,
+    Inventory,
+    LevelNotice,
+    ManifestPut,
+    Ok,
+    PersistRequest,
+    Prepared,
+    PreparedReply,
+    Prune,
+    PruneReply,
+    Replicated,
+    Round,
+    Seal,
+    Suspect,
+    Uploaded,
+    WorkerReport,
+)
+
+SAVE_NOW = "/v1/save-now"
+STOP = "/v1/stop"
+
+
+ROUND_HEADER = "Holdfast-Round"
+"""The round of the message in the body: a request of another round is refused before it is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    path: str
+    request: type[Any]
+    reply: type[Any]
+
+
+POSTS: tuple[Endpoint, ...] = (
+    Endpoint("/v1/seal", Seal, Inventory),
+    Endpoint("/v1/round", Round, Inventory),
+    Endpoint(SAVE_NOW, Ask, Ok),
+    Endpoint(STOP, Ask, Ok),
+    Endpoint("/v1/certificate", Certificate, Ok),
+    Endpoint("/v1/prepared", Prepared, PreparedReply),
+    Endpoint("/v1/holding", Holding, HoldingReply),
+    Endpoint("/v1/replicated", Replicated, Ok),
+    Endpoint("/v1/uploaded", Uploaded, Ok),
+    Endpoint("/v1/report", WorkerReport, Ok),
+    Endpoint("/v1/manifest", ManifestPut, Ok),
+    Endpoint("/v1/level", LevelNotice, Ok),
+    Endpoint("/v1/hold", HoldNotice, Ok),
+    Endpoint("/v1/persist", PersistRequest, Ok),
+    Endpoint("/v1/suspect", Suspect, Ok),
+    Endpoint("/v1/prune", Prune, PruneReply),
+)
+
+PATHS: dict[type[Any], str] = {e.request: e.path for e in POSTS if e.request is not Ask}

@@ -1,0 +1,301 @@
+"""What a sidecar does to its node tier in one save, to be killed anywhere; and what must be left.
+
+usage: crash_programs.py kills|power [MUTANT] | kills-clones | again | fails|fails-for-ever ERRNO; prints a
+report as JSON. A process of its own, because a tracer waits for all of its children.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.support.crash.crash import (
+    Report,
+    cut_power,
+    cut_power_after_a_restart,
+    fail_at_every_call,
+    kill_at_every_call,
+    record,
+)
+from tests.support.crash.traced import Say
+from tests.support.crash.write_orders import Link, Op, Rename, Said, Sync
+from tests.support.shards.builders import (
+    JOB,
+    JOB_UID,
+    BytesSource,
+    payload,
+    rank_layout_and_plan,
+    shard_file,
+    shard_header,
+)
+from tests.support.tiers.candidates import candidates
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.payload import PayloadPlan
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, ShardRef, Step
+from holdfast_core.node.clone import Clone, clone_range
+from holdfast_core.node.files import write_at
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.tiers.local_commit import build_manifest, commit_local
+from holdfast_sidecar.upkeep.prune import delete_steps
+
+WORLD = 2
+ROWS = 1000
+KEPT = 2
+ROUND = RestartRound(3)
+
+
+def opened(directory: Path, clone: Clone = clone_range) -> DiskNodeTier:
+    tier = DiskNodeTier(directory / "node", capacity_bytes=64 << 20, clone=clone)
+    tier.open()
+    return tier
+
+
+@functools.cache
+def plan_of(rank: int) -> tuple[bytes, PayloadPlan]:
+    return rank_layout_and_plan(rank=rank, world_size=WORLD, rows_per_rank=ROWS)
+
+
+@functools.cache
+def bytes_of(step: int, rank: int) -> bytes:
+    """The first half is the same at every step: it is cloned where that is possible."""
+    size = plan_of(rank)[1].total_bytes
+    return payload(size // 2, seed=rank) + payload(size - size // 2, seed=100 * step + rank)
+
+
+def save(tier: DiskNodeTier, step: int, say: Say, order: str = "") -> None:
+    """Rank 0 is this pod's, rank 1 a peer's copy; then the commit; then the prune."""
+    layouts = [plan_of(rank)[0] for rank in range(WORLD)]
+    headers = [
+        shard_header(
+            len(bytes_of(step, rank)),
+            round=ROUND,
+            step=step,
+            rank=rank,
+            world_size=WORLD,
+            layout=digest_of(layouts[rank]),
+            chunk_bytes=4096,
+        )
+        for rank in range(WORLD)
+    ]
+    files = [shard_file(headers[rank], bytes_of(step, rank)) for rank in range(WORLD)]
+    layout = merge_layouts(layouts).to_bytes()
+    manifest = build_manifest(JOB, [r for _, r in files], parent=None, layout=layout)
+    if order == "manifest-before-shards":
+        commit_local(tier, layout, manifest)
+    tier.put_layout(layouts[0])
+    tier.write_shard(headers[0], BytesSource(bytes_of(step, 0)))
+    file, record = files[1]
+    if tier.find(record.ref) is None:
+        writer = tier.begin_copy(record.ref, len(file))
+        writer.write(file)
+        writer.commit()
+    commit_local(tier, layout, manifest)
+    say(f"committed {step}")
+    old = Step(step - KEPT)
+    if order == "shards-deleted-first":
+        for found in tier.list_shards():
+            if found.header.step == old:
+                tier.delete_shard(found.ref)
+    delete_steps(tier, JOB_UID, frozenset({old}))
+
+
+def first_saves(directory: Path) -> None:
+    tier = opened(directory)
+    tier.write_round(RestartRound(2), 7)
+    for step in (1, 2):
+        save(tier, step, lambda _: None)
+
+
+def next_save(directory: Path, say: Say, order: str = "") -> None:
+    """The save that is killed: a restarted sidecar in a new round."""
+    tier = opened(directory)
+    tier.write_round(ROUND, 1)
+    say(f"round {ROUND}")
+    save(tier, 3, say, order)
+
+
+def cloning_saves(directory: Path, say: Say) -> None:
+    """The third one clones, by writes that a tracer sees."""
+
+    def clone(source: int, offset: int, target: int, target_offset: int, length: int) -> None:
+        write_at(target, memoryview(os.pread(source, length, offset)), target_offset)
+        cloned.append(length)
+
+    cloned: list[int] = []
+    tier = opened(directory, clone)
+    for step in (3, 4, 5):
+        save(tier, step, say)
+    if not cloned:
+        raise AssertionError("nothing was cloned")
+
+
+def struck_save(directory: Path, say: Say) -> None:
+    """One call fails: what it was part of succeeds in another way, or fails and is repeated."""
+    tiers: list[DiskNodeTier] = []
+
+    def attempt() -> None:
+        if not tiers:
+            tiers.append(opened(directory))
+        (tier,) = tiers
+        tier.write_round(ROUND, 1)
+        say(f"round {ROUND}")
+        save(tier, 3, say)
+
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        attempt()
+    except HoldfastError:
+        attempt()
+    if len(os.listdir("/proc/self/fd")) != before:
+        raise AssertionError("a descriptor stays open")
+    if leftovers(directory):
+        raise AssertionError(f"{leftovers(directory)} of a living process")
+
+
+def stuck_save(directory: Path, say: Say) -> None:
+    """All calls fail from one on."""
+    try:
+        next_save(directory, say)
+    except HoldfastError:
+        return
+
+
+def whole_life(directory: Path, say: Say, order: str = "") -> None:
+    tier = opened(directory)
+    tier.write_round(ROUND, 1)
+    say(f"round {ROUND}")
+    for step in (1, 2, 3):
+        save(tier, step, say, order)
+
+
+def check(directory: Path, said: Sequence[str]) -> list[str]:
+    """I1, I2, I7 and order of a fresh process over what is left; then it saves again."""
+    tier = DiskNodeTier(directory / "node", capacity_bytes=64 << 20)
+    report = tier.open()
+    problems = [f"quarantined: {why}" for why in report.quarantined]
+    problems += [f"skipped: {why}" for why in report.skipped]
+    problems += leftovers(directory)
+    rounds = [int(words.split()[1]) for words in said if words.startswith("round")]
+    if rounds and (tier.read_round() or (-1, 0))[0] < max(rounds):
+        problems.append(f"round {max(rounds)} was acknowledged, the disk says {tier.read_round()}")
+    problems += restorable(tier, [int(w.split()[1]) for w in said if w.startswith("committed")])
+    last = max((c.step for _, c in tier.list_manifests()), default=Step(0))
+    for step in (last + 1, last + 2):  # the first of them may be what the crash interrupted
+        save(tier, step, lambda _: None)
+    older = frozenset(r.header.step for r in tier.list_shards() if r.header.step <= last)
+    delete_steps(tier, JOB_UID, older)
+    problems += restorable(opened(directory), [last + 1, last + 2])
+    kept = {record.header.step for record in tier.list_shards()}
+    if kept != {last + 1, last + 2}:
+        problems.append(f"shards of steps {sorted(kept)} are left after the next saves")
+    return problems + leftovers(directory)
+
+
+def restorable(tier: DiskNodeTier, committed: Sequence[int]) -> list[str]:
+    """Every manifest that is there means a whole checkpoint, and the newest is no older than what
+    was acknowledged."""
+    problems: list[str] = []
+
+    def skipped(checkpoint: CheckpointId, why: str) -> None:
+        problems.append(f"{checkpoint} cannot be restored: {why}")
+
+    found = list(candidates(tier, JOB_UID, skipped=skipped))
+    newest = max((c.manifest.step for c in found), default=Step(0))
+    if newest < max(committed, default=0):
+        problems.append(f"step {max(committed)} was acknowledged, step {newest} is the newest left")
+    for candidate in found:
+        for rank in range(WORLD):
+            ref: ShardRef = candidate.manifest.ref(Rank(rank))
+            with tier.open_shard(ref) as reader:
+                data = b"".join(bytes(piece) for piece in reader.read_payload())
+            if data != bytes_of(ref.step, rank):
+                problems.append(f"rank {rank} of step {ref.step} holds other bytes")
+    return problems
+
+
+def leftovers(directory: Path) -> list[str]:
+    return [f"left behind: {p.name}" for p in directory.rglob("*") if p.name.startswith(".tmp")]
+
+
+# ---------------------------------------------------------------------- mutants
+
+
+def without_directory_fsync(log: Sequence[Op]) -> list[Op]:
+    files = {op.inode for op in log if isinstance(op, Rename | Link)}
+    return [op for op in log if not isinstance(op, Sync) or op.inode in files]
+
+
+def without_file_fsync(log: Sequence[Op]) -> list[Op]:
+    files = {op.inode for op in log if isinstance(op, Rename | Link)}
+    return [op for op in log if not isinstance(op, Sync) or op.inode not in files]
+
+
+def rename_before_fsync(log: Sequence[Op]) -> list[Op]:
+    """The fsync of a file comes right after its publication instead of before."""
+    result: list[Op] = []
+    late: dict[int, Sync] = {}
+    files = {op.inode for op in log if isinstance(op, Rename | Link)}
+    for op in log:
+        if isinstance(op, Sync) and op.inode in files:
+            late[op.inode] = op
+            continue
+        result.append(op)
+        if isinstance(op, Rename | Link) and op.inode in late:
+            result.append(late.pop(op.inode))
+    return result
+
+
+def acknowledged_early(log: Sequence[Op]) -> list[Op]:
+    """Words are said one durable change too soon: before the last fsync."""
+    result: list[Op] = []
+    for op in log:
+        result.append(op)
+        if isinstance(op, Said):
+            last = max(n for n, before in enumerate(result) if isinstance(before, Sync))
+            result.insert(last, result.pop())
+    return result
+
+
+LOG_MUTANTS = {
+    "no-directory-fsync": without_directory_fsync,
+    "no-file-fsync": without_file_fsync,
+    "rename-before-fsync": rename_before_fsync,
+    "acknowledged-early": acknowledged_early,
+}
+
+
+def main(what: str, mutant: str = "") -> Report:
+    if what == "kills":
+        killed = lambda directory, say: next_save(directory, say, mutant)  # noqa: E731
+        return kill_at_every_call(first_saves, killed, check, enough=1 if mutant else 20)
+    if what == "kills-clones":
+        return kill_at_every_call(first_saves, cloning_saves, check)
+    if what == "power":
+        order = "" if mutant in LOG_MUTANTS else mutant
+        log = record(lambda d, say: whole_life(d, say, order))
+        mutated = LOG_MUTANTS.get(mutant, list)(log)
+        return cut_power(mutated, check, enough=1 if mutant else 20)
+    if what in ("fails", "fails-for-ever"):
+        return fail_at_every_call(
+            first_saves,
+            struck_save if what == "fails" else stuck_save,
+            check,
+            error=getattr(errno, mutant),
+            for_ever=what == "fails-for-ever",
+        )
+    if what == "again":
+        return cut_power_after_a_restart(first_saves, next_save, check)
+    raise SystemExit(f"unknown: {what}")
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(main(*sys.argv[1:]))))

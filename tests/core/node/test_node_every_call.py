@@ -1,0 +1,83 @@
+"""A sidecar's save, killed at every system call that changes a file, and its writes in every order.
+
+The oracle (crash_programs.check): a fresh process finds every manifest's shards whole and equal to
+what was saved, nothing older than what was acknowledged, no temporary file, and saves again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.crash.crash import report_of
+from tests.support.crash.traced import can_fail_calls, can_trace
+
+PROGRAMS = Path(__file__).with_name("crash_programs.py")
+
+pytestmark = pytest.mark.skipif(can_trace() is not None, reason=str(can_trace()))
+
+
+def test_a_save_killed_at_any_call_loses_nothing() -> None:
+    found = report_of(PROGRAMS, "kills")
+    assert found.problems == ()
+    called = {call.split()[0] for call in found.calls}
+    assert called >= {"openat", "pwrite64", "fsync", "renameat", "linkat", "unlinkat", "mkdirat"}
+    assert found.tried == len(found.calls)
+
+
+def test_saves_that_clone_killed_at_any_call_lose_nothing() -> None:
+    """Of the step that is cloned from, too, and with the step before it pruned."""
+    found = report_of(PROGRAMS, "kills-clones")
+    assert found.problems == ()
+    assert found.tried == len(found.calls) > 100
+
+
+def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
+    """F16: at every moment of three saves, a round and a prune."""
+    found = report_of(PROGRAMS, "power")
+    assert found.problems == ()
+    assert found.tried > 100
+
+
+def test_what_a_killed_process_left_is_durable_before_it_is_relied_on() -> None:
+    """A rename that a kill kept from its fsync is there for the next process and gone with the
+    power: that process may not acknowledge what rests on it."""
+    found = report_of(PROGRAMS, "again")
+    assert found.problems == ()
+    assert found.tried > 20
+
+
+@pytest.mark.skipif(can_fail_calls() is not None, reason=str(can_fail_calls()))
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("fails-for-ever", "ENOSPC"), ("fails", "EIO"), ("fails-for-ever", "EROFS")],
+    ids=["F17", "F19-F20", "F22"],
+)
+def test_a_call_that_fails_costs_at_most_this_save(how: str, error: str) -> None:
+    """Errors of the tree only, no descriptor and no temporary file left; a retry succeeds."""
+    found = report_of(PROGRAMS, how, error)
+    assert found.problems == ()
+    assert found.tried > 50
+
+
+@pytest.mark.parametrize(
+    ("mutant", "symptom"),
+    [
+        ("no-directory-fsync", "was acknowledged, the disk says None"),
+        ("no-file-fsync", "lost [Write"),
+        ("rename-before-fsync", "quarantined"),
+        ("acknowledged-early", "was acknowledged, the disk says None"),
+        ("manifest-before-shards", "cannot be restored"),
+        ("shards-deleted-first", "cannot be restored"),
+    ],
+)
+def test_the_replay_of_writes_finds_what_it_is_for(mutant: str, symptom: str) -> None:
+    (problem, *_) = report_of(PROGRAMS, "power", mutant).problems
+    assert symptom in problem
+
+
+@pytest.mark.parametrize("mutant", ["manifest-before-shards", "shards-deleted-first"])
+def test_the_kills_find_what_they_are_for(mutant: str) -> None:
+    assert any(
+        "cannot be restored" in problem for problem in report_of(PROGRAMS, "kills", mutant).problems
+    )

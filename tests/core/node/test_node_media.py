@@ -1,0 +1,265 @@
+"""Disks that say all is well and give back something else (F26-F32): found before it is believed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.support.crash.failpoints import failpoints
+from tests.support.shards.builders import JOB_UID, BytesSource, payload, shard_header
+
+from holdfast_core.errors import (
+    CapacityError,
+    CorruptionError,
+    HoldfastError,
+    TierError,
+    UnavailableError,
+)
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.node.files import disk_errors
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shards.file import BLOCK_BYTES
+from holdfast_core.shards.record import ShardRecord
+
+SIZE = 12 * BLOCK_BYTES
+CHUNK = 4 * BLOCK_BYTES
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "node"
+
+
+def opened(root: Path) -> DiskNodeTier:
+    tier = DiskNodeTier(root, capacity_bytes=64 << 20)
+    tier.open()
+    return tier
+
+
+def write(tier: DiskNodeTier, step: int = 10) -> ShardRecord:
+    header = shard_header(SIZE, step=step, chunk_bytes=CHUNK)
+    return tier.write_shard(header, BytesSource(payload(SIZE, seed=step)))
+
+
+def path_of(root: Path, step: int = 10) -> Path:
+    (path,) = root.glob(f"*/shards/s{step:012d}/*/*.shard")
+    return path
+
+
+def blocks(path: Path) -> int:
+    return path.stat().st_size // BLOCK_BYTES
+
+
+def block(path: Path, number: int) -> bytes:
+    return path.read_bytes()[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+
+
+def put_block(path: Path, number: int, data: bytes) -> None:
+    """Size and times stay as they were."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(number * BLOCK_BYTES)
+        file.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def zeroed_page(root: Path, number: int) -> None:
+    put_block(path_of(root), number, bytes(BLOCK_BYTES))
+
+
+def misdirected_write(root: Path, number: int) -> None:
+    """What belongs elsewhere in this file."""
+    path = path_of(root)
+    put_block(path, number, block(path, (number + 1) % blocks(path)))
+
+
+def lost_write(root: Path, number: int) -> None:
+    """What another shard had there before the blocks were used again."""
+    put_block(path_of(root), number, block(path_of(root, step=9), number))
+
+
+def same_size_and_mtime(root: Path, number: int) -> None:
+    path = path_of(root)
+    put_block(path, number, bytes(255 - byte for byte in block(path, number)))
+
+
+DAMAGE: list[Callable[[Path, int], None]] = [
+    zeroed_page,
+    misdirected_write,
+    lost_write,
+    same_size_and_mtime,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=["F27", "F29", "F30", "F32"])
+def test_a_wrong_block_anywhere_in_a_shard_is_found(
+    root: Path, damage: Callable[[Path, int], None]
+) -> None:
+    """By the scan, or by whoever reads; never given away. Each block in turn."""
+    tier = opened(root)
+    write(tier, step=9)
+    write(tier)
+    good = path_of(root).read_bytes()
+    for number in range(len(good) // BLOCK_BYTES):
+        damage(root, number)
+        again = DiskNodeTier(root, capacity_bytes=64 << 20)
+        again.open()
+        for record in again.list_shards():
+            with again.open_shard(record.ref) as reader:
+                if record.header.step == 9:
+                    reader.verify()
+                    continue
+                with pytest.raises(CorruptionError):
+                    reader.verify()
+                with pytest.raises(CorruptionError):
+                    list(reader.read_payload())
+        path = path_of(root) if list(root.glob("*/shards/s000000000010/*/*.shard")) else None
+        if path is None:  # quarantined by the scan
+            directory = root / JOB_UID / "shards/s000000000010/r000000"
+            (held,) = (root / "quarantine").glob("*.shard")
+            path = directory / held.name.rpartition("--")[2]
+            held.rename(path)
+        path.write_bytes(good)
+
+
+def test_a_shard_that_took_the_place_of_another_is_refused(root: Path) -> None:
+    """F29 for a whole file: both are sound, and neither is the one that its name says."""
+    tier = opened(root)
+    write(tier, step=9)
+    record = write(tier)
+    os.replace(path_of(root, step=9), path_of(root))
+    with pytest.raises(CorruptionError):
+        tier.open_shard(record.ref)
+    again = opened(root)
+    assert again.list_shards() == ()
+    assert len(list((root / "quarantine").glob("*.shard"))) == 1
+
+
+def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> None:
+    """EIO is an error of this read; only bytes that differ put a shard aside."""
+    tier = opened(root)
+    record = write(tier)
+    with tier.open_shard(record.ref) as reader:
+        with failpoints("node.read=err@1"), pytest.raises(TierError, match="reading shard"):
+            list(reader.read_payload())
+        for read in (1, 2, 3):  # head, trailer, payload
+            with failpoints(f"node.read=err@{read}"), pytest.raises(TierError, match="reading"):
+                reader.verify()
+        reader.verify()
+    assert opened(root).list_shards() == (record,)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, CapacityError),
+        (errno.EDQUOT, CapacityError),
+        (errno.EMFILE, UnavailableError),
+        (errno.ENFILE, UnavailableError),
+        (errno.EIO, TierError),
+        (errno.EROFS, TierError),
+    ],
+)
+def test_what_the_kernel_says(number: int, expected: type[HoldfastError]) -> None:
+    """F18 and its like: full is not broken, and broken is not tried again for ever."""
+    with pytest.raises(expected, match=os.strerror(number)) as caught:
+        with disk_errors("writing x"):
+            raise OSError(number, os.strerror(number))
+    assert type(caught.value) is expected
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """F31: this process may open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(number) for number in os.listdir("/proc/self/fd"))
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        while True:
+            try:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+            except OSError:
+                break
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def test_f31_without_descriptors_nothing_is_lost_and_nothing_stays(root: Path) -> None:
+    tier = opened(root)
+    record = write(tier)
+    free = tier.free_bytes()
+    checkpoint = CheckpointId(Step(10), RestartRound(0))
+    with no_descriptors():
+        with pytest.raises(UnavailableError, match="Too many open files"):
+            write(tier, step=11)
+        with pytest.raises(UnavailableError, match="Too many open files"):
+            tier.put_manifest(JOB_UID, checkpoint, b"{}")
+        with pytest.raises(UnavailableError, match="Too many open files"):
+            tier.open_shard(record.ref)
+    assert (tier.free_bytes(), tier.list_shards()) == (free, (record,))
+    write(tier, step=11)
+    tier.put_manifest(JOB_UID, checkpoint, b"{}")
+    with tier.open_shard(record.ref) as reader:
+        reader.verify()
+
+
+def test_bad_copies_go_before_a_write_fails_for_lack_of_room(root: Path) -> None:
+    """They are kept for people to look at, not at the cost of a save."""
+    tier = DiskNodeTier(root, capacity_bytes=3 * SIZE)
+    tier.open()
+    for step in (10, 20):
+        tier.quarantine(write(tier, step).ref, "a test says so")
+    assert len(list((root / "quarantine").iterdir())) == 4
+    write(tier, 30)
+    write(tier, 40)
+    assert list((root / "quarantine").iterdir()) == []
+    with pytest.raises(CapacityError):
+        write(tier, 50)
+
+
+@pytest.mark.parametrize("number", ["ENOSPC", "EDQUOT"])
+def test_bad_copies_go_where_the_disk_has_less_room_than_the_budget(
+    root: Path, number: str
+) -> None:
+    """A quota, or another program that fills the volume."""
+    tier = opened(root)
+    tier.quarantine(write(tier, 10).ref, "a test says so")
+    with failpoints(f"node.write=err:{number}@1"):
+        write(tier, 20)
+    assert list((root / "quarantine").iterdir()) == []
+    with failpoints(f"node.write=err:{number}"), pytest.raises(CapacityError):
+        write(tier, 30)
+
+
+@pytest.mark.parametrize("levels", [0, 2, 3, 4])
+def test_a_directory_that_another_program_removed_is_made_again(root: Path, levels: int) -> None:
+    """`levels` above the directory of a shard; never the root, which may be a mount point."""
+    tier = opened(root)
+    first = tier.shard_path(write(tier, 10).ref)
+    shutil.rmtree(first.parents[levels])
+    if first.parents[levels] == root:
+        with pytest.raises(TierError):
+            write(tier, 20)
+        assert not root.exists()
+    else:
+        with tier.open_shard(write(tier, 20).ref) as reader:
+            reader.verify()
+
+
+def test_a_directory_that_is_removed_while_a_shard_begins_is_made_again(root: Path) -> None:
+    tier = opened(root)
+    other = shard_header(SIZE, step=10, rank=1, world_size=2, chunk_bytes=CHUNK)
+    shutil.rmtree(tier.shard_path(write(tier, 10).ref).parent)
+    with tier.open_shard(tier.write_shard(other, BytesSource(payload(SIZE, seed=1))).ref) as reader:
+        reader.verify()

@@ -1,0 +1,148 @@
+"""From finished steps to the limit in force."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast_core.ids import Rank, RestartRound, Step
+from holdfast_core.pacing.background import LEAST_BYTES_PER_SECOND, Pacing, bytes_each_step
+from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+
+MIB = 1 << 20
+
+
+class Trainer:
+    """Steps of a second; a step in which bytes move takes a tenth more. Movers do not obey."""
+
+    def __init__(self, slots_dir: Path) -> None:
+        self.now = 0.0
+        self.step = 0
+        self.pacing = Pacing(slots_dir, lambda: self.now, lambda seconds: None)
+
+    def steps(
+        self, count: int, *, moving: int = 0, blocked: float = 0.0, slower: float = 0.1
+    ) -> None:
+        for _ in range(count):
+            self.pacing.take(moving)
+            self.now += 1.0 + blocked + (slower if moving else 0.0)
+            self.step += 1
+            self.pacing.step_done(self.step, blocked)
+
+
+def test_steps_that_suffer_bring_a_limit_and_quiet_ones_lift_it(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.pacing.begin()
+    trainer.steps(10)
+    assert trainer.pacing.limit is None
+    trainer.steps(10, moving=1000 * MIB)
+    found = trainer.pacing.limit
+    assert found is not None
+    assert LEAST_BYTES_PER_SECOND <= found < 1000 * MIB
+    trainer.steps(100, moving=10 * MIB, slower=0.0)
+    assert trainer.pacing.limit is None
+
+
+def test_time_that_saving_blocked_is_no_slowdown(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.pacing.begin()
+    trainer.steps(10)
+    trainer.steps(50, moving=1000 * MIB, blocked=0.5, slower=0.0)
+    assert trainer.pacing.limit is None
+
+
+def test_checkpoints_are_never_late_for_the_next_one(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.pacing.begin()
+    trainer.pacing.expect(500.0 * MIB)
+    trainer.steps(10)
+    trainer.steps(200, moving=1000 * MIB)
+    found = trainer.pacing.limit
+    assert found is not None
+    assert found >= 500 * MIB
+
+
+def test_a_hurry_lifts_the_limit_until_the_next_round(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.pacing.begin()
+    trainer.steps(10)
+    trainer.steps(10, moving=1000 * MIB)
+    limited = trainer.pacing.limit
+    assert limited is not None
+    trainer.pacing.hurry()
+    assert trainer.pacing.limit is None
+    trainer.pacing.begin()
+    assert trainer.pacing.limit == limited
+
+
+def test_the_first_step_of_a_round_is_compared_with_nothing(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.pacing.begin()
+    trainer.steps(10)
+    trainer.now += 3600  # the gang was down
+    trainer.pacing.begin()
+    trainer.steps(40, moving=10 * MIB, slower=0.0)
+    assert trainer.pacing.limit is None
+
+
+def test_what_moves_gives_way_to_a_copy_and_not_in_a_hurry(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    begin_copy(tmp_path, 1)
+
+    gave_way: list[float] = []
+    pacing = Pacing(tmp_path, lambda: now[0], sleep, gave_way.append)
+    pacing.begin()
+    pacing.hurry()
+    pacing.take(MIB)
+    assert gave_way == []
+    pacing.begin()
+    pacing.take(MIB)
+    assert len(gave_way) == 1
+    assert gave_way[0] > 0
+    pacing.take(MIB)  # it waited for this copy as long as it waits for one
+    assert len(gave_way) == 1
+
+
+def test_a_copy_that_begins_while_the_limit_holds_is_not_overlooked(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    trainer.pacing.begin()
+    trainer.steps(10)
+    trainer.steps(10, moving=1000 * MIB)
+    assert trainer.pacing.limit is not None
+    gave_way: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        trainer.now += seconds
+        begin_copy(tmp_path, 1)
+
+    trainer.pacing._throttle._sleep = sleep
+    trainer.pacing._giving_way._sleep = sleep
+    trainer.pacing._gave_way = gave_way.append
+    trainer.pacing.take(1000 * MIB)
+    assert len(gave_way) == 1
+
+
+def begin_copy(slots_dir: Path, step: int) -> None:
+    header = SlotHeader(SlotState.FILLING, Rank(0), 0, RestartRound(0), Step(step))
+    (slots_dir / slot_name(Rank(0), 0)).write_bytes(header.pack().ljust(HEADER_BYTES, b"\0"))
+
+
+def test_bytes_each_step() -> None:
+    assert bytes_each_step(1000, 10, 1, None) == 200.0
+    assert bytes_each_step(1000, 10, 1, 100) == 210.0
+    assert bytes_each_step(1000, 10, 0, None) == 100.0
+    assert bytes_each_step(1000, 0, 1, None) == 0.0
+
+
+def test_a_step_that_is_reported_again_is_no_step(tmp_path: Path) -> None:
+    """A save after the step costs time, and says so in a second message about the same step."""
+    trainer = Trainer(tmp_path)
+    trainer.pacing.begin()
+    for _ in range(60):
+        trainer.steps(1, moving=1000 * MIB, slower=0.0)
+        trainer.now += 0.5
+        trainer.pacing.step_done(trainer.step, 0.5)
+    assert trainer.pacing.limit is None

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.core.peer.bulk_pair import CLIENT, SERVER, Pair, started
+from tests.support.servers.pki import Authority
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.net.tls import TlsFiles
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[TlsFiles, TlsFiles]:
+    root = tmp_path_factory.mktemp("certs")
+    authority = Authority()
+    return (
+        TlsFiles.in_directory(authority.write_leaf(root / "server", SERVER)),
+        TlsFiles.in_directory(authority.write_leaf(root / "client", CLIENT)),
+    )
+
+
+@pytest.fixture
+def pair(certificates: tuple[TlsFiles, TlsFiles]) -> Iterator[Pair]:
+    yield from started(certificates, MemoryTier())

@@ -1,0 +1,167 @@
+"""Callers without a certificate, and members that are silent: they hold up nobody and hold few places."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from tests.core.peer.bulk_pair import (
+    CLIENT,
+    OPTIONS,
+    ROUND,
+    SERVER,
+    Handler,
+    Pair,
+    filled,
+    started,
+)
+from tests.support.shards.builders import BytesSource, payload, shard_header
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.errors import RefusedError
+from holdfast_core.messages.schema import Refusal
+from holdfast_core.net.admission import Places
+from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_core.peer.protocol import BulkFrame, Kind, receive_frame, send_frame
+from holdfast_core.peer.remote import Peer, connect, expect_data, expect_reply
+from holdfast_core.peer.server import BulkLimits, BulkServer
+
+HOUR = 3600.0
+"""Time-outs that no test waits for: what ends a connection here is not a clock."""
+
+
+@contextmanager
+def silent(port: int, count: int) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            for _ in range(count)
+        ]
+
+
+def serving(certificates: tuple[TlsFiles, TlsFiles], limits: BulkLimits) -> Iterator[Pair]:
+    yield from started(certificates, MemoryTier(), limits)
+
+
+def bulk_threads() -> int:
+    return sum(thread.name == "bulk" for thread in threading.enumerate())
+
+
+def test_silent_strangers_do_not_stop_replication(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
+    """All of them come from the member's own address, and are never timed out."""
+    for pair in serving(certificates, BulkLimits(handshake_seconds=HOUR)):
+        source, record = filled(200_000)
+        with silent(pair.port, 400):
+            assert pair.send(source, record) > 0
+            assert pair.fetch(MemoryTier(), record.ref) == record
+            assert bulk_threads() <= 64 + 128 + 2
+
+
+def test_strangers_that_say_half_a_hello_do_not_stop_replication(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
+    for pair in serving(certificates, BulkLimits(handshake_seconds=HOUR)):
+        source, record = filled(200_000)
+        with silent(pair.port, 200) as sockets:
+            for sock in sockets:
+                with contextlib.suppress(OSError):  # its place may be gone already
+                    sock.sendall(b"\x16\x03\x01\x02\x00\x01")
+            assert pair.send(source, record) > 0
+
+
+def test_a_stranger_is_let_go_after_its_time(certificates: tuple[TlsFiles, TlsFiles]) -> None:
+    for pair in serving(certificates, BulkLimits(handshake_seconds=0.2)):
+        with silent(pair.port, 8) as sockets:
+            assert [sock.recv(1) for sock in sockets] == [b""] * 8
+
+
+def test_a_connection_that_no_thread_can_serve_ends_alone(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
+    """No thread can be started for a moment, as where the trainer has used up the pod's processes."""
+    for pair in serving(certificates, BulkLimits()):
+        usual = threading.stack_size(1 << 47)
+        try:
+            with silent(pair.port, 1) as (sock,), contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        finally:
+            threading.stack_size(usual)
+        source, record = filled(1000)
+        assert pair.send(source, record) > 0
+
+
+def test_members_that_say_nothing_hold_up_no_request(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
+    """Connections with a certificate, one more than requests may be in work at once."""
+    limits = BulkLimits(requests=2, idle_seconds=HOUR)
+    for pair in serving(certificates, limits):
+        source, record = filled(200_000)
+        peer = Peer("127.0.0.1", pair.port, SERVER, pair.client, OPTIONS)
+        with ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(connect(peer))
+            assert pair.send(source, record) > 0
+
+
+def test_connections_of_a_member_are_bounded(certificates: tuple[TlsFiles, TlsFiles]) -> None:
+    limits = BulkLimits(places=Places(known_per_name=3), idle_seconds=HOUR)
+    for pair in serving(certificates, limits):
+        peer = Peer("127.0.0.1", pair.port, SERVER, pair.client, OPTIONS)
+        with ExitStack() as stack:
+            lines = [stack.enter_context(connect(peer)) for _ in range(4)]
+            assert lines[0].sock.recv(1) == b"", "the oldest made room"
+            source, record = filled(1000)
+            assert pair.send(source, record) > 0
+
+
+def test_a_read_ends_where_its_caller_ceases_to_be_a_member(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
+    """On a connection that it opened as a member, between two requests and within one."""
+
+    class Membership(Handler):
+        left = 2
+
+        def authorize_get(self, peer_dns_name: str, ref: object) -> None:
+            assert peer_dns_name == CLIENT
+            self.left -= 1
+            if self.left < 0:
+                raise RefusedError(Refusal.NOT_MEMBER, "no member any more")
+
+    tier = MemoryTier()
+    record = tier.write_shard(shard_header(24 << 20), BytesSource(payload(24 << 20)))
+    server = BulkServer(Membership(), tier, server_context(certificates[0]), host="127.0.0.1")
+    server.start()
+    try:
+        peer = Peer("127.0.0.1", server.port, SERVER, client_context(certificates[1]), OPTIONS)
+        request = BulkFrame(Kind.GET_SHARD, record.ref, ROUND)
+        with connect(peer) as line:
+            send_frame(line.sock, request)
+            expect_reply(line.sock, peer, request)
+            received = 0
+            with pytest.raises(RefusedError, match="no member any more"):
+                while received < record.file_bytes:
+                    frame = expect_data(line.sock, peer, request)
+                    received += _skip(line.sock, frame.length)
+            assert 0 < received < record.file_bytes
+        with connect(peer) as line:
+            send_frame(line.sock, request)
+            reply = receive_frame(line.sock)
+            assert reply is not None and reply.refused is not None
+            assert reply.refused.code == Refusal.NOT_MEMBER
+    finally:
+        server.close()
+
+
+def _skip(sock: socket.socket, length: int) -> int:
+    left = length
+    while left:
+        left -= len(sock.recv(min(left, 65536)))
+    return length

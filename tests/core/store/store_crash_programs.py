@@ -1,0 +1,138 @@
+"""What persisting to a folder writes, to be killed anywhere; and what must be left.
+
+usage: store_crash_programs.py kills|power|again; prints a report as JSON. A process of its own,
+because a tracer waits for all of its children.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.support.crash.crash import (
+    Report,
+    beside,
+    cut_power,
+    cut_power_after_a_restart,
+    kill_at_every_call,
+    record,
+)
+from tests.support.crash.traced import Say
+from tests.support.shards.builders import (
+    JOB_UID,
+    layout,
+    manifest,
+    payload,
+    shard_file,
+    shard_header,
+)
+from tests.support.shards.shard_files import CopyWriters, write_shard
+
+from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.store.directory import DirectoryObjectTier
+
+NAMESPACE = "team-a"
+WORLD = 2
+SIZE = 20_000
+
+
+def records(step: int) -> list[ShardRecord]:
+    return [
+        shard_file(header(step, rank), payload(SIZE, seed=10 * step + rank))[1]
+        for rank in range(WORLD)
+    ]
+
+
+def header(step: int, rank: int) -> ShardHeader:
+    return shard_header(SIZE, step=step, rank=rank, world_size=WORLD)
+
+
+def persist(directory: Path, step: int, say: Say) -> None:
+    """Shards, layout, manifest; then the step before the one before goes."""
+    tier = DirectoryObjectTier(directory / "store")
+    with beside(directory) as memory:
+        for rank in range(WORLD):
+            data = payload(SIZE, seed=10 * step + rank)
+            with write_shard(memory, header(step, rank), data) as reader:
+                tier.upload_shard(NAMESPACE, reader)
+    document = layout(world_size=WORLD)
+    tier.put_layout(NAMESPACE, JOB_UID, document)
+    found = manifest(records(step), layout_document=document)
+    tier.put_manifest(NAMESPACE, JOB_UID, found.checkpoint, found.to_bytes())
+    say(f"persisted {step}")
+    for checkpoint in tier.list_manifests(NAMESPACE, JOB_UID):
+        if checkpoint.step <= step - 2:
+            tier.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
+
+
+def check(directory: Path, said: Sequence[str]) -> list[str]:
+    """Every manifest's layout and shards are there and whole; nothing acknowledged is missing; the
+    next step is persisted as if nothing had been."""
+    persisted = [int(words.split()[1]) for words in said]
+    problems = readable(directory, max(persisted, default=0))
+    newest = max((c.step for c in listed(directory)), default=Step(0))
+    for step in (newest + 1, newest + 2, newest + 3):  # the first may be what was interrupted
+        persist(directory, step, lambda _: None)
+    problems += readable(directory, newest + 3)
+    for step in range(1, newest + 2):  # a delete that was cut off is ordered again
+        DirectoryObjectTier(directory / "store").delete_checkpoint(
+            NAMESPACE, JOB_UID, CheckpointId(Step(step), RestartRound(0))
+        )
+    kept = {f"s{step:012d}" for step in (newest + 2, newest + 3)}
+    for path in (directory / "store").rglob("shards/*/*/*"):
+        if path.parent.parent.name not in kept:
+            problems.append(f"left behind: {path}")
+    return problems
+
+
+def listed(directory: Path) -> tuple[CheckpointId, ...]:
+    return DirectoryObjectTier(directory / "store").list_manifests(NAMESPACE, JOB_UID)
+
+
+def readable(directory: Path, at_least: int) -> list[str]:
+    tier = DirectoryObjectTier(directory / "store")
+    found = listed(directory)
+    newest = max((c.step for c in found), default=Step(0))
+    problems = [] if newest >= at_least else [f"step {at_least} was persisted, {newest} is left"]
+    for checkpoint in found:
+        held = parse_manifest(tier.get_manifest(NAMESPACE, JOB_UID, checkpoint))
+        tier.get_layout(NAMESPACE, JOB_UID, held.layout)
+        for record_ in records(checkpoint.step):
+            with beside(directory) as memory:
+                tier.download_shard(NAMESPACE, record_.ref, CopyWriters(memory))
+    return problems
+
+
+def first(directory: Path) -> None:
+    for step in (1, 2):
+        persist(directory, step, lambda _: None)
+
+
+def second(directory: Path, say: Say) -> None:
+    persist(directory, 3, say)
+
+
+def whole_life(directory: Path, say: Say) -> None:
+    for step in (1, 2, 3):
+        persist(directory, step, say)
+
+
+def main(what: str) -> Report:
+    match what:
+        case "kills":
+            return kill_at_every_call(first, second, check)
+        case "power":
+            return cut_power(record(whole_life), check)
+        case "again":
+            return cut_power_after_a_restart(first, second, check)
+        case _:
+            raise SystemExit(f"unknown: {what}")
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(main(*sys.argv[1:]))))

@@ -1,0 +1,117 @@
+"""A pack that is compressed part by part: equal parts, the right checksums, bounded memory."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.shards.builders import payload, shard_header, weights
+from tests.support.shards.shard_files import flip_bit, write_shard
+
+from holdfast_core.errors import CorruptionError
+from holdfast_core.format.digest import crc32c
+from holdfast_core.node.shard_file import DiskShardReader
+from holdfast_core.shards.coding import WIDTHS, ChunkDecoder
+from holdfast_core.shards.file import FOOTER, Trailer
+from holdfast_core.shards.pack import index_bytes_of, unpack_index, unshared_index
+from holdfast_core.store.upload.encode import MAX_HELD_BYTES, EncodedPack, part_sizes
+
+MIB = 1 << 20
+CHUNK = 65_536
+DATA = weights(5 * CHUNK + 100)
+
+
+def pack_of(reader: DiskShardReader, part_bytes: int) -> EncodedPack:
+    index = unshared_index(Trailer(reader.record, reader.table))
+    assert index is not None
+    return EncodedPack(reader, index, bytes([4] * len(index.places)), part_bytes)
+
+
+@pytest.mark.parametrize("part_bytes", [7000, 30_000, 60_000, 1 << 30])
+def test_parts_are_the_object(tmp_path: Path, part_bytes: int) -> None:
+    with write_shard(tmp_path, shard_header(len(DATA), chunk_bytes=CHUNK), DATA) as reader:
+        pack = pack_of(reader, part_bytes)
+        parts = list(pack.parts())
+    whole = b"".join(part.body for part in parts)
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert {len(part.body) for part in parts[:-1]} <= {part_bytes}
+    assert 0 < len(parts[-1].body) <= part_bytes
+    assert pack.plan.parts == tuple(part.part for part in parts)
+    assert (pack.plan.size_bytes, pack.plan.crc32c) == (len(whole), crc32c(whole))
+    for number, part in enumerate(parts, 1):
+        span = part.part.span
+        assert (part.part.number, part.part.crc32c) == (number, crc32c(part.body))
+        assert whole[span.start : span.stop] == part.body
+    index = unpack_index(whole[-index_bytes_of(whole[-FOOTER.size :]) :], len(whole))
+    assert index == pack.index
+    assert index.coding is not None
+    place = bytearray(CHUNK)
+    stored = memoryview(whole)[index.coding.starts[2] : index.coding.starts[3]]
+    ChunkDecoder().decode(stored, index.coding.widths[2], memoryview(place))
+    assert place == DATA[2 * CHUNK : 3 * CHUNK]
+
+
+def some_payloads() -> st.SearchStrategy[bytes]:
+    pieces = st.sampled_from((b"\0" * 3000, weights(5000), payload(4100), b"end"))
+    return st.lists(pieces | st.binary(max_size=20), max_size=6).map(b"".join)
+
+
+@given(some_payloads(), st.integers(500, 20_000), st.data())
+def test_every_chunk_comes_back_by_its_index(
+    data: bytes, part_bytes: int, choose: st.DataObject
+) -> None:
+    """Of any payload, with any widths, in parts of any length."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        write_shard(Path(folder), shard_header(len(data), chunk_bytes=4096), data) as reader,
+    ):
+        index = unshared_index(Trailer(reader.record, reader.table))
+        if index is None:
+            assert data == b""
+            return
+        count = len(index.places)
+        widths = choose.draw(st.lists(st.sampled_from(WIDTHS), min_size=count, max_size=count))
+        parts = EncodedPack(reader, index, bytes(widths), part_bytes).parts()
+        whole = b"".join(part.body for part in parts)
+    found = unpack_index(whole[-index_bytes_of(whole[-FOOTER.size :]) :], len(whole))
+    assert found.coding is not None
+    assert found.trailer == Trailer(reader.record, reader.table)
+    assert found.stored_bytes <= len(data) == found.payload_bytes_here
+    came_back = b""
+    for chunk in range(count):
+        place = bytearray(min(4096, len(data) - chunk * 4096))
+        stored = whole[found.coding.starts[chunk] : found.coding.starts[chunk + 1]]
+        width = found.coding.widths[chunk]
+        ChunkDecoder().decode(memoryview(stored), width, memoryview(place))
+        came_back += place
+    assert came_back == data
+
+
+def test_a_chunk_that_went_bad_on_the_node_is_not_compressed(tmp_path: Path) -> None:
+    with write_shard(tmp_path, shard_header(len(DATA), chunk_bytes=CHUNK), DATA) as reader:
+        flip_bit(next(tmp_path.iterdir()), 4096 + 3 * CHUNK)
+        with pytest.raises(CorruptionError, match="chunk 3"):
+            list(pack_of(reader, 7000).parts())
+
+
+@given(st.integers(0, 1 << 42), st.integers(5, 5120).map(lambda mib: mib * MIB), st.integers(1, 64))
+def test_memory_is_bounded_and_parts_are_few_enough(
+    payload_bytes: int, part_bytes: int, at_once: int
+) -> None:
+    sizes = part_sizes(payload_bytes, part_bytes, at_once)
+    assert sizes.part_bytes % MIB == 0
+    assert sizes.part_bytes >= 5 * MIB
+    assert 1 <= sizes.at_once <= at_once
+    index_bytes = payload_bytes // 5000
+    assert (payload_bytes + index_bytes) / sizes.part_bytes <= 10_000
+    held = (sizes.at_once + 2) * sizes.part_bytes
+    # 16 MiB in 10,000 parts are 156 GiB: a rank with more holds three parts, however long.
+    assert held <= MAX_HELD_BYTES or (sizes.at_once == 1 and payload_bytes > 150 << 30)
+
+
+def test_what_a_usual_upload_holds() -> None:
+    sizes = part_sizes(16 << 30, 32 * MIB, 4)
+    assert (sizes.part_bytes, sizes.at_once) == (8 * MIB, 4)

@@ -1,0 +1,158 @@
+"""A directory as the object store: what is damaged on the way or at rest is replaced, never kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.support.shards.builders import (
+    JOB_UID,
+    BytesSource,
+    layout,
+    manifest,
+    payload,
+    shard_file,
+    shard_header,
+)
+from tests.support.shards.shard_files import flip_bit
+
+from holdfast_core.errors import AlreadyExistsError, CorruptionError
+from holdfast_core.format.keys import layout_key, manifest_key, shard_key
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.store.directory import DirectoryObjectTier
+from holdfast_core.tiers.base import ShardReader
+
+NAMESPACE = "team-a"
+SIZE = 200_000
+HEADER = shard_header(SIZE)
+DATA = payload(SIZE)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryObjectTier:
+    return DirectoryObjectTier(tmp_path / "store")
+
+
+def node_in(folder: Path) -> DiskNodeTier:
+    tier = DiskNodeTier(folder, capacity_bytes=1 << 30)
+    tier.open()
+    return tier
+
+
+@contextmanager
+def good_shard(folder: Path) -> Iterator[ShardReader]:
+    node = node_in(folder / "good")
+    record = node.write_shard(HEADER, BytesSource(DATA))
+    with node.open_shard(record.ref) as reader:
+        yield reader
+
+
+@contextmanager
+def flipped_shard(folder: Path) -> Iterator[ShardReader]:
+    """The file changes on the disk after it was opened: head and trailer are good."""
+    node = node_in(folder / "flipped")
+    record = node.write_shard(HEADER, BytesSource(DATA))
+    with node.open_shard(record.ref) as reader:
+        flip_bit(node.shard_path(record.ref), SIZE // 2)
+        yield reader
+
+
+def path_of(tmp_path: Path, key: str) -> Path:
+    return tmp_path / "store" / NAMESPACE / JOB_UID / key
+
+
+def fetched(store: DirectoryObjectTier, folder: Path, reader: ShardReader) -> bytes:
+    node = node_in(folder / "fetched")
+    store.download_shard(NAMESPACE, reader.record.ref, node.begin_copy)
+    with node.open_shard(reader.record.ref) as found:
+        return b"".join(bytes(piece) for piece in found.read_payload())
+
+
+def test_a_flipped_upload_is_refused_and_the_good_one_taken_afterwards(
+    store: DirectoryObjectTier, tmp_path: Path
+) -> None:
+    with flipped_shard(tmp_path) as reader, pytest.raises(CorruptionError):
+        store.upload_shard(NAMESPACE, reader)
+    assert list((tmp_path / "store").rglob("*.shard")) == []
+    with good_shard(tmp_path) as reader:
+        store.upload_shard(NAMESPACE, reader)
+        assert fetched(store, tmp_path, reader) == DATA
+
+
+@pytest.mark.parametrize("damage", ["a bit", "half of the file", "an empty file"])
+def test_a_shard_that_was_damaged_in_the_store_is_replaced(
+    store: DirectoryObjectTier, tmp_path: Path, damage: str
+) -> None:
+    with good_shard(tmp_path) as reader:
+        store.upload_shard(NAMESPACE, reader)
+        path = path_of(tmp_path, shard_key(reader.record.ref))
+        match damage:
+            case "a bit":
+                flip_bit(path, SIZE // 2)
+            case "half of the file":
+                path.write_bytes(path.read_bytes()[: SIZE // 2])
+            case _:
+                path.write_bytes(b"")
+        store.upload_shard(NAMESPACE, reader)
+        assert fetched(store, tmp_path, reader) == DATA
+        assert path.with_name(f"{path.name}.bad").exists(), "kept for people to look at"
+
+
+def test_a_damaged_layout_is_never_given_and_is_replaced(
+    store: DirectoryObjectTier, tmp_path: Path
+) -> None:
+    document = layout()
+    digest = store.put_layout(NAMESPACE, JOB_UID, document)
+    flip_bit(path_of(tmp_path, layout_key(digest)), 10)
+    with pytest.raises(CorruptionError):
+        store.get_layout(NAMESPACE, JOB_UID, digest)
+    store.put_layout(NAMESPACE, JOB_UID, document)
+    assert store.get_layout(NAMESPACE, JOB_UID, digest) == document
+
+
+def manifest_of(step: int) -> tuple[CheckpointId, bytes]:
+    _, record = shard_file(shard_header(SIZE, step=step), DATA)
+    found = manifest([record])
+    return found.checkpoint, found.to_bytes()
+
+
+def test_a_manifest_under_the_name_of_another_is_replaced(
+    store: DirectoryObjectTier, tmp_path: Path
+) -> None:
+    (_, older), (checkpoint, own) = manifest_of(10), manifest_of(20)
+    path = path_of(tmp_path, manifest_key(checkpoint))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(older)
+    store.put_manifest(NAMESPACE, JOB_UID, checkpoint, own)
+    assert store.get_manifest(NAMESPACE, JOB_UID, checkpoint) == own
+    store.delete_checkpoint(NAMESPACE, JOB_UID, checkpoint)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_another_manifest_of_the_same_checkpoint_is_an_alarm(store: DirectoryObjectTier) -> None:
+    checkpoint, own = manifest_of(10)
+    _, record = shard_file(shard_header(SIZE), payload(SIZE, seed=1))
+    store.put_manifest(NAMESPACE, JOB_UID, checkpoint, own)
+    with pytest.raises(AlreadyExistsError):
+        store.put_manifest(NAMESPACE, JOB_UID, checkpoint, manifest([record]).to_bytes())
+    assert store.get_manifest(NAMESPACE, JOB_UID, checkpoint) == own
+
+
+def test_a_node_tier_replaces_a_manifest_of_another_checkpoint_and_keeps_its_alarm(
+    tmp_path: Path,
+) -> None:
+    (first, older), (checkpoint, own) = manifest_of(10), manifest_of(20)
+    node = node_in(tmp_path / "node")
+    node.put_manifest(JOB_UID, checkpoint, older)
+    node.put_manifest(JOB_UID, checkpoint, own)
+    assert node.get_manifest(JOB_UID, checkpoint) == own
+    assert len(list((tmp_path / "node" / "quarantine").glob("*.json"))) == 1
+    with pytest.raises(AlreadyExistsError):
+        node.put_manifest(JOB_UID, checkpoint, b"{}")
+    node.quarantine_manifest(JOB_UID, checkpoint, "a test says so")
+    assert node.list_manifests() == ()
+    node.quarantine_manifest(JOB_UID, CheckpointId(Step(99), RestartRound(0)), "it is not there")
+    assert first.step == 10

@@ -1,0 +1,32 @@
+"""A folder as the object store: what is persisted survives kills at every call and every order of writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.crash.crash import report_of
+from tests.support.crash.traced import can_trace
+
+PROGRAMS = Path(__file__).with_name("store_crash_programs.py")
+
+pytestmark = pytest.mark.skipif(can_trace() is not None, reason=str(can_trace()))
+
+
+def test_an_upload_killed_at_any_call_loses_nothing() -> None:
+    found = report_of(PROGRAMS, "kills")
+    assert found.problems == ()
+    assert found.tried > 25
+
+
+def test_no_order_of_writes_loses_what_was_acknowledged() -> None:
+    """F16."""
+    found = report_of(PROGRAMS, "power")
+    assert found.problems == ()
+    assert found.tried > 50
+
+
+def test_what_a_killed_upload_left_is_durable_before_it_is_relied_on() -> None:
+    found = report_of(PROGRAMS, "again")
+    assert found.problems == ()
+    assert found.tried > 20

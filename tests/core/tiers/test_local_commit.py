@@ -1,0 +1,153 @@
+"""The local commit and the candidates of a restore, over tiers of memory and disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.shards.builders import (
+    JOB,
+    JOB_UID,
+    BytesSource,
+    layout,
+    rank_layout,
+    rank_payload,
+    shard_header,
+)
+from tests.support.tiers.candidates import candidates
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.errors import AlreadyExistsError, FormatError, NotFoundError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.manifest import parse_manifest
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shards.record import ShardRecord
+from holdfast_core.tiers.base import NodeTier
+from holdfast_core.tiers.local_commit import build_manifest, commit_local
+
+WORLD = 2
+LAYOUT = layout(world_size=WORLD)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> NodeTier:
+    if request.param == "memory":
+        return MemoryTier()
+    disk = DiskNodeTier(tmp_path, capacity_bytes=64 << 20)
+    disk.open()
+    return disk
+
+
+def write(tier: NodeTier, rank: int, *, step: int = 10, round: int = 0) -> ShardRecord:
+    data = rank_payload(rank=rank, world_size=WORLD, step=step)
+    header = shard_header(
+        len(data),
+        rank=rank,
+        step=step,
+        round=round,
+        world_size=WORLD,
+        layout=digest_of(rank_layout(rank=rank, world_size=WORLD)),
+    )
+    return tier.write_shard(header, BytesSource(data))
+
+
+def commit(tier: NodeTier, step: int, round: int = 0) -> tuple[Digest, list[ShardRecord]]:
+    records = [write(tier, rank, step=step, round=round) for rank in range(WORLD)]
+    manifest = build_manifest(JOB, records, parent=None, layout=LAYOUT)
+    return commit_local(tier, LAYOUT, manifest), records
+
+
+def steps(tier: NodeTier, ranks: list[Rank] | None = None) -> list[tuple[int, int]]:
+    return [(c.manifest.step, c.manifest.restart_round) for c in candidates(tier, JOB_UID, ranks)]
+
+
+def test_the_manifest_does_not_depend_on_the_order_of_shards(tier: NodeTier) -> None:
+    records = [write(tier, rank) for rank in range(WORLD)]
+    one = build_manifest(JOB, records, parent=None, layout=LAYOUT)
+    assert build_manifest(JOB, reversed(records), parent=None, layout=LAYOUT) == one
+    assert parse_manifest(one).ref(Rank(1)) == records[1].ref
+
+
+def test_what_belongs_to_no_checkpoint_together(tier: NodeTier) -> None:
+    a, b = write(tier, 0), write(tier, 1)
+    later = write(tier, 1, step=11)
+    for records, words in [
+        ([], "no shards"),
+        ([a], "world size"),
+        ([a, a], "has another|every rank"),
+        ([a, later], "expected"),
+    ]:
+        with pytest.raises(FormatError, match=words):
+            build_manifest(JOB, records, parent=None, layout=LAYOUT)
+    other_layout = layout(world_size=4)
+    with pytest.raises(FormatError, match="another layout"):
+        build_manifest(JOB, [a, b], parent=None, layout=other_layout)
+
+
+def test_a_commit_is_idempotent_and_the_newest_comes_first(tier: NodeTier) -> None:
+    first, _ = commit(tier, 10)
+    assert commit(tier, 10)[0] == first
+    commit(tier, 20)
+    commit(tier, 20, round=1)
+    assert steps(tier) == [(20, 1), (20, 0), (10, 0)]
+    (*_, oldest) = candidates(tier, JOB_UID)
+    assert oldest.digest == first
+    assert list(candidates(tier, JobUid("another"))) == []
+
+
+def test_another_manifest_of_the_same_step_is_an_alarm(tier: NodeTier) -> None:
+    _, records = commit(tier, 10)
+    other = build_manifest(JOB, records, parent=digest_of(b"parent"), layout=LAYOUT)
+    with pytest.raises(AlreadyExistsError):
+        commit_local(tier, LAYOUT, other)
+
+
+def test_a_manifest_is_not_committed_with_another_layout(tier: NodeTier) -> None:
+    records = [write(tier, rank) for rank in range(WORLD)]
+    manifest = build_manifest(JOB, records, parent=None, layout=LAYOUT)
+    with pytest.raises(FormatError, match="names layout"):
+        commit_local(tier, layout(world_size=3), manifest)
+    assert tier.list_manifests() == ()
+
+
+def test_a_step_without_a_manifest_does_not_exist(tier: NodeTier) -> None:
+    commit(tier, 10)
+    for rank in range(WORLD):
+        write(tier, rank, step=20)
+    assert steps(tier) == [(10, 0)]
+
+
+def test_a_step_without_a_shard_is_passed_over(tier: NodeTier) -> None:
+    commit(tier, 10)
+    _, records = commit(tier, 20)
+    tier.delete_shard(records[1].ref)
+    heard: list[tuple[CheckpointId, str]] = []
+    found = list(candidates(tier, JOB_UID, skipped=lambda c, why: heard.append((c, why))))
+    assert [c.manifest.step for c in found] == [10]
+    assert [c for c, _ in heard] == [CheckpointId(Step(20), RestartRound(0))]
+    assert steps(tier, [Rank(0)]) == [(20, 0), (10, 0)]
+
+
+def test_bad_bytes_are_quarantined_and_the_older_step_wins() -> None:
+    tier = MemoryTier()
+    commit(tier, 10)
+    _, records = commit(tier, 20)
+    tier.damage(records[0].ref, 4096 + 20)
+    assert steps(tier) == [(10, 0)]
+    assert [ref for ref, _ in tier.quarantined] == [records[0].ref]
+    with pytest.raises(NotFoundError):
+        tier.open_shard(records[0].ref)
+
+
+def test_a_manifest_under_another_name_is_passed_over() -> None:
+    tier = MemoryTier()
+    _, records = commit(tier, 10)
+    document = build_manifest(JOB, records, parent=None, layout=LAYOUT)
+    tier.put_manifest(JOB_UID, CheckpointId(Step(99), RestartRound(0)), document)
+    tier.put_manifest(JOB_UID, CheckpointId(Step(98), RestartRound(0)), b"not a manifest")
+    heard: list[str] = []
+    assert [
+        c.manifest.step for c in candidates(tier, JOB_UID, skipped=lambda _, w: heard.append(w))
+    ] == [10]
+    assert "says it is s10-r0" in heard[0]

@@ -1,0 +1,76 @@
+"""A detail that the API server refuses does not keep the round out of the status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from tests.operator.kube.test_edges import NOW, job
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import RestartRound, Step
+from holdfast_operator.apply.status_parts import write_status
+from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.model.job import Condition, GoodputView, JobStatusView, RecoveryView
+
+BEFORE = JobStatusView(
+    restart_round=RestartRound(3),
+    step=Step(7),
+    goodput=GoodputView(),
+    conditions=(Condition(JobCondition.RUNNING, True, "Training", "fine", NOW, 1),),
+)
+AFTER = replace(
+    BEFORE,
+    restart_round=RestartRound(4),
+    step=Step(9),
+    goodput=GoodputView(checkpoint_seconds=-1.0),
+    last_recovery=RecoveryView(RestartRound(4), "RankDied", rehydrate_seconds=-5.0),
+    conditions=(
+        Condition(JobCondition.RUNNING, False, "RankDied", "words", NOW, 1),
+        Condition(JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, "x" * 200, "words", NOW, 1),
+    ),
+)
+
+
+class Server:
+    """Takes a status where `takes` says so."""
+
+    def __init__(self, takes: Callable[[str], bool], status: int = 422) -> None:
+        self._takes = takes
+        self._status = status
+        self.written: list[Mapping[str, Any]] = []
+        self.asked = 0
+
+    async def patch_job_status(
+        self, namespace: str, name: str, resource_version: str, status: Mapping[str, Any]
+    ) -> str:
+        self.asked += 1
+        if not self._takes(json.dumps(status)):
+            raise ApiError(self._status, "Invalid", "status.x: Invalid value")
+        self.written.append(status)
+        return "2"
+
+
+@pytest.mark.parametrize("refused", ["-1.0", "-5.0", "x" * 200, '"words"'])
+def test_a_refused_detail_is_left_as_it_was(refused: str) -> None:
+    server = Server(lambda text: refused not in text)
+    version, written = asyncio.run(write_status(cast(Cluster, server), job(BEFORE), "1", AFTER))
+    assert version == "2"
+    assert written.restart_round == 4
+    assert (written.step, written.goodput) == (7, GoodputView())
+    assert written.is_true(JobCondition.RUNNING) is False
+    assert written.condition(JobCondition.LAST_CHECKPOINT_SUCCEEDED) is None
+    assert [s["restartRound"] for s in server.written] == [4]
+
+
+@pytest.mark.parametrize(("status", "asked"), [(422, 2), (409, 1), (500, 1)])
+def test_a_write_that_is_refused_as_a_whole_fails(status: int, asked: int) -> None:
+    server = Server(lambda text: False, status)
+    with pytest.raises(ApiError):
+        asyncio.run(write_status(cast(Cluster, server), job(BEFORE), "1", AFTER))
+    assert server.asked == asked

@@ -1,0 +1,267 @@
+"""Small parts of the operator's edge: settings, access, expectations, events, statuses, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+from prometheus_client import generate_latest
+
+from holdfast_core.clock import ManualClock
+from holdfast_core.errors import ConfigError
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
+from holdfast_operator.apply.status_writer import checkpoint_status
+from holdfast_operator.base.logs import Changed
+from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.base.settings import Settings
+from holdfast_operator.kube.access import from_kubeconfig, from_service_account, load_access
+from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.kube.events import Events, Subject
+from holdfast_operator.model.actions import CheckpointRecord
+from holdfast_operator.model.job import (
+    GoodputView,
+    JobSpecView,
+    JobStatusView,
+    JobView,
+    RecoveryView,
+)
+from holdfast_operator.watch.expectations import Expectations, is_at_least
+
+NEEDED = {"HOLDFAST_SIDECAR_IMAGE": "i", "HOLDFAST_OPERATOR_NAMESPACE": "n"}
+NOW = datetime(2026, 5, 1, tzinfo=UTC)
+
+
+def job(status: JobStatusView | None = None) -> JobView:
+    return JobView(
+        namespace="team",
+        name="gpt",
+        uid=JobUid("u"),
+        resource_version="1",
+        generation=1,
+        spec=JobSpecView(workers=2, procs_per_worker=1, template={}),
+        status=status or JobStatusView(),
+        created_at=NOW,
+    )
+
+
+# --------------------------------------------------------------------------- settings, access
+
+
+def test_settings_from_environment() -> None:
+    env = {
+        **NEEDED,
+        "HOLDFAST_WATCH_NAMESPACES": "b, a b",
+        "HOLDFAST_METRICS_PORT": "9",
+        "KUBERNETES_SERVICE_HOST": "fd00::1",
+        "KUBERNETES_SERVICE_PORT": "6443",
+    }
+    settings = Settings.from_env(env)
+    assert settings.watch_namespaces == ("a", "b")
+    assert settings.metrics_port == 9
+    assert settings.api_server == "https://[fd00::1]:6443"
+    assert Settings.from_env(NEEDED).watch_namespaces == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"HOLDFAST_SIDECAR_IMAGE": ""}, "HOLDFAST_SIDECAR_IMAGE"),
+        ({"HOLDFAST_OPERATOR_NAMESPACE": ""}, "HOLDFAST_OPERATOR_NAMESPACE"),
+        ({"HOLDFAST_METRICS_PORT": "x"}, "HOLDFAST_METRICS_PORT"),
+        ({"HOLDFAST_LOG_LEVEL": "loud"}, "HOLDFAST_LOG_LEVEL"),
+        ({"HOLDFAST_WORKER_NETWORK_POLICY": "yes"}, "HOLDFAST_WORKER_NETWORK_POLICY"),
+        ({"HOLDFAST_WORKER_NETWORK_POLICY": "[]"}, "HOLDFAST_WORKER_NETWORK_POLICY"),
+    ],
+)
+def test_settings_name_what_is_wrong(change: dict[str, str], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        Settings.from_env({**NEEDED, **change})
+
+
+def kubeconfig(folder: Path, cluster: dict[str, Any], user: dict[str, Any]) -> Path:
+    path = folder / "config"
+    config = {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+        "clusters": [{"name": "k", "cluster": {"server": "https://x:1/", **cluster}}],
+        "users": [{"name": "u", "user": user}],
+    }
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_kubeconfig_with_data_files_and_tokens(tmp_path: Path) -> None:
+    data = base64.b64encode(b"PEM").decode()
+    (tmp_path / "ca.crt").write_text("CA")
+    (tmp_path / "token").write_text("first\n")
+    access = from_kubeconfig(
+        kubeconfig(
+            tmp_path,
+            {"certificate-authority": "ca.crt"},
+            {"client-certificate-data": data, "client-key-data": data, "tokenFile": "token"},
+        )
+    )
+    assert (access.server, access.ca_pem) == ("https://x:1", "CA")
+    assert (access.certificate_pem, access.key_pem) == ("PEM", "PEM")
+    assert access.current_token() == "first"
+    (tmp_path / "token").write_text("second")
+    assert access.current_token() == "second"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "user", "word"),
+    [
+        ({"insecure-skip-tls-verify": True}, {"token": "t"}, "insecure"),
+        ({}, {"exec": {"command": "aws"}}, "plug-in"),
+        ({"certificate-authority": "missing"}, {"token": "t"}, "missing"),
+        ({"certificate-authority-data": "%%%"}, {"token": "t"}, "base64"),
+    ],
+)
+def test_kubeconfig_refusals(
+    tmp_path: Path, cluster: dict[str, Any], user: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        from_kubeconfig(kubeconfig(tmp_path, cluster, user))
+
+
+def test_service_account_and_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ca.crt").write_text("CA")
+    (tmp_path / "token").write_text("t")
+    access = from_service_account("https://k:443", tmp_path)
+    assert (access.ca_pem, access.current_token()) == ("CA", "t")
+    with pytest.raises(ConfigError, match="KUBECONFIG"):
+        load_access(Settings.from_env(NEEDED))
+
+
+# --------------------------------------------------------------------------- expectations
+
+
+def test_expectations_hold_a_pass_until_met_or_expired() -> None:
+    found = Expectations()
+    assert found.wait_seconds("job", 0.0) is None
+    found.expect("job", "created a", 0.0)
+    found.expect("job", "written 5", 1.0)
+    assert found.wait_seconds("job", 2.0) == 4.0
+    assert found.wait_seconds("other", 2.0) is None
+    found.met("job", "written 5")
+    assert found.wait_seconds("job", 2.0) == 3.0
+    assert found.wait_seconds("job", 5.0) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected", "result"),
+    [("10", "9", True), ("9", "10", False), ("9", "9", True), ("a", "a", True), ("b", "a", False)],
+)
+def test_resource_versions(seen: str, expected: str, result: bool) -> None:
+    assert is_at_least(seen, expected) is result
+
+
+# --------------------------------------------------------------------------- events, logs
+
+
+class Recorder:
+    """Stands in for Cluster where only Events are written."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+        self.refuse = False
+
+    async def create_event(self, namespace: str, body: Any) -> None:
+        if self.refuse:
+            raise ApiError(403, "Forbidden", "no")
+        self.bodies.append(body)
+
+
+def test_events_at_most_one_a_minute_a_reason() -> None:
+    async def story() -> None:
+        clock, recorder = ManualClock(), Recorder()
+        events = Events(cast(Cluster, recorder), clock)
+        subject = Subject("v", "TrainingJob", "team", "gpt", "u")
+        for _ in range(5):
+            await events.emit(subject, "Warning", "PodLost", "words")
+        await events.emit(subject, "Normal", "Accepted", "words")
+        assert [b["reason"] for b in recorder.bodies] == ["PodLost", "Accepted"]
+        clock.advance(61)
+        await events.emit(subject, "Warning", "PodLost", "w" * 5000)
+        assert recorder.bodies[-1]["count"] == 5
+        assert len(recorder.bodies[-1]["message"]) == 1000
+        assert recorder.bodies[-1]["involvedObject"]["uid"] == "u"
+        recorder.refuse = True
+        await events.emit(subject, "Normal", "Other", "never raises")
+
+    asyncio.run(story())
+
+
+def test_changed_forgets() -> None:
+    said = Changed()
+    assert not said.forget("a")
+    said.info("a", "x")
+    assert said.forget("a")
+    assert not said.forget("a")
+
+
+# --------------------------------------------------------------------------- statuses, metrics
+
+
+def test_checkpoint_record_as_status() -> None:
+    record = CheckpointRecord(
+        phase="Committed",
+        checkpoint=CheckpointId(Step(50), RestartRound(2)),
+        manifest=Digest("b3:aa"),
+        payload_bytes=10,
+        world_size=2,
+        job_uid=JobUid("u"),
+        committed_at=NOW,
+        persisted=True,
+        replicated=True,
+    )
+    old = {
+        "conditions": [
+            {"type": "Committed", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+            {"type": "Verified", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+        ]
+    }
+    status = checkpoint_status(job(), record, NOW, old)
+    by_type = {c["type"]: c for c in status["conditions"]}
+    assert by_type["Committed"]["lastTransitionTime"] == "2026-01-01T00:00:00Z"
+    assert by_type["Persisted"]["lastTransitionTime"] == "2026-05-01T00:00:00Z"
+    assert by_type["Verified"]["status"] == "True"  # another writer's condition stays
+    assert by_type["Restorable"]["status"] == "True"
+    assert by_type["Held"]["status"] == "False"
+    assert (status["round"], status["jobNamespace"], status["bytes"]) == (2, "team", 10)
+    json.dumps(status)
+
+
+def test_request_under_way_as_status() -> None:
+    status = checkpoint_status(job(), CheckpointRecord(phase="InProgress"), NOW, {})
+    assert "round" not in status
+    assert {c["status"] for c in status["conditions"]} == {"False"}
+
+
+def test_metrics_count_what_a_write_says_anew() -> None:
+    metrics = Metrics()
+    first = JobStatusView(restart_round=RestartRound(0), goodput=GoodputView(ratio=0.5))
+    metrics.status_written(job(), first)
+    second = JobStatusView(
+        restart_round=RestartRound(1),
+        last_recovery=RecoveryView(RestartRound(1), "PodLost", detect_seconds=0.5, lost_steps=3),
+        goodput=GoodputView(ratio=0.25),
+    )
+    metrics.status_written(job(first), second)
+    metrics.status_written(job(second), second)
+    text = generate_latest(metrics.registry).decode()
+    assert 'holdfast_restart_rounds_total{reason="FirstRound"} 1.0' in text
+    assert 'holdfast_restart_rounds_total{reason="PodLost"} 1.0' in text
+    assert 'holdfast_recovery_seconds_count{phase="detect"} 1.0' in text
+    assert 'holdfast_lost_steps_total{job="gpt",namespace="team"} 3.0' in text
+    assert 'holdfast_goodput_ratio{job="gpt",namespace="team"} 0.25' in text
+    assert "process_resident_memory_bytes" in text
+    metrics.forget("team", "gpt")
+    assert "holdfast_goodput_ratio{" not in generate_latest(metrics.registry).decode()

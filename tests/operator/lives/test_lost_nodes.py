@@ -1,0 +1,231 @@
+"""A node that dies or is cut off costs one round, whatever the scheduler does until its taint comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.support.operator.fake_cluster import LEASE_SECONDS, TAINT_SECONDS, FakeNode
+from tests.support.operator.life import Life
+from tests.support.operator.oracle import broken_rules
+
+from holdfast_operator.model.job import JobStatusView
+
+LONG = 3 * TAINT_SECONDS
+AT_ONCE = 3
+"""Seconds in which a replacement is created and bound."""
+
+
+def training(**options: Any) -> Life:
+    life = Life(**options)
+    life.cluster.gang.peers_hang = True
+    life.run(40)
+    assert life.status.is_true("Running")
+    return life
+
+
+def node_of(life: Life, worker: int) -> FakeNode:
+    pod = life.operator.worker_pod(worker)
+    assert pod is not None and pod.node is not None
+    return life.cluster.nodes[pod.node]
+
+
+def only_node_that_fits(life: Life, worker: int) -> FakeNode:
+    """No other node has room for another pod."""
+    node = node_of(life, worker)
+    life.cluster.full_nodes = set(life.cluster.nodes) - {node.name}
+    return node
+
+
+def writes_of_pods(life: Life) -> int:
+    return sum("/pods" in path for _, path in life.cluster.api.requests)
+
+
+def begun(status: JobStatusView) -> bool:
+    return status.restart_round == 1
+
+
+def chosen(status: JobStatusView) -> bool:
+    return begun(status) and status.restore_point is not None
+
+
+def test_ranks_that_fail_before_the_lease_has_stopped_begin_no_round_of_their_own() -> None:
+    """The machine closed its connections: its peers fail within seconds."""
+    life = training()
+    life.cluster.gang.peers_hang = False
+    node = node_of(life, 2)
+    node.dead = True
+    life.run(LEASE_SECONDS - 5)
+    assert life.status.restart_round == 0
+    words = " ".join(c.message for c in life.status.conditions)
+    assert "connection closed by peer" in words and "has not answered since" in words
+    life.run(LONG)
+    assert one_round(life)
+    assert life.status.last_recovery is not None
+    assert life.status.last_recovery.reason == "NodeLost"
+    assert life.status.restarts_count_towards_max == 0
+
+
+def test_a_sidecar_that_is_silent_on_a_good_node_delays_failed_ranks_for_a_while_only() -> None:
+    life = training()
+    life.silence(3)
+    life.rank_dies()
+    life.run(LEASE_SECONDS * 2, until=begun)
+    assert life.status.restart_round == 1
+    assert life.status.last_recovery is not None
+    assert life.status.last_recovery.reason == "RankFailed"
+
+
+def one_round(life: Life) -> bool:
+    assert life.status.is_true("Running")
+    assert broken_rules(life.cluster, life.copies) == []
+    return life.status.restart_round == 1 and life.status.restarts == 1
+
+
+@pytest.mark.parametrize("fault", ["dead", "cut_off", "deleted"])
+def test_a_lost_node_costs_one_round(fault: str) -> None:
+    life = training()
+    node = node_of(life, 2)
+    setattr(node, fault, True)
+    life.run(LONG)
+    assert one_round(life)
+    assert life.status.members == (0, 0, 1, 0)
+    assert node_of(life, 2) is not node
+
+
+def test_several_nodes_that_are_lost_at_once_cost_one_round() -> None:
+    life = training(copies=2)
+    lost = [node_of(life, 1), node_of(life, 2)]
+    for node in lost:
+        node.dead = True
+    life.run(LONG)
+    assert one_round(life)
+    assert node_of(life, 1) not in lost and node_of(life, 2) not in lost
+
+
+def test_two_nodes_lost_one_after_another_cost_two_rounds() -> None:
+    """The second replacement avoids the first node too, whose pod is long gone."""
+    life = training()
+    first, second = node_of(life, 1), node_of(life, 2)
+    first.dead = True
+    life.run(LEASE_SECONDS + 10)
+    assert life.status.is_true("Running")
+    life.rank_dies()
+    life.cluster.lose_pod(life.pod(2))
+    second.dead = True
+    life.run(LONG)
+    assert life.status.is_true("Running")
+    assert life.status.restart_round == 2
+    assert node_of(life, 2) not in (first, second)
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["same operator", "operator restarts"])
+def test_a_pod_that_was_bound_before_the_loss_was_noticed(restarts: bool) -> None:
+    """It never starts there. It is created again in its round, which has chosen its restore point."""
+    life = training()
+    node = node_of(life, 2)
+    node.dead = True
+    life.cluster.lose_pod(life.pod(2))
+    life.run(AT_ONCE, until=chosen)
+    assert node_of(life, 2) is node, "the scheduler does not know yet"
+    if restarts:
+        life.restart()
+    life.run(LONG)
+    assert one_round(life)
+    assert node_of(life, 2) is not node
+
+
+@pytest.mark.parametrize("reached", [begun, chosen], ids=["before the pod", "after the choice"])
+def test_an_operator_that_restarts_in_the_round_forgets_no_lost_node(
+    reached: Callable[[JobStatusView], bool],
+) -> None:
+    life = training()
+    node = node_of(life, 2)
+    node.dead = True
+    life.run(LEASE_SECONDS * 2, until=reached)
+    life.restart()
+    life.run(LONG)
+    assert one_round(life)
+    assert node_of(life, 2) is not node
+
+
+def test_a_job_that_fits_on_the_lost_node_only_waits_and_uses_it_when_it_returns() -> None:
+    """The affinity of a pod is fixed: without a new pod the job would wait for ever."""
+    life = training()
+    lost = only_node_that_fits(life, 2)
+    lost.cut_off = True
+    life.run(LONG)
+    assert life.status.restart_round == 1
+    waiting = life.operator.worker_pod(2)
+    assert waiting is not None and waiting.node is None
+    words = " ".join(c.message for c in life.status.conditions)
+    assert "0/6 nodes are available" in words and lost.name in words
+    writes = writes_of_pods(life)
+    life.run(LONG)
+    assert writes_of_pods(life) == writes
+    lost.cut_off = False
+    life.run(30)
+    assert one_round(life)
+    assert node_of(life, 2) is lost
+
+
+def test_a_waiting_pod_outlives_an_operator_that_restarts() -> None:
+    """The new process knows no lease's age: it must not free the pod for the dead node."""
+    life = training()
+    lost = only_node_that_fits(life, 2)
+    lost.dead = True
+    life.run(LEASE_SECONDS + 5)
+    waiting = life.pod(2), life.cluster.pods[life.pod(2)].view.uid
+    life.restart()
+    life.run(LONG)
+    assert (life.pod(2), life.cluster.pods[life.pod(2)].view.uid) == waiting
+    assert life.cluster.pods[life.pod(2)].view.node is None
+
+
+def test_a_round_that_begins_while_a_pod_waits_creates_it_again() -> None:
+    """A pod of an earlier round could not be created again under its name when its node returns."""
+    life = training()
+    lost = only_node_that_fits(life, 2)
+    lost.cut_off = True
+    life.run(LEASE_SECONDS + 5)
+    life.cluster.fail_pod(life.pod(0), "Error")
+    life.cluster.full_nodes.discard(node_of(life, 0).name)
+    life.run(30)
+    assert life.status.restart_round == 2
+    assert life.status.members == (2, 0, 2, 0)
+    lost.cut_off = False
+    life.run(40)
+    assert life.status.is_true("Running")
+    assert life.status.restart_round == 2
+
+
+def test_a_pod_that_names_its_node_waits_there() -> None:
+    """spec.nodeName of the template: no scheduler reads an affinity, and no new pod helps."""
+    life = training()
+    node = node_of(life, 2)
+    life.cluster.job["spec"]["template"]["spec"]["nodeName"] = node.name
+    life.cluster.touch_job()
+    node.cut_off = True
+    life.run(LONG)
+    assert life.status.restart_round == 1
+    writes = writes_of_pods(life)
+    life.run(LONG)
+    assert writes_of_pods(life) == writes
+    node.cut_off = False
+    life.run(30)
+    assert one_round(life)
+
+
+def test_a_node_that_was_lost_and_came_back_is_used_again() -> None:
+    life = training()
+    node = node_of(life, 2)
+    node.cut_off = True
+    life.run(LONG)
+    assert one_round(life)
+    node.cut_off = False
+    life.run(10)
+    life.cluster.lose_pod(life.pod(2))
+    life.run(15)
+    assert life.status.is_true("Running")
+    assert node_of(life, 2) is node, "the emptiest node with the lowest name"

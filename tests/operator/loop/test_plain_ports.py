@@ -1,0 +1,136 @@
+"""The operator's open ports under attack, over real sockets: descriptors and threads are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+
+from holdfast_core.clock import SystemClock
+from holdfast_operator.base import logs
+from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.loop.plain_ports import PLACES, SILENT_WATCH_SECONDS, PlainPorts
+
+ATTACKERS = 300
+
+
+@dataclass
+class Bed:
+    ports: PlainPorts
+    metrics: Metrics
+    age: float | None = 1.0
+
+    async def get(self, port: str, path: str, source: str = "127.0.0.1") -> tuple[int, str]:
+        number = self.ports.metrics_port if port == "metrics" else self.ports.health_port
+        connector = aiohttp.TCPConnector(local_addr=(source, 0))
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.get(f"http://127.0.0.1:{number}{path}") as response,
+        ):
+            return response.status, await response.text()
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[Bed]:
+    metrics = Metrics()
+    bed: Bed
+    ports = PlainPorts(metrics, lambda: bed.age, SystemClock())
+    bed = Bed(ports, metrics)
+    await ports.start("127.0.0.1", 0, 0)
+    try:
+        yield bed
+    finally:
+        await ports.close()
+
+
+@contextmanager
+def half_requests(port: int, source: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for _ in range(ATTACKERS):
+            sock = stack.enter_context(socket.socket())
+            sock.bind((source, 0))
+            sock.connect(("127.0.0.1", port))
+            with contextlib.suppress(OSError):  # displaced already
+                sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
+        yield
+
+
+def story(tell: Callable[[Bed], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with opened() as bed:
+            await tell(bed)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("port", "path"), [("metrics", "/metrics"), ("health", "/healthz")])
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.9"], ids=["same address", "another"])
+def test_half_requests_take_neither_descriptors_nor_threads(
+    port: str, path: str, source: str
+) -> None:
+    async def tell(bed: Bed) -> None:
+        threads = threading.active_count()
+        number = bed.ports.metrics_port if port == "metrics" else bed.ports.health_port
+        with half_requests(number, source):
+            status, _ = await bed.get(port, path)
+            assert status == 200
+            assert bed.ports.connections(port) <= PLACES.strangers
+            assert threading.active_count() == threads
+            _, text = await bed.get("metrics", "/metrics")
+            assert f'holdfast_connections_dropped_total{{port="{port}",reason="room"}}' in text
+
+    story(tell)
+
+
+@pytest.mark.parametrize("port", ["metrics", "health"])
+def test_requests_that_are_not_http_fill_no_log(
+    port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """aiohttp logs a traceback with what was sent for each of them, and the log is on the disk of the
+    node: an operator whose log outgrows its limit is evicted."""
+
+    async def tell(bed: Bed) -> None:
+        number = bed.ports.metrics_port if port == "metrics" else bed.ports.health_port
+        for n in range(ATTACKERS):
+            reader, writer = await asyncio.open_connection("127.0.0.1", number)
+            writer.write(b"GET / HTTP/1.1\r\n" + b"x" * 4000 + b"%d\r\n\r\n" % n)
+            await reader.read()
+            writer.close()
+
+    root = logging.getLogger()
+    own = logging.getLogger("holdfast_operator")
+    before = root.handlers[:], root.level, own.level
+    try:
+        logs.configure("INFO")
+        story(tell)
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+        own.setLevel(before[2])
+    said = capsys.readouterr().err
+    assert 1 <= said.count("Error handling request") <= 5
+    assert len(said) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("age", "status"),
+    [(None, 503), (5.0, 200), (SILENT_WATCH_SECONDS + 1, 503)],
+    ids=["not in sync", "fresh", "silent"],
+)
+def test_an_operator_that_sees_nothing_is_not_ready_and_not_restarted(
+    age: float | None, status: int
+) -> None:
+    async def tell(bed: Bed) -> None:
+        bed.age = age
+        assert (await bed.get("health", "/readyz"))[0] == status
+        assert (await bed.get("health", "/healthz"))[0] == 200
+
+    story(tell)

@@ -1,0 +1,220 @@
+"""When a store is probed, and what the end of the probe's pod means."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from holdfast_core.api import CheckpointStore
+from holdfast_core.contract import StoreConfig
+from holdfast_operator.loop.observe import store_config, store_view
+from holdfast_operator.loop.stores_probe import (
+    next_look_seconds,
+    parse_message,
+    probe_due,
+    probe_name,
+    render_probe,
+    result_of,
+    store_status,
+)
+from holdfast_operator.render.pod import SidecarSettings
+from holdfast_operator.watch.records import ProbePod, StoreRecord, read_store
+
+NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+PROBED = "2026-05-01T11:55:00Z"
+
+
+def store(
+    available: bool | None = None,
+    reason: str = "Probed",
+    last_probe: str | None = None,
+    observed: int | None = 1,
+    ca: str | None = None,
+    since: str = "2026-05-01T10:00:00Z",
+) -> StoreRecord:
+    status: dict[str, Any] = {"observedGeneration": observed}
+    if last_probe is not None:
+        status["lastProbe"] = last_probe
+    if available is not None:
+        status["conditions"] = [
+            {
+                "type": "Available",
+                "status": str(available),
+                "reason": reason,
+                "message": "words",
+                "lastTransitionTime": since,
+            }
+        ]
+    s3: dict[str, Any] = {
+        "endpoint": "https://minio.storage.svc:9000",
+        "bucket": "b",
+        "prefix": "p",
+        "credentialsSecretRef": {"name": "keys"},
+    }
+    if ca is not None:
+        s3["caSecretRef"] = {"name": ca}
+    return read_store(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": CheckpointStore.KIND,
+            "metadata": {
+                "name": "main",
+                "namespace": "team",
+                "uid": "u",
+                "generation": 1,
+                "resourceVersion": "5",
+            },
+            "spec": {"s3": s3},
+            "status": status,
+        }
+    )
+
+
+def pod(**changes: Any) -> ProbePod:
+    values: dict[str, Any] = {
+        "namespace": "team",
+        "name": "holdfast-probe-main-x",
+        "uid": "p",
+        "store": "main",
+        "store_uid": "u",
+        "phase": "Pending",
+        "terminating": False,
+        "waiting_reason": None,
+        "waiting_message": "",
+        "message": None,
+        "unscheduled": None,
+    }
+    return ProbePod(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "job_start", "due"),
+    [
+        ("never probed", store(), None, True),
+        ("changed since", store(True, last_probe=PROBED, observed=0), None, True),
+        ("available", store(True, last_probe=PROBED), None, False),
+        ("a job began to use it", store(True, last_probe=PROBED), NOW, True),
+        ("its job is older", store(True, last_probe=PROBED), NOW - timedelta(hours=1), False),
+        ("unavailable, 5 minutes ago", store(False, "AccessDenied", PROBED), None, True),
+        (
+            "unavailable for long, 1 minute ago",
+            store(False, "AccessDenied", "2026-05-01T11:59:00Z"),
+            None,
+            False,
+        ),
+    ],
+)
+def test_due(name: str, record: StoreRecord, job_start: datetime | None, due: bool) -> None:
+    assert probe_due(record, job_start, NOW) is due
+
+
+def test_next_look() -> None:
+    assert next_look_seconds(store(True, last_probe=PROBED), NOW) is None
+    just_now = "2026-05-01T12:00:00Z"
+    assert next_look_seconds(store(False, "AccessDenied", just_now), NOW) == 120.0
+
+
+@pytest.mark.parametrize(
+    ("since", "wait"),
+    [
+        ("2026-05-01T12:00:00Z", 2.0),
+        ("2026-05-01T11:59:50Z", 10.0),
+        ("2026-05-01T11:59:00Z", 60.0),
+        ("2026-05-01T09:00:00Z", 120.0),
+    ],
+)
+def test_unavailable_store_is_probed_soon_and_then_less_often(since: str, wait: float) -> None:
+    refused = store(False, "ProbeRefused", "2026-05-01T12:00:00Z", since=since)
+    assert next_look_seconds(refused, NOW) == wait
+    assert probe_due(refused, None, NOW + timedelta(seconds=wait - 1)) is False
+    assert probe_due(refused, None, NOW + timedelta(seconds=wait)) is True
+
+
+def test_name_is_the_same_until_a_probe_has_ended() -> None:
+    assert probe_name(store()) == probe_name(store())
+    assert probe_name(store()) != probe_name(store(True, last_probe=PROBED))
+    assert probe_name(store()).startswith("holdfast-probe-main-")
+
+
+def test_pod_holds_the_keys_and_no_privilege() -> None:
+    record = store(ca="ca")
+    body = render_probe(record, store_config(record), SidecarSettings("image:1"))
+    spec = body["spec"]
+    container = spec["containers"][0]
+    assert container["image"] == "image:1"
+    assert container["command"] == ["holdfast-sidecar", "probe-store"]
+    env = {e["name"]: e["value"] for e in container["env"]}
+    config = StoreConfig.from_json(env["HOLDFAST_STORE"])
+    assert (config.endpoint, config.secure, config.bucket) == ("minio.storage.svc:9000", True, "b")
+    assert env["HOLDFAST_STORE_DIR"] == container["volumeMounts"][0]["mountPath"]
+    sources = spec["volumes"][0]["projected"]["sources"]
+    assert [s["secret"]["name"] for s in sources] == ["keys", "ca"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert body["metadata"]["ownerReferences"][0]["uid"] == "u"
+
+
+ANSWER = json.dumps(
+    {
+        "available": False,
+        "reason": "AccessDenied",
+        "message": "The Access Key Id you provided does not exist",
+        "features": {"conditionalPut": True, "checksum": False, "unknown": True},
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "age", "reason"),
+    [
+        ("runs", pod(phase="Running"), 60, None),
+        ("is being created", pod(waiting_reason="ContainerCreating"), 19, None),
+        ("hangs for its Secret", pod(waiting_reason="ContainerCreating"), 21, "SecretNotFound"),
+        ("key missing", pod(waiting_reason="CreateContainerConfigError"), 21, "SecretNotFound"),
+        ("image", pod(waiting_reason="ErrImagePull", waiting_message="no"), 21, "ProbeFailed"),
+        ("no node", pod(unscheduled="0/3 nodes"), 21, "ProbeFailed"),
+        ("no node yet", pod(unscheduled="0/3 nodes"), 5, None),
+        ("never ends", pod(phase="Running"), 1000, "ProbeFailed"),
+        ("answered", pod(phase="Failed", message=ANSWER), 1, "AccessDenied"),
+        ("crashed", pod(phase="Failed", message="Traceback: x"), 1, "ProbeFailed"),
+        ("evicted", pod(phase="Failed", message=""), 1, "ProbeFailed"),
+    ],
+)
+def test_end(name: str, seen: ProbePod, age: float, reason: str | None) -> None:
+    result = result_of(store(), seen, age)
+    assert (None if result is None else result.reason) == reason
+
+
+def test_missing_secret_says_which_and_what_to_do() -> None:
+    result = result_of(store(ca="authority"), pod(waiting_reason="ContainerCreating"), 30)
+    assert result is not None
+    for word in ("Secret keys", "accessKey and secretKey", "Secret authority", "team"):
+        assert word in result.message
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"available": "yes"}', "{", "5"])
+def test_hostile_last_words_are_a_failed_probe(text: str) -> None:
+    assert parse_message(text).reason == "ProbeFailed"
+    assert parse_message(text).available is False
+
+
+def test_status_keeps_the_transition_time() -> None:
+    record = store(False, "AccessDenied", PROBED)
+    status = store_status(record, parse_message(ANSWER), NOW)
+    assert status["conditions"][0]["lastTransitionTime"] == "2026-05-01T10:00:00Z"
+    assert status["features"] == {"conditionalPut": True, "checksum": False}
+    assert status["lastProbe"] == "2026-05-01T12:00:00Z"
+    now_well = store_status(record, parse_message('{"available": true}'), NOW)
+    assert now_well["conditions"][0]["lastTransitionTime"] == "2026-05-01T12:00:00Z"
+
+
+def test_what_a_job_sees_of_a_store() -> None:
+    assert store_view(store()).available is None
+    assert store_view(store(True, last_probe=PROBED)).available is True
+    assert store_view(store(True, last_probe=PROBED, observed=0)).available is None
+    assert store_view(store(ca="a")).ca_secret == "a"

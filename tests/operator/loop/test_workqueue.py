@@ -1,0 +1,131 @@
+"""One key at a time, each at most once in the queue, and back after an error."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_core.clock import ManualClock
+from holdfast_operator.loop.workqueue import WorkQueue
+
+
+def make(clock: ManualClock, errors: list[str] | None = None) -> WorkQueue[str]:
+    said = errors if errors is not None else []
+    return WorkQueue(clock, lambda key, error: said.append(f"{key}: {error}"), random.Random(7))
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_key_is_queued_once_and_worked_on_again_if_added_meanwhile() -> None:
+    async def story() -> None:
+        queue, gate, done = make(ManualClock()), asyncio.Event(), list[str]()
+
+        async def handle(key: str) -> None:
+            done.append(key)
+            await gate.wait()
+
+        for _ in range(3):
+            queue.add("a")
+        assert queue.depth == 1
+        task = asyncio.create_task(queue.run(4, handle))
+        await settle()
+        queue.add("a")
+        queue.add("a")
+        await settle()
+        assert done == ["a"]  # four workers, but one key at a time
+        gate.set()
+        await settle()
+        assert done == ["a", "a"]
+        await stop(task)
+
+    asyncio.run(story())
+
+
+def test_earliest_delay_counts_and_a_pass_forgets_it() -> None:
+    async def story() -> None:
+        clock = ManualClock()
+        queue, done = make(clock), list[float]()
+
+        async def handle(key: str) -> None:
+            done.append(clock.monotonic() - 1000)
+
+        task = asyncio.create_task(queue.run(1, handle))
+        queue.add_after("a", 10)
+        queue.add_after("a", 5)
+        queue.add_after("a", 20)
+        await settle()
+        clock.advance(5)
+        await settle()
+        assert done == [5]
+        queue.add_after("a", 10)
+        await settle()
+        clock.advance(3)
+        queue.add("a")
+        await settle()
+        clock.advance(100)
+        await settle()
+        assert done == [5, 8]
+        await stop(task)
+
+    asyncio.run(story())
+
+
+def test_error_brings_the_key_back_later_and_later() -> None:
+    async def story() -> None:
+        clock, errors = ManualClock(), list[str]()
+        queue, tries = make(clock, errors), list[float]()
+
+        async def handle(key: str) -> None:
+            tries.append(clock.monotonic())
+            if len(tries) < 4:
+                raise RuntimeError("no")
+
+        task = asyncio.create_task(queue.run(2, handle))
+        queue.add("a")
+        for _ in range(100):
+            await settle()
+            clock.advance(0.05)
+        await settle()
+        assert len(tries) == 4
+        gaps = [b - a for a, b in pairwise(tries)]
+        assert gaps[0] < gaps[2]
+        assert errors == ["a: no"] * 3
+        await stop(task)
+
+    asyncio.run(story())
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=40), st.integers(1, 4))
+def test_never_two_workers_on_one_key(keys: list[str], workers: int) -> None:
+    async def story() -> None:
+        queue, active, worst = make(ManualClock()), list[str](), [0]
+
+        async def handle(key: str) -> None:
+            active.append(key)
+            worst[0] = max(worst[0], active.count(key))
+            await asyncio.sleep(0)
+            active.remove(key)
+
+        task = asyncio.create_task(queue.run(workers, handle))
+        for key in keys:
+            queue.add(key)
+            await asyncio.sleep(0)
+        await settle()
+        await settle()
+        assert worst[0] <= 1
+        assert queue.depth == 0
+        await stop(task)
+
+    asyncio.run(story())

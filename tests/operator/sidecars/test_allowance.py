@@ -1,0 +1,17 @@
+"""A burst at once, then one after the other."""
+
+from __future__ import annotations
+
+from holdfast_operator.sidecars.allowance import Allowance
+
+
+def test_a_burst_then_a_rate_then_a_burst_again() -> None:
+    allowance = Allowance(burst=3, seconds_each=0.5)
+    assert [allowance.wait_seconds(100.0) for _ in range(5)] == [0.0, 0.0, 0.0, 0.5, 1.0]
+    assert allowance.wait_seconds(200.0) == 0.0
+    assert [allowance.wait_seconds(200.0) for _ in range(3)] == [0.0, 0.0, 0.5]
+
+
+def test_a_steady_use_below_the_rate_never_waits() -> None:
+    allowance = Allowance(burst=1, seconds_each=0.5)
+    assert {allowance.wait_seconds(n * 0.5) for n in range(100)} == {0.0}

@@ -1,0 +1,125 @@
+"""When a node counts as silent: only by our own clock, and only if our watch was not."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_core.clock import ManualClock
+from holdfast_operator.watch.node_leases import NodeLeases
+
+THRESHOLD = 20.0
+
+
+def seen(clock: ManualClock, *nodes: str) -> NodeLeases:
+    leases = NodeLeases()
+    for node in nodes:
+        leases.observe(node, "t0", clock.monotonic())
+    return leases
+
+
+@pytest.mark.parametrize(
+    ("name", "advance", "contact_after", "silent", "unproven"),
+    [
+        ("fresh", 5.0, 5.0, False, False),
+        ("stale, and the watch delivered others", 21.0, 20.5, True, False),
+        ("stale, but the watch is silent as well", 21.0, 3.0, False, True),
+        ("stale, last contact just before the threshold", 30.0, 19.0, False, True),
+        ("exactly at the threshold", 20.0, 20.0, True, False),
+    ],
+)
+def test_rule(
+    name: str, advance: float, contact_after: float, silent: bool, unproven: bool
+) -> None:
+    clock = ManualClock()
+    leases = seen(clock, "n")
+    contact = clock.monotonic() + contact_after
+    clock.advance(advance)
+    now = clock.monotonic()
+    assert leases.is_silent("n", THRESHOLD, now, contact) is silent
+    assert leases.needs_confirmation("n", THRESHOLD, now, contact) is unproven
+
+
+def test_direct_read_confirms_or_clears() -> None:
+    clock = ManualClock()
+    leases = seen(clock, "n", "m")
+    contact = clock.monotonic()
+    clock.advance(25)
+    leases.observe("n", "t0", clock.monotonic())
+    leases.observe("m", "t1", clock.monotonic())
+    now = clock.monotonic()
+    assert leases.is_silent("n", THRESHOLD, now, contact)
+    assert not leases.is_silent("m", THRESHOLD, now, contact)
+    assert not leases.needs_confirmation("m", THRESHOLD, now, contact)
+
+
+def test_node_that_comes_back_is_not_silent() -> None:
+    clock = ManualClock()
+    leases = seen(clock, "n")
+    clock.advance(60)
+    assert leases.is_silent("n", THRESHOLD, clock.monotonic(), clock.monotonic())
+    leases.observe("n", "t1", clock.monotonic())
+    assert not leases.is_silent("n", THRESHOLD, clock.monotonic(), clock.monotonic())
+
+
+def test_node_without_a_lease_is_unknown() -> None:
+    leases = NodeLeases()
+    assert leases.stale_seconds("n", 1000.0) is None
+    assert not leases.is_silent("n", THRESHOLD, 1000.0, 1000.0)
+    assert not leases.needs_confirmation("n", THRESHOLD, 1000.0, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "advance", "contact_after", "silent"),
+    [
+        ("just missed", 5.0, 5.0, False),
+        ("missed for long, as the watch of nodes shows", 21.0, 20.5, True),
+        ("missed for long, but the watch is silent", 21.0, 3.0, False),
+    ],
+)
+def test_a_node_whose_object_is_gone(
+    name: str, advance: float, contact_after: float, silent: bool
+) -> None:
+    """Its lease goes with it: nothing would ever turn stale."""
+    clock = ManualClock()
+    leases = seen(clock, "node-a")
+    leases.forget("node-a")
+    start = clock.monotonic()
+    leases.miss("node-a", start)
+    leases.miss("node-a", start + 4.0)
+    now = start + advance
+    assert leases.stale_seconds("node-a", now) == advance, name
+    assert leases.is_silent("node-a", THRESHOLD, now, start + contact_after) is silent
+    assert not leases.is_silent("node-a", THRESHOLD, now, None)
+    assert not leases.needs_confirmation("node-a", THRESHOLD, now, None)
+
+
+def test_a_node_that_comes_late_to_the_watch_is_not_missing() -> None:
+    """A pod's event may overtake the one of its new node."""
+    clock = ManualClock()
+    leases = seen(clock)
+    leases.miss("node-a", clock.monotonic())
+    leases.found("node-a")
+    assert leases.stale_seconds("node-a", clock.monotonic() + 100.0) is None
+    assert not leases.is_silent("node-a", THRESHOLD, clock.monotonic() + 100.0, 1e9)
+
+
+def test_all_silent_nodes_with_a_pod_or_without() -> None:
+    clock = ManualClock()
+    leases = seen(clock, "a", "b", "c")
+    clock.advance(15)
+    leases.observe("c", "t1", clock.monotonic())
+    clock.advance(10)
+    now = clock.monotonic()
+    assert leases.silent(THRESHOLD, now, now) == {"a", "b"}
+    assert leases.silent(THRESHOLD, now, now - 20.0) == set(), "our own watch is silent"
+
+
+def test_a_lease_that_was_not_seen_to_change_may_be_of_any_age() -> None:
+    """This process has just started, and clocks of other machines decide nothing."""
+    clock = ManualClock()
+    leases = seen(clock, "a")
+    leases.observe("a", "t0", clock.monotonic() + 1.0)
+    assert leases.is_undated("a")
+    leases.observe("a", "t1", clock.monotonic() + 2.0)
+    assert not leases.is_undated("a")
+    assert not leases.is_undated("no lease"), "it would be avoided for ever"

@@ -1,0 +1,232 @@
+"""The reflector against a server that fails in every way that was seen: it converges, always."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tests.support.operator.fault_api import Fault, FaultApi
+
+from holdfast_core.clock import SystemClock
+from holdfast_operator.kube.access import KubeAccess
+from holdfast_operator.kube.api import KubeApi
+from holdfast_operator.model.job import Unreadable
+from holdfast_operator.watch.reflector import Collection, Reflector, Timings
+
+FAST = Timings(
+    page=2,
+    silence_seconds=0.3,
+    first_backoff_seconds=0.01,
+    max_backoff_seconds=0.05,
+    short_watch_seconds=0.01,
+)
+
+
+@dataclass(frozen=True)
+class Thing:
+    name: str
+    uid: str
+    value: int
+
+
+def parse(raw: object) -> Thing | None:
+    assert isinstance(raw, dict)
+    if raw["spec"]["value"] < -5:
+        raise TypeError("not even a number")
+    if raw["spec"]["value"] < 0:
+        raise ValueError("negative")
+    return Thing(raw["metadata"]["name"], raw["metadata"]["uid"], raw["spec"]["value"])
+
+
+@dataclass
+class Bench:
+    server: FaultApi
+    reflector: Reflector[Thing]
+    seen: list[str] = field(default_factory=list)
+
+    def values(self) -> dict[str, int]:
+        items = self.reflector.items.values()
+        return {t.name: t.value for t in items if isinstance(t, Thing)}
+
+    def hidden(self) -> dict[str, str]:
+        items = self.reflector.items.values()
+        return {u.name: u.problem for u in items if isinstance(u, Unreadable)}
+
+    def truth(self) -> dict[str, int]:
+        return {n: o["spec"]["value"] for n, o in self.server.objects.items()}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(120):
+            while not condition():  # noqa: ASYNC110 - not all of it has an event
+                await asyncio.sleep(0.005)
+
+    async def converged(self) -> None:
+        await self.until(lambda: self.values() == self.truth())
+
+
+@asynccontextmanager
+async def bench(**objects: int) -> AsyncIterator[Bench]:
+    server = FaultApi()
+    await server.start()
+    for name, value in objects.items():
+        server.put(name, value)
+    api = KubeApi(KubeAccess(server.url, token="first"))
+    await api.start()
+    found: list[str] = []
+
+    def on_change(old: Thing | Unreadable | None, new: Thing | Unreadable | None) -> None:
+        kind = "add" if old is None else "delete" if new is None else "change"
+        thing = new or old
+        assert thing is not None
+        state = " unreadable" if isinstance(thing, Unreadable) else ""
+        found.append(f"{kind} {thing.name} {thing.uid}{state}")
+
+    reflector = Reflector(
+        api, Collection("things", "/things"), parse, on_change, SystemClock(), FAST
+    )
+    task = asyncio.create_task(reflector.run())
+    try:
+        yield Bench(server, reflector, found)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await api.close()
+        await server.close()
+
+
+def test_list_in_pages_then_events() -> None:
+    async def story() -> None:
+        async with bench(a=1, b=2, c=3, d=4, e=5) as b:
+            await b.reflector.synced.wait()
+            assert b.values() == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
+            await b.until(lambda: b.server.watches == 1)
+            b.server.put("a", 9)
+            b.server.remove("b")
+            b.server.put("f", 6)
+            await b.converged()
+            assert b.seen[5:] == ["change a uid-1", "delete b uid-2", "add f uid-6"]
+            assert b.server.lists == 1
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.EXPIRED_CONTINUE])
+def test_every_fault_heals(fault: Fault) -> None:
+    async def story() -> None:
+        async with bench(a=1, b=2) as b:
+            await b.reflector.synced.wait()
+            await b.until(lambda: b.server.watches == 1)
+            b.server.faults[:] = [fault] * 3
+            b.server.remove("a", silently=True)
+            b.server.put("c", 3, silently=True)
+            b.server.end_watches()
+            if fault is Fault.SILENT:  # silence alone watches again from the same place
+                await b.until(lambda: not b.server.faults)
+                b.server.faults[:] = [Fault.GONE]
+                await b.until(lambda: b.reflector.items.keys() != {"uid-1", "uid-2"})
+                b.server.end_watches()
+                b.server.faults[:] = [Fault.GONE]
+            elif fault not in (Fault.GONE, Fault.GONE_EVENT):
+                b.server.faults.append(Fault.GONE)
+            await b.converged()
+            assert "delete a uid-1" in b.seen
+            assert b.seen.count("add c uid-3") == 1
+
+    asyncio.run(story())
+
+
+def test_gone_in_the_middle_of_a_list_starts_it_again() -> None:
+    async def story() -> None:
+        async with bench(a=1, b=2, c=3) as b:
+            b.server.faults[:] = [Fault.EXPIRED_CONTINUE, Fault.EXPIRED_CONTINUE]
+            await b.converged()
+            assert sorted(b.seen) == ["add a uid-1", "add b uid-2", "add c uid-3"]
+
+    asyncio.run(story())
+
+
+def test_recreated_object_is_a_delete_and_an_add() -> None:
+    async def story() -> None:
+        async with bench(a=1) as b:
+            await b.until(lambda: b.server.watches == 1)
+            b.server.faults[:] = [Fault.GONE]
+            b.server.remove("a", silently=True)
+            b.server.put("a", 1, silently=True)
+            b.server.end_watches()
+            await b.until(lambda: set(b.reflector.items) == {"uid-2"})
+            assert b.seen == ["add a uid-1", "delete a uid-1", "add a uid-2"]
+
+    asyncio.run(story())
+
+
+def test_storm_of_410_is_not_a_storm_of_requests() -> None:
+    async def story() -> None:
+        async with bench(a=1) as b:
+            b.server.faults[:] = [Fault.GONE] * 1000
+            await b.reflector.synced.wait()
+            await asyncio.sleep(0.5)
+            assert b.server.lists < 60
+
+    asyncio.run(story())
+
+
+def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -> None:
+    async def story() -> None:
+        async with bench(a=1, bad=-1) as b:
+            await b.until(lambda: b.server.watches == 1)
+            assert b.values() == {"a": 1}
+            b.server.put("a", 1)
+            b.server.put("bad", 7)
+            await b.converged()
+            b.server.put("bad", -9)
+            await b.until(lambda: b.values() == {"a": 1})
+            assert b.hidden() == {"bad": "TypeError: not even a number"}
+            b.server.remove("bad")
+            b.server.put("a", 2)
+            await b.until(lambda: b.values() == {"a": 2})
+            assert b.seen == [
+                "add a uid-1",
+                "add bad uid-2 unreadable",
+                "change bad uid-2",
+                "change bad uid-2 unreadable",
+                "delete bad uid-2 unreadable",
+                "change a uid-1",
+            ]
+            assert b.server.lists == 1, "one object that cannot be read does not stop the watch"
+
+    asyncio.run(story())
+
+
+def test_contact_follows_events_and_bookmarks() -> None:
+    async def story() -> None:
+        async with bench(a=1) as b:
+            await b.until(lambda: b.server.watches == 1)
+            before = b.reflector.last_contact
+            assert before is not None
+            await asyncio.sleep(0.02)
+            b.server.bookmark()
+            await b.until(lambda: (b.reflector.last_contact or 0) > before)
+
+    asyncio.run(story())
+
+
+def test_token_file_is_read_for_each_request(tmp_path: Path) -> None:
+    async def story() -> None:
+        server = FaultApi()
+        await server.start()
+        token = tmp_path / "token"
+        token.write_text("one\n")
+        api = KubeApi(KubeAccess(server.url, token_file=token))
+        await api.start()
+        await api.get("/x")
+        token.write_text("two\n")
+        await api.get("/x")
+        assert server.tokens == ["Bearer one", "Bearer two"]
+        await api.close()
+        await server.close()
+
+    asyncio.run(story())

@@ -1,0 +1,361 @@
+"""The refusal table of docs/protocol.md, one case a cell: message x state of the receiver x sender."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.schema import (
+    Ask,
+    Certificate,
+    CopyAssignment,
+    DeadRank,
+    Holding,
+    HoldNotice,
+    LevelNotice,
+    ManifestPut,
+    Member,
+    PersistRequest,
+    Policy,
+    Prepared,
+    Prune,
+    RankHolding,
+    RankProgress,
+    Refusal,
+    Replicated,
+    RestorePoint,
+    Round,
+    Seal,
+    ShardInfo,
+    Suspect,
+    Uploaded,
+    WorkerReport,
+)
+from holdfast_sidecar.base.rounds import (
+    OPERATOR,
+    RULES,
+    Caller,
+    RoundState,
+    refuse,
+    refuse_caller,
+    refuse_copy,
+    refuse_reader,
+    refuse_rendezvous,
+    refuse_state,
+)
+
+DIGEST = Digest("b3:" + "0" * 64)
+NOW, OLD, NEW = RestartRound(5), RestartRound(4), RestartRound(6)
+
+
+def round_message(round_: int = 5, version: int = 3) -> Round:
+    """Workers 0, 1, 2; 1 coordinates, 2 hosts the store, copies go 0 -> 1 -> 2 -> 0."""
+    return Round(
+        round=RestartRound(round_),
+        version=version,
+        restore_point=RestorePoint(),
+        coordinator=Worker(1),
+        store_host=Worker(2),
+        workers=3,
+        members=tuple(Member(Worker(w), f"gpt-{w}-r0", f"10.0.0.{w}") for w in range(3)),
+        copies=tuple(CopyAssignment(Worker(w), Worker((w + 1) % 3)) for w in range(3)),
+        policy=Policy(interval_steps=1),
+    )
+
+
+def holding(worker: int) -> RoundState:
+    return RoundState(Worker(worker), 2, NOW, held=round_message())
+
+
+def sealed(worker: int) -> RoundState:
+    return RoundState(Worker(worker), 2, NOW)
+
+
+def restarted(floor: int) -> RoundState:
+    """A process that has just started; round.json knows a ROUND of that version."""
+    return RoundState(Worker(0), 2, NOW, version_floor=floor)
+
+
+COORDINATOR = holding(1)
+PLAIN = holding(0)
+MEMBER = [Caller(f"gpt-{w}-r0") for w in range(3)]
+STRANGER = Caller("gpt-0-r9")
+
+
+def prepared(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Prepared:
+    shard = ShardInfo(Rank(rank), 10, DIGEST, DIGEST)
+    return Prepared(round_, Step(7), Worker(worker), shard, DIGEST)
+
+
+def replicated(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Replicated:
+    return Replicated(round_, Step(7), Worker(worker), Rank(rank), DIGEST)
+
+
+def uploaded(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Uploaded:
+    return Uploaded(round_, Step(7), Worker(worker), Rank(rank), DIGEST)
+
+
+def report(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> WorkerReport:
+    return WorkerReport(
+        round_,
+        Worker(worker),
+        progress=(RankProgress(Rank(rank), Step(1)),),
+        dead=(DeadRank(Rank(rank), Worker(worker), 1),),
+    )
+
+
+def manifest(round_: RestartRound = NOW) -> ManifestPut:
+    return ManifestPut(round_, Step(7), "{}")
+
+
+def level(round_: RestartRound = NOW) -> LevelNotice:
+    return LevelNotice(round_, Step(7), NOW, Level.LOCAL)
+
+
+def said_to_hold(round_: RestartRound = NOW, worker: int = 0, rank: int = 0) -> Holding:
+    return Holding(round_, Worker(worker), (RankHolding(Rank(rank)),))
+
+
+def hold(round_: RestartRound = NOW) -> HoldNotice:
+    return HoldNotice(round_, (Step(7),))
+
+
+def persist(round_: RestartRound = NOW) -> PersistRequest:
+    return PersistRequest(round_, Step(7), NOW)
+
+
+def ask(round_: RestartRound = NOW) -> Ask:
+    return Ask(round_, "token")
+
+
+def prune(round_: RestartRound = NOW) -> Prune:
+    return Prune(round_, ())
+
+
+SUSPECT = Suspect(JobUid("job"), Step(1), NOW, Rank(0), DIGEST)
+CERTIFICATE = Certificate("", "")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    state: RoundState
+    caller: Caller
+    message: Any
+    expected: Refusal | None
+
+
+def fenced(name: str, make: Any, receiver: int, caller: Caller) -> list[Case]:
+    """What every message that writes has in common."""
+    return [
+        Case(f"{name}: current round", holding(receiver), caller, make(), None),
+        Case(f"{name}: older round", holding(receiver), caller, make(OLD), Refusal.STALE_ROUND),
+        Case(f"{name}: newer round", holding(receiver), caller, make(NEW), Refusal.FUTURE_ROUND),
+        Case(f"{name}: sealed", sealed(receiver), caller, make(), Refusal.SEALED),
+        Case(
+            f"{name}: sealed, older round",
+            sealed(receiver),
+            caller,
+            make(OLD),
+            Refusal.STALE_ROUND,
+        ),
+    ]
+
+
+CASES = [
+    # SEAL
+    Case("seal: newer", PLAIN, OPERATOR, Seal(NEW), None),
+    Case("seal: the same again", PLAIN, OPERATOR, Seal(NOW), None),
+    Case("seal: older", PLAIN, OPERATOR, Seal(OLD), Refusal.STALE_ROUND),
+    Case("seal: older, sealed", sealed(0), OPERATOR, Seal(OLD), Refusal.STALE_ROUND),
+    Case("seal: from a member", PLAIN, MEMBER[1], Seal(NEW), Refusal.NOT_MEMBER),
+    # ROUND
+    Case("round: sealed for it", sealed(0), OPERATOR, round_message(), None),
+    Case("round: higher version", PLAIN, OPERATOR, round_message(version=4), None),
+    Case("round: same version", PLAIN, OPERATOR, round_message(version=3), Refusal.NOT_NEWER),
+    Case("round: lower version", PLAIN, OPERATOR, round_message(version=2), Refusal.NOT_NEWER),
+    Case("round: older", PLAIN, OPERATOR, round_message(4, 9), Refusal.STALE_ROUND),
+    Case("round: never sealed", PLAIN, OPERATOR, round_message(6), Refusal.NOT_SEALED),
+    Case("round: repeated after a restart", restarted(3), OPERATOR, round_message(), None),
+    Case(
+        "round: older version after a restart",
+        restarted(4),
+        OPERATOR,
+        round_message(),
+        Refusal.NOT_NEWER,
+    ),
+    Case("round: from a member", sealed(0), MEMBER[1], round_message(), Refusal.NOT_MEMBER),
+    # words to the coordinator
+    *fenced("prepared", prepared, 1, MEMBER[0]),
+    *fenced("holding", said_to_hold, 1, MEMBER[0]),
+    *fenced("replicated", replicated, 1, MEMBER[0]),
+    *fenced("uploaded", uploaded, 1, MEMBER[0]),
+    *fenced("report", report, 1, MEMBER[0]),
+    *[
+        case
+        for name, make in (
+            ("prepared", prepared),
+            ("holding", said_to_hold),
+            ("replicated", replicated),
+            ("uploaded", uploaded),
+            ("report", report),
+        )
+        for case in (
+            Case(f"{name}: from a stranger", COORDINATOR, STRANGER, make(), Refusal.NOT_MEMBER),
+            Case(f"{name}: elsewhere", PLAIN, MEMBER[0], make(), Refusal.NOT_COORDINATOR),
+            Case(
+                f"{name}: for another worker",
+                COORDINATOR,
+                MEMBER[0],
+                make(worker=2, rank=4),
+                Refusal.NOT_MEMBER,
+            ),
+            Case(
+                f"{name}: for a rank of another worker",
+                COORDINATOR,
+                MEMBER[0],
+                make(rank=2),
+                Refusal.NOT_MEMBER,
+            ),
+            Case(f"{name}: of its second rank", COORDINATOR, MEMBER[0], make(rank=1), None),
+        )
+    ],
+    # words of the coordinator
+    *fenced("manifest", manifest, 0, MEMBER[1]),
+    *fenced("level", level, 0, MEMBER[1]),
+    *fenced("hold", hold, 0, MEMBER[1]),
+    *fenced("persist", persist, 0, MEMBER[1]),
+    Case("manifest: to itself", COORDINATOR, MEMBER[1], manifest(), None),
+    Case("manifest: from another member", PLAIN, MEMBER[2], manifest(), Refusal.NOT_MEMBER),
+    Case("manifest: from a stranger", PLAIN, STRANGER, manifest(), Refusal.NOT_MEMBER),
+    Case("manifest: from the operator", PLAIN, OPERATOR, manifest(), Refusal.NOT_MEMBER),
+    Case("level: from another member", PLAIN, MEMBER[2], level(), Refusal.NOT_MEMBER),
+    Case("hold: from another member", PLAIN, MEMBER[2], hold(), Refusal.NOT_MEMBER),
+    Case("persist: from another member", PLAIN, MEMBER[2], persist(), Refusal.NOT_MEMBER),
+    # save-now and stop
+    *fenced("ask", ask, 1, OPERATOR),
+    Case("ask: operator elsewhere", PLAIN, OPERATOR, ask(), Refusal.NOT_COORDINATOR),
+    Case("ask: handed on to rank 0", PLAIN, MEMBER[1], ask(), None),
+    Case("ask: handed on elsewhere", holding(2), MEMBER[1], ask(), Refusal.NOT_COORDINATOR),
+    Case("ask: from another member", PLAIN, MEMBER[2], ask(), Refusal.NOT_MEMBER),
+    # prune of the object store
+    *fenced("prune", prune, 1, OPERATOR),
+    Case("prune: elsewhere", PLAIN, OPERATOR, prune(), Refusal.NOT_COORDINATOR),
+    Case("prune: from a member", COORDINATOR, MEMBER[0], prune(), Refusal.NOT_MEMBER),
+    # the rest
+    Case("certificate: operator", PLAIN, OPERATOR, CERTIFICATE, None),
+    Case("certificate: operator, sealed", sealed(0), OPERATOR, CERTIFICATE, None),
+    Case("certificate: a member", PLAIN, MEMBER[1], CERTIFICATE, Refusal.NOT_MEMBER),
+    Case("suspect: a member", PLAIN, MEMBER[1], SUSPECT, None),
+    Case("suspect: a former member", PLAIN, STRANGER, SUSPECT, Refusal.NOT_MEMBER),
+    Case("suspect: sealed", sealed(0), MEMBER[1], SUSPECT, Refusal.SEALED),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_refusal(case: Case) -> None:
+    refused = refuse(case.state, case.caller, case.message)
+    assert (None if refused is None else refused.code) == case.expected
+    if refused is not None:
+        assert refused.round == case.state.round
+        assert refused.version == case.state.version
+
+
+def test_every_message_has_cases() -> None:
+    assert {type(case.message) for case in CASES} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("state", "caller", "round_", "expected"),
+    [
+        pytest.param(holding(1), MEMBER[0], NOW, None, id="assigned"),
+        pytest.param(holding(2), MEMBER[0], NOW, Refusal.NOT_ASSIGNED, id="not assigned"),
+        pytest.param(holding(1), STRANGER, NOW, Refusal.NOT_MEMBER, id="stranger"),
+        pytest.param(holding(1), MEMBER[0], OLD, Refusal.STALE_ROUND, id="older"),
+        pytest.param(holding(1), MEMBER[0], NEW, Refusal.FUTURE_ROUND, id="newer"),
+        pytest.param(sealed(1), MEMBER[0], NOW, Refusal.SEALED, id="sealed"),
+    ],
+)
+def test_copy(
+    state: RoundState, caller: Caller, round_: RestartRound, expected: Refusal | None
+) -> None:
+    refused = refuse_copy(state, caller, round_)
+    assert (None if refused is None else refused.code) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "caller", "expected"),
+    [
+        pytest.param(holding(1), OPERATOR, None, id="the coordinator"),
+        pytest.param(holding(1), MEMBER[0], None, id="a member asks"),
+        pytest.param(holding(1), STRANGER, Refusal.NOT_MEMBER, id="a former member asks"),
+        pytest.param(holding(0), OPERATOR, Refusal.NOT_COORDINATOR, id="another"),
+        pytest.param(sealed(1), OPERATOR, Refusal.NOT_COORDINATOR, id="sealed"),
+    ],
+)
+def test_state_poll(state: RoundState, caller: Caller, expected: Refusal | None) -> None:
+    refused = refuse_state(state, caller)
+    assert (None if refused is None else refused.code) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "caller", "round_", "expected"),
+    [
+        pytest.param(holding(2), MEMBER[0], NOW, None, id="the store host"),
+        pytest.param(holding(2), STRANGER, NOW, Refusal.NOT_MEMBER, id="a former member"),
+        pytest.param(holding(0), MEMBER[0], NOW, Refusal.NOT_FOUND, id="another"),
+        pytest.param(holding(2), MEMBER[0], OLD, Refusal.STALE_ROUND, id="older"),
+        pytest.param(holding(2), MEMBER[0], NEW, Refusal.FUTURE_ROUND, id="newer"),
+        pytest.param(sealed(2), MEMBER[0], NOW, Refusal.SEALED, id="sealed"),
+    ],
+)
+def test_rendezvous(
+    state: RoundState, caller: Caller, round_: RestartRound, expected: Refusal | None
+) -> None:
+    refused = refuse_rendezvous(state, caller, round_)
+    assert (None if refused is None else refused.code) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "caller", "expected"),
+    [
+        pytest.param(holding(1), OPERATOR, None, id="the operator"),
+        pytest.param(sealed(1), OPERATOR, None, id="the operator, sealed"),
+        pytest.param(holding(1), MEMBER[2], None, id="a member"),
+        pytest.param(holding(1), STRANGER, Refusal.NOT_MEMBER, id="a former member"),
+        pytest.param(sealed(1), MEMBER[2], Refusal.SEALED, id="a member, sealed"),
+        pytest.param(sealed(1), STRANGER, Refusal.SEALED, id="a former member, sealed"),
+    ],
+)
+def test_readers(state: RoundState, caller: Caller, expected: Refusal | None) -> None:
+    refused = refuse_reader(state, caller)
+    assert (None if refused is None else refused.code) == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_nothing_that_is_served_is_refused_before_its_body_is_read(case: Case) -> None:
+    early = refuse_caller(
+        case.state, case.caller, type(case.message), getattr(case.message, "round", None)
+    )
+    if case.expected is None:
+        assert early is None
+    if early is not None:
+        assert early.code == case.expected
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("state", [PLAIN, sealed(0)], ids=["held", "sealed"])
+@pytest.mark.parametrize("round_", [None, OLD, NOW, NEW], ids=["no word", "older", "now", "newer"])
+def test_a_former_member_is_refused_before_its_body_is_read(
+    kind: type[object], state: RoundState, round_: RestartRound | None
+) -> None:
+    """Whatever it says of its round."""
+    assert refuse_caller(state, STRANGER, kind, round_) is not None
+
+
+def test_tier_names_are_not_refusals() -> None:
+    """Codes and tiers share a wire of strings: they must not be mistaken for each other."""
+    assert not {str(c) for c in Refusal} & {str(t) for t in TierName}

@@ -1,0 +1,60 @@
+"""What the gauges say in the moments when a round ends."""
+
+from __future__ import annotations
+
+from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.codec import loads
+from holdfast_core.messages.schema import Progress, RankProgress, WorkerReport
+from holdfast_sidecar.base.metrics import Metrics
+
+
+def sample(metrics: Metrics, name: str) -> float:
+    lines = metrics.render().decode().splitlines()
+    (line,) = [x for x in lines if x.partition(" ")[0] == name]
+    return float(line.rpartition(" ")[2])
+
+
+def test_a_seal_is_no_step_of_the_new_round() -> None:
+    """Sealed for round 5, the ranks of round 4 not ended yet: their steps are still reported."""
+    metrics = Metrics()
+    metrics.trained(RestartRound(4))
+    metrics.gang(
+        WorkerReport(
+            round=RestartRound(5),
+            worker=Worker(0),
+            progress=(RankProgress(Rank(0), Step(30)),),
+            instance="a",
+        )
+    )
+    assert sample(metrics, "holdfast_trained_round") == 4
+    assert sample(metrics, 'holdfast_step{rank="0"}') == 30
+
+
+def test_names_that_a_script_reports_neither_break_nor_fill_the_page() -> None:
+    metrics = Metrics()
+    for step in range(100):
+        frame = f'{{"round":5,"rank":0,"step":{step},"metrics":{{"n{step}":1,"\\ud800":NaN}}}}'
+        progress = loads(Progress, frame.encode())
+        metrics.gang(
+            WorkerReport(
+                round=RestartRound(5),
+                worker=Worker(0),
+                progress=(RankProgress(Rank(0), progress.step, progress.metrics),),
+                instance="a",
+            )
+        )
+    page = metrics.render().decode()
+    assert page.count("holdfast_reported{") == 2
+    assert 'holdfast_reported{name="?",rank="0"} NaN' in page
+
+
+def test_the_process_itself_is_watched() -> None:
+    assert sample(Metrics(), "process_resident_memory_bytes") > 0
+
+
+def test_bytes_before_and_after_compression() -> None:
+    metrics = Metrics()
+    metrics.compressed(TierName.OBJECT, 1000, 700)
+    metrics.compressed(TierName.OBJECT, 500, 500)
+    assert sample(metrics, 'holdfast_compression_input_bytes_total{tier="object"}') == 1500
+    assert sample(metrics, 'holdfast_compression_output_bytes_total{tier="object"}') == 1200

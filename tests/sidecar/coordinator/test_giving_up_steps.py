@@ -1,0 +1,162 @@
+"""Which steps can no longer be committed, and what is remembered of those that are gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.sidecar.coordinator.test_ledger import A, commit, info, ledger
+from tests.sidecar.pods import contract_with
+from tests.sidecar.upkeep.test_pruning import message
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.schema import Failure, RankSaves, WorkerReport
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.coordinator.forgotten import MAX_FORGOTTEN, Forgotten
+from holdfast_sidecar.coordinator.gathered import Gathered
+from holdfast_sidecar.coordinator.ledger import Ledger
+from holdfast_sidecar.coordinator.outbox import Outbox, Recent
+from holdfast_sidecar.coordinator.retain import abandoned_steps, steps_to_prune
+from holdfast_sidecar.upkeep.prune import protected_steps
+
+
+def saves(newest: int, *under_way: int) -> dict[Rank, RankSaves]:
+    """Of rank 1, the one that others wait for."""
+    return {Rank(1): RankSaves(Rank(1), Step(newest), tuple(map(Step, under_way)))}
+
+
+def written_by_rank_0(*steps: int) -> Ledger:
+    book = ledger()
+    for step in steps:
+        book.prepared(Step(step), info(0), A)
+    return book
+
+
+@pytest.mark.parametrize(
+    ("said", "gone"),
+    [
+        pytest.param({}, (), id="the rank has said nothing"),
+        pytest.param(saves(20, 10, 20), (), id="it is writing them"),
+        pytest.param(saves(20, 20), (10,), id="one failed or was skipped"),
+        pytest.param(saves(40), (10, 20, 30, 40), id="all failed"),
+        pytest.param(saves(30, 20), (10, 30), id="a newer one may fail first"),
+        pytest.param(saves(5), (), id="it has not handed them over yet"),
+    ],
+)
+def test_a_step_that_a_rank_does_not_save_any_more(
+    said: dict[Rank, RankSaves], gone: tuple[int, ...]
+) -> None:
+    assert abandoned_steps(written_by_rank_0(10, 20, 30, 40), said) == gone
+
+
+def test_an_incomplete_step_below_a_replicated_one_goes() -> None:
+    book = written_by_rank_0(10, 30)
+    commit(book, 20)
+    for rank in (0, 1):
+        book.replicated(Step(20), Rank(rank), info(rank).blake3)
+    assert book.newest(Level.REPLICATED) is not None
+    assert steps_to_prune(book, message(None), (), None) == (10,)
+
+
+def test_a_complete_step_is_never_given_up() -> None:
+    book = ledger()
+    commit(book, 10)
+    assert abandoned_steps(book, saves(40), pressed=True) == ()
+
+
+def test_without_room_steps_of_a_silent_rank_go_but_the_newest() -> None:
+    book = written_by_rank_0(*range(10, 90, 10))
+    assert abandoned_steps(book, {}) == ()
+    assert abandoned_steps(book, {}, pressed=True) == (10, 20, 30, 40)
+    assert abandoned_steps(book, saves(20, 10, 20), pressed=True) == (30, 40), "it writes two"
+
+
+def report(told: str, *failures: Failure) -> WorkerReport:
+    rank = RankSaves(Rank(1), Step(40))
+    return WorkerReport(RestartRound(1), Worker(1), saves=(rank,), told=told, failures=failures)
+
+
+def test_only_a_worker_that_has_told_this_coordinator_everything_counts() -> None:
+    """Right after a coordinator restarted, a report still shows what its earlier life had heard."""
+    members = Gathered(frozenset({Worker(0), Worker(1)}), 2, 0.0)
+    members.heard(report("an earlier life"), 1.0)
+    assert members.saves("this life") == {}
+    members.heard(report("this life"), 2.0)
+    assert members.saves("this life").keys() == {1}
+
+
+def test_failures_name_their_worker_and_full_nodes_press() -> None:
+    members = Gathered(frozenset({Worker(0), Worker(1)}), 2, 0.0)
+    assert not members.pressed
+    full = Failure(Step(3), TierName.NODE, "NodeVolumeFull", "no room")
+    members.heard(report("", full), 1.0)
+    assert members.failures == (replace(full, worker=Worker(1)),)
+    assert members.pressed
+
+
+# --------------------------------------------------------------------------- what is gone
+
+
+def test_what_is_remembered_of_steps_that_are_gone_is_bounded() -> None:
+    gone = Forgotten()
+    last = 4 * MAX_FORGOTTEN
+    for step in range(last):
+        gone.add(Step(step), A, pruned=True)
+    assert all(gone.has(Step(s), ()) for s in range(last))
+    assert not gone.has(Step(7), [Step(7)]), "a held step may be as old as any"
+    assert not gone.has(Step(last), ())
+    assert gone.is_pruned(Step(last - 1))
+    assert not gone.is_pruned(Step(7)), "why it is gone is not known any more: nothing is deleted"
+    remembered = [s for s in range(last) if gone.manifest(Step(s)) is not None]
+    assert len(remembered) == MAX_FORGOTTEN
+
+
+def test_a_step_that_a_member_lost_is_gone_and_not_deleted_elsewhere() -> None:
+    book = ledger()
+    commit(book, 10)
+    commit(book, 20)
+    book.forget((Step(10),), pruned=False)
+    book.forget((Step(20),))
+    assert [book.is_forgotten(Step(s)) for s in (10, 20)] == [True, True]
+    assert [book.is_pruned(Step(s)) for s in (10, 20)] == [False, True]
+
+
+@given(st.lists(st.integers(0, 3000), max_size=5))
+def test_a_recent_list_gives_what_came_after(marks: list[int]) -> None:
+    recent = Recent()
+    for step in range(2500):
+        recent.add(Step(step))
+    for mark in marks:
+        assert recent.after(mark) == tuple(range(max(mark, 2500 - 1024), 2500))
+
+
+def test_a_step_on_its_way_to_the_store_is_not_pruned_on_the_nodes() -> None:
+    """Also where it is not retention that names it, but copies that fall behind."""
+    book = ledger()
+    commit(book, 10)
+    book.request_upload(Step(10))
+    outbox = Outbox(
+        Settings(contract_with()),
+        cast(Any, None),
+        book,
+        SystemClock(),
+        lambda step, worker: None,
+        lambda step: None,
+    )
+    outbox.prune((Step(10),))
+    assert Step(10) in book.steps
+    book.give_up_uploads()
+    outbox.prune((Step(10),))
+    assert book.is_forgotten(Step(10))
+
+
+def test_the_restore_point_is_protected_until_a_newer_step_of_the_round_is_committed() -> None:
+    held = message(5, holds=(2,))
+    older = CheckpointId(Step(9), RestartRound(0))
+    newer = CheckpointId(Step(6), held.round)
+    assert protected_steps(held, [older]) == {2, 5}
+    assert protected_steps(held, [older, newer]) == {2}

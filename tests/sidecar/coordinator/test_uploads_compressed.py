@@ -1,0 +1,88 @@
+"""When members are asked to compress their uploads."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from unittest.mock import Mock
+
+import pytest
+from tests.sidecar.coordinator.test_choice import acknowledge, info, ledger
+from tests.sidecar.upkeep.test_leftovers import CONTRACT, CountingTier
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.ids import Step
+from holdfast_core.messages.schema import PersistRequest, Policy
+from holdfast_sidecar.coordinator.uploads import Uploads
+from holdfast_sidecar.wire.versioned import Versioned
+
+
+def asked(compression: str, *, whole: bool = False, changed: str | None = None) -> PersistRequest:
+    """The coordinator's first request when step 10 is local. `changed`: the compression in a later
+    version of the ROUND."""
+    book, versioned, heard = ledger(), Versioned(), asyncio.Event()
+    requests: list[PersistRequest] = []
+
+    def persist(request: PersistRequest) -> None:
+        requests.append(request)
+        heard.set()
+
+    def round_with(word: str) -> Mock:
+        policy = Policy(1, object_every_steps=10, object_compression=word)
+        return Mock(policy=policy, last_persisted=None, round=book.round)
+
+    store = CountingTier()
+    uploads = Uploads(
+        CONTRACT,
+        round_with(compression),
+        Mock(),
+        store,
+        ledger=book,
+        outbox=Mock(persist=persist),
+        versioned=versioned,
+        pools=Mock(),
+        failures=Mock(),
+        clock=SystemClock(),
+        on_change=lambda: None,
+    )
+    for rank in (0, 1):
+        book.prepared(Step(10), info(rank), info(rank).blake3)
+    acknowledge(book, 10)
+    uploads.committed(Step(10))
+    if whole:
+        book.upload_whole(Step(10))
+    if changed is not None:
+        uploads.policy(round_with(changed))
+
+    async def run() -> None:
+        versioned.tick()
+        task = asyncio.create_task(uploads.run())
+        async with asyncio.timeout(120):
+            await heard.wait()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    store.close()
+    return requests[0]
+
+
+@pytest.mark.parametrize(
+    ("compression", "expected"),
+    [("Zstd", True), ("None", False), ("Brotli", False)],
+    ids=["wanted", "not wanted", "a value of a newer operator"],
+)
+def test_members_are_asked_to_compress(compression: str, expected: bool) -> None:
+    assert asked(compression).compress is expected
+
+
+@pytest.mark.parametrize(("before", "after"), [("None", "Zstd"), ("Zstd", "None")])
+def test_compression_is_turned_on_and_off_for_later_uploads(before: str, after: str) -> None:
+    assert asked(before, changed=after).compress is (after == "Zstd")
+
+
+def test_what_must_refer_to_nothing_is_not_compressed() -> None:
+    """The name of the pack is taken by the one that referred to what is gone."""
+    request = asked("Zstd", whole=True)
+    assert (request.whole, request.compress) == (True, False)

@@ -1,0 +1,183 @@
+"""Training goes on and nothing is committed: the coordinator says so, whatever the cause."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tests.sidecar.coordinator.test_choice import info
+from tests.sidecar.pods import contract_with
+from tests.sidecar.save.test_flow_accused import held_state
+from tests.support.shards.builders import rank_layout
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.clock import ManualClock
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.schema import (
+    CoordinatorState,
+    Failure,
+    Prepared,
+    RankProgress,
+    WorkerReport,
+)
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.coordinator.alarm import NO_COMMIT
+from holdfast_sidecar.coordinator.commit import Coordinator
+from holdfast_sidecar.coordinator.watchdog import CommitWatch
+
+EVERY = 10
+
+
+def watch() -> CommitWatch:
+    return CommitWatch(intervals=3, seconds=60.0)
+
+
+@pytest.mark.parametrize(
+    ("finished", "now", "is_overdue"),
+    [
+        pytest.param(129, 1000.0, False, id="fewer intervals than the bound, long ago"),
+        pytest.param(130, 1059.0, False, id="many intervals in a short time"),
+        pytest.param(130, 1060.0, True, id="both bounds passed"),
+    ],
+)
+def test_both_bounds_count(finished: int, now: float, is_overdue: bool) -> None:
+    found = watch()
+    found.look(Step(100), Step(90), EVERY, 1000.0)
+    assert (found.look(Step(finished), Step(90), EVERY, now) is not None) is is_overdue
+
+
+def test_a_gang_that_never_committed_counts_from_its_first_step() -> None:
+    found = watch()
+    assert found.look(None, None, EVERY, 0.0) is None
+    assert found.look(Step(5), None, EVERY, 1000.0) is None
+    overdue = found.look(Step(36), None, EVERY, 1090.0)
+    assert overdue is not None
+    assert (overdue.since, overdue.steps, overdue.intervals) == (1000.0, 31, 3)
+
+
+def test_a_commit_and_a_step_back_start_anew() -> None:
+    found = watch()
+    found.look(Step(10), None, EVERY, 0.0)
+    assert found.look(Step(50), None, EVERY, 100.0) is not None
+    assert found.look(Step(50), Step(40), EVERY, 100.0) is None, "committed"
+    assert found.look(Step(79), Step(40), EVERY, 200.0) is None
+    assert found.look(Step(80), Step(40), EVERY, 200.0) is not None
+    assert found.look(Step(20), Step(40), EVERY, 200.0) is None, "the script went back"
+    assert found.look(Step(45), Step(40), EVERY, 300.0) is None
+
+
+class World:
+    """A coordinator of two workers that hears what a test says."""
+
+    def __init__(self, folder: Path) -> None:
+        message = held_state().held
+        assert message is not None
+        self.clock = ManualClock()
+        self.pools = Pools(disk=1, copy=1, store=1)
+        settings = Settings(contract_with(shared_dir=str(folder)))
+        self.coordinator = Coordinator(
+            settings,
+            message,
+            MemoryTier(),
+            None,
+            peers=cast(Any, None),
+            pools=self.pools,
+            failures=Failures(lambda: None),
+            clock=self.clock,
+        )
+
+    def step(self, step: int, *failures: Failure) -> None:
+        """Both ranks have finished it; the failures are worker 1's."""
+        for worker in (0, 1):
+            self.coordinator.report(
+                WorkerReport(
+                    RestartRound(0),
+                    Worker(worker),
+                    progress=(RankProgress(Rank(worker), Step(step)),),
+                    failures=failures if worker == 1 else (),
+                )
+            )
+
+    async def state(self) -> CoordinatorState:
+        return await self.coordinator.state(0, 0.0, acknowledges=False)
+
+
+def run(folder: Path, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def body() -> None:
+        world = World(folder)
+        try:
+            await scenario(world)
+        finally:
+            await world.coordinator.close()
+            world.pools.close()
+
+    asyncio.run(body())
+
+
+def test_the_state_says_since_when_and_what_is_missing(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.step(1)
+        document = rank_layout()
+        world.coordinator.prepared(
+            Prepared(
+                RestartRound(0),
+                Step(2),
+                Worker(0),
+                info(0),
+                digest_of(document),
+                document.decode(),
+            )
+        )
+        world.clock.advance(61)
+        world.step(4)
+        (failure,) = (await world.state()).failures
+        assert (failure.reason, failure.step, failure.tier) == (NO_COMMIT, None, TierName.NODE)
+        assert "since 1970-01-01T00:16:40Z" in failure.message
+        assert "step 2 waits for 1 of 2 ranks (rank 1)" in failure.message
+        assert world.coordinator.overdue_seconds == 61
+
+    run(tmp_path, scenario)
+
+
+def test_no_save_at_all_is_said_too(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.step(1)
+        world.clock.advance(61)
+        world.step(4)
+        (failure,) = (await world.state()).failures
+        assert "no rank has handed over a newer one" in failure.message
+
+    run(tmp_path, scenario)
+
+
+def test_a_known_cause_in_a_node_tier_comes_first(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        full = Failure(Step(3), TierName.NODE, "NodeVolumeFull", "worker 1 is full")
+        slow = Failure(None, TierName.PEER, "PeerUnreachable", "worker 0 is away")
+        world.step(1)
+        world.clock.advance(61)
+        world.step(4, slow, full)
+        reasons = [f.reason for f in (await world.state()).failures]
+        assert reasons == ["NodeVolumeFull", NO_COMMIT, "PeerUnreachable"]
+
+    run(tmp_path, scenario)
+
+
+def test_a_gang_that_returned_is_not_overdue(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.step(1)
+        world.clock.advance(61)
+        world.step(4)
+        assert [f.reason for f in (await world.state()).failures] == [NO_COMMIT]
+        for worker in (0, 1):
+            world.coordinator.report(WorkerReport(RestartRound(0), Worker(worker), done=True))
+        assert (await world.state()).failures == ()
+        assert world.coordinator.overdue_seconds == 0
+
+    run(tmp_path, scenario)

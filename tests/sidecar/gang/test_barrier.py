@@ -1,0 +1,90 @@
+"""When the ranks of a pod may be forked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from holdfast_core.ids import RestartRound, Step, Worker
+from holdfast_core.messages.schema import (
+    Member,
+    Policy,
+    Rendezvous,
+    RestorePoint,
+    Round,
+    Run,
+)
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.gang.barrier import Facts, open_barrier
+
+POLICY = Policy(interval_steps=10)
+POINT = RestorePoint(Step(40), RestartRound(1))
+
+
+def message(*addresses: str) -> Round:
+    return Round(
+        round=RestartRound(2),
+        version=1,
+        restore_point=POINT,
+        coordinator=Worker(0),
+        store_host=Worker(0),
+        workers=2,
+        members=tuple(Member(Worker(w), f"p{w}", a) for w, a in enumerate(addresses)),
+        copies=(),
+        policy=POLICY,
+    )
+
+
+def facts(**fields: object) -> Facts:
+    state = RoundState(Worker(1), 4, RestartRound(2), held=message("10.0.0.1", "10.0.0.2"))
+    ready = Facts(
+        state,
+        restored=True,
+        store_address=Rendezvous(RestartRound(2), "10.0.0.1:29500", "secret"),
+        launcher_connected=True,
+        running_round=None,
+        last_round=RestartRound(1),
+    )
+    return replace(ready, **fields)  # type: ignore[arg-type]
+
+
+def test_open() -> None:
+    assert open_barrier(facts()) == Run(
+        round=RestartRound(2),
+        restore_point=POINT,
+        world_size=8,
+        first_rank=4,  # type: ignore[arg-type]
+        procs_per_worker=4,
+        group_rank=Worker(1),
+        master_address="10.0.0.1",
+        master_port=29500,
+        store_secret="secret",
+        policy=POLICY,
+    )
+
+
+SEALED = RoundState(Worker(1), 4, RestartRound(2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        pytest.param({"state": SEALED}, "no ROUND", id="sealed"),
+        pytest.param({"restored": False}, "restore point", id="not restored"),
+        pytest.param(
+            {"state": SEALED.holding(message("10.0.0.1", ""))}, "address: [1]", id="no address"
+        ),
+        pytest.param(
+            {"state": SEALED.holding(message("10.0.0.1"))}, "not all are members", id="too few"
+        ),
+        pytest.param({"store_address": None}, "store's address", id="no rendezvous"),
+        pytest.param({"launcher_connected": False}, "not connected", id="no launcher"),
+        pytest.param({"running_round": RestartRound(1)}, "still run", id="old ranks"),
+        pytest.param({"last_round": RestartRound(2)}, "ran round 2 already", id="ran already"),
+    ],
+)
+def test_closed(fields: dict[str, object], words: str) -> None:
+    reason = open_barrier(facts(**fields))
+    assert isinstance(reason, str)
+    assert words in reason

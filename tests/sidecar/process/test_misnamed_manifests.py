@@ -1,0 +1,119 @@
+"""A manifest that lies under the name of another step, round or job: never listed, never restored."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, rehydrator_of
+from tests.support.shards.builders import JOB, BytesSource
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.clock import ManualClock
+from holdfast_core.errors import NotFoundError
+from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
+from holdfast_core.messages.schema import (
+    ManifestDocument,
+    Member,
+    Policy,
+    RestorePoint,
+    Round,
+)
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.process.inventory import held_manifests
+
+SAVED = MANIFEST.checkpoint
+WRONG = CheckpointId(Step(SAVED.step + 89), SAVED.round)
+
+
+class Liars:
+    """A member and a store that give the same document for every name."""
+
+    async def get(self, worker: Worker, path: str, reply: Any, **options: Any) -> ManifestDocument:
+        return ManifestDocument(DOCUMENT.decode(), LAYOUT.decode())
+
+    def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
+        return DOCUMENT
+
+    def get_layout(self, *name: object) -> bytes:
+        return LAYOUT
+
+
+def tried(point: RestorePoint, node: MemoryTier) -> str:
+    """What the rehydrator says of a restore point that it cannot have."""
+    held = Round(
+        RestartRound(SAVED.round + 1),
+        1,
+        point,
+        Worker(0),
+        Worker(0),
+        1,
+        tuple(Member(Worker(w), f"pod-{w}", "") for w in range(2)),
+        (),
+        Policy(interval_steps=1),
+    )
+    state = RoundState(Worker(0), 1, held.round, held=held)
+
+    async def scenario() -> str:
+        pools, changed, clock = Pools(disk=1, copy=1, store=1), asyncio.Event(), ManualClock()
+        rehydrator = rehydrator_of(state, node, Liars(), pools, clock, changed.set)
+        rehydrator.begin(held)
+        try:
+            await asyncio.wait_for(changed.wait(), 60)
+            assert rehydrator.restored is None
+            return rehydrator.cannot_restore
+        finally:
+            await rehydrator.reset()
+            pools.close()
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("job_uid", "checkpoint"),
+    [
+        pytest.param(JOB.uid, WRONG, id="step"),
+        pytest.param(JOB.uid, CheckpointId(SAVED.step, RestartRound(SAVED.round + 1)), id="round"),
+        pytest.param(JobUid("another-job"), SAVED, id="job"),
+    ],
+)
+def test_it_is_not_restored_from_any_tier(job_uid: JobUid, checkpoint: CheckpointId) -> None:
+    """The restore point names no digest here, as a store's checkpoint may."""
+    node = MemoryTier()
+    node.write_shard(HEADER, BytesSource(PAYLOAD))
+    node.put_manifest(job_uid, checkpoint, DOCUMENT)
+    point = RestorePoint(
+        checkpoint.step, checkpoint.round, job_uid=job_uid, job_namespace=JOB.namespace
+    )
+    words = tried(point, node)
+    for place in ("the node tier", "worker 1", "the object store"):
+        assert f"manifest {'at' if place == 'worker 1' else 'in'} {place}" in words
+    assert words.count("renamed or copied") == 3
+    with pytest.raises(NotFoundError):
+        node.get_manifest(job_uid, checkpoint)
+
+
+def test_a_manifest_of_a_job_of_that_uid_in_another_namespace() -> None:
+    node = MemoryTier()
+    node.put_manifest(JOB.uid, SAVED, DOCUMENT)
+    point = RestorePoint(SAVED.step, SAVED.round, job_uid=JOB.uid, job_namespace="another")
+    assert tried(point, node).count("renamed or copied") == 3
+
+
+def test_an_inventory_lists_what_its_name_says_and_quarantines_the_rest(tmp_path: Path) -> None:
+    node = DiskNodeTier(tmp_path / "node", capacity_bytes=1 << 30)
+    node.open()
+    node.put_manifest(JOB.uid, SAVED, DOCUMENT)
+    node.put_manifest(JOB.uid, WRONG, DOCUMENT)
+    newer = CheckpointId(Step(SAVED.step + 1), SAVED.round)
+    node.put_manifest(JOB.uid, newer, b'{"formatVersion":9}')
+    counted: list[str] = []
+    listed = held_manifests(node, JOB.uid, lambda: counted.append("corrupt"))
+    assert [(m.step, m.round) for m in listed] == [(SAVED.step, SAVED.round)]
+    assert counted == ["corrupt"]
+    left = {checkpoint for _, checkpoint in node.list_manifests()}
+    assert left == {SAVED, newer}, "what a newer release wrote is left alone"

@@ -1,0 +1,181 @@
+"""A shard that a place may yet give is asked for again; the operator hears at once only what is final."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.sidecar.one_rank import (
+    DOCUMENT,
+    HEADER,
+    MANIFEST,
+    PATIENCE_SECONDS,
+    PAYLOAD,
+    rehydrator_of,
+)
+from tests.support.shards.builders import (
+    JOB,
+    BytesSource,
+)
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.clock import ManualClock
+from holdfast_core.errors import (
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+)
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import Rank, RestartRound, ShardRef, TierName, Worker
+from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
+from holdfast_core.shards.record import ShardRecord
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.restore.rehydrate import Restored
+
+POINT = RestorePoint(MANIFEST.step, MANIFEST.restart_round, digest_of(DOCUMENT))
+ROUND = Round(
+    RestartRound(1),
+    1,
+    POINT,
+    Worker(0),
+    Worker(0),
+    1,
+    (Member(Worker(0), "gpt-0-r1", ""),),
+    (),
+    Policy(interval_steps=1),
+)
+STATE = RoundState(Worker(0), 1, RestartRound(1), held=ROUND)
+RANK = Rank(0)
+AWAY = UnavailableError("connection refused")
+NONE = NotFoundError("no such key")
+BAD = CorruptionError("CRC32C of chunk 3 does not match")
+
+
+class Store:
+    """An object store that fails with each of these errors in turn, and then has the shard."""
+
+    def __init__(self, node: MemoryTier, *errors: HoldfastError) -> None:
+        self._node = node
+        self._errors = list(errors)
+        self.asked = 0
+
+    def download_shard(self, namespace: str, ref: ShardRef, begin_copy: Any) -> ShardRecord:
+        self.asked += 1
+        if self._errors:
+            raise self._errors.pop(0)
+        return self._node.write_shard(HEADER, BytesSource(PAYLOAD))
+
+
+class World:
+    """One sidecar whose node has the manifest and not the shard."""
+
+    def __init__(self, *errors: HoldfastError) -> None:
+        self.node = MemoryTier()
+        self.node.put_manifest(JOB.uid, MANIFEST.checkpoint, DOCUMENT)
+        self.store = Store(self.node, *errors)
+        self.clock = ManualClock()
+        self.pools = Pools(disk=1, copy=1, store=1)
+        self.changed = asyncio.Event()
+        self.rehydrator = rehydrator_of(
+            STATE, self.node, self.store, self.pools, self.clock, self.changed.set
+        )
+        self.restored = Restored(
+            POINT, MANIFEST, {RANK: MANIFEST.ref(RANK)}, {RANK: len(PAYLOAD)}, {}
+        )
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Sleepers of the manual clock wake, as the pauses between the tries do."""
+        async with asyncio.timeout(120):
+            while not condition():
+                self.clock.advance(0.001)
+                await asyncio.sleep(0)
+
+
+def played(scenario: Any, *errors: HoldfastError) -> None:
+    async def whole() -> None:
+        world = World(*errors)
+        try:
+            await scenario(world)
+        finally:
+            await world.rehydrator.reset()
+            world.pools.close()
+
+    asyncio.run(whole())
+
+
+def test_a_store_that_is_away_for_a_moment_costs_no_round() -> None:
+    async def scenario(world: World) -> None:
+        world.rehydrator.begin(ROUND)
+        await world.until(lambda: world.rehydrator.restored is not None)
+        assert world.store.asked == 4
+        assert world.rehydrator.cannot_restore == ""
+
+    played(scenario, AWAY, AWAY, AWAY)
+
+
+def test_one_that_stays_away_is_told_and_asked_on() -> None:
+    async def scenario(world: World) -> None:
+        world.rehydrator.begin(ROUND)
+        await world.until(lambda: world.store.asked >= 2)
+        assert world.rehydrator.cannot_restore == ""
+        world.clock.advance(PATIENCE_SECONDS)
+        await world.until(lambda: "connection refused" in world.rehydrator.cannot_restore)
+        await world.until(lambda: world.rehydrator.restored is not None)
+        assert world.rehydrator.cannot_restore == ""
+
+    played(scenario, *[AWAY] * 200)
+
+
+@pytest.mark.parametrize("final", [NONE, BAD], ids=["nobody has it", "all copies are bad"])
+def test_what_is_final_is_told_at_once(final: HoldfastError) -> None:
+    async def scenario(world: World) -> None:
+        world.rehydrator.begin(ROUND)
+        await asyncio.wait_for(world.changed.wait(), 120)
+        assert "rank 0: not in the node tier" in world.rehydrator.cannot_restore
+        assert str(final) in world.rehydrator.cannot_restore
+        assert world.store.asked == 1
+
+    played(scenario, final)
+
+
+def test_a_shard_whose_copy_was_bad_is_waited_for() -> None:
+    async def scenario(world: World) -> None:
+        world.rehydrator.restored = world.restored
+        fetch = asyncio.create_task(world.rehydrator.refetch(RANK, world.restored))
+        await world.until(lambda: world.store.asked >= 2)
+        assert world.rehydrator.cannot_restore == ""
+        world.clock.advance(PATIENCE_SECONDS)
+        await world.until(lambda: "connection refused" in world.rehydrator.cannot_restore)
+        await world.until(fetch.done)
+        assert await fetch is TierName.OBJECT
+        assert world.restored.sources == {RANK: TierName.OBJECT}
+        assert world.rehydrator.cannot_restore == ""
+
+    played(scenario, *[AWAY] * 200)
+
+
+def test_a_shard_that_nobody_has_is_not_waited_for() -> None:
+    async def scenario(world: World) -> None:
+        world.rehydrator.restored = world.restored
+        with pytest.raises(NotFoundError, match="object store: no such key"):
+            await world.rehydrator.refetch(RANK, world.restored)
+
+    played(scenario, NONE)
+
+
+def test_a_seal_ends_the_wait() -> None:
+    async def scenario(world: World) -> None:
+        world.rehydrator.restored = world.restored
+        fetch = asyncio.create_task(world.rehydrator.refetch(RANK, world.restored))
+        await world.until(lambda: world.store.asked >= 1)
+        await world.rehydrator.reset()
+        await world.until(fetch.done)
+        with pytest.raises(RefusedError, match="the round of the restore ended"):
+            await fetch
+
+    played(scenario, *[AWAY] * 10_000)

@@ -1,0 +1,238 @@
+"""A payload of other ranks' shards in the sidecar: ranges from node, members and store, and what is
+bad or missing is had elsewhere."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.sidecar.reshard_world import ROWS, WANTED, World, payload_of
+from tests.support.shards.placements import Tensor, layout_of
+from tests.support.tiers.faulty import Fault, FaultKind, Faults
+
+from holdfast_core.errors import AccessDeniedError, NotFoundError, StateMismatchError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import Rank, TierName, Worker
+from holdfast_core.reshard.plan import plan
+from holdfast_core.reshard.reads import bytes_read
+from holdfast_core.shards.file import Trailer, trailer_bytes
+from holdfast_core.shards.record import CHUNK_BYTES, ShardRecord
+from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def header_in(root: Path) -> SlotHeader:
+    return SlotHeader.unpack((root / slot_name(Rank(1), 0)).read_bytes()[:HEADER_BYTES])
+
+
+GOOD = payload_of(WANTED, 1)
+
+
+def planned(world: World, avoid: tuple[Rank, ...] = ()) -> int:
+    """Bytes of payloads that the plan means."""
+    moves = plan(WANTED, world.saved.layout, avoid=avoid)
+    return bytes_read(moves, [layout.payload_bytes for layout in world.layouts], CHUNK_BYTES)
+
+
+def tables(*records: ShardRecord) -> int:
+    return sum(trailer_bytes(record.header) for record in records)
+
+
+def test_only_the_chunks_that_are_needed_are_read(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.asked == [("worker 4", 1), ("worker 4", 2)]
+    read = planned(world) + tables(world.records[1], world.records[2])
+    assert world.counted("holdfast_fetched_bytes") == {"peer": read}
+    assert planned(world) < WANTED.payload_bytes + 5 * CHUNK_BYTES
+    assert not world.node.list_shards(), "nothing is brought whole"
+    header = header_in(world.root)
+    assert (header.state, header.step, header.payload_bytes) == (SlotState.FREE, None, 0)
+
+
+def test_this_node_is_asked_first_and_the_store_last(world: World) -> None:
+    world.put(world.node, 0, 1, 2, 3)
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    world.upload(0, 1, 2, 3)
+    assert world.fill() == (TierName.NODE, GOOD)
+    assert world.asked == []
+    assert world.counted("holdfast_fetched_bytes") == {"node": planned(world)}
+
+
+def test_the_store_serves_what_no_member_has(world: World) -> None:
+    world.upload(0, 1, 2, 3)
+    assert world.fill() == (TierName.OBJECT, GOOD)
+    assert set(world.counted("holdfast_fetched_bytes")) == {"object"}
+
+
+def test_a_bad_chunk_on_this_node_is_had_elsewhere(world: World) -> None:
+    world.put(world.node, 0, 1, 2, 3)
+    world.put(world.members[Worker(4)], 1)
+    world.spoil("node", 1)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.node.find(world.records[1].ref) is None, "the bad copy is put aside"
+    assert world.counted("holdfast_corruptions_detected") == {"node": 1}
+    assert world.accused == []
+
+
+def test_a_member_whose_bytes_are_bad_is_told_and_the_next_one_asked(world: World) -> None:
+    for worker in world.members:
+        world.put(world.members[worker], 0, 1, 2, 3)
+    world.spoil("member4", 1)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.accused == [(4, 1)]
+    assert ("worker 5", 1) in world.asked
+    assert world.counted("holdfast_corruptions_detected") == {"peer": 1}
+
+
+def test_a_member_that_goes_in_the_middle_is_not_accused(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    world.upload(0, 1, 2, 3)
+    assert world.fill() == (TierName.OBJECT, GOOD)
+    assert world.accused == []
+    assert world.counted("holdfast_corruptions_detected") == {}
+
+
+def test_a_member_that_does_not_answer_is_asked_last_from_then_on(world: World) -> None:
+    """Else its time-out is waited for at every shard."""
+    for worker in world.members:
+        world.put(world.members[worker], 0, 1, 2, 3)
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.asked == [("worker 4", 1), ("worker 5", 1), ("worker 5", 2)]
+
+
+def test_the_member_whose_rank_saved_the_shard_is_asked_first(world: World) -> None:
+    world.members = {Worker(w): world.members[Worker(4)] for w in (4, 2, 1)}
+    world.faults = {worker: Faults() for worker in world.members}
+    world.put(world.members[Worker(1)], 0, 1, 2, 3)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.asked == [("worker 1", 1), ("worker 2", 2)]
+
+
+def test_a_bad_copy_in_the_store_is_counted(world: World) -> None:
+    world.upload(0, 1, 2, 3)
+    world.put(world.members[Worker(4)], 2)
+    world.spoil("store", 1)
+    with pytest.raises(NotFoundError, match=r"rank 1: object store: .*CRC32C of chunk 1"):
+        world.fill()
+    assert world.counted("holdfast_corruptions_detected") == {"object": 1}
+
+
+def test_a_table_that_is_not_the_manifests_is_not_believed(world: World) -> None:
+    """The digest of the payload binds the digests of the chunks; the manifest binds the CRCs."""
+    for worker in world.members:
+        world.put(world.members[worker], 0, 1, 2, 3)
+    record = world.records[1]
+    with world.source.open_shard(record.ref) as reader:
+        table = replace(reader.table, crcs=(0, *reader.table.crcs[1:]))
+    lie = Trailer(replace(record, chunk_table=digest_of(table.pack())), table)
+    world.forged[Worker(4)] = lie
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert (4, 1) in world.accused
+
+
+def test_another_holder_serves_for_a_shard_that_is_nowhere(world: World) -> None:
+    """And what the first plan has brought is not brought again."""
+    world.put(world.members[Worker(4)], 0, 1)
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.asked == [("worker 4", 1), ("worker 4", 2), ("worker 5", 2), ("worker 4", 0)]
+    read = planned(world, avoid=(Rank(2),)) + tables(world.records[0], world.records[1])
+    assert world.counted("holdfast_fetched_bytes") == {"peer": read}
+
+
+def test_what_is_nowhere_is_named_and_the_slot_is_nobodys(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1)
+    world.spoil("member4", 1)
+    world.store_faults = Faults(
+        [Fault("open_shard", FaultKind.ERR, error=AccessDeniedError("the store has other keys"))]
+    )
+    with pytest.raises(NotFoundError) as caught:
+        world.fill()
+    words = str(caught.value)
+    for part in ("rank 1: node tier", "rank 1: worker 4", "worker 5", "other keys"):
+        assert part in words
+    header = header_in(world.root)
+    assert (header.state, header.step, header.payload_bytes) == (SlotState.FILLING, None, 0)
+
+
+def test_a_holder_that_is_busy_is_asked_again_for_the_rest(world: World) -> None:
+    """Ranks that begin together ask the same few; to give up would begin a round that asks again."""
+    world.put(world.members[Worker(4)], 1, 2)
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR, first=2, times=2)])
+
+    def free(waits: int) -> None:
+        if waits == 2:
+            world.faults[Worker(4)].clear()
+
+    world.clock.at = free
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.clock.waits == 2
+    opened = [rank for who, rank in world.asked if who == "worker 4" and rank in (1, 2)]
+    read = planned(world) + tables(*(world.records[rank] for rank in opened))
+    assert world.counted("holdfast_fetched_bytes") == {"peer": read}, "no chunk was read twice"
+    assert world.waits == [], "it took less than a minute"
+
+
+def test_a_holder_that_stays_away_is_told_and_still_asked(world: World) -> None:
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    told: list[int] = []
+
+    def back(waits: int) -> None:
+        told.append(len(world.waits))
+        if world.waits:
+            world.faults[Worker(4)].clear()
+
+    world.clock.at = back
+    before = world.clock.monotonic()
+    assert world.fill() == (TierName.PEER, GOOD)
+    assert world.clock.monotonic() - before > 60
+    assert told[-2:] == [0, 1]
+    assert "rank 1: worker 4" in world.waits[0]
+
+
+def test_what_nobody_has_is_not_waited_for(world: World) -> None:
+    """The member that is away had nothing of it."""
+    world.put(world.members[Worker(4)], 0, 2)
+    world.put(world.members[Worker(5)], 0, 2)
+    world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+    world.faults[Worker(5)] = Faults([Fault("read", FaultKind.ERR, times=1)])
+    everything = layout_of({"w": Tensor("F32", (ROWS, 4))}, [4], 3)
+    with pytest.raises(
+        NotFoundError, match=r"(?s)rank 3: worker 4: .*expected it in the shard of rank 3"
+    ):
+        world.fill(everything)
+    assert (world.asked[0][1], world.clock.waits) == (2, 0)
+
+
+def test_other_tensors_are_a_mismatch(world: World) -> None:
+    with pytest.raises(StateMismatchError, match="v: expected F32"):
+        world.fill(layout_of({"v": Tensor("F32", (2,))}, [1], 0))
+    assert world.asked == []
+
+
+class FullSlot(SlotFile):
+    def write_payload(self, offset: int, data: memoryview) -> None:
+        if len(data) > CHUNK_BYTES:
+            raise OSError(errno.ENOSPC, "no room in shared memory")
+        SlotFile.write_payload(self, offset, data)
+
+
+def test_a_slot_that_fails_is_no_sources_fault(world: World) -> None:
+    world.put(world.members[Worker(4)], 0, 1, 2, 3)
+    name = slot_name(Rank(1), 0)
+    (world.root / name).touch()
+    slot = SlotFile.open(world.root, name)
+    with pytest.raises(OSError, match="no room in shared memory"):
+        world.fill(slot=FullSlot(name, slot.fd))
+    assert world.accused == []
+    assert {name for name, _ in world.asked} == {"worker 4"}

@@ -1,0 +1,338 @@
+"""A fill whose thread wakes after its round, or after a newer fill of the rank, writes nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.sidecar.reshard_world import WANTED, Gate, Turning, World, payload_of
+from tests.support.tiers.faulty import Fault, FaultKind, Faults
+
+from holdfast_core.errors import RefusedError
+from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.ids import Rank, RestartRound, ShardRef, Step, TierName, Worker
+from holdfast_core.messages.schema import Fill, Filled, Policy, RestorePoint, Round, SlotOffer
+from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState
+from holdfast_core.tiers.base import ShardReader
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.restore.fill import Filler
+from holdfast_sidecar.restore.rehydrate import Restored
+from holdfast_sidecar.save.layouts import RankLayouts
+
+RANK = Rank(1)
+SAVED = b"\xee"
+"""What the rank's next save is made of."""
+
+
+class SlowNode:
+    """The node tier, whose next reader waits at `gate`: before its chunks are compared, or with the
+    first bytes of the payload in hand."""
+
+    def __init__(self, world: World) -> None:
+        self._tier = world.node
+        self.gate: Gate | None = None
+        self.at_open: Gate | None = None
+
+    def open_shard(self, ref: ShardRef) -> Any:
+        at_open, self.at_open = self.at_open, None
+        if at_open is not None:
+            at_open.wait()
+        reader = self._tier.open_shard(ref)
+        gate, self.gate = self.gate, None
+        return reader if gate is None else SlowReader(reader, gate)
+
+
+class SlowReader:
+    def __init__(self, reader: ShardReader, gate: Gate) -> None:
+        self._reader = reader
+        self._gate = gate
+        self.record = reader.record
+
+    def read_payload(self) -> Generator[memoryview]:
+        for view in self._reader.read_payload():
+            self._gate.wait()
+            yield view
+
+    def __enter__(self) -> SlowReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.close()
+
+
+class Pod:
+    """Worker 1, whose shard of four is in its node tier. Stands for the Rehydrator and Stager too."""
+
+    def __init__(self, root: Path) -> None:
+        self.world = World(root)
+        self.world.put(self.world.node, 1)
+        self.world.put(self.world.members[Worker(4)], 0, 1, 2, 3)
+        self.node = SlowNode(self.world)
+        self.path = self.world.slot(root, self.world.layouts[1].payload_bytes)
+        self.memory: dict[str, Any] = {}
+        self.told: list[str] = []
+        manifest = self.world.saved.manifest
+        ref = self.world.records[1].ref
+        self.restored = Restored(
+            RestorePoint(manifest.step, manifest.restart_round),
+            manifest,
+            {RANK: ref},
+            {RANK: self.world.layouts[1].payload_bytes},
+            {RANK: TierName.NODE},
+        )
+        held = Round(
+            RestartRound(1),
+            1,
+            RestorePoint(),
+            Worker(0),
+            Worker(0),
+            4,
+            (),
+            (),
+            Policy(interval_steps=1),
+        )
+        self.state = RoundState(Worker(1), 1, RestartRound(1), held=held)
+
+    # -------------------------------------------------------------- as Stager and Rehydrator
+
+    def owns(self, slot: str) -> bool:
+        return False
+
+    async def layout(self, restored: Restored) -> bytes:
+        return self.world.saved.layout.to_bytes()
+
+    def namespace_of(self, point: RestorePoint) -> str:
+        return self.world.saved.namespace
+
+    def failed(self, rank: Rank, words: str) -> None:
+        if words != (self.told[-1] if self.told else ""):
+            self.told.append(words)
+
+    # -------------------------------------------------------------- the test's side
+
+    def filler(self, pools: Pools) -> Filler:
+        directory = self.world.root / "layouts"
+        directory.mkdir(exist_ok=True)
+        document = WANTED.to_bytes()
+        (directory / f"{hex_of(digest_of(document))}.json").write_bytes(document)
+        as_any: Any = self
+        settings: Any = SimpleNamespace(slots_dir=self.world.root)
+        node: Any = self.node
+        return Filler(
+            settings,
+            node,
+            as_any,
+            self.world.resharder(pools),
+            RankLayouts(directory, self.world.node, pools),
+            stager=as_any,
+            pools=pools,
+            metrics=self.world.metrics,
+            patience=Turning().patience,
+            on_change=lambda: None,
+        )
+
+    def message(self, *, whole: bool) -> Fill:
+        offer = SlotOffer(self.path.name, self.path.stat().st_size - HEADER_BYTES)
+        digest = None if whole else digest_of(WANTED.to_bytes())
+        return Fill(RestartRound(1), RANK, (offer,), digest)
+
+    def payload(self, whole: bool) -> bytes:
+        return payload_of(self.world.layouts[1], 1) if whole else payload_of(WANTED, 1)
+
+    def header(self) -> SlotHeader:
+        return SlotHeader.unpack(self.path.read_bytes()[:HEADER_BYTES])
+
+    def save(self) -> bytes:
+        """The rank writes its next shard into the slot and stages it: the file from then on."""
+        size = self.path.stat().st_size - HEADER_BYTES
+        header = SlotHeader(SlotState.OWNED, RANK, size, RestartRound(2), Step(9), size)
+        self.path.write_bytes(header.pack().ljust(HEADER_BYTES, b"\0") + SAVED * size)
+        return self.path.read_bytes()
+
+    def gate(self, *, whole: bool) -> Gate:
+        """Of the next fill."""
+        gate = Gate()
+        if whole:
+            self.node.gate = gate
+        else:
+            self.world.gate = gate
+        return gate
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Pod:
+    return Pod(tmp_path)
+
+
+@pytest.fixture(params=[False, True], ids=["of other ranks' shards", "of the own shard"])
+def whole(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def test_a_fill_that_outlives_its_round_leaves_the_next_rounds_save_alone(
+    pod: Pod, whole: bool
+) -> None:
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=2, store=1)
+        filler, gate = pod.filler(pools), pod.gate(whole=whole)
+        old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
+        await gate.reached()
+        filler.stop("round 2 is sealed")
+        filled = await filler.fill(pod.state, pod.message(whole=whole))
+        assert pod.path.read_bytes()[HEADER_BYTES:][: filled.payload_bytes] == pod.payload(whole)
+        saved = pod.save()
+        gate.open()
+        with pytest.raises(RefusedError, match="round 2 is sealed"):
+            await old
+        pools.close()
+        assert pod.path.read_bytes() == saved
+        assert pod.told == []
+
+    asyncio.run(scenario())
+
+
+def test_a_fill_that_the_rank_asked_for_again_writes_no_more(pod: Pod, whole: bool) -> None:
+    """Its connection broke, and it came back in the same round."""
+
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=2, store=1)
+        filler, gate = pod.filler(pools), pod.gate(whole=whole)
+        old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
+        await gate.reached()
+        filled = await filler.fill(pod.state, pod.message(whole=whole))
+        assert isinstance(filled, Filled)
+        saved = pod.save()
+        gate.open()
+        with pytest.raises(RefusedError, match="asked again"):
+            await old
+        pools.close()
+        assert pod.path.read_bytes() == saved
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_fill_writes_into_no_other_file(pod: Pod, whole: bool, tmp_path: Path) -> None:
+    """Its descriptor's number is the next file's."""
+
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=2, store=1)
+        filler, gate = pod.filler(pools), pod.gate(whole=whole)
+        task = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
+        await gate.reached()
+        before = pod.path.read_bytes()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        # As many as were open: one of them has the number that the slot's descriptor had.
+        victims = [
+            os.open(tmp_path / f"victim{i}", os.O_RDWR | os.O_CREAT, 0o600) for i in range(32)
+        ]
+        gate.open()
+        assert await pools.fill.drain(60)
+        assert await pools.fetch.drain(60)
+        sizes = {os.fstat(victim).st_size for victim in victims}
+        for victim in victims:
+            os.close(victim)
+        pools.close()
+        assert sizes == {0}
+        assert pod.path.read_bytes() == before
+
+    asyncio.run(scenario())
+
+
+def test_what_a_stopped_fill_lacks_is_not_said_of_the_next_round(pod: Pod) -> None:
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=2, store=1)
+        filler, gate = pod.filler(pools), pod.gate(whole=False)
+        old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=False)))
+        await gate.reached()
+        for rank in range(4):
+            pod.world.members[Worker(4)].delete_shard(pod.world.records[rank].ref)
+        filler.stop("round 2 is sealed")
+        gate.open()
+        with pytest.raises(RefusedError, match="round 2 is sealed"):
+            await old
+        pools.close()
+        assert pod.told == []
+        assert len(pod.world.asked) == 1, "no other shard is asked for"
+
+    asyncio.run(scenario())
+
+
+def test_a_fill_that_waits_for_a_source_ends_with_its_round(pod: Pod) -> None:
+    pod.world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=2, store=1)
+        filler = pod.filler(pools)
+
+        def sealed(waits: int) -> None:
+            if pod.told:
+                filler.stop("round 2 is sealed")
+
+        pod.world.clock.at = sealed
+        with pytest.raises(RefusedError, match="round 2 is sealed"):
+            await filler.fill(pod.state, pod.message(whole=False))
+        pools.close()
+
+    asyncio.run(scenario())
+    (words,) = pod.told
+    assert words.startswith("rank 1: ")
+
+
+def test_what_a_fill_has_waited_for_is_no_failure_once_it_is_there(pod: Pod) -> None:
+    pod.world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
+
+    def back(waits: int) -> None:
+        if pod.told:
+            pod.world.faults[Worker(4)].clear()
+
+    pod.world.clock.at = back
+
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=2, store=1)
+        await pod.filler(pools).fill(pod.state, pod.message(whole=False))
+        pools.close()
+
+    asyncio.run(scenario())
+    assert len(pod.told) == 2
+    assert pod.told[1] == ""
+
+
+def test_a_slot_that_was_compared_too_long_is_not_freed_under_a_save(pod: Pod) -> None:
+    """It held the restore point when the comparison began, in the round before."""
+    record = pod.world.records[1]
+    header = record.header
+    kept = replace(
+        pod.header(),
+        round=header.round,
+        step=header.step,
+        payload_bytes=header.payload_bytes,
+    )
+    pod.path.write_bytes(kept.pack().ljust(HEADER_BYTES, b"\0") + pod.payload(True))
+
+    async def scenario() -> None:
+        pools = Pools(disk=2, copy=2, store=1)
+        filler, gate = pod.filler(pools), Gate()
+        pod.node.at_open = gate
+        old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=True)))
+        await gate.reached()
+        filler.stop("round 2 is sealed")
+        assert (await filler.fill(pod.state, pod.message(whole=True))).tier is TierName.MEMORY
+        filling = replace(kept, state=SlotState.FILLING)
+        with pod.path.open("r+b") as file:
+            file.write(filling.pack())
+        gate.open()
+        with pytest.raises(RefusedError, match="round 2 is sealed"):
+            await old
+        pools.close()
+        assert pod.header().state is SlotState.FILLING
+
+    asyncio.run(scenario())

@@ -1,0 +1,97 @@
+"""A step that is asked for whole while the word of its pack is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+from tests.sidecar.save.test_flow_accused import held_state, written
+from tests.sidecar.upkeep.test_leftovers import CONTRACT, STORE
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.ids import RestartRound, ShardRef, Step, Worker
+from holdfast_core.messages.schema import (
+    Ok,
+    PersistRequest,
+    PreparedReply,
+    Reference,
+    Uploaded,
+)
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+from holdfast_core.store.tier import S3ObjectTier
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.save.flow import Flow, own_shard
+from holdfast_sidecar.save.plan import StoredAs
+from holdfast_sidecar.save.sharing import ShardUploader
+
+BASE = Reference(Step(1), RestartRound(0), 5)
+
+
+def test_the_word_of_the_whole_shard_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator drops the first word, since it asked for the whole shard meanwhile: without the
+    second one it would wait for ever, and no later step would be persisted."""
+    node = DiskNodeTier(tmp_path, capacity_bytes=1 << 30)
+    node.open()
+    record = written(node)
+    tier = S3ObjectTier(STORE, StaticCredentials(Keys("key", "secret")))
+
+    def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
+        return StoredAs() if request.whole else StoredAs(BASE, (BASE,))
+
+    monkeypatch.setattr(ShardUploader, "upload", upload)
+
+    async def scenario() -> list[Uploaded]:
+        said: list[Uploaded] = []
+        heard, answered, settled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def call(worker: Worker, message: Any, kind: type[Any]) -> Any:
+            if isinstance(message, Uploaded):
+                said.append(message)
+                heard.set()
+                await answered.wait()
+            return PreparedReply() if kind is PreparedReply else Ok(RestartRound(0), "a")
+
+        state, pools = held_state(), Pools(disk=1, copy=1, store=1)
+        settings = SimpleNamespace(
+            backoff_first_seconds=0.01,
+            backoff_last_seconds=0.01,
+            contract=replace(CONTRACT, node_dir=str(tmp_path)),
+        )
+        flow = Flow(
+            settings,  # type: ignore[arg-type]
+            lambda: state,
+            node,
+            tier,
+            peers=Mock(call=call),
+            bulk=Mock(put=Mock(return_value=0)),
+            layouts=Mock(text=AsyncMock(return_value="{}")),
+            pools=pools,
+            failures=Mock(),
+            metrics=Mock(),
+            clock=SystemClock(),
+            on_change=settled.set,
+        )
+        request = PersistRequest(RestartRound(0), record.header.step, RestartRound(0))
+        flow.add(own_shard(record, committed=True))
+        flow.want(request)
+        await asyncio.wait_for(heard.wait(), 120)
+        flow.want(replace(request, whole=True))
+        answered.set()
+        while not flow.idle:
+            settled.clear()
+            await asyncio.wait_for(settled.wait(), 120)
+        await flow.reset()
+        pools.close()
+        return said
+
+    words = asyncio.run(scenario())
+    tier.close()
+    assert [word.references for word in words] == [(BASE,), ()]

@@ -1,0 +1,145 @@
+"""What a worker does next with its own shards: tables, and that doing it always comes to rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, ShardRef, Step, Worker
+from holdfast_core.messages.schema import ShardInfo
+from holdfast_sidecar.save.plan import (
+    Action,
+    OwnShard,
+    ShardKey,
+    Verb,
+    expects_commit,
+    idle,
+    next_actions,
+    startable,
+)
+
+DIGEST = Digest("b3:" + "0" * 64)
+ONE, TWO = Worker(1), Worker(2)
+
+
+def shard(step: int = 7, rank: int = 0, **fields: object) -> OwnShard:
+    ref = ShardRef(JobUid("job"), Step(step), RestartRound(0), Rank(rank), DIGEST)
+    made = OwnShard(ref, ShardInfo(Rank(rank), 10, DIGEST, DIGEST), DIGEST)
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+KEY = ShardKey(Step(7), RestartRound(0), Rank(0))
+
+
+def test_a_new_shard_is_told_and_copied_once_it_is_committed() -> None:
+    assert next_actions([shard()], (ONE, TWO)) == (Action(Verb.PREPARED, KEY),)
+    assert next_actions([shard(committed=True)], (ONE, TWO)) == (
+        Action(Verb.PREPARED, KEY),
+        Action(Verb.COPY, KEY, ONE),
+        Action(Verb.COPY, KEY, TWO),
+    )
+
+
+def test_a_manifest_is_expected_for_the_newest_step_alone() -> None:
+    assert not expects_commit([])
+    assert expects_commit([shard(step=7, committed=True), shard(step=8)])
+    assert not expects_commit([shard(step=7), shard(step=8, committed=True)])
+    assert not expects_commit([shard(reported=False)])
+
+
+def test_replicated_is_told_when_every_target_has_it() -> None:
+    half = shard(prepared_told=True, committed=True, copied=frozenset({ONE}))
+    assert next_actions([half], (ONE, TWO)) == (Action(Verb.COPY, KEY, TWO),)
+    whole = shard(prepared_told=True, copied=frozenset({ONE, TWO}))
+    assert next_actions([whole], (ONE, TWO)) == (Action(Verb.REPLICATED, KEY),)
+
+
+def test_without_targets_nothing_is_said_to_be_replicated() -> None:
+    assert next_actions([shard(prepared_told=True)], ()) == ()
+
+
+def test_a_shard_of_the_restore_point_is_copied_and_never_told() -> None:
+    again = shard(reported=False, committed=True)
+    assert next_actions([again], (ONE,)) == (Action(Verb.COPY, KEY, ONE),)
+    assert next_actions([replace(again, copied=frozenset({ONE}))], (ONE,)) == ()
+    assert idle([again], (ONE,)), "it holds up nobody's end"
+
+
+def test_an_upload_waits_to_be_asked_for() -> None:
+    done = shard(prepared_told=True)
+    assert next_actions([done], ()) == ()
+    assert next_actions([replace(done, wanted=True)], ()) == (Action(Verb.UPLOAD, KEY),)
+    uploaded = replace(done, wanted=True, uploaded=True)
+    assert next_actions([uploaded], ()) == (Action(Verb.UPLOADED, KEY),)
+
+
+def test_a_new_coordinator_hears_everything_again() -> None:
+    told = shard(
+        prepared_told=True,
+        copied=frozenset({ONE}),
+        replicated_told=True,
+        wanted=True,
+        uploaded=True,
+        uploaded_told=True,
+    )
+    assert next_actions([told], (ONE,)) == ()
+    assert [a.verb for a in next_actions([told.untold()], (ONE,))] == [
+        Verb.PREPARED,
+        Verb.UPLOADED,
+    ]
+
+
+def test_one_copy_a_target_and_one_upload_at_a_time_oldest_first() -> None:
+    wanted = [
+        shard(step=9, prepared_told=True, committed=True, wanted=True),
+        shard(step=8, prepared_told=True, committed=True, wanted=True),
+    ]
+    actions = next_actions(wanted, (ONE, TWO))
+    chosen = startable(actions, frozenset())
+    assert [(a.verb, a.key.step, a.target) for a in chosen] == [
+        (Verb.COPY, 8, ONE),
+        (Verb.COPY, 8, TWO),
+        (Verb.UPLOAD, 8, None),
+    ]
+    assert startable(actions, frozenset(chosen)) == ()
+    assert [a.target for a in startable(actions, frozenset(chosen[1:]))] == [ONE]
+
+
+@given(
+    steps=st.lists(st.integers(0, 20), unique=True, max_size=6),
+    targets=st.sets(st.sampled_from([ONE, TWO]), max_size=2),
+    wanted=st.sets(st.integers(0, 20)),
+    order=st.randoms(use_true_random=False),
+)
+def test_doing_what_is_planned_comes_to_rest(
+    steps: list[int], targets: set[Worker], wanted: set[int], order: object
+) -> None:
+    """Whatever order actions end in, the plan runs dry and says so."""
+    table = {s: shard(step=s, committed=True, wanted=s in wanted) for s in steps}
+    goal = tuple(sorted(targets))
+    for _ in range(len(steps) * 6 + 1):
+        actions = startable(next_actions(table.values(), goal), frozenset())
+        if not actions:
+            break
+        action = order.choice(actions)  # type: ignore[attr-defined]
+        before = table[action.key.step]
+        match action.verb:
+            case Verb.PREPARED:
+                after = replace(before, prepared_told=True)
+            case Verb.COPY:
+                after = replace(before, copied=before.copied | {action.target})
+            case Verb.REPLICATED:
+                after = replace(before, replicated_told=True)
+            case Verb.UPLOAD:
+                after = replace(before, uploaded=True)
+            case Verb.UPLOADED:
+                after = replace(before, uploaded_told=True)
+        table[action.key.step] = after
+    assert idle(table.values(), goal)
+    for step, done in table.items():
+        assert done.prepared_told
+        assert done.copied == targets
+        assert done.replicated_told == bool(targets)
+        assert done.uploaded_told == (step in wanted)

@@ -1,0 +1,226 @@
+"""A node without room: the coordinator makes room without waiting for another report."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from tests.sidecar.coordinator.test_choice import info
+from tests.sidecar.pods import contract_with
+from tests.sidecar.save.test_flow_accused import held_state
+from tests.sidecar.save.test_stalled_disk import JOB, staged_by
+from tests.support.sidecar import FakeRank, rank_document, until
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.clock import ManualClock, SystemClock
+from holdfast_core.errors import CapacityError, UnavailableError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import Level, Rank, RestartRound, Step, TierName, Worker
+from holdfast_core.messages.schema import (
+    Failure,
+    LevelNotice,
+    Ok,
+    Policy,
+    Prepared,
+    RankProgress,
+    Replicated,
+    WorkerReport,
+)
+from holdfast_core.pacing.background import Pacing
+from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
+from holdfast_sidecar.base.failures import NODE_FULL, Failures
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.coordinator.commit import Coordinator
+from holdfast_sidecar.save.layouts import RankLayouts
+from holdfast_sidecar.save.slot_writes import Outcome
+from holdfast_sidecar.save.staging import Stager
+
+ROUND = RestartRound(0)
+
+
+class Members:
+    """Two members that accept everything and have no inventory to show."""
+
+    def __init__(self) -> None:
+        self.pruned: set[Step] = set()
+
+    async def call(self, worker: Worker, message: Any, reply: type[Any], **_: Any) -> Ok:
+        if isinstance(message, LevelNotice):
+            self.pruned.update(message.prune)
+        return Ok(ROUND, "a")
+
+    async def get(self, worker: Worker, path: str, reply: type[Any], **_: Any) -> Any:
+        raise UnavailableError(f"GET {path} to worker {worker}: it is away")
+
+
+class World:
+    """A coordinator of two workers that keeps three steps."""
+
+    def __init__(self, folder: Path) -> None:
+        message = held_state().held
+        assert message is not None
+        self.clock = ManualClock()
+        self.pools = Pools(disk=1, copy=1, store=1)
+        self.members = Members()
+        self.coordinator = Coordinator(
+            Settings(contract_with(shared_dir=str(folder))),
+            replace(message, policy=Policy(interval_steps=1, keep_last=3)),
+            MemoryTier(),
+            None,
+            peers=cast(Any, self.members),
+            pools=self.pools,
+            failures=Failures(lambda: None),
+            clock=self.clock,
+        )
+        self.coordinator.start()
+
+    async def commit(self, step: int) -> None:
+        """The step becomes replicated; no member sends a report."""
+        for rank in (0, 1):
+            document = rank_document(rank, info(rank).payload_bytes)
+            self.coordinator.prepared(
+                Prepared(
+                    ROUND,
+                    Step(step),
+                    Worker(rank),
+                    info(rank),
+                    digest_of(document),
+                    document.decode(),
+                )
+            )
+        await until(lambda: self.coordinator.levels()[Level.LOCAL] == step, f"{step} is local")
+        for rank in (0, 1):
+            self.coordinator.replicated(
+                Replicated(ROUND, Step(step), Worker(rank), Rank(rank), info(rank).blake3)
+            )
+
+    def report(self, step: int, *failures: Failure) -> None:
+        """Worker 1 has finished this step."""
+        progress = (RankProgress(Rank(1), Step(step)),)
+        self.coordinator.report(
+            WorkerReport(ROUND, Worker(1), progress=progress, failures=failures)
+        )
+
+    async def pruned(self, *steps: int) -> None:
+        await until(lambda: self.members.pruned == set(steps), f"exactly {steps} are pruned")
+
+
+def full(step: int) -> Failure:
+    return Failure(Step(step), TierName.NODE, NODE_FULL, "no room")
+
+
+def run(folder: Path, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def body() -> None:
+        world = World(folder)
+        try:
+            await scenario(world)
+        finally:
+            await world.coordinator.close()
+            world.pools.close()
+
+    asyncio.run(body())
+
+
+def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None:
+    """One report says that the volume is full, and no report follows: each commit after it lets an
+    older step go."""
+
+    async def scenario(world: World) -> None:
+        await world.commit(1)
+        world.report(2, full(2))
+        await world.commit(2)
+        world.clock.advance(1.0)
+        await world.pruned(1)
+        await world.commit(3)
+        world.clock.advance(1.0)
+        await world.pruned(1, 2)
+
+    run(tmp_path, scenario)
+
+
+def test_a_report_that_comes_right_after_a_pruning_is_not_lost(tmp_path: Path) -> None:
+    """Steps are pruned for lack of room once a second. A report within that second is acted on at its
+    end, not at the next report."""
+
+    async def scenario(world: World) -> None:
+        for step in (1, 2, 3):
+            await world.commit(step)
+        world.report(4, full(4))
+        await world.pruned(1)
+        world.report(4, full(4))
+        world.clock.advance(1.0)
+        await world.pruned(1, 2)
+
+    run(tmp_path, scenario)
+
+
+def test_nothing_more_goes_once_there_is_room(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        for step in (1, 2, 3):
+            await world.commit(step)
+        world.report(4, full(4))
+        await world.pruned(1)
+        world.report(4)
+        for step in (4, 5):
+            world.clock.advance(1.0)
+            await world.commit(step)
+        await world.pruned(1, 2)  # what keep_last=3 lets go
+        world.report(6, full(6))
+        await world.pruned(1, 2, 3)
+
+    run(tmp_path, scenario)
+
+
+class FullOnce(MemoryTier):
+    """Has no room at first; after that, a write waits until it is let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+        self.let = threading.Event()
+
+    def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        self.writes += 1
+        if self.writes == 1:
+            raise CapacityError("no room")
+        assert self.let.wait(120)
+        return super().write_shard(header, source)
+
+
+def test_a_write_that_has_room_again_does_not_say_that_it_has_none(tmp_path: Path) -> None:
+    """While it says so, older steps are pruned, and a write of a large shard takes long."""
+
+    async def body() -> None:
+        node, pools, failures = FullOnce(), Pools(disk=1, copy=1, store=1), Failures(lambda: None)
+        settings = Settings(contract_with(job_uid=JOB, shared_dir=str(tmp_path)))
+        outcomes: list[Outcome] = []
+        stager = Stager(
+            settings,
+            node,
+            RankLayouts(settings.layouts_dir, node, pools),
+            pools,
+            failures,
+            Metrics(),
+            SystemClock(),
+            Pacing(settings.slots_dir),
+            outcomes.append,
+        )
+        rank = FakeRank(tmp_path, JOB, 0, 0)
+        state = held_state()
+        await stager.stage(lambda: state, staged_by(rank, tmp_path))
+        await until(lambda: [f.reason for f in failures.current] == [NODE_FULL], "a failure")
+        stager.room.made()
+        await until(lambda: node.writes == 2, "a second write")
+        assert failures.current == ()
+        node.let.set()
+        await until(lambda: outcomes, "the outcome")
+        assert outcomes[0].record is not None
+        pools.close()
+
+    asyncio.run(body())

@@ -1,0 +1,477 @@
+"""What a sidecar does with slots while its disk does not keep up: a tier that writes when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+from tests.sidecar.save.test_flow_accused import held_state
+from tests.sidecar.upkeep.test_leftovers import CONTRACT
+from tests.support.shards.builders import BytesSource, manifest
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.errors import UnavailableError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.messages.schema import RankHolding, Stage
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.pacing.background import Pacing
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+from holdfast_core.tiers.base import PayloadSource
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.save.slot_writes import Outcome
+from holdfast_sidecar.save.staging import Stager
+
+RANK, ROUND = Rank(0), RestartRound(0)
+LAYOUT = digest_of(b"{}")
+CAPACITY = 1 << 16
+
+
+class GatedTier(DiskNodeTier):
+    """Writes a shard when its step is let through."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, capacity_bytes=1 << 30)
+        self.begun: list[int] = []
+        self.fails: set[int] = set()
+        self._open: set[int] = set()
+        self._changed = threading.Condition()
+
+    def let(self, *steps: int) -> None:
+        with self._changed:
+            self._open.update(steps)
+            self._changed.notify_all()
+
+    def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        self.begun.append(header.step)
+        with self._changed:
+            assert self._changed.wait_for(lambda: header.step in self._open, 120)
+        if header.step in self.fails:
+            raise UnavailableError(f"step {header.step}: the disk says no")
+        return super().write_shard(header, source)
+
+
+class World:
+    """A stager over real slots and a real, gated node tier."""
+
+    def __init__(self, root: Path, slots: int) -> None:
+        self.settings = Settings(replace(CONTRACT, shared_dir=str(root / "shared")))
+        self.settings.slots_dir.mkdir(parents=True)
+        for index in range(slots):
+            path = self.settings.slots_dir / slot_name(RANK, index)
+            path.write_bytes(SlotHeader(SlotState.FREE, RANK, CAPACITY).pack())
+            with path.open("r+b") as file:
+                file.truncate(HEADER_BYTES + CAPACITY)
+        self.node = GatedTier(root / "node")
+        self.node.open()
+        self.pools = Pools(disk=2, copy=1, store=1)
+        self.metrics = Mock()
+        self.outcomes: list[Outcome] = []
+        self._changed = asyncio.Event()
+        state = held_state()
+        assert state.held is not None
+        policy = replace(state.held.policy, slots=slots)
+        self.state: RoundState = replace(state, held=replace(state.held, policy=policy))
+        self.stager = self.life()
+
+    def life(self) -> Stager:
+        """Another process over the same slots and the same disk, in the same round."""
+        self.stager = self.process()
+        self.stager.recover(self.state)
+        self.stager.coordinator_replied()
+        return self.stager
+
+    def process(self) -> Stager:
+        return Stager(
+            self.settings,
+            self.node,
+            Mock(ensure=AsyncMock()),
+            self.pools,
+            Mock(note=Mock(return_value=Mock(reason="Unavailable", message="no"))),
+            self.metrics,
+            SystemClock(),
+            Pacing(self.settings.slots_dir, gave_way=self.metrics.gave_way),
+            self._on_outcome,
+            self._changed.set,
+        )
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self._changed.set()
+
+    async def save(self, index: int, step: int) -> None:
+        """The rank fills a slot and hands it over."""
+        data = bytes([step]) * 1000
+        name = slot_name(RANK, index)
+        slot = SlotFile.open(self.settings.slots_dir, name)
+        assert slot.header().state is SlotState.FREE
+        slot.write_payload(0, memoryview(data))
+        slot.write_header(SlotHeader(SlotState.FULL, RANK, CAPACITY, ROUND, Step(step), len(data)))
+        slot.close()
+        stage = Stage(ROUND, Step(step), RANK, name, len(data), LAYOUT)
+        await self.stager.stage(lambda: self.state, stage)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await asyncio.wait_for(self._changed.wait(), 120)
+
+    def holding(self) -> RankHolding:
+        (said,) = self.stager.holding()
+        return said
+
+    async def digested(self, *steps: int) -> None:
+        await self.until(lambda: [s.step for s in self.holding().shards] == list(steps))
+
+    def slots(self) -> list[SlotState]:
+        states = []
+        for path in sorted(self.settings.slots_dir.iterdir()):
+            slot = SlotFile.open(self.settings.slots_dir, path.name)
+            states.append(slot.header().state)
+            slot.close()
+        return states
+
+    def stored(self) -> list[int]:
+        return sorted(record.header.step for record in self.node.list_shards())
+
+
+def run(root: Path, slots: int, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def body() -> None:
+        world = World(root, slots)
+        try:
+            await scenario(world)
+        finally:
+            world.node.let(*range(100))
+            assert await world.stager.settle(30)
+            world.pools.close()
+
+    asyncio.run(body())
+
+
+FREE, OWNED = SlotState.FREE, SlotState.OWNED
+
+
+def test_with_two_slots_nothing_waits(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        world.node.let(1, 2)
+        await world.until(lambda: world.slots() == [FREE, FREE])
+        assert sorted(world.node.begun) == [1, 2]
+        assert world.holding().shards == ()
+        assert world.stager.untold is None
+
+    run(tmp_path, 2, scenario)
+
+
+def test_a_write_gives_way_to_a_rank_that_copies(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        copying = SlotFile.open(world.settings.slots_dir, slot_name(RANK, 1))
+        copying.write_header(SlotHeader(SlotState.FILLING, RANK, CAPACITY, ROUND, Step(2)))
+        await world.save(0, 1)
+        world.node.let(1)
+        await world.until(lambda: world.slots()[0] is FREE)  # though this copy never ends
+        copying.close()
+        assert world.stored() == [1]
+        ((seconds,), _) = world.metrics.gave_way.call_args
+        assert seconds > 0
+
+    run(tmp_path, 2, scenario)
+
+
+def test_one_write_at_a_time_and_the_chosen_step_next(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.save(2, 3)
+        await world.digested(2, 3)
+        assert world.holding().writing == 1
+        world.stager.choose(Step(3))
+        assert world.node.begun == [1]
+        world.node.let(1)
+        await world.until(lambda: world.holding().writing == 3)
+        assert world.slots() == [FREE, OWNED, OWNED]
+        world.node.let(3)
+        await world.until(lambda: world.slots() == [FREE, OWNED, FREE])
+        assert world.stored() == [1, 3]
+        said = {s.step: s.stored for s in world.holding().shards}
+        assert said == {2: False, 3: True}, "so that nobody takes step 3 for lost"
+        world.stager.told(world.stager.holding())
+        assert [s.step for s in world.holding().shards] == [2]
+        record = next(r for r in world.node.list_shards() if r.header.step == 3)
+        assert world.stager.memory[slot_name(RANK, 2)] == record
+
+    run(tmp_path, 3, scenario)
+
+
+def test_what_is_held_is_digested_as_a_write_digests_it(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.digested(2)
+        (said,) = world.holding().shards
+        world.stager.choose(Step(2))
+        world.node.let(1, 2)
+        await world.until(lambda: world.stored() == [1, 2])
+        stored = next(r for r in world.node.list_shards() if r.header.step == 2)
+        assert (said.shard.blake3, said.shard.chunk_table) == (stored.blake3, stored.chunk_table)
+
+    run(tmp_path, 3, scenario)
+
+
+def test_a_slot_is_free_when_its_step_is_dropped_and_the_manifests_are_gone(
+    tmp_path: Path,
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.save(2, 3)
+        await world.digested(2, 3)
+        world.stager.forget(frozenset({Step(2)}))
+        assert world.slots() == [OWNED, OWNED, OWNED]
+        assert world.stager.find(RANK, CheckpointId(Step(2), ROUND)) is None
+        world.stager.release(frozenset({Step(3)}))
+        assert world.slots() == [OWNED, OWNED, OWNED], "that one is wanted"
+        world.stager.release(frozenset({Step(2)}))
+        assert world.slots() == [OWNED, FREE, OWNED]
+        world.metrics.dropped.assert_called_with(1)
+        await world.save(1, 4)
+        await world.digested(3, 4)
+
+    run(tmp_path, 3, scenario)
+
+
+def test_what_is_pruned_while_it_is_written_does_not_stay_on_the_disk(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        world.stager.forget(frozenset({Step(1)}))
+        world.stager.release(frozenset({Step(1)}))
+        assert world.slots() == [OWNED, OWNED, FREE]
+        world.stager.choose(Step(2))
+        world.node.let(1, 2)
+        await world.until(lambda: world.slots() == [FREE, FREE, FREE])
+        assert await world.stager.settle(30)
+        assert world.stored() == [2]
+        assert [o.stage.step for o in world.outcomes] == [2]
+
+    run(tmp_path, 3, scenario)
+
+
+def test_a_chosen_step_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.digested(2)
+        world.node.fails = {2}
+        world.stager.choose(Step(2))
+        world.node.let(1, 2)
+        await world.until(
+            lambda: [s.failed for s in world.holding().shards if s.step == 2] == [True]
+        )
+        assert world.slots() == [FREE, OWNED, FREE]
+        assert world.outcomes[-1].failed is not None
+        world.node.fails = set()
+        world.stager.seal()
+        assert await world.stager.write_held(frozenset({CheckpointId(Step(2), ROUND)}), 30)
+        assert world.stored() == [1, 2]
+
+    run(tmp_path, 3, scenario)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["same process", "another process"])
+def test_a_seal_writes_what_is_committed_and_nothing_else(tmp_path: Path, dies: bool) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        for index, step in ((1, 2), (2, 3), (3, 4)):
+            await world.save(index, step)
+        await world.digested(2, 3, 4)
+        world.stager.seal()
+        world.stager.choose(Step(2))
+        world.node.let(1, 2, 3, 4)
+        assert await world.stager.settle(30)
+        assert world.node.begun == [1], "nothing is begun any more"
+        manifests = frozenset(CheckpointId(Step(s), ROUND) for s in (2, 3))
+        for checkpoint in manifests:
+            record = world.stager.find(RANK, checkpoint)
+            assert record is not None
+            other = replace(record, header=replace(record.header, rank=Rank(1)))
+            document = manifest([record, other]).to_bytes()
+            world.node.put_manifest(CONTRACT.job_uid, checkpoint, document)
+        if dies:
+            world.stager = world.process()  # it has heard no ROUND
+        assert await world.stager.write_held(manifests, 30)
+        assert world.node.begun == [1, 2, 3]
+        assert world.stored() == [1, 2, 3]
+        assert world.slots() == [FREE, FREE, FREE, OWNED]
+        world.stager.recover(replace(world.state, round=RestartRound(1)))
+        assert world.slots() == [FREE, FREE, FREE, FREE]
+
+    run(tmp_path, 4, scenario)
+
+
+def test_a_seal_that_runs_out_of_time_says_so(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.digested(2)
+        world.node.let(1)
+        world.stager.seal()
+        assert await world.stager.settle(30)
+        manifests = frozenset({CheckpointId(Step(2), ROUND)})
+        assert not await world.stager.write_held(manifests, 0)
+        world.node.let(2)
+        assert await world.stager.settle(30), "the next SEAL finds it written"
+        assert world.stored() == [1, 2]
+
+    run(tmp_path, 3, scenario)
+
+
+def test_another_life_takes_up_what_was_held_and_what_was_being_written(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.digested(2)
+        before = world.holding().shards
+        old = world.stager
+        world.life()
+        assert world.holding().digesting == (1, 2), "neither there nor lost"
+        assert world.stager.may_find(RANK, CheckpointId(Step(2), ROUND))
+        assert not world.stager.may_find(RANK, CheckpointId(Step(3), ROUND))
+        await world.digested(1, 2)
+        assert world.holding().shards[1:] == before
+        assert not world.stager.may_find(RANK, CheckpointId(Step(2), ROUND))
+        assert world.holding().writing is None
+        world.stager.choose(Step(2))
+        world.node.let(1, 2)
+        await world.until(lambda: world.holding().shards[-1].stored)
+        assert await old.settle(30)
+
+    run(tmp_path, 3, scenario)
+
+
+def test_another_coordinator_receives_everything_again(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.digested(2)
+        world.stager.told(world.stager.holding())
+        assert world.stager.untold is None
+        world.stager.coordinator_changed()
+        assert world.stager.untold is not None
+        assert not world.stager.has_coordinator
+        world.stager.coordinator_replied()
+        assert world.stager.has_coordinator
+        world.node.let(1)
+
+    run(tmp_path, 3, scenario)
+
+
+def test_nothing_is_said_of_what_is_written_at_once(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        assert world.stager.untold is None
+        assert not world.stager.idle
+        world.node.let(1)
+        await world.until(lambda: world.slots() == [FREE] * 3)
+        assert world.stager.untold is None
+        assert world.stager.idle
+
+    run(tmp_path, 3, scenario)
+
+
+def test_a_late_write_of_an_older_round_is_no_step_of_the_new_one(tmp_path: Path) -> None:
+    """The new round trains that step again, to other bytes: the coordinator would refuse those."""
+
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.digested(2)
+        world.stager.choose(Step(2))
+        world.node.let(1)
+        await world.until(lambda: world.holding().writing == 2)
+        world.stager.told(world.stager.holding())
+        world.stager.seal()
+        world.state = replace(world.state, round=RestartRound(1))
+        world.stager.recover(world.state)
+        world.stager.coordinator_replied()
+        assert world.holding().shards == (), "being written"
+        assert world.stager.find(RANK, CheckpointId(Step(2), RestartRound(1))) is None
+        world.node.let(2)
+        await world.until(lambda: world.stored() == [1, 2] and world.slots() == [FREE] * 3)
+        assert world.holding().shards == (), "written"
+        assert world.stager.untold is None
+
+    run(tmp_path, 3, scenario)
+
+
+def test_what_an_earlier_life_had_written_waits_for_nothing(tmp_path: Path) -> None:
+    """It died before the slot was free. Nobody chooses a step that is on the nodes already."""
+
+    async def scenario(world: World) -> None:
+        await world.save(0, 1)
+        header = ShardHeader(CONTRACT.job_uid, ROUND, Step(1), RANK, 2, LAYOUT, 1000)
+        record = DiskNodeTier.write_shard(world.node, header, BytesSource(bytes([1]) * 1000))
+        world.life()
+        await world.until(lambda: world.slots() == [FREE] * 3)
+        assert [(s.step, s.stored) for s in world.holding().shards] == [(1, True)]
+        assert [o.record for o in world.outcomes] == [record]
+        world.stager.told(world.stager.holding())
+        assert world.stager.idle
+
+    run(tmp_path, 3, scenario)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+@pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "waits in memory"])
+def test_a_trainer_that_truncates_its_slot_and_fills_the_volume_ends_no_task(
+    tmp_path: Path, slots: int
+) -> None:
+    """The state of a slot is written into a page of it that is gone, and there is no other page. A
+    task of the sidecar that dies ends the process."""
+
+    async def scenario(world: World) -> None:
+        deaths: list[object] = []
+
+        def died(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+            deaths.append(context)
+            world.outcomes.append(Outcome(Mock(), None))
+            world._changed.set()
+
+        asyncio.get_running_loop().set_exception_handler(died)
+        await world.save(0, 1)
+        os.truncate(world.settings.slots_dir / slot_name(RANK, 0), 0)
+        (shared / "staged").rename(shared / "kept")  # else the note's page is free for the slot
+        with (shared / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError):
+            while True:
+                filler.write(bytes(1 << 12))
+        world.node.let(1)
+        await world.until(lambda: bool(world.outcomes))
+        assert not deaths
+        assert world.outcomes[0].failed is not None
+        (shared / "filler").unlink()
+        os.truncate(world.settings.slots_dir / slot_name(RANK, 0), HEADER_BYTES + CAPACITY)
+        world.life()
+        await world.save(1, 2)
+        world.node.let(2)
+        await world.until(lambda: len(world.outcomes) == 2)
+        assert world.stored() == [2]
+
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(shared)], check=True)
+    try:
+        run(tmp_path, slots, scenario)
+    finally:
+        subprocess.run(["umount", "--lazy", str(shared)], check=True)

@@ -1,0 +1,154 @@
+"""F24: a write that neither returns nor gets on is said while it lasts, and taken when it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from tests.sidecar.pods import contract_with
+from tests.support.sidecar.ranks import FakeRank, rank_document
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round, Stage
+from holdfast_core.pacing.background import Pacing
+from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.stalled import until_done
+from holdfast_sidecar.save.layouts import RankLayouts
+from holdfast_sidecar.save.slot_writes import Outcome
+from holdfast_sidecar.save.staging import Stager
+
+JOB = JobUid("5d4a")
+PAYLOAD = bytes(range(256)) * 16
+ROUND = Round(
+    round=RestartRound(0),
+    version=1,
+    restore_point=RestorePoint(),
+    coordinator=Worker(0),
+    store_host=Worker(0),
+    workers=1,
+    members=(Member(Worker(0), "gpt-0-r0", "10.0.0.1:1:2"),),
+    copies=(),
+    policy=Policy(interval_steps=1),
+)
+
+
+class HangingNode(MemoryTier):
+    """Takes half of a payload; the rest when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        source.read_into(0, memoryview(bytearray(header.payload_bytes // 2)))
+        assert self.go_on.wait(30)
+        return super().write_shard(header, source)
+
+
+def settings_in(folder: Path) -> Settings:
+    contract = contract_with(job_uid=JOB, shared_dir=str(folder))
+    return Settings(contract, disk_quiet_seconds=0.02)
+
+
+def staged_by(rank: FakeRank, folder: Path) -> Stage:
+    """As the SDK leaves it: a full slot and its layout."""
+    name = rank.names[0]
+    rank.fill_slot(name, 7, PAYLOAD)
+    document = rank_document(0, len(PAYLOAD))
+    digest = digest_of(document)
+    (folder / "layouts" / f"{hex_of(digest)}.json").write_bytes(document)
+    return Stage(RestartRound(0), Step(7), Rank(0), name, len(PAYLOAD), digest)
+
+
+def test_a_disk_that_hangs_is_said_until_it_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        said, written = asyncio.Event(), asyncio.Event()
+        outcomes: list[Outcome] = []
+
+        def heard(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            written.set()
+
+        node, pools, failures = HangingNode(), Pools(disk=1, copy=1, store=1), Failures(said.set)
+        settings = settings_in(tmp_path)
+        stager = Stager(
+            settings,
+            node,
+            RankLayouts(settings.layouts_dir, node, pools),
+            pools,
+            failures,
+            Metrics(),
+            SystemClock(),
+            Pacing(settings.slots_dir),
+            heard,
+        )
+        rank = FakeRank(tmp_path, JOB, 0, 0)
+        held = RoundState(Worker(0), 1, RestartRound(0), held=ROUND)
+        await stager.stage(lambda: held, staged_by(rank, tmp_path))
+
+        await asyncio.wait_for(said.wait(), 120)
+        (failure,) = failures.current
+        assert (failure.reason, failure.step) == ("NodeVolumeHangs", 7)
+        assert f"{len(PAYLOAD) // 2} of {len(PAYLOAD)} bytes" in failure.message
+        assert not stager.idle
+        assert rank.header(rank.names[0]).state is SlotState.OWNED, "the bytes may still be read"
+
+        node.go_on.set()
+        await asyncio.wait_for(written.wait(), 120)
+        (outcome,) = outcomes
+        assert outcome.record is not None
+        assert failures.current == ()
+        assert rank.header(rank.names[0]).state is SlotState.FREE
+        pools.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_call_is_no_stalled_one() -> None:
+    """Every look finds progress, until one does not; then it moves again."""
+
+    async def scenario() -> None:
+        heard: list[str] = []
+        looks = iter([0, 1, 2, 2, 2, 3])
+        ended = asyncio.get_running_loop().create_future()
+
+        def progress() -> int:
+            look = next(looks, None)
+            if look is None:
+                if not ended.done():
+                    ended.set_result("done")
+                return 3
+            return look
+
+        result = await until_done(
+            ended,
+            progress,
+            quiet_seconds=0.001,
+            stalled=lambda seconds: heard.append(f"stalled {seconds:.3f}"),
+            moving=lambda: heard.append("moving"),
+        )
+        assert result == "done"
+        assert heard[:3] == ["stalled 0.001", "stalled 0.002", "moving"]
+
+    asyncio.run(scenario())
+
+
+def test_what_the_call_raises_is_raised() -> None:
+    async def broken() -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        asyncio.run(
+            until_done(broken(), lambda: 0, quiet_seconds=30, stalled=print, moving=lambda: None)
+        )

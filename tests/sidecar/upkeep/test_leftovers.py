@@ -1,0 +1,120 @@
+"""When the coordinator looks for what nobody will finish, and for what nobody needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+
+import pytest
+from tests.sidecar.pods import contract_with
+from tests.support.shards.builders import JOB_UID
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.contract import StoreConfig
+from holdfast_core.errors import FormatError, UnavailableError
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef, Step
+from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+from holdfast_core.store.tier import S3ObjectTier
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.upkeep.leftovers import Leftovers
+
+STORE = StoreConfig("127.0.0.1:1", False, "bucket", "prefix", "us-east-1")
+BUSY = CheckpointId(Step(5), RestartRound(3))
+CONTRACT = contract_with(job_uid=JOB_UID)
+
+
+class CountingTier(S3ObjectTier):
+    """Says what it was asked for; the store is out of reach at the first time."""
+
+    def __init__(self) -> None:
+        super().__init__(STORE, StaticCredentials(Keys("key", "secret")))
+        self.reaped: list[tuple[str, JobUid, timedelta]] = []
+        self.swept: list[tuple[str, JobUid, RestartRound, timedelta]] = []
+
+    def abort_stale_uploads(
+        self,
+        namespace: str,
+        job_uid: JobUid,
+        older_than: timedelta,
+        refs: Sequence[ShardRef] = (),
+    ) -> int:
+        self.reaped.append((namespace, job_uid, older_than))
+        if len(self.reaped) == 1:
+            raise UnavailableError("no answer")
+        return 0
+
+    def sweep(
+        self,
+        namespace: str,
+        job_uid: JobUid,
+        round_: RestartRound,
+        quiet: timedelta,
+        uploading: Callable[[], Collection[CheckpointId]],
+    ) -> frozenset[CheckpointId]:
+        assert uploading() == {BUSY}
+        self.swept.append((namespace, job_uid, round_, quiet))
+        if len(self.swept) == 1:
+            raise FormatError("references: not understood")
+        return frozenset()
+
+    def list_layouts(
+        self, namespace: str, job_uid: JobUid, older_than: timedelta
+    ) -> frozenset[Digest]:
+        raise UnavailableError("no answer")
+
+
+class Hours(SystemClock):
+    """Nobody waits; ends after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
+
+    async def sleep(self, seconds: float) -> None:
+        self.left -= seconds
+        if self.left < 0:
+            raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("hours", "reaped", "swept"), [(0.2, 1, 0), (0.5, 1, 2), (5.9, 1, 23), (6, 2, 24), (13, 3, 52)]
+)
+def test_again_and_again_whatever_the_store_says(hours: float, reaped: int, swept: int) -> None:
+    tier = CountingTier()
+    pools = Pools(disk=1, copy=1, store=1)
+
+    async def run() -> None:
+        clock = Hours(hours * 3600)
+        leftovers = Leftovers(
+            CONTRACT,
+            RestartRound(3),
+            tier,
+            MemoryTier(),
+            pools=pools,
+            clock=clock,
+            uploading=lambda: frozenset({BUSY}),
+        )
+        with pytest.raises(asyncio.CancelledError):
+            await leftovers.run()
+
+    asyncio.run(run())
+    pools.close()
+    tier.close()
+    assert tier.reaped == [("team-a", JOB_UID, timedelta(hours=24))] * reaped
+    assert tier.swept == [("team-a", JOB_UID, RestartRound(3), timedelta(hours=1))] * swept
+
+
+def test_without_a_store_there_is_nothing_to_do() -> None:
+    pools = Pools(disk=1, copy=1, store=1)
+    leftovers = Leftovers(
+        CONTRACT,
+        RestartRound(0),
+        None,
+        MemoryTier(),
+        pools=pools,
+        clock=SystemClock(),
+        uploading=frozenset,
+    )
+    asyncio.run(leftovers.run())
+    pools.close()

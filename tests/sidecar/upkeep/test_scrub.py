@@ -1,0 +1,314 @@
+"""Bytes at rest on the node: each is read again, what is bad is quarantined and fetched again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, rehydrator_of
+from tests.sidecar.pods import contract_with
+from tests.support.shards.builders import JOB, BytesSource
+from tests.support.shards.shard_files import flip_bit
+from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
+from tests.support.tiers.memory import MemoryTier
+
+from holdfast_core.clock import Clock, ManualClock, SystemClock
+from holdfast_core.errors import TierError, UnavailableError
+from holdfast_core.format.digest import hex_of
+from holdfast_core.ids import RestartRound, ShardRef, Step, TierName, Worker
+from holdfast_core.messages.schema import (
+    ManifestDocument,
+    Member,
+    Policy,
+    RestorePoint,
+    Round,
+)
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.tiers.base import NodeTier
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.upkeep.replace import Replacer
+from holdfast_sidecar.upkeep.scrub import Schedule, Scrubber
+
+HELD = Round(
+    RestartRound(1),
+    1,
+    RestorePoint(),
+    Worker(0),
+    Worker(0),
+    2,
+    tuple(Member(Worker(w), f"pod-{w}", "") for w in range(2)),
+    (),
+    Policy(interval_steps=1),
+)
+STATE = RoundState(Worker(0), 1, HELD.round, held=HELD)
+
+
+class Peer:
+    """The other member: holds the checkpoint, once it is back."""
+
+    def __init__(self, node: DiskNodeTier) -> None:
+        self.node = node
+        self.is_away = False
+        self._memory = MemoryTier()
+        self._memory.write_shard(HEADER, BytesSource(PAYLOAD))
+
+    def fetch(self, member: Member, ref: ShardRef) -> Any:
+        if self.is_away:
+            raise UnavailableError("connection refused")
+        with self._memory.open_shard(ref) as reader:
+            writer = self.node.begin_copy(ref, reader.record.file_bytes)
+            for piece in range(0, reader.record.file_bytes, 4096):
+                writer.write(os.pread(reader.fd, 4096, piece))
+            return writer.commit()
+
+    async def get(self, worker: Worker, path: str, reply: Any, **options: Any) -> ManifestDocument:
+        if self.is_away:
+            raise UnavailableError("connection refused")
+        return ManifestDocument(DOCUMENT.decode(), LAYOUT.decode())
+
+    def get_manifest(self, *name: object) -> bytes:
+        raise UnavailableError("the store is away")
+
+    get_layout = download_shard = get_manifest
+
+
+class World:
+    """A node tier with one committed checkpoint, scrubbed over and over."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.node = DiskNodeTier(folder / "node", capacity_bytes=1 << 30)
+        self.node.open()
+        self.record = self.node.write_shard(HEADER, BytesSource(PAYLOAD))
+        self.node.put_layout(LAYOUT)
+        self.node.put_manifest(JOB.uid, MANIFEST.checkpoint, DOCUMENT)
+        self.peer = Peer(self.node)
+        self.pools = Pools(disk=1, copy=1, store=1)
+        self.metrics = Metrics()
+        self.is_busy = False
+        self.scrubber = self.scrubber_of(
+            Settings(contract_with(), scrub_pass_seconds=0.01, scrub_rest_seconds=0.001)
+        )
+
+    def scrubber_of(
+        self,
+        settings: Settings,
+        *,
+        node: NodeTier | None = None,
+        failures: Failures | None = None,
+        clock: Clock | None = None,
+        busy: Callable[[], bool] | None = None,
+    ) -> Scrubber:
+        rehydrator = rehydrator_of(STATE, self.node, self.peer, self.pools, ManualClock())
+        return Scrubber(
+            settings,
+            node or self.node,
+            Replacer(self.node, rehydrator, lambda: STATE, self.pools),
+            pools=self.pools,
+            metrics=self.metrics,
+            failures=failures or Failures(lambda: None),
+            clock=clock or SystemClock(),
+            busy=busy or (lambda: self.is_busy),
+            throttle=lambda length: None,
+        )
+
+    def counted(self, line: str) -> float:
+        lines = self.metrics.render().decode().splitlines()
+        return next((float(t.split()[-1]) for t in lines if t.startswith(f"{line} ")), 0.0)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(120):
+            while not condition():
+                await SystemClock().sleep(0.01)
+
+    def quarantined(self) -> list[str]:
+        return [p.name for p in (self.folder / "node" / "quarantine").glob("*.reason")]
+
+
+def run(folder: Path, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def body() -> None:
+        world = World(folder)
+        world.scrubber.start()
+        try:
+            await scenario(world)
+        finally:
+            await world.scrubber.close()
+            world.pools.close()
+
+    asyncio.run(body())
+
+
+CORRUPT = f'holdfast_corruptions_detected_total{{tier="{TierName.NODE}"}}'
+SCRUBBED = "holdfast_scrubbed_bytes_total"
+
+
+def test_what_is_good_is_read_again_and_again(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        once = len(PAYLOAD) + len(DOCUMENT) + len(LAYOUT)
+        await world.until(lambda: world.counted(SCRUBBED) >= 2 * once)
+        assert world.counted(CORRUPT) == 0
+        assert world.quarantined() == []
+
+    run(tmp_path, scenario)
+
+
+def test_a_shard_that_changed_is_quarantined_and_fetched_again(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        flip_bit(world.node.shard_path(world.record.ref), 4096 + len(PAYLOAD) // 2)
+        await world.until(lambda: len(world.quarantined()) == 1)
+        await world.until(lambda: world.node.find(world.record.ref) is not None)
+        with world.node.open_shard(world.record.ref) as reader:
+            reader.verify()
+        assert world.counted(CORRUPT) == 1
+
+    run(tmp_path, scenario)
+
+
+def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        path = world.node.shard_path(world.record.ref)
+        path.unlink()
+        await world.until(lambda: path.exists() and world.node.find(world.record.ref) is not None)
+        with world.node.open_shard(world.record.ref) as reader:
+            reader.verify()
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("operation", ["open_shard", "read", "list_manifests"])
+def test_what_cannot_be_read_keeps_nothing_else_from_being_read(
+    tmp_path: Path, operation: str
+) -> None:
+    """A bad sector. One pass reads all the rest, and then says what it could not read."""
+
+    async def scenario() -> None:
+        world = World(tmp_path)
+        other = replace(HEADER, step=Step(HEADER.step + 1))
+        world.node.write_shard(other, BytesSource(PAYLOAD))
+        error = TierError("reading shard /node/x: Input/output error")
+        faults = Faults([Fault(operation, FaultKind.ERR, times=1, error=error)])
+        failures = Failures(lambda: None)
+        scrubber = world.scrubber_of(
+            Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.001),
+            node=FaultyNodeTier(world.node, faults),
+            failures=failures,
+        )
+        scrubber.start()
+        try:
+            await world.until(lambda: bool(failures.current))
+            assert [failure.message for failure in failures.current] == [str(error)]
+            documents = len(DOCUMENT) + len(LAYOUT)
+            all_others = len(PAYLOAD) + documents
+            if operation == "list_manifests":
+                all_others = 2 * len(PAYLOAD)
+            assert world.counted(SCRUBBED) == all_others
+        finally:
+            await scrubber.close()
+            world.pools.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.peer.is_away = True
+        flip_bit(world.node.shard_path(world.record.ref), 4096 + len(PAYLOAD) // 2)
+        await world.until(lambda: len(world.quarantined()) == 1)
+        assert world.node.find(world.record.ref) is None
+        world.peer.is_away = False
+        await world.until(lambda: world.node.find(world.record.ref) is not None)
+
+    run(tmp_path, scenario)
+
+
+def test_a_shard_that_was_pruned_meanwhile_is_not_brought_back(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.peer.is_away = True
+        flip_bit(world.node.shard_path(world.record.ref), 4096 + len(PAYLOAD) // 2)
+        await world.until(lambda: len(world.quarantined()) == 1)
+        world.node.delete_checkpoint(JOB.uid, MANIFEST.checkpoint)
+        world.peer.is_away = False
+        before = world.counted(SCRUBBED)
+        newer = replace(HEADER, step=Step(HEADER.step + 1))
+        other = world.node.write_shard(newer, BytesSource(PAYLOAD))
+        await world.until(lambda: world.counted(SCRUBBED) >= before + 3 * len(PAYLOAD))
+        await world.until(lambda: world.node.list_shards() == (other,))
+        assert world.node.list_manifests() == ()
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("document", ["manifest", "layout"])
+def test_a_document_that_changed_is_replaced(tmp_path: Path, document: str) -> None:
+    async def scenario(world: World) -> None:
+        root = tmp_path / "node"
+        if document == "manifest":
+            (path,) = root.rglob("manifests/*/*.json")
+        else:
+            path = root / "layouts" / f"{hex_of(MANIFEST.layout)}.json"
+        good = path.read_bytes()
+        flip_bit(path, 20)
+        await world.until(lambda: world.counted(CORRUPT) >= 1)
+        await world.until(lambda: path.exists() and path.read_bytes() == good)
+
+    run(tmp_path, scenario)
+
+
+def test_a_pass_waits_for_saves_and_still_ends_in_time() -> None:
+    schedule = Schedule(total_bytes=1000, pass_seconds=100.0, started=0.0)
+    assert not schedule.is_late(49.0), "half of the time it may wait"
+    schedule.done_bytes = 300
+    assert not schedule.is_late(64.0)
+    assert schedule.is_late(66.0)
+    schedule.done_bytes = 1000
+    assert not schedule.is_late(500.0)
+
+
+def test_idle_reads_take_half_of_a_pass() -> None:
+    total = 1 << 40
+    schedule = Schedule(total, 43_200.0, 0.0)
+    assert schedule.pause_seconds(total) == pytest.approx(21_600.0)
+    assert Schedule(10, 43_200.0, 0.0).pause_seconds(4 << 20) == 1.0, "not slower than that"
+
+
+def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) -> None:
+    """The pass is long, so that it is never late."""
+
+    async def scenario() -> None:
+        world = World(tmp_path)
+        world.is_busy = True
+        asked = asyncio.Event()
+
+        def busy() -> bool:
+            asked.set()
+            return world.is_busy
+
+        settings = Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.0)
+        clock = ManualClock()
+        scrubber = world.scrubber_of(settings, clock=clock, busy=busy)
+        documents = len(DOCUMENT) + len(LAYOUT)
+        scrubber.start()
+        try:
+            await asyncio.sleep(0)
+            clock.advance(0.1)
+            await asyncio.wait_for(asked.wait(), 60)
+            assert world.counted(SCRUBBED) == documents
+            world.is_busy = False
+            async with asyncio.timeout(60):
+                while world.counted(SCRUBBED) < documents + len(PAYLOAD):
+                    clock.advance(1.0)
+                    await SystemClock().sleep(0.01)
+        finally:
+            await scrubber.close()
+            world.pools.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,44 @@
+"""Whether payloads may leave TLS is said by the ROUND that is held, and by nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.messages.schema import Policy, RestorePoint, Round
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.wire.bulk import plain_copies
+
+ROUND = RestartRound(5)
+
+
+def holding(policy: Policy) -> RoundState:
+    message = Round(
+        round=ROUND,
+        version=1,
+        restore_point=RestorePoint(),
+        coordinator=Worker(0),
+        store_host=Worker(0),
+        workers=1,
+        members=(),
+        copies=(),
+        policy=policy,
+    )
+    return RoundState(Worker(0), 1, ROUND, held=message)
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        pytest.param(RoundState(Worker(0), 1, ROUND), False, id="sealed"),
+        pytest.param(holding(Policy(1)), False, id="by default"),
+        pytest.param(holding(Policy(1, peer_encryption="TLS")), False, id="TLS"),
+        pytest.param(holding(Policy(1, peer_encryption="None")), True, id="None"),
+        pytest.param(holding(Policy(1, peer_encryption="none")), False, id="an unknown word"),
+        pytest.param(holding(Policy(1, peer_encryption="")), False, id="no word"),
+    ],
+)
+def test_payloads_leave_tls_only_where_the_round_says_none(
+    state: RoundState, expected: bool
+) -> None:
+    assert plain_copies(state) is expected

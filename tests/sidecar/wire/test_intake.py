@@ -1,0 +1,145 @@
+"""Each request on the pod's socket gets a reply, whatever goes wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.errors import NotFoundError, UnavailableError
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.messages.schema import (
+    PROTOCOL_VERSION,
+    Hello,
+    HelloReply,
+    LocalRole,
+    Progress,
+    Refusal,
+    Refused,
+    Restore,
+)
+from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.wire.intake import Connection, Intake
+
+JOB = JobUid("job-1")
+STATE = RoundState(Worker(0), 1, RestartRound(1))
+
+
+class Failing:
+    """LocalHandler whose requests end as the test says."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    @property
+    def state(self) -> RoundState:
+        return STATE
+
+    def hello(self, connection: Connection) -> HelloReply:
+        return HelloReply(STATE.round)
+
+    def gone(self, connection: Connection) -> None:
+        return
+
+    async def request(self, connection: Connection, message: object) -> object:
+        raise self._error
+
+    def notify(self, connection: Connection, message: object) -> None:
+        raise AssertionError(message)
+
+
+@pytest.fixture
+def socket_path() -> Iterator[Path]:
+    """Short: a Unix socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "s"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (NotFoundError("no such shard"), (Refusal.NOT_FOUND, "no such shard")),
+        (UnavailableError("the disk is slow"), (Refusal.BUSY, "the disk is slow")),
+        (OSError("no room"), (Refusal.BUSY, "no room")),
+        (KeyError(7), (Refusal.BUSY, "KeyError(7)")),
+        (IndexError(), (Refusal.BUSY, "IndexError()")),
+    ],
+)
+def test_a_request_that_fails_is_answered(
+    socket_path: Path, error: Exception, expected: tuple[Refusal, str]
+) -> None:
+    async def scenario() -> Frame | None:
+        intake = Intake(socket_path, JOB, Failing(error))
+        await intake.start()
+        reader, writer = await asyncio.open_unix_connection(str(socket_path))
+        try:
+            hello = Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0))
+            writer.write(write_frame(hello, 1))
+            await read_frame(reader)
+            writer.write(write_frame(Restore(RestartRound(1), Rank(0)), 2))
+            async with asyncio.timeout(120):
+                return await read_frame(reader)
+        finally:
+            writer.close()
+            await intake.close()
+
+    reply = asyncio.run(scenario())
+    assert reply is not None
+    assert isinstance(reply.message, Refused)
+    assert reply.id == 2
+    assert (reply.message.code, reply.message.message) == expected
+
+
+class Listening(Failing):
+    """LocalHandler that keeps what ranks push."""
+
+    def __init__(self) -> None:
+        super().__init__(UnavailableError("no request is expected"))
+        self.heard: list[object] = []
+
+    def notify(self, connection: Connection, message: object) -> None:
+        self.heard.append(message)
+
+
+def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) -> None:
+    """Finish comes on the launcher's connection, and may overtake a rank's last Progress."""
+
+    async def scenario() -> list[object]:
+        handler = Listening()
+        intake = Intake(socket_path, JOB, handler)
+        await intake.start()
+        reader, writer = await asyncio.open_unix_connection(str(socket_path))
+        writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1))
+        await read_frame(reader)
+        ended = asyncio.create_task(intake.ranks_ended(120))
+        await asyncio.sleep(0)
+        assert not ended.done()
+        writer.write(write_frame(Progress(RestartRound(1), Rank(0), Step(7)), 0))
+        writer.close()
+        assert await ended
+        heard = list(handler.heard)
+        await intake.close()
+        return heard
+
+    assert asyncio.run(scenario()) == [Progress(RestartRound(1), Rank(0), Step(7))]
+
+
+def test_a_connection_that_outlives_its_rank_does_not_hold_up_the_end(socket_path: Path) -> None:
+    """A data loader's worker inherits the socket of the rank that forked it."""
+
+    async def scenario() -> bool:
+        intake = Intake(socket_path, JOB, Listening())
+        await intake.start()
+        reader, writer = await asyncio.open_unix_connection(str(socket_path))
+        writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1))
+        await read_frame(reader)
+        ended = await intake.ranks_ended(0.05)
+        writer.close()
+        await intake.close()
+        return ended
+
+    assert asyncio.run(scenario()) is False

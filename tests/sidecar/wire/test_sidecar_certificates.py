@@ -1,0 +1,98 @@
+"""A renewed certificate is used only if it is this pod's, signed by the job's CA, with its key."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from tests.sidecar.pods import contract_with
+from tests.support.servers.pki import Authority
+
+from holdfast_core.contract import SidecarContract, peer_dns_name
+from holdfast_core.errors import FormatError
+from holdfast_core.messages.schema import Certificate
+from holdfast_sidecar.base.rounds import OPERATOR, Caller
+from holdfast_sidecar.wire.certificates import Certificates
+from holdfast_sidecar.wire.server import caller_of
+
+NAME = peer_dns_name("gpt-0-r0", "job-1")
+
+
+def contract(tmp_path: Path, authority: Authority) -> SidecarContract:
+    (tmp_path / "node").mkdir()
+    return contract_with(
+        node_dir=str(tmp_path / "node"),
+        certs_dir=str(authority.write_leaf(tmp_path / "certs", NAME)),
+    )
+
+
+async def served_certificate(certificates: Certificates) -> bytes:
+    """DER of the leaf that a new connection is shown."""
+    server = await asyncio.start_server(
+        lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=certificates.server
+    )
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        _, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=certificates.client, server_hostname=NAME
+        )
+        found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        writer.close()
+        return bytes(found)
+
+
+def test_a_renewal_is_used_for_new_connections_and_after_a_restart(tmp_path: Path) -> None:
+    authority = Authority()
+    pod = contract(tmp_path, authority)
+    certificates = Certificates(pod)
+    certificates.load()
+    before = asyncio.run(served_certificate(certificates))
+    leaf, key = authority.leaf(NAME, lifetime=timedelta(hours=5))
+    certificates.renew(Certificate(leaf.decode(), key.decode()))
+    renewed = asyncio.run(served_certificate(certificates))
+    assert renewed == ssl.PEM_cert_to_DER_cert(leaf.decode()) != before
+    again = Certificates(pod)
+    again.load()
+    assert asyncio.run(served_certificate(again)) == renewed
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    authority = Authority()
+    certificates = Certificates(contract(tmp_path, authority))
+    certificates.load()
+    before = asyncio.run(served_certificate(certificates))
+    leaf, key = authority.leaf(NAME)
+    _, other_key = authority.leaf(NAME)
+    stranger, stranger_key = Authority().leaf(NAME)
+    other_pod, other_pod_key = authority.leaf(peer_dns_name("gpt-1-r0", "job-1"))
+    good = Certificate(leaf.decode(), key.decode())
+    for bad in (
+        replace(good, key=other_key.decode()),
+        Certificate(stranger.decode(), stranger_key.decode()),
+        Certificate(other_pod.decode(), other_pod_key.decode()),
+        replace(good, certificate="no PEM"),
+        replace(good, key=""),
+    ):
+        with pytest.raises(FormatError, match="certificate refused"):
+            certificates.renew(bad)
+    assert asyncio.run(served_certificate(certificates)) == before
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("operator.job-1.holdfast",), OPERATOR),
+        (("gpt-0-r0.job-1.holdfast",), Caller("gpt-0-r0")),
+        (("gpt-0-r0.job-2.holdfast",), None),
+        (("operator.job-2.holdfast",), None),
+        ((".job-1.holdfast",), None),
+        (("job-1.holdfast",), None),
+        ((), None),
+    ],
+)
+def test_whom_a_certificate_names(names: tuple[str, ...], expected: Caller | None) -> None:
+    assert caller_of(names, "job-1") == expected

@@ -1,0 +1,159 @@
+"""Turns failpoints on in a process under test, by rules that commas separate:
+`name=panic|sleep:SECONDS|err[:ERRNO]|wait:PATH|raise:EXCEPTION[@n]`.
+
+`panic` ends the process at once (as SIGKILL would), `sleep` blocks the thread, `err` raises an
+OSError (EIO, or the one named), `wait` blocks the thread while there is no file of that path, `raise`
+raises the built-in exception of that name. `@n` means the n-th time only (from 1); without it, every time.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from holdfast_core.errors import ConfigError
+from holdfast_core.failpoint import set_hook
+
+VARIABLE = "HOLDFAST_FAILPOINTS"
+_ROOT = Path(__file__).resolve().parents[3]
+PANIC_EXIT_CODE = 86
+_POLL_SECONDS = 0.01
+
+
+class Action(StrEnum):
+    PANIC = "panic"
+    SLEEP = "sleep"
+    ERR = "err"
+    WAIT = "wait"
+    RAISE = "raise"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    name: str
+    action: Action
+    seconds: float = 0.0
+    path: str = ""
+    exception: type[BaseException] = OSError
+    error_number: int = errno.EIO
+    at: int | None = None
+    """Which hit of the failpoint, from 1; None: every one."""
+
+
+def parse_rules(text: str) -> tuple[Rule, ...]:
+    """Raises ConfigError naming the rule that is wrong."""
+    return tuple(_rule(part) for part in text.split(",") if part)
+
+
+class Failpoints:
+    """The hook: counts hits, acts on the rules. Thread-safe."""
+
+    def __init__(self, rules: tuple[Rule, ...]) -> None:
+        self._rules = rules
+        self._hits: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str) -> None:
+        with self._lock:
+            self._hits[name] += 1
+            hit = self._hits[name]
+        for rule in self._rules:
+            if rule.name == name and rule.at in (None, hit):
+                _act(rule)
+
+    def hits(self, name: str) -> int:
+        with self._lock:
+            return self._hits[name]
+
+
+def install_from_env(env: Mapping[str, str]) -> Failpoints | None:
+    """Install what HOLDFAST_FAILPOINTS says; the entry points of test processes call it."""
+    text = env.get(VARIABLE)
+    if not text:
+        return None
+    points = Failpoints(parse_rules(text))
+    set_hook(points)
+    return points
+
+
+def in_every_python(directory: Path, text: str) -> dict[str, str]:
+    """For the environment of a program that does not call `install_from_env`: the rules hold in it and
+    in every Python that it starts. Writes into `directory`, which they import from."""
+    (directory / "sitecustomize.py").write_text(
+        "import os\nfrom tests.support.crash.failpoints import install_from_env\n"
+        "install_from_env(os.environ)\n"
+    )
+    return {VARIABLE: text, "PYTHONPATH": f"{directory}{os.pathsep}{_ROOT}"}
+
+
+@contextmanager
+def failpoints(text: str) -> Iterator[Failpoints]:
+    """Rules for the length of a `with`, in this process."""
+    points = Failpoints(parse_rules(text))
+    set_hook(points)
+    try:
+        yield points
+    finally:
+        set_hook(None)
+
+
+def _rule(part: str) -> Rule:
+    name, _, rest = part.partition("=")
+    rest, _, at = rest.partition("@")
+    action, _, argument = rest.partition(":")
+    try:
+        known = Action(action)
+        if (known is Action.WAIT) != argument.startswith("/"):
+            raise ValueError(argument)
+        return Rule(
+            name.strip(),
+            known,
+            float(argument) if known is Action.SLEEP else 0.0,
+            argument if known is Action.WAIT else "",
+            _exception(argument) if known is Action.RAISE else OSError,
+            _error_number(argument) if known is Action.ERR else errno.EIO,
+            int(at) if at else None,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"{VARIABLE}: {part!r} is no rule; expected "
+            "name=panic|sleep:SECONDS|err[:ERRNO]|wait:/PATH|raise:EXCEPTION[@n]"
+        ) from error
+
+
+def _error_number(name: str) -> int:
+    found = getattr(errno, name or "EIO", None)
+    if not isinstance(found, int):
+        raise ValueError(name)
+    return found
+
+
+def _exception(name: str) -> type[BaseException]:
+    found = getattr(builtins, name, None)
+    if not isinstance(found, type) or not issubclass(found, BaseException):
+        raise ValueError(name)
+    return found
+
+
+def _act(rule: Rule) -> None:
+    match rule.action:
+        case Action.PANIC:
+            os._exit(PANIC_EXIT_CODE)
+        case Action.SLEEP:
+            time.sleep(rule.seconds)
+        case Action.WAIT:
+            while not Path(rule.path).exists():
+                time.sleep(_POLL_SECONDS)
+        case Action.RAISE:
+            raise rule.exception(f"failpoint {rule.name}")
+        case Action.ERR:
+            raise OSError(rule.error_number, f"failpoint {rule.name}")

@@ -1,0 +1,367 @@
+"""Runs a function in a child process under ptrace: every system call that changes a file is seen,
+and any one of them may be the child's last.
+
+Linux on x86-64 and aarch64 (PTRACE_GET_SYSCALL_INFO, Linux 5.3), as the user who owns the child.
+Call it from a process of its own: it waits for every child there is. A seccomp filter stops the child
+at those calls alone; all others run at full speed. The child starts no process: one would inherit the
+filter without its tracer, and its calls would fail with ENOSYS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from tests.support.crash.syscalls import NAMES, Call, read_call
+from tests.support.crash.write_orders import (
+    ROOT,
+    Create,
+    Link,
+    Op,
+    Remove,
+    Rename,
+    Resize,
+    Said,
+    Sync,
+    Write,
+)
+
+Say = Callable[[str], None]
+Program = Callable[[Say], None]
+
+_TRACEME, _POKEUSER, _CONTINUE, _SYSCALL = 0, 6, 7, 24
+_SETOPTIONS, _GET_SYSCALL_INFO = 0x4200, 0x420E
+_OPTIONS = 0x1 | 0x8 | 0x80 | 0x100000
+"""TRACESYSGOOD, TRACECLONE, TRACESECCOMP, EXITKILL."""
+_SECCOMP_EVENT = 7
+_ALL_THREADS = 0x40000000
+_SYSCALL_STOP = signal.SIGTRAP | 0x80
+_EXIT, _FILTERED = 2, 3
+_SET_NO_NEW_PRIVS, _SET_SECCOMP, _SECCOMP_FILTER = 38, 22, 2
+_LOAD_NUMBER = (0x20, 0, 0, 0)
+_JUMP_IF_EQUAL, _RETURN = 0x15, 0x06
+_STOP_HERE, _ALLOW = 0x7FF00000, 0x7FFF0000
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.restype = ctypes.c_long
+_libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+
+
+def can_trace() -> str | None:
+    """Why not, or None."""
+    if sys.platform != "linux" or platform.machine() not in NAMES:
+        return f"no table of system calls for {sys.platform} on {platform.machine()}"
+    return None
+
+
+_RESULT_REGISTER, _NUMBER_REGISTER = 10 * 8, 15 * 8
+"""Where x86-64 keeps rax and orig_rax in the user area."""
+
+
+def can_fail_calls() -> str | None:
+    """Why not, or None: the registers are those of one machine."""
+    if platform.machine() != "x86_64":
+        return f"system calls of {platform.machine()} cannot be made to fail"
+    return can_trace()
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """What happens to the `at`-th call (from 1) that would change something below the scope, before
+    the kernel does it."""
+
+    at: int
+    error: int | None = None
+    """None: SIGKILL. Otherwise the call fails with this errno and changes nothing."""
+    for_ever: bool = False
+    """All later ones fail as well: a full or read-only file system."""
+
+    def hits(self, number: int) -> bool:
+        return number == self.at or (self.for_ever and number > self.at)
+
+
+class _Instruction(ctypes.Structure):
+    """struct sock_filter."""
+
+    _fields_ = (
+        ("code", ctypes.c_uint16),
+        ("if_true", ctypes.c_uint8),
+        ("if_false", ctypes.c_uint8),
+        ("value", ctypes.c_uint32),
+    )
+
+
+class _Filter(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_uint16), ("first", ctypes.POINTER(_Instruction)))
+
+
+class _Info(ctypes.Structure):
+    _fields_ = (
+        ("op", ctypes.c_uint8),
+        ("padding", ctypes.c_uint8 * 3),
+        ("arch", ctypes.c_uint32),
+        ("instruction", ctypes.c_uint64),
+        ("stack", ctypes.c_uint64),
+        ("words", ctypes.c_uint64 * 8),
+    )
+
+
+@dataclass(slots=True)
+class Recorder:
+    """What happened below `root`, as a log that `write_orders` understands. One recorder may follow
+    several programs, one after the other, over the same directory."""
+
+    root: Path
+    ignored: tuple[str, ...] = ()
+    """Paths below the root that nothing durable rests on."""
+    log: list[Op] = field(default_factory=list)
+    _inodes: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._inodes[_identity(self.root)] = ROOT
+
+    def covers(self, path: str) -> bool:
+        below = path.removeprefix(f"{self.root}/")
+        if any(below == name or below.startswith(f"{name}/") for name in self.ignored):
+            return False
+        return path == str(self.root) or below != path
+
+    def done(self, call: Call, result: int) -> None:
+        """The call has succeeded. Raises AssertionError for one that the model does not know."""
+        path, name = call.path, Path(call.path).name
+        match call.name:
+            case "openat":
+                if call.creates:
+                    self._created(path, directory=False)
+                elif call.truncates:
+                    self.log.append(Resize(self._of(path), 0, shrinks=True))
+            case "mkdirat":
+                self._created(path, directory=True)
+            case "write" | "pwrite64":
+                self.log.append(Write(call.inode(self._inodes), call.offset, call.data[:result]))
+            case "ftruncate":
+                self.log.append(Resize(call.inode(self._inodes), call.offset, shrinks=True))
+            case "fallocate":
+                self.log.append(Resize(call.inode(self._inodes), call.offset, shrinks=False))
+            case "fsync" | "fdatasync":
+                self.log.append(Sync(call.inode(self._inodes)))
+            case "renameat":
+                target = Path(call.to_path)
+                inode = self._of(call.to_path)
+                self.log.append(
+                    Rename(self._parent(path), name, self._parent(call.to_path), target.name, inode)
+                )
+            case "linkat":
+                target = Path(call.to_path)
+                inode = self._of(call.to_path)
+                self.log.append(Link(self._parent(call.to_path), target.name, inode))
+            case "unlinkat":
+                self.log.append(Remove(self._parent(path), name))
+            case "flock" | "fchmod" | "fchmodat":
+                pass  # changes nothing that is read after a power cut
+            case _:
+                raise AssertionError(f"the model of power cuts does not know {call}")
+
+    def _created(self, path: str, *, directory: bool) -> None:
+        inode = 1 + sum(isinstance(op, Create) for op in self.log)
+        self._inodes[_identity(Path(path))] = inode  # the file system reuses its numbers
+        self.log.append(Create(self._parent(path), Path(path).name, inode, directory))
+
+    def _parent(self, path: str) -> int:
+        return self._inodes[_identity(Path(path).parent)]
+
+    def _of(self, path: str) -> int:
+        return self._inodes[_identity(Path(path))]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    struck: bool
+    said: tuple[str, ...]
+    calls: tuple[str, ...]
+    """Changes below the scope that were begun, in words; the last one is what a kill prevented."""
+
+
+def run(
+    program: Program,
+    scope: Path,
+    *,
+    strike: Strike | None = None,
+    recorder: Recorder | None = None,
+) -> Outcome:
+    """Run `program` in a forked child until its end, or until `strike` kills it. Calls below `scope`
+    that change something count.
+
+    Raises AssertionError where the program fails by itself.
+    """
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reads)
+        _child(program, writes)
+    try:
+        os.close(writes)
+        tracer = _Tracer(pid, writes, scope.resolve(), strike, recorder)
+        code = tracer.follow()
+        with open(reads, closefd=False) as pipe:
+            said = tuple(pipe.read().splitlines())
+    finally:
+        os.close(reads)
+    if code != (-signal.SIGKILL if tracer.killed else 0):
+        raise AssertionError(f"the traced program ended with {code} after {tracer.calls[-3:]}")
+    return Outcome(tracer.struck, said, tuple(tracer.calls))
+
+
+def _child(program: Program, said: int) -> NoReturn:
+    try:
+        _ptrace(_TRACEME, 0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        _stop_at(NAMES[platform.machine()])
+        program(lambda words: _say(said, words))
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - reported by the exit code; a child may not go on as its parent
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _stop_at(numbers: Iterable[int]) -> None:
+    """From here on these system calls stop this process for its tracer."""
+    lines = [_LOAD_NUMBER]
+    for number in numbers:
+        lines += [(_JUMP_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _STOP_HERE)]
+    lines.append((_RETURN, 0, 0, _ALLOW))
+    code = (_Instruction * len(lines))(*(_Instruction(*line) for line in lines))
+    program = _Filter(len(lines), code)
+    _prctl(_SET_NO_NEW_PRIVS, 1, 0)
+    _prctl(_SET_SECCOMP, _SECCOMP_FILTER, ctypes.addressof(program))
+
+
+def _prctl(option: int, value: int, address: int) -> None:
+    words = [ctypes.c_ulong(word) for word in (value, address, 0, 0)]
+    if _libc.prctl(option, *words) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl {option}: {os.strerror(number)}")
+
+
+def _say(said: int, words: str) -> None:
+    os.write(said, f"{words}\n".encode())
+
+
+class _Tracer:
+    def __init__(
+        self, pid: int, said: int, scope: Path, strike: Strike | None, recorder: Recorder | None
+    ) -> None:
+        self._pid = pid
+        self._said = said
+        self._scope = str(scope)
+        self._strike = strike
+        self._recorder = recorder
+        self._under_way: dict[int, Call] = {}
+        self._numbers = NAMES[platform.machine()]
+        self._failing: set[int] = set()
+        self.calls: list[str] = []
+        self.struck = False
+
+    @property
+    def killed(self) -> bool:
+        return self.struck and self._strike is not None and self._strike.error is None
+
+    def follow(self) -> int:
+        """The exit code of the child, negative for a signal."""
+        os.waitpid(self._pid, 0)
+        _ptrace(_SETOPTIONS, self._pid, 0, _OPTIONS)
+        _ptrace(_CONTINUE, self._pid)
+        known = {self._pid}
+        while True:
+            thread, status = os.waitpid(-1, _ALL_THREADS)
+            if not os.WIFSTOPPED(status):
+                if thread == self._pid:
+                    return os.waitstatus_to_exitcode(status)
+                continue
+            number, event = os.WSTOPSIG(status), status >> 16
+            deliver = 0
+            if number == _SYSCALL_STOP or event == _SECCOMP_EVENT:
+                if not self._stopped(thread):
+                    continue
+            elif number == signal.SIGSTOP and thread not in known:
+                known.add(thread)  # how a new thread begins
+            elif not event:
+                deliver = number
+            awaited = thread in self._under_way or thread in self._failing
+            try:
+                _ptrace(_SYSCALL if awaited else _CONTINUE, thread, 0, deliver)
+            except ProcessLookupError:
+                continue  # killed meanwhile
+
+    def _stopped(self, thread: int) -> bool:
+        """False: the thread stays where it is, for it is to be killed there.
+
+        What the kernel was doing for other threads when the kill came is done and seen first: else
+        it might be done, and nobody would know.
+        """
+        info = _Info()
+        try:
+            _ptrace(_GET_SYSCALL_INFO, thread, ctypes.sizeof(info), ctypes.addressof(info))
+        except ProcessLookupError:
+            return True
+        if info.op == _FILTERED:
+            name = self._numbers.get(info.words[0])
+            if name is not None and not self.killed:
+                self._entered(thread, name, tuple(info.words[1:7]))
+        elif info.op == _EXIT and thread in self._failing:
+            self._failing.remove(thread)
+            assert self._strike is not None and self._strike.error is not None
+            _ptrace(_POKEUSER, thread, _RESULT_REGISTER, -self._strike.error)
+        elif info.op == _EXIT and thread in self._under_way:
+            call = self._under_way.pop(thread)
+            result = ctypes.c_int64(info.words[0]).value
+            if result >= 0 and self._recorder is not None:
+                self._left(call, result, self._recorder)
+        if self.killed and not self._under_way:
+            os.kill(self._pid, signal.SIGKILL)
+        return not self.killed
+
+    def _entered(self, thread: int, name: str, arguments: tuple[int, ...]) -> None:
+        call = read_call(self._pid, name, arguments)
+        if call is None:
+            return
+        if call.descriptor == self._said and call.name == "write":
+            self._under_way[thread] = call
+            return
+        if call.path != self._scope and not call.path.startswith(f"{self._scope}/"):
+            return
+        self.calls.append(f"{call.name} {call.path.removeprefix(self._scope)}")
+        if self._strike is None or not self._strike.hits(len(self.calls)):
+            if call.name != "flock":  # changes nothing, and may wait for a thread that is held
+                self._under_way[thread] = call
+            return
+        self.struck = True
+        if self._strike.error is not None:
+            _ptrace(_POKEUSER, thread, _NUMBER_REGISTER, -1)
+            self._failing.add(thread)
+
+    def _left(self, call: Call, result: int, recorder: Recorder) -> None:
+        if call.descriptor == self._said and call.name == "write":
+            recorder.log.append(Said(call.data.decode().strip()))
+        elif recorder.covers(call.path):
+            recorder.done(call, result)
+
+
+def _ptrace(request: int, pid: int, address: int = 0, data: int = 0) -> None:
+    if _libc.ptrace(request, pid, address, data) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"ptrace request {request:#x} of {pid}: {os.strerror(number)}")
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino

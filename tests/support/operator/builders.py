@@ -1,0 +1,251 @@
+"""Views with defaults: a test names only what it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from holdfast_core.contract import StoreConfig
+from holdfast_core.ids import (
+    CheckpointId,
+    Digest,
+    JobUid,
+    Rank,
+    RestartRound,
+    Step,
+    TierName,
+    Worker,
+)
+from holdfast_core.messages.schema import HeldShard, Inventory, ManifestInfo, ShardInfo
+from holdfast_core.names import checkpoint_name, pod_name
+from holdfast_operator.model.job import (
+    CheckpointView,
+    JobSpecView,
+    JobStatusView,
+    JobView,
+    Now,
+    PodPhase,
+    PodView,
+    Reachable,
+    SidecarView,
+    StoreView,
+)
+
+UID = JobUid("11111111-2222-3333-4444-555555555555")
+START = datetime(2026, 1, 1, tzinfo=UTC)
+NAMESPACE = "team-a"
+
+
+def now(seconds: float = 1000.0) -> Now:
+    """The moment `seconds` after START, on both clocks."""
+    return Now(seconds, datetime.fromtimestamp(START.timestamp() + seconds, UTC))
+
+
+def template() -> dict[str, Any]:
+    return {
+        "spec": {
+            "containers": [
+                {
+                    "name": "trainer",
+                    "image": "example/trainer:1",
+                    "command": ["holdfast", "run", "--", "python", "train.py"],
+                    "resources": {"limits": {"memory": "4Gi"}},
+                }
+            ]
+        }
+    }
+
+
+def spec(workers: int = 2, **changes: Any) -> JobSpecView:
+    base = JobSpecView(workers=workers, procs_per_worker=1, template=template(), interval_steps=10)
+    return replace(base, **changes)
+
+
+def job(
+    workers: int = 2, status: JobStatusView | None = None, *, generation: int = 1, **changes: Any
+) -> JobView:
+    """A job named `job`; `changes` are fields of its spec."""
+    return JobView(
+        namespace=NAMESPACE,
+        name="job",
+        uid=UID,
+        resource_version="7",
+        generation=generation,
+        spec=spec(workers, **changes),
+        status=JobStatusView() if status is None else status,
+        created_at=START,
+    )
+
+
+def raw_job(workers: int = 2, *, checkpoint: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A TrainingJob as the API server gives it, before the operator has seen it."""
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {
+            "name": "job",
+            "namespace": NAMESPACE,
+            "uid": UID,
+            "resourceVersion": "1",
+            "generation": 1,
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+        },
+        "spec": {
+            "workers": workers,
+            "procsPerWorker": 1,
+            "template": template(),
+            "checkpoint": {"interval": {"steps": 10}, **(checkpoint or {})},
+            "failurePolicy": {"maxRestarts": 1000, "window": "24h"},
+        },
+        "status": {},
+    }
+
+
+def raw_store(name: str) -> dict[str, Any]:
+    """A CheckpointStore that was probed and answers."""
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "CheckpointStore",
+        "metadata": {"name": name, "namespace": NAMESPACE, "generation": 1},
+        "spec": {
+            "s3": {
+                "endpoint": "http://store:9000",
+                "bucket": "b",
+                "prefix": "p",
+                "credentialsSecretRef": {"name": "store-keys"},
+            }
+        },
+        "status": {
+            "observedGeneration": 1,
+            "lastProbe": "2026-01-01T00:00:00Z",
+            "conditions": [
+                {
+                    "type": "Available",
+                    "status": "True",
+                    "reason": "Probed",
+                    "message": "",
+                    "lastTransitionTime": "2026-01-01T00:00:00Z",
+                }
+            ],
+        },
+    }
+
+
+def status(round_: int = 0, members: Iterable[int] = (0, 0), **changes: Any) -> JobStatusView:
+    """The status of a job whose round was begun."""
+    return replace(
+        JobStatusView(
+            restart_round=RestartRound(round_), members=tuple(RestartRound(m) for m in members)
+        ),
+        **changes,
+    )
+
+
+def pod(worker: int, birth: int = 0, **changes: Any) -> PodView:
+    """A pod that runs, on a node of its own."""
+    base = PodView(
+        name=pod_name("job", UID, worker, birth),
+        uid=f"uid-{worker}-r{birth}",
+        worker=Worker(worker),
+        birth_round=RestartRound(birth),
+        phase=PodPhase.RUNNING,
+        ip=f"10.0.{birth}.{worker}",
+        node=f"node-{worker}",
+        ready=True,
+        sidecar_started=True,
+    )
+    return replace(base, **changes)
+
+
+def sidecar(
+    of: PodView,
+    round_: int,
+    *,
+    manifests: Iterable[ManifestInfo] = (),
+    shards: Iterable[HeldShard] = (),
+    version: int = 0,
+    **changes: Any,
+) -> SidecarView:
+    """A sidecar that answered when it was sealed for `round_`."""
+    base = SidecarView(
+        worker=of.worker,
+        pod_uid=of.uid,
+        reachable=Reachable.YES,
+        inventory=Inventory(
+            worker=of.worker,
+            pod=of.name,
+            round=RestartRound(round_),
+            version=version,
+            manifests=tuple(manifests),
+            shards=tuple(shards),
+        ),
+        sealed_round=RestartRound(round_),
+    )
+    return replace(base, **changes)
+
+
+def silent(of: PodView, since: float | None = None) -> SidecarView:
+    """A sidecar that does not answer (since then), or was not asked yet (None)."""
+    reachable = Reachable.UNKNOWN if since is None else Reachable.NO
+    return SidecarView(of.worker, of.uid, reachable, unreachable_since=since)
+
+
+def shard_digest(step: int, round_: int, rank: int) -> Digest:
+    return Digest(f"b3:shard-{step}-{round_}-{rank}")
+
+
+def manifest_digest(step: int, round_: int) -> Digest:
+    return Digest(f"b3:manifest-{step}-{round_}")
+
+
+def manifest(step: int, round_: int, world_size: int = 2) -> ManifestInfo:
+    return ManifestInfo(
+        step=Step(step),
+        round=RestartRound(round_),
+        manifest=manifest_digest(step, round_),
+        world_size=world_size,
+        shards=tuple(
+            ShardInfo(Rank(r), 100, shard_digest(step, round_, r), Digest("b3:table"))
+            for r in range(world_size)
+        ),
+    )
+
+
+def held(step: int, round_: int, rank: int, tier: TierName = TierName.NODE) -> HeldShard:
+    return HeldShard(
+        step=Step(step),
+        round=RestartRound(round_),
+        rank=Rank(rank),
+        payload_bytes=100,
+        blake3=shard_digest(step, round_, rank),
+        tier=tier,
+    )
+
+
+def store(**changes: Any) -> StoreView:
+    config = StoreConfig(
+        endpoint="store:9000", secure=False, bucket="b", prefix="p", region="us-east-1"
+    )
+    base = StoreView(name="main", config=config, credentials_secret="store-keys", available=True)
+    return replace(base, **changes)
+
+
+def checkpoint(step: int, round_: int, **changes: Any) -> CheckpointView:
+    """The record of a persisted commit."""
+    base = CheckpointView(
+        name=checkpoint_name("job", UID, CheckpointId(Step(step), RestartRound(round_))),
+        uid=f"ckpt-{step}-{round_}",
+        resource_version="1",
+        job="job",
+        created_at=START,
+        step=Step(step),
+        round=RestartRound(round_),
+        manifest=manifest_digest(step, round_),
+        job_uid=UID,
+        world_size=2,
+        phase="Committed",
+        persisted=True,
+    )
+    return replace(base, **changes)

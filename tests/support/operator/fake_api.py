@@ -1,0 +1,248 @@
+"""An in-memory Kubernetes API that meets what is there, as the real one does.
+
+Names clash within a namespace also while an object is being deleted; status is written by its
+subresource only; a stale resourceVersion or another uid is a conflict; finalizers and running pods
+delay a delete; objects whose controller is gone are collected some ticks later. It knows no watch:
+tests list. Nothing here knows what the operator is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast_operator.kube.api import ApiError, KubeApi
+
+COLLECT_TICKS = 5
+"""How long the garbage collector takes to find an object whose owner is gone."""
+STAMP = "2026-01-01T00:00:00Z"
+
+Raw = dict[str, Any]
+Key = tuple[str, str, str]
+"""Plural, namespace (empty: none), name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    plural: str
+    namespace: str
+    name: str
+    status: bool
+
+
+def _parse(path: str) -> _Path:
+    parts = path.strip("/").split("/")
+    rest = parts[2:] if parts[0] == "api" else parts[3:]
+    namespace = ""
+    if rest[0] == "namespaces" and len(rest) > 2:
+        namespace, rest = rest[1], rest[2:]
+    return _Path(rest[0], namespace, rest[1] if len(rest) > 1 else "", rest[2:] == ["status"])
+
+
+@dataclass
+class FakeApi(KubeApi):
+    """Give it to what takes a KubeApi."""
+
+    objects: dict[Key, Raw] = field(default_factory=dict)
+    refuse: dict[tuple[str, str], ApiError] = field(default_factory=dict)
+    """By method and plural: what such requests are answered with."""
+    closed: set[str] = field(default_factory=set)
+    """Namespaces in which nothing is allowed."""
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    """Method and path of every write."""
+    changes: Counter[str] = field(default_factory=Counter)
+    """How often something of each plural has changed."""
+    _version: int = 100
+    _uids: int = 0
+    _orphaned: dict[Key, int] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------ for tests
+
+    def put(self, plural: str, raw: Mapping[str, Any]) -> Raw:
+        """An object as it is, with a uid and a resourceVersion where it has none. Returns the truth:
+        what is changed in it is changed on the server."""
+        found = copy.deepcopy(dict(raw))
+        meta = found.setdefault("metadata", {})
+        if "uid" not in meta:
+            meta["uid"] = self._new_uid()
+        meta.setdefault("creationTimestamp", STAMP)
+        meta.setdefault("resourceVersion", self._next_version())
+        self.changes[plural] += 1
+        self.objects[plural, meta.get("namespace", ""), meta["name"]] = found
+        return found
+
+    def all(self, plural: str, namespace: str | None = None) -> list[Raw]:
+        return [
+            raw
+            for (kind, where, _), raw in self.objects.items()
+            if kind == plural and namespace in (None, where)
+        ]
+
+    def names(self, plural: str, namespace: str | None = None) -> set[str]:
+        return {raw["metadata"]["name"] for raw in self.all(plural, namespace)}
+
+    def touch(self, raw: Raw) -> None:
+        """Somebody changed it."""
+        raw["metadata"]["resourceVersion"] = self._next_version()
+        self.changes.update(key[0] for key, value in self.objects.items() if value is raw)
+
+    def remove(self, plural: str, namespace: str, name: str) -> None:
+        """Gone at once, whatever holds it."""
+        self.changes[plural] += 1
+        self.objects.pop((plural, namespace, name), None)
+
+    def tick(self) -> None:
+        """A while of the garbage collector."""
+        uids = {raw["metadata"]["uid"] for raw in self.objects.values()}
+        for key, raw in list(self.objects.items()):
+            owners = raw["metadata"].get("ownerReferences") or []
+            if not owners or any(o["uid"] in uids for o in owners):
+                self._orphaned.pop(key, None)
+                continue
+            self._orphaned[key] = self._orphaned.get(key, 0) + 1
+            if self._orphaned[key] >= COLLECT_TICKS:
+                self._delete(key, {})
+
+    # ------------------------------------------------------------------ KubeApi
+
+    async def get(
+        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
+    ) -> Any:
+        where = _parse(path)
+        self._check("GET" if where.name else "LIST", where)
+        if where.name:
+            return copy.deepcopy(self._find(where))
+        wanted = dict(
+            pair.split("=", 1)
+            for pair in (params or {}).get("labelSelector", "").split(",")
+            if pair
+        )
+        items = [
+            raw
+            for raw in self.all(where.plural, where.namespace or None)
+            if wanted.items() <= (raw["metadata"].get("labels") or {}).items()
+        ]
+        return {
+            "metadata": {"resourceVersion": str(self._version)},
+            "items": items,  # no copies: who lists only parses
+        }
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        where = _parse(path)
+        self.requests.append(("POST", path))
+        self._check("POST", where)
+        raw = json.loads(json.dumps(body))
+        meta = raw["metadata"]
+        if "name" not in meta:
+            meta["name"] = f"{meta['generateName']}{self._uids}"
+        key = (where.plural, where.namespace, meta["name"])
+        if key in self.objects:
+            raise _error(409, "AlreadyExists", f"{where.plural} {meta['name']!r} already exists")
+        if (params or {}).get("dryRun"):
+            return raw
+        meta.update(
+            namespace=where.namespace,
+            uid=self._new_uid(),
+            creationTimestamp=STAMP,
+            generation=1,
+            resourceVersion=self._next_version(),
+        )
+        raw.pop("status", None)
+        self.objects[key] = raw
+        self.changes[where.plural] += 1
+        return copy.deepcopy(raw)
+
+    async def patch(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        where = _parse(path)
+        self.requests.append(("PATCH", path))
+        self._check("PATCH", where)
+        raw = self._find(where)
+        patch = json.loads(json.dumps(body))
+        meta = patch.get("metadata") or {}
+        version = meta.pop("resourceVersion", raw["metadata"]["resourceVersion"])
+        if version != raw["metadata"]["resourceVersion"]:
+            raise _error(409, "Conflict", f"{where.name}: the object has been modified")
+        before = copy.deepcopy(raw)
+        if where.status:
+            raw["status"] = merge(raw.get("status") or {}, patch.get("status") or {})
+        else:
+            raw["metadata"] = merge(raw["metadata"], meta)
+            raw["spec"] = merge(raw.get("spec") or {}, patch.get("spec") or {})
+        if raw != before:
+            self.touch(raw)
+        self._collect_finalized(where, raw)
+        return copy.deepcopy(raw)
+
+    async def delete(self, path: str, options: Mapping[str, Any] | None = None) -> Any:
+        where = _parse(path)
+        self.requests.append(("DELETE", path))
+        self._check("DELETE", where)
+        raw = self._find(where)
+        wanted = ((options or {}).get("preconditions") or {}).get("uid")
+        if wanted not in (None, raw["metadata"]["uid"]):
+            raise _error(409, "Conflict", f"{where.name}: the uid is another one")
+        self._delete((where.plural, where.namespace, where.name), options or {})
+        return {}
+
+    # ------------------------------------------------------------------ parts
+
+    def _delete(self, key: Key, options: Mapping[str, Any]) -> None:
+        raw = self.objects[key]
+        self.changes[key[0]] += 1
+        at_once = key[0] != "pods" or options.get("gracePeriodSeconds") == 0
+        if at_once and not raw["metadata"].get("finalizers"):
+            del self.objects[key]
+        elif "deletionTimestamp" not in raw["metadata"]:
+            raw["metadata"]["deletionTimestamp"] = STAMP
+            self.touch(raw)
+
+    def _collect_finalized(self, where: _Path, raw: Raw) -> None:
+        meta = raw["metadata"]
+        if meta.get("deletionTimestamp") and not meta.get("finalizers") and where.plural != "pods":
+            self.remove(where.plural, where.namespace, where.name)
+
+    def _find(self, where: _Path) -> Raw:
+        try:
+            return self.objects[where.plural, where.namespace, where.name]
+        except KeyError:
+            raise _error(404, "NotFound", f"{where.plural} {where.name!r} not found") from None
+
+    def _check(self, method: str, where: _Path) -> None:
+        if where.namespace in self.closed:
+            raise _error(403, "Forbidden", f"{where.plural} of namespace {where.namespace}")
+        refusal = self.refuse.get((method, where.plural))
+        if refusal is not None:
+            raise refusal
+
+    def _new_uid(self) -> str:
+        self._uids += 1
+        return f"uid-{self._uids}"
+
+    def _next_version(self) -> str:
+        self._version += 1
+        return str(self._version)
+
+
+def _error(status: int, reason: str, message: str) -> ApiError:
+    return ApiError(status, reason, message)
+
+
+def merge(old: Any, patch: Any) -> Any:
+    """RFC 7396."""
+    if not isinstance(patch, Mapping):
+        return patch
+    result = dict(old) if isinstance(old, Mapping) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merge(result.get(key), value)
+    return result

@@ -1,0 +1,602 @@
+"""An in-memory Kubernetes API (fake_api.py) with nodes and a kubelet that runs toy sidecars.
+
+One tick is one second. The job of now has one name; a job of that name that was deleted leaves pods,
+Secrets, Services and Checkpoints behind, which go as slowly as they do in a cluster, or stay. Nothing
+here knows how the operator decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.support.operator.builders import NAMESPACE, raw_store
+from tests.support.operator.fake_api import STAMP, FakeApi, Key, merge
+from tests.support.operator.toy_gang import ToyGang, ToySidecar, ToyStore
+
+from holdfast_core.contract import SIDECAR_CONTAINER, TRAINER_CONTAINER
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import CheckpointId, JobUid, Level, RestartRound, Step
+from holdfast_core.names import pod_name
+from holdfast_operator.kube.api import ApiError
+from holdfast_operator.model import labels
+from holdfast_operator.model.effects import ConflictError
+from holdfast_operator.model.job import CheckpointView, PodPhase, PodView
+from holdfast_operator.model.ownership import worker_identity
+from holdfast_operator.watch.views import checkpoint_view
+
+LEASE_SECONDS = 20
+"""A node that is silent for this long counts as lost."""
+TAINT_SECONDS = 40
+"""Until then the scheduler places pods on a node whose kubelet is silent."""
+DELETE_SECONDS = 2
+"""How long a kubelet takes to end a deleted pod."""
+START_SECONDS = 2
+"""How long a pod takes from create to a sidecar that listens."""
+
+
+@dataclass(slots=True)
+class FakeNode:
+    name: str
+    dead: bool = False
+    """Powered off: its pods do not run, and nobody confirms their deletion."""
+    cut_off: bool = False
+    """Runs, but neither the API nor the operator reaches it."""
+    deleted: bool = False
+    """Its Node and its Lease are gone, and its kubelet with them."""
+    silent_ticks: int = 0
+    renewed: int = 0
+    """When its kubelet last renewed the lease."""
+
+    @property
+    def silent(self) -> bool:
+        return self.dead or self.cut_off or self.deleted
+
+    @property
+    def schedulable(self) -> bool:
+        return not self.deleted and self.silent_ticks < TAINT_SECONDS
+
+
+@dataclass(slots=True)
+class FakePod:
+    view: PodView
+    """What its kubelet says of it."""
+    job_uid: str
+    age: int = 0
+    deleted_for: int | None = None
+    unreadable: bool = False
+    """Its status holds a value that no parser knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceMade:
+    """CAS 2 as it happened: the statuses before and after, and whose disks were there then. A pod
+    that only does not answer the operator still has its disk."""
+
+    before: Mapping[str, Any]
+    status: Mapping[str, Any]
+    readable_members: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class DeletionMade:
+    """A pod that the operator deleted: the newest commit that could be read before, and after."""
+
+    name: str
+    node_lost: bool
+    before: CheckpointId | None
+    after: CheckpointId | None
+
+
+@dataclass(slots=True)
+class FakeCluster:
+    job: dict[str, Any]
+    """The TrainingJob as the API server holds it; the newest of its name."""
+    nodes: dict[str, FakeNode]
+    store: ToyStore = field(default_factory=ToyStore)
+    """What the job of now has in the object store."""
+    api: FakeApi = field(init=False)
+    gang: ToyGang = field(init=False)
+    pods: dict[str, FakePod] = field(default_factory=dict)
+    """Pods that a kubelet runs, of the job of now and of earlier ones of its name."""
+    sidecars: dict[str, ToySidecar] = field(default_factory=dict)
+    """By pod name; the disk of a pod, which goes with it."""
+    statuses: list[dict[str, Any]] = field(default_factory=list)
+    """Every status that was ever written of the job of now, in order."""
+    choices: list[ChoiceMade] = field(default_factory=list)
+    deletions: list[DeletionMade] = field(default_factory=list)
+    pod_refusal: str = ""
+    """The server's words to whoever creates a pod (quota, admission); "": it takes pods."""
+    full_nodes: set[str] = field(default_factory=set)
+    """Names of nodes that have no room for another pod."""
+    hold_starts: bool = False
+    """No pod leaves Pending (images are pulled, a mounted Secret is missing)."""
+    all_silent: bool = False
+    """No sidecar answers the operator; the gang itself talks on (a default-deny policy)."""
+    silent_workers: set[int] = field(default_factory=set)
+    """Workers whose sidecars do not answer the operator, whatever pod they have."""
+    total_steps: int = 100_000
+    seconds: int = 1000
+    _uids: int = 0
+
+    def __post_init__(self) -> None:
+        self.gang = ToyGang(store=self.store, total=self.total_steps)
+        self.api = _ClusterApi(self)
+        self.job = self.api.put("trainingjobs", self.job)
+        store = self.job["spec"]["checkpoint"].get("object")
+        if store is not None:
+            self.api.put("checkpointstores", raw_store(store["storeRef"]["name"]))
+
+    @property
+    def uid(self) -> JobUid:
+        return JobUid(self.job["metadata"]["uid"])
+
+    @property
+    def checkpoints(self) -> dict[str, CheckpointView]:
+        """Of every job; what cannot be read is left out."""
+        found = {}
+        for raw in self.api.all("checkpoints", NAMESPACE):
+            with suppress(ValueError, HoldfastError):
+                found[raw["metadata"]["name"]] = checkpoint_view(raw)
+        return found
+
+    @property
+    def services(self) -> set[str]:
+        return self.api.names("services", NAMESPACE)
+
+    @property
+    def secrets(self) -> set[str]:
+        return self.api.names("secrets", NAMESPACE)
+
+    # ------------------------------------------------------------------ the API
+
+    def patch_job_status(self, resource_version: str, status: Mapping[str, Any]) -> None:
+        """A merge patch with a resourceVersion."""
+        meta = self.job["metadata"]
+        if meta["resourceVersion"] != resource_version:
+            raise ConflictError(
+                f"status of job written at {resource_version}, it is at {meta['resourceVersion']}"
+            )
+        merged = merge(self.job["status"], status)
+        if merged != self.job["status"]:
+            if "restorePoint" in merged and "restorePoint" not in self.job["status"]:
+                self.choices.append(ChoiceMade(self.job["status"], merged, self._readable(merged)))
+            self.job["status"] = merged
+            self.touch_job()
+            self.statuses.append(merged)
+
+    def _readable(self, status: Mapping[str, Any]) -> frozenset[str]:
+        members = enumerate(status["members"])
+        names = (pod_name("job", self.uid, worker, birth) for worker, birth in members)
+        return frozenset(n for n in names if n in self.pods and self._has_disk(self.pods[n]))
+
+    def _has_disk(self, pod: FakePod) -> bool:
+        """It runs, nobody ends it, and its node is not lost."""
+        node = self.nodes.get(pod.view.node or "")
+        running = pod.view.phase is PodPhase.RUNNING and not pod.view.terminating
+        return node is not None and node.silent_ticks < LEASE_SECONDS and running
+
+    def newest_commit(
+        self, without: str = "", *, with_lost_nodes: bool = False
+    ) -> CheckpointId | None:
+        """The newest commit on the job's true history that lies complete on disks or in the store."""
+        there = [
+            self.sidecars[n]
+            for n, p in self.pods.items()
+            if n != without
+            and n in self.sidecars
+            and (self._has_disk(p) or (with_lost_nodes and p.view.alive))
+        ]
+        ranks = range(self.job["spec"]["workers"])
+        bases = {c.status["restartRound"]: point_of(c.status) for c in self.choices}
+        found = [
+            p.id
+            for p in self.gang.promises
+            if p.level is not Level.MEMORY
+            and is_ancestor(p.id, max(bases), bases)
+            and (
+                p.id in self.store.checkpoints
+                or (
+                    any(p.id in s.manifests for s in there)
+                    and all(any((p.id, r) in s.shards for s in there) for r in ranks)
+                )
+            )
+        ]
+        return max(found, key=lambda i: (i.step, i.round), default=None)
+
+    def operator_deletes(self, name: str, uid: str, *, force: bool) -> None:
+        """A delete that the operator decided on."""
+        pod = self.pods.get(name)
+        if pod is not None and pod.view.uid == uid and pod.view.alive:
+            node = self.nodes.get(pod.view.node or "")
+            lost = node is not None and node.silent_ticks >= LEASE_SECONDS
+            self.deletions.append(
+                DeletionMade(
+                    name,
+                    lost,
+                    self.newest_commit(with_lost_nodes=lost),
+                    self.newest_commit(name, with_lost_nodes=lost),
+                )
+            )
+        self.delete_pod(name, uid, force=force)
+
+    def touch_job(self) -> None:
+        """Somebody else writes the job: its resourceVersion moves on."""
+        self.api.touch(self.job)
+
+    def change_spec(self, **fields: object) -> None:
+        """What a person patches."""
+        self.job["spec"].update(fields)
+        self.job["metadata"]["generation"] += 1
+        self.touch_job()
+
+    def pod_created(self, raw: Mapping[str, Any]) -> None:
+        """The API has taken a pod: its kubelet will run it, if it is one of a worker."""
+        identity = worker_identity(raw)
+        if identity is None:
+            return
+        meta = raw["metadata"]
+        view = PodView(
+            name=meta["name"],
+            uid=meta["uid"],
+            worker=identity.worker,
+            birth_round=identity.birth_round,
+            phase=PodPhase.PENDING,
+            node=raw["spec"].get("nodeName"),
+        )
+        self.pods[meta["name"]] = FakePod(view, identity.job_uid)
+
+    def delete_pod(self, name: str, uid: str, *, force: bool) -> None:
+        pod = self.pods.get(name)
+        if pod is None or pod.view.uid != uid:
+            return
+        if force or pod.view.node is None:  # the API server waits for no kubelet
+            self.lose_pod(name)
+        elif pod.deleted_for is None:
+            pod.deleted_for = 0
+            pod.view = replace(pod.view, terminating=True)
+
+    def publish(self) -> None:
+        """What kubelets and nodes have told the API."""
+        for pod in self.pods.values():
+            raw = self.api.objects["pods", NAMESPACE, pod.view.name]
+            status = _UNREADABLE_STATUS if pod.unreadable else pod_status(pod.view)
+            if raw.get("status") != status or raw["spec"].get("nodeName") != pod.view.node:
+                raw["status"], raw["spec"]["nodeName"] = status, pod.view.node
+                self.api.touch(raw)
+            if pod.view.terminating and "deletionTimestamp" not in raw["metadata"]:
+                raw["metadata"]["deletionTimestamp"] = STAMP
+                self.api.touch(raw)
+        for node in self.nodes.values():
+            self._publish_node(node)
+
+    def _publish_node(self, node: FakeNode) -> None:
+        spec = {"renewTime": str(node.renewed)}
+        status = {"conditions": [{"type": "Ready", "status": "False" if node.silent else "True"}]}
+        for plural, namespace, state in (
+            ("nodes", "", {"status": status}),
+            ("leases", "kube-node-lease", {"spec": spec}),
+        ):
+            known = self.api.objects.get((plural, namespace, node.name))
+            if node.deleted:
+                if known is not None:
+                    self.api.remove(plural, namespace, node.name)
+            elif known is None:
+                meta = {"name": node.name, "uid": f"{plural}-{node.name}", "namespace": namespace}
+                self.api.put(plural, {"metadata": meta, **state})
+            elif any(known[k] != v for k, v in state.items()):
+                known.update(state)
+                self.api.touch(known)
+
+    # ------------------------------------------------------------------ the job, again
+
+    def delete_job(self) -> None:
+        """At once, as in the background: what it owns is collected later, its Checkpoints stay."""
+        self.api.remove("trainingjobs", NAMESPACE, self.job["metadata"]["name"])
+
+    def create_job_again(self) -> None:
+        """Delete the job, where it is there, and create it anew under its name."""
+        self.delete_job()
+        self._uids += 1
+        meta = self.job["metadata"]
+        self.job = self.api.put(
+            "trainingjobs",
+            {
+                **self.job,
+                "metadata": {
+                    **{k: meta[k] for k in ("name", "namespace", "creationTimestamp")},
+                    "uid": f"aaaaaaaa-0000-0000-0000-{self._uids:012}",
+                    "generation": 1,
+                },
+                "status": {},
+            },
+        )
+        self.store = ToyStore()
+        self.gang = ToyGang(store=self.store, total=self.total_steps)
+        self.statuses, self.choices, self.deletions = [], [], []
+
+    def forge_pod(
+        self, namespace: str, worker: int, birth: int, *, owned: bool = False, name: str = ""
+    ) -> None:
+        """A pod with all labels of a worker of the job of now; it claims to have failed. `owned`: it
+        also copies the owner reference."""
+        meta = self.job["metadata"]
+        owner = {
+            "apiVersion": self.job["apiVersion"],
+            "kind": self.job["kind"],
+            "name": meta["name"],
+            "uid": meta["uid"],
+            "controller": True,
+        }
+        marks = {
+            labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
+            labels.JOB_NAME: meta["name"],
+            labels.JOB_UID: meta["uid"],
+            labels.COMPONENT: labels.COMPONENT_WORKER,
+            labels.WORKER: str(worker),
+            labels.BIRTH_ROUND: str(birth),
+        }
+        self.api.put(
+            "pods",
+            {
+                "metadata": {
+                    "name": name or pod_name(meta["name"], self.uid, worker, birth),
+                    "namespace": namespace,
+                    "labels": marks,
+                    "ownerReferences": [owner] if owned else [],
+                },
+                "spec": {},
+                "status": {"phase": "Failed", "reason": "Forged"},
+            },
+        )
+
+    def forged_pods(self) -> set[tuple[str, str]]:
+        """Namespace and name of pods that no kubelet of this cluster runs."""
+        pods = (raw["metadata"] for raw in self.api.all("pods"))
+        return {
+            (m["namespace"], m["name"])
+            for m in pods
+            if m["namespace"] != NAMESPACE or m["name"] not in self.pods
+        }
+
+    # ------------------------------------------------------------------ faults
+
+    def lose_pod(self, name: str) -> None:
+        """Gone at once, with its disk."""
+        if self.pods.pop(name, None) is not None:
+            self.api.remove("pods", NAMESPACE, name)
+        self.sidecars.pop(name, None)
+
+    def fail_pod(self, name: str, reason: str) -> None:
+        pod = self.pods.get(name)
+        if pod is not None:
+            pod.view = replace(pod.view, phase=PodPhase.FAILED, reason=reason, ready=False)
+
+    def restart_sidecar(self, name: str) -> None:
+        """Its container only: the disk and the round stay, the ROUND in memory goes."""
+        pod, sidecar = self.pods.get(name), self.sidecars.get(name)
+        if pod is None or sidecar is None:
+            return
+        pod.view = replace(pod.view, sidecar_restarts=pod.view.sidecar_restarts + 1)
+        sidecar.message = None
+
+    # ------------------------------------------------------------------ what can be seen and called
+
+    def reachable(self, pod: PodView) -> ToySidecar | None:
+        """The sidecar that a call to this pod's address reaches; None: nobody answers."""
+        current = self.pods.get(pod.name)
+        if current is None or current.view.uid != pod.uid or not self._answers(current):
+            return None
+        if self.all_silent or pod.worker in self.silent_workers:
+            return None
+        return self.sidecars.get(pod.name)
+
+    def _answers(self, pod: FakePod) -> bool:
+        return self._runs(pod) and not self.nodes[pod.view.node or ""].cut_off
+
+    def _runs(self, pod: FakePod) -> bool:
+        node = self.nodes.get(pod.view.node or "")
+        return (
+            node is not None
+            and not node.dead
+            and not node.deleted
+            and pod.view.phase is PodPhase.RUNNING
+            and pod.view.sidecar_started
+        )
+
+    # ------------------------------------------------------------------ time
+
+    def tick(self) -> None:
+        """One second of kubelets, leases and training."""
+        self.seconds += 1
+        for node in self.nodes.values():
+            node.silent_ticks = node.silent_ticks + 1 if node.silent else 0
+            if not node.silent:
+                node.renewed = self.seconds
+        for name, pod in list(self.pods.items()):
+            self._kubelet(name, pod)
+        running = {n: self.sidecars[n] for n, p in self.pods.items() if self._talks(p)}
+        self.gang.tick(running)
+        self.api.tick()
+        self._finish()
+
+    def _talks(self, pod: FakePod) -> bool:
+        """Other workers reach it. A node that is cut off is out of the gang's reach too."""
+        return self._answers(pod) and pod.view.name in self.sidecars and pod.job_uid == self.uid
+
+    def _kubelet(self, name: str, pod: FakePod) -> None:
+        pod.age += 1
+        view = pod.view
+        if view.node is None:
+            node = self._place(view)
+            words = None if node else "Unschedulable"
+            message = "" if node else f"0/{len(self.nodes)} nodes are available"
+            pod.view = replace(view, node=node, reason=words, message=message)
+            return
+        if self.nodes[view.node].silent:
+            return
+        if pod.deleted_for is not None:
+            pod.deleted_for += 1
+            if pod.deleted_for >= DELETE_SECONDS:
+                self.lose_pod(name)
+                return
+        if self.hold_starts:
+            return
+        if view.phase is PodPhase.PENDING and pod.age >= START_SECONDS:
+            self._uids += 1
+            pod.view = replace(
+                view,
+                phase=PodPhase.RUNNING,
+                ip=f"10.0.0.{self._uids}",
+                ready=True,
+                sidecar_started=True,
+            )
+            self.sidecars[name] = ToySidecar(view.worker, name, view.birth_round)
+
+    def _place(self, view: PodView) -> str | None:
+        """The node with the fewest pods among those that the scheduler takes for well, and that the
+        pod's affinity allows."""
+        affinity = self.api.objects["pods", NAMESPACE, view.name]["spec"]["affinity"]
+        load = {
+            n.name: 0
+            for n in self.nodes.values()
+            if n.schedulable and n.name not in self.full_nodes and _allows(affinity, n.name)
+        }
+        for pod in self.pods.values():
+            if pod.view.node in load:
+                load[pod.view.node] += 1
+        return min(load, key=lambda n: (load[n], n)) if load else None
+
+    def _finish(self) -> None:
+        """Released launchers end, and with them their pods."""
+        run = self.gang.run
+        if run is None or not run.finished or not run.released:
+            return
+        for name, pod in self.pods.items():
+            sidecar = self.sidecars.get(name)
+            ran = sidecar is not None and sidecar.round == run.round
+            if ran and pod.view.phase is PodPhase.RUNNING:
+                pod.view = replace(pod.view, phase=PodPhase.SUCCEEDED, trainer_exit_code=0)
+
+
+def _allows(affinity: Mapping[str, Any], node: str) -> bool:
+    """Whether a term of the required node affinity selects the node. Only names are known here."""
+    required = (affinity.get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    )
+    if required is None:
+        return True
+    return any(
+        bool(term.get("matchFields"))
+        and all(
+            (node in field["values"]) == (field["operator"] == "In")
+            for field in term["matchFields"]
+        )
+        for term in required["nodeSelectorTerms"]
+    )
+
+
+Bases = Mapping[int, CheckpointId | None]
+"""What each round that chose started from."""
+
+
+def is_ancestor(id_: CheckpointId, round_: int, bases: Bases) -> bool:
+    """Whether the state that `round_` trained on descends from this checkpoint, or is it."""
+    if id_.round == round_:
+        return True
+    base = bases.get(round_)
+    if base is None:
+        return False
+    if id_.round == base.round:
+        return id_.step <= base.step
+    return is_ancestor(id_, base.round, bases)
+
+
+def point_of(status: Mapping[str, Any]) -> CheckpointId | None:
+    point = status["restorePoint"]
+    if "step" not in point:
+        return None
+    return CheckpointId(Step(point["step"]), RestartRound(point["round"]))
+
+
+_UNREADABLE_STATUS = {"phase": "Hibernating"}
+
+
+def pod_status(view: PodView) -> dict[str, Any]:
+    """`.status` of a pod as a kubelet writes it; watch.views.pod_view reads the view back."""
+    trainer: dict[str, Any] = {"name": TRAINER_CONTAINER, "restartCount": view.trainer_restarts}
+    if view.trainer_exit_code is not None:
+        trainer["state"] = {"terminated": {"exitCode": view.trainer_exit_code}}
+    elif view.waiting_reason is not None:
+        waiting = {"reason": view.waiting_reason, "message": view.waiting_message}
+        trainer["state"] = {"waiting": waiting}
+    started = {
+        "name": SIDECAR_CONTAINER,
+        "started": view.sidecar_started,
+        "restartCount": view.sidecar_restarts,
+    }
+    conditions = [{"type": "Ready", "status": str(view.ready)}]
+    if view.disrupted:
+        conditions.append({"type": "DisruptionTarget", "status": "True"})
+    return {
+        "phase": view.phase.value,
+        "podIP": view.ip,
+        "reason": view.reason,
+        "message": view.message,
+        "containerStatuses": [trainer],
+        "initContainerStatuses": [started],
+        "conditions": conditions,
+    }
+
+
+class _ClusterApi(FakeApi):
+    """The API of a FakeCluster: kubelets report before each read, and run what was created."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        super().__init__()
+        self._cluster = cluster
+
+    async def get(
+        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
+    ) -> Any:
+        self._cluster.publish()
+        return await super().get(path, params, seconds=seconds)
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        words = self._cluster.pod_refusal
+        if words and body.get("kind") == "Pod":
+            name = body["metadata"]["name"]
+            raise ApiError(403, "Forbidden", f"pods {name} is forbidden: {words}")
+        answer = await super().post(path, body, params)
+        if answer.get("kind") == "Pod":
+            self._cluster.pod_created(answer)
+        return answer
+
+    async def patch(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        job = self._cluster.job
+        meta = job["metadata"]
+        if not path.endswith(f"/trainingjobs/{meta['name']}/status"):
+            return await super().patch(path, body, params)
+        self.requests.append(("PATCH", path))
+        if ("trainingjobs", meta["namespace"], meta["name"]) not in self.objects:
+            raise ApiError(404, "NotFound", f"job {meta['name']} not found")
+        version = body.get("metadata", {}).get("resourceVersion", meta["resourceVersion"])
+        try:
+            self._cluster.patch_job_status(version, body["status"])
+        except ConflictError as error:
+            raise ApiError(409, "Conflict", str(error)) from error
+        return job
+
+    def _delete(self, key: Key, options: Mapping[str, Any]) -> None:
+        pod = self._cluster.pods.get(key[2])
+        if key[:2] != ("pods", NAMESPACE) or pod is None:
+            super()._delete(key, options)
+            return
+        force = options.get("gracePeriodSeconds") == 0
+        self._cluster.operator_deletes(key[2], pod.view.uid, force=force)

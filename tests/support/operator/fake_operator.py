@@ -1,0 +1,236 @@
+"""One operator process over a FakeCluster: the product's own reflectors, caches, observer, decisions,
+effects, certificates and writes over an in-memory API. Only HTTP, the queue and the sidecars' network
+are left out.
+
+What it keeps in memory is lost when a test makes a new one. `Trouble` makes watches stale, replies
+lost and writes conflict, by a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+from tests.support.operator.builders import NAMESPACE, now
+from tests.support.operator.fake_api import FakeApi
+from tests.support.operator.fake_cluster import FakeCluster
+from tests.support.operator.toy_link import ToyLink, Trouble, calm
+
+from holdfast_core.api import TrainingJob
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import JobUid
+from holdfast_core.names import pod_name
+from holdfast_operator.apply.apply import Applied, apply, memory_after
+from holdfast_operator.apply.job_effects import JobEffects
+from holdfast_operator.apply.unreadable_reports import UnreadableReports
+from holdfast_operator.base.metrics import Metrics
+from holdfast_operator.decide.decide import decide
+from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.cluster import Cluster
+from holdfast_operator.kube.events import Events, Subject
+from holdfast_operator.loop.observe import Observer
+from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
+from holdfast_operator.model.job import JobMemory, JobView, Observed, PodView, Unreadable
+from holdfast_operator.render.pod import SidecarSettings
+from holdfast_operator.sidecars.certificates import Certificates
+from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
+from holdfast_operator.watch.expectations import Expectations
+from holdfast_operator.watch.views import job_view
+
+__all__ = ["OPERATOR_NAMESPACE", "FakeOperator", "Trouble", "calm"]
+
+OPERATOR_NAMESPACE = "holdfast-system"
+ALWAYS_FRESH = frozenset({"leases", "nodes"})
+"""Stale leases are no trouble: the operator reads them directly before it believes their silence."""
+
+
+class FakeOperator:
+    def __init__(self, cluster: FakeCluster, trouble: Trouble | None = None) -> None:
+        self.cluster = cluster
+        self.memory = JobMemory()
+        self.decisions: list[Decision] = []
+        clock = _ClusterClock(cluster)
+        self._clock = clock
+        self._api = _TroubledApi(cluster)
+        kube = Cluster(self._api)
+        self._kube = kube
+        events = _RecordedEvents(kube, clock)
+        self._events = events
+        self._expectations = Expectations()
+        self.cache = ClusterCache(
+            self._api, clock, (NAMESPACE,), self._expectations, lambda key: None, self._job_gone
+        )
+        self.certificates = Certificates(kube, OPERATOR_NAMESPACE, clock)
+        self.link = ToyLink(cluster, calm())
+        self.trouble = calm() if trouble is None else trouble
+        self._effects = JobEffects(
+            kube, self.cache, self.link, self.certificates, events, Metrics(), clock
+        )
+        self._observer = Observer(self.cache, self.link, self._effects, clock)
+        self._reports = UnreadableReports(kube, events, clock)
+        self.stuck: set[str] = set()
+        """Plurals whose watch delivers nothing more."""
+        self._gone: list[JobView | Unreadable] = []
+        self._listed: dict[str, int] = {}
+        """Changes of each plural that were there when it was listed last."""
+
+    @property
+    def trouble(self) -> Trouble:
+        return self.link.trouble
+
+    @trouble.setter
+    def trouble(self, trouble: Trouble) -> None:
+        self.link.trouble = self._api.trouble = trouble
+
+    def on_write(self, call: Callable[[], None]) -> None:
+        """`call` is called after each write to the API, before its reply is seen. What it raises ends
+        the process there."""
+        self._api.on_write = call
+
+    @property
+    def events(self) -> list[EmitEvent]:
+        """Every Event that was written."""
+        return self._events.emitted
+
+    async def run_pass(self) -> Applied:
+        """Look at the cluster, observe, decide, apply once."""
+        observed = await self.observe()
+        if observed is None:
+            return Applied()
+        job = observed.job
+        if self._expectations.wait_seconds(job.uid, self._clock.monotonic()) is not None:
+            return Applied()  # what this operator wrote has not come back yet
+        decision = decide(observed, now(self.cluster.seconds))
+        self.decisions.append(decision)
+        applied = await apply(
+            decision, observed, self._effects, SidecarSettings("example/sidecar:1")
+        )
+        self.memory = memory_after(decision, observed, applied)
+        if applied.complete:
+            self.link.acted_on(job.uid, decision.acted_version)
+        return applied
+
+    async def observe(self) -> Observed | None:
+        """A watch may lag, it never goes back; a first read is always fresh. None: there is no job
+        that can be read."""
+        self.cluster.publish()
+        for reflector in self.cache.reflectors:
+            plural = reflector.collection.path.rpartition("/")[2]
+            changes = self.cluster.api.changes[plural]
+            known = self._listed.get(plural)
+            if plural in self.stuck:
+                continue
+            fresh = known is None or plural in ALWAYS_FRESH
+            if fresh or not self.trouble.strikes(self.trouble.stale_read):
+                if known != changes or plural in ALWAYS_FRESH:
+                    await reflector.relist()
+                self._listed[plural] = changes
+        await self._forget_gone()
+        name = self.cluster.job["metadata"]["name"]
+        job = self.cache.job(NAMESPACE, name)
+        if job is None:
+            hidden = self.cache.unreadable(TrainingJob.KIND, NAMESPACE, name)
+            if hidden is not None:
+                try:
+                    await self._reports.report(hidden)
+                except HoldfastError:
+                    pass  # a conflict: the next pass reports it
+            return None
+        for node in self._observer.unproven_nodes(job, self.cache.pods(job)):
+            renewed = await self._kube.lease_renewed(LEASES_PATH, node)
+            if renewed is not None:
+                self.cache.leases.observe(node, renewed, self._clock.monotonic())
+        return self._observer.observe(job, self.memory)
+
+    async def sweep(self) -> None:
+        """What a real one does at its start and once an hour."""
+        await self.certificates.sweep(self.cache.job_uids())
+
+    def worker_pod(self, worker: int) -> PodView | None:
+        """The pod that the status means by this worker, as the API has it now."""
+        job = job_view(self.cluster.job)
+        if worker >= len(job.status.members):
+            return None
+        name = pod_name(job.name, job.uid, worker, job.status.members[worker])
+        pod = self.cluster.pods.get(name)
+        return None if pod is None else pod.view
+
+    def _job_gone(self, job: JobView | Unreadable) -> None:
+        self._gone.append(job)
+
+    async def _forget_gone(self) -> None:
+        while self._gone:
+            uid = JobUid(self._gone.pop().uid)
+            self.memory = JobMemory()
+            self._expectations.forget(uid)
+            self._effects.forget(uid)
+            self.link.forget(uid)
+            self._reports.forget(uid)
+            try:
+                await self.certificates.forget(uid)
+            except ApiError:
+                pass  # the reply was lost: the sweep looks again
+
+
+class _ClusterClock:
+    """The cluster's ticks."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self._cluster = cluster
+
+    def monotonic(self) -> float:
+        return float(self._cluster.seconds)
+
+    def utc_now(self) -> datetime:
+        return now(self._cluster.seconds).utc
+
+    async def sleep(self, seconds: float) -> None:
+        raise NotImplementedError("nothing of a FakeOperator waits")
+
+
+class _RecordedEvents(Events):
+    """All of them, also those that would be too many."""
+
+    def __init__(self, cluster: Cluster, clock: _ClusterClock) -> None:
+        super().__init__(cluster, clock)
+        self.emitted: list[EmitEvent] = []
+
+    async def emit(self, subject: Subject, kind: str, reason: str, message: str) -> None:
+        self.emitted.append(EmitEvent(EventKind(kind), reason, message))
+
+
+class _TroubledApi(FakeApi):
+    """One process's way to the cluster's API: writes conflict, and their replies are lost."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        super().__init__()
+        self._cluster = cluster
+        self.trouble = calm()
+        self.on_write: Callable[[], None] = lambda: None
+
+    async def get(
+        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
+    ) -> Any:
+        return await self._cluster.api.get(path, params, seconds=seconds)
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        return self._reply(await self._cluster.api.post(path, body, params))
+
+    async def patch(
+        self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
+    ) -> Any:
+        if "/trainingjobs/" in path and self.trouble.strikes(self.trouble.conflict):
+            self._cluster.touch_job()
+        return self._reply(await self._cluster.api.patch(path, body, params))
+
+    async def delete(self, path: str, options: Mapping[str, Any] | None = None) -> Any:
+        return self._reply(await self._cluster.api.delete(path, options))
+
+    def _reply(self, answer: Any) -> Any:
+        self.on_write()
+        if self.trouble.strikes(self.trouble.lost_reply):
+            raise ApiError(None, "", "connection reset before the reply came")
+        return answer

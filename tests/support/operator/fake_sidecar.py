@@ -1,0 +1,181 @@
+"""A sidecar for tests: the control port with mutual TLS, and a gang state that the test moves.
+
+Speaks the protocol's words over real sockets; stores nothing. What it was told is in `calls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from holdfast_core.errors import FormatError
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.schema import (
+    Ask,
+    Certificate,
+    CoordinatorState,
+    HeldShard,
+    Inventory,
+    ManifestInfo,
+    Ok,
+    Prune,
+    PruneReply,
+    Refusal,
+    Refused,
+    Round,
+    Seal,
+)
+from holdfast_core.net.tls import ignore_validity_period, load_leaf
+from holdfast_operator.sidecars.certificates import Leaf
+
+
+@dataclass
+class FakeSidecar:
+    """One pod's sidecar. Set `state` and `held` freely; `publish` wakes the long poll."""
+
+    worker: Worker
+    pod: str
+    round: RestartRound
+    version: int = 0
+    manifests: tuple[ManifestInfo, ...] = ()
+    held: tuple[HeldShard, ...] = ()
+    state: CoordinatorState | None = None
+    since: int = 0
+    """The newest `since` that a poll said."""
+    raw_state: bytes | None = None
+    """Set: the body of each answer to a poll, whatever it is."""
+    refuses_state: str = ""
+    """Set: the words with which each poll is refused."""
+    raw_inventory: bytes | None = None
+    keeps_leaf: bool = False
+    """It says that it took a new certificate, and goes on to show the old one."""
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._changed = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+        self._context: ssl.SSLContext | None = None
+
+    async def start(self, address: str, port: int, authority: str, leaf: Leaf) -> None:
+        """`authority`: ca.crt, PEM."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=authority)
+        ignore_validity_period(context)
+        load_leaf(context, leaf.certificate, leaf.key)
+        self._context = context
+        app = web.Application()
+        app.router.add_post("/v1/seal", self._seal)
+        app.router.add_post("/v1/round", self._round)
+        app.router.add_get("/v1/inventory", self._inventory)
+        app.router.add_get("/v1/state", self._state)
+        app.router.add_post("/v1/prune", self._prune)
+        app.router.add_post("/v1/certificate", self._certificate)
+        for path in ("/v1/save-now", "/v1/stop"):
+            app.router.add_post(path, self._ask)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, address, port, ssl_context=context).start()
+
+    def show(self, leaf: Leaf) -> None:
+        """New connections see this leaf, as if time had passed since it was issued."""
+        assert self._context is not None
+        load_leaf(self._context, leaf.certificate, leaf.key)
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def publish(self, state: CoordinatorState) -> None:
+        self.state = state
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    @property
+    def inventory(self) -> Inventory:
+        return Inventory(
+            worker=self.worker,
+            pod=self.pod,
+            round=self.round,
+            version=self.version,
+            manifests=self.manifests,
+            shards=self.held,
+        )
+
+    def _refuse(self, code: Refusal, words: str) -> web.Response:
+        return _json(Refused(code, words, self.round, self.version), 409)
+
+    async def _seal(self, request: web.Request) -> web.Response:
+        message = loads(Seal, await request.read())
+        self.calls.append(("seal", message))
+        if message.round < self.round:
+            return self._refuse(Refusal.STALE_ROUND, "an older round")
+        if message.round > self.round:
+            self.round, self.version = message.round, 0
+        return _json(self.inventory)
+
+    async def _round(self, request: web.Request) -> web.Response:
+        message = loads(Round, await request.read())
+        self.calls.append(("round", message))
+        if message.round > self.round:
+            return self._refuse(Refusal.NOT_SEALED, "not sealed for this round")
+        if (message.round, message.version) <= (self.round, self.version):
+            return self._refuse(Refusal.NOT_NEWER, "nothing newer")
+        self.version = message.version
+        self.rounds.append(message)
+        return _json(self.inventory)
+
+    async def _inventory(self, request: web.Request) -> web.Response:
+        self.calls.append(("inventory", None))
+        if self.raw_inventory is not None:
+            return web.Response(body=self.raw_inventory, content_type="application/json")
+        return _json(self.inventory)
+
+    async def _state(self, request: web.Request) -> web.Response:
+        self.since = int(request.query["since"])
+        self.calls.append(("state", self.since))
+        if self.raw_state is not None:
+            return web.Response(body=self.raw_state, content_type="application/json")
+        state = self.state
+        if self.refuses_state:
+            return self._refuse(Refusal.BUSY, self.refuses_state)
+        if state is None:
+            return self._refuse(Refusal.NOT_COORDINATOR, "not the coordinator")
+        if state.version <= self.since:
+            try:
+                async with asyncio.timeout(float(request.query["timeout"])):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass  # answered with what there is
+        return _json(self.state)
+
+    async def _prune(self, request: web.Request) -> web.Response:
+        message = loads(Prune, await request.read())
+        self.calls.append(("prune", message))
+        return _json(PruneReply(message.checkpoints))
+
+    async def _ask(self, request: web.Request) -> web.Response:
+        try:
+            message = loads(Ask, await request.read())
+        except FormatError as error:
+            return self._refuse(Refusal.BAD_REQUEST, str(error))
+        self.calls.append((request.path.rpartition("/")[2], message))
+        return _json(Ok(self.round))
+
+    async def _certificate(self, request: web.Request) -> web.Response:
+        message = loads(Certificate, await request.read())
+        self.calls.append(("certificate", message))
+        if not self.keeps_leaf:
+            self.show(Leaf(message.certificate, message.key))
+        return _json(Ok(self.round))
+
+
+def _json(message: Any, status: int = 200) -> web.Response:
+    return web.Response(body=dumps(message), status=status, content_type="application/json")

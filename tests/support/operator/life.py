@@ -1,0 +1,102 @@
+"""Whole lives of one job for tests: the in-memory cluster and one operator process over it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tests.support.operator.builders import raw_job
+from tests.support.operator.fake_cluster import FakeCluster, FakeNode
+from tests.support.operator.fake_operator import FakeOperator
+from tests.support.operator.oracle import broken_rules
+
+from holdfast_core.api import JobCondition
+from holdfast_core.ids import Rank, Worker
+from holdfast_core.messages.schema import DeadRank
+from holdfast_operator.model.job import JobStatusView
+from holdfast_operator.watch.views import job_view
+
+WORKERS = 4
+
+
+class Life:
+    """One job on the in-memory cluster; a new operator process on demand."""
+
+    def __init__(
+        self, *, copies: int = 1, store: bool = False, every: int = 1000, total_steps: int = 100_000
+    ) -> None:
+        checkpoint: dict[str, object] = {"interval": {"steps": 5}, "peer": {"copies": copies}}
+        if store:
+            checkpoint["object"] = {"storeRef": {"name": "main"}, "every": {"steps": every}}
+        nodes = {f"node-{i}": FakeNode(f"node-{i}") for i in range(WORKERS + 2)}
+        self.cluster = FakeCluster(
+            job=raw_job(WORKERS, checkpoint=checkpoint), nodes=nodes, total_steps=total_steps
+        )
+        self.copies = copies
+        self.restart()
+
+    def restart(self) -> None:
+        self.operator = FakeOperator(self.cluster)
+
+    def run(self, seconds: int, until: Callable[[JobStatusView], bool] | None = None) -> None:
+        async def passes() -> None:
+            for _ in range(seconds):
+                await self.operator.run_pass()
+                self.cluster.tick()
+                if until is not None and until(self.status):
+                    return
+
+        asyncio.run(passes())
+
+    @property
+    def status(self) -> JobStatusView:
+        return job_view(self.cluster.job).status
+
+    def pod(self, worker: int) -> str:
+        pod = self.operator.worker_pod(worker)
+        assert pod is not None
+        return pod.name
+
+    def rank_dies(self) -> None:
+        run = self.cluster.gang.run
+        assert run is not None
+        run.dead = (DeadRank(Rank(1), Worker(1), 1, "boom"),)
+        run.version += 1
+
+    def silence(self, *workers: int) -> None:
+        """Of these workers, or of all."""
+        if workers:
+            self.cluster.silent_workers = set(workers)
+        else:
+            self.cluster.all_silent = True
+
+    def end_silence(self) -> None:
+        self.cluster.all_silent = False
+        self.cluster.silent_workers = set()
+
+    def change_spec(self, **fields: object) -> None:
+        """What a person patches."""
+        self.cluster.change_spec(**fields)
+
+    def newest(self) -> int:
+        found = self.cluster.newest_commit()
+        assert found is not None
+        return found.step
+
+    def nothing_was_deleted(self) -> bool:
+        return self.cluster.deletions == []
+
+    def silent_condition(self) -> tuple[bool | None, str]:
+        found = self.status.condition(JobCondition.SIDECARS_UNREACHABLE)
+        assert found is not None
+        return found.status, found.reason
+
+    def recovers_from(self, step: int) -> None:
+        """The next choice is this step, and training runs again."""
+        before = len(self.cluster.choices)
+        self.run(120)
+        assert self.status.is_true("Running")
+        assert len(self.cluster.choices) > before
+        point = self.cluster.choices[before].status["restorePoint"]
+        assert point.get("step") == step
+        assert broken_rules(self.cluster, self.copies) == []

@@ -1,0 +1,108 @@
+"""What must be true of every run of a FakeCluster, said without the code under test.
+
+I1/I4: no choice goes below what a level promised. I3: one restore point a round. I5: rounds only
+rise. A choice is a step that was really committed, or rolled forward, and on the true ancestry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.operator.fake_cluster import FakeCluster, is_ancestor, point_of
+from tests.support.operator.toy_gang import Promise
+
+from holdfast_core.ids import CheckpointId, Level
+
+
+def broken_rules(cluster: FakeCluster, copies: int) -> list[str]:
+    """Every rule that the statuses written so far break, in words; empty is good."""
+    return [*_rounds(cluster), *_choices(cluster, copies), *_deletions(cluster)]
+
+
+def bases_of(cluster: FakeCluster) -> dict[int, CheckpointId | None]:
+    return {c.status["restartRound"]: point_of(c.status) for c in cluster.choices}
+
+
+def _rounds(cluster: FakeCluster) -> list[str]:
+    found: list[str] = []
+    highest, persisted = -1, (-1, -1)
+    points: dict[int, Any] = {}
+    for status in cluster.statuses:
+        round_ = status.get("restartRound")
+        if round_ is None:
+            continue
+        if round_ < highest:
+            found.append(f"round went back from {highest} to {round_}")
+        highest = max(highest, round_)
+        point = status.get("restorePoint")
+        if round_ in points and point != points[round_]:
+            found.append(f"round {round_} changed its restore point to {point}")
+        if point is not None:
+            points[round_] = point
+        last = status.get("lastPersisted")
+        if last is not None:
+            now = (last["step"], last["round"])
+            if now < persisted:
+                found.append(f"lastPersisted went back from {persisted} to {now}")
+            persisted = max(persisted, now)
+    return found
+
+
+def _deletions(cluster: FakeCluster) -> list[str]:
+    """The newest commit outlives every pod that the operator deletes. With a lost node the newest may
+    go, but a commit is left."""
+    found = []
+    for deletion in cluster.deletions:
+        before, after = deletion.before, deletion.after
+        if before is None:
+            continue
+        if after is None or (after.step < before.step and not deletion.node_lost):
+            found.append(f"deleting {deletion.name} left {after} of {before}")
+    return found
+
+
+def _choices(cluster: FakeCluster, copies: int) -> list[str]:
+    found: list[str] = []
+    bases: dict[int, CheckpointId | None] = {}
+    for choice in cluster.choices:
+        round_ = choice.status["restartRound"]
+        point = point_of(choice.status)
+        before = max(bases, default=None)
+        if round_ in bases:
+            found.append(f"round {round_} chose twice")
+        if point is None and "lastCommittedStep" in choice.before:
+            found.append(f"round {round_} starts from nothing although a step was committed")
+        if point is not None:
+            if point not in cluster.gang.manifests_made:
+                found.append(f"round {round_} starts from {point}, which has no manifest")
+            if before is not None and not is_ancestor(point, before, bases):
+                found.append(f"round {round_} starts from {point}, which is off the lineage")
+        persisted = choice.status.get("lastPersisted")
+        if persisted is not None and (point is None or point.step < persisted["step"]):
+            found.append(f"round {round_} starts from {point}, below lastPersisted {persisted}")
+        for promise in cluster.gang.promises:
+            if before is None or promise.id.round >= round_:
+                continue
+            if not is_ancestor(promise.id, before, bases):
+                continue
+            kept = holds(promise, choice.readable_members, copies)
+            if kept and (point is None or point.step < promise.id.step):
+                found.append(
+                    f"round {round_} starts from {point}, below {promise.id} ({promise.level})"
+                )
+        bases[round_] = point
+    return found
+
+
+def holds(promise: Promise, readable: frozenset[str], copies: int) -> bool:
+    """Whether what the level promises was still owed with only these pods' disks readable."""
+    lost = len(promise.pods - readable)
+    match promise.level:
+        case Level.MEMORY:
+            return False  # it promises nothing to the operator
+        case Level.LOCAL:
+            return lost == 0
+        case Level.REPLICATED:
+            return lost <= copies
+        case Level.PERSISTED:
+            return False  # promised by the status alone: checked against lastPersisted

@@ -1,0 +1,159 @@
+"""For tests with a real API server and no kubelet: gives pods an address and a state, and runs a
+FakeSidecar on that address with the certificates that the pod would mount.
+
+Each pod gets an address of its own in 127.0.0.0/8, so the operator's real client reaches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tests.support.operator.fake_sidecar import FakeSidecar
+from tests.support.servers.control_plane import ControlPlane
+
+from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER, TRAINER_CONTAINER
+from holdfast_core.ids import RestartRound, Worker
+from holdfast_core.messages.schema import CoordinatorState
+from holdfast_operator.model import labels
+from holdfast_operator.sidecars.certificates import Leaf
+
+T = TypeVar("T")
+
+_addresses = (f"127.{a}.{b}.{c}" for a in range(77, 90) for b in range(256) for c in range(1, 255))
+
+_NOW = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
+
+
+@dataclass
+class PlayedKubelet:
+    """Sidecars run in a loop of their own thread; every method may be called from the test."""
+
+    plane: ControlPlane
+    namespace: str
+    node: str = "node-a"
+    sidecars: dict[str, FakeSidecar] = field(default_factory=dict)
+    """By pod name."""
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        for name in list(self.sidecars):
+            self.kill_sidecar(name)
+        self._run(_drained())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def run_pod(self, name: str) -> FakeSidecar:
+        """The pod gets a node and an address, its sidecar listens, its containers run."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+        pod = self.plane.request("GET", path)
+        binding = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {"name": name},
+            "target": {"apiVersion": "v1", "kind": "Node", "name": self.node},
+        }
+        self.plane.request("POST", f"{path}/binding", binding)
+        marks = pod["metadata"]["labels"]
+        address = next(_addresses)
+        sidecar = self._run(self._start(pod, marks, address))
+        self.sidecars[name] = sidecar
+        running = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+        common = {"image": "x", "imageID": "x", "restartCount": 0, "state": running}
+        status = {
+            "phase": "Running",
+            "podIP": address,
+            "podIPs": [{"ip": address}],
+            "initContainerStatuses": [
+                {"name": SIDECAR_CONTAINER, "ready": True, "started": True, **common}
+            ],
+            "containerStatuses": [
+                {"name": TRAINER_CONTAINER, "ready": True, "started": True, **common}
+            ],
+            "conditions": [{"type": "Ready", "status": "True"}],
+        }
+        bound = self.plane.request("GET", path)
+        self.plane.request("PUT", f"{path}/status", {**bound, "status": status})
+        return sidecar
+
+    def finish_pod(self, name: str, message: str) -> None:
+        """Its only container ends well with these last words."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+        pod = self.plane.request("GET", path)
+        ended = {"exitCode": 0, "message": message, "reason": "Completed"}
+        container = {
+            "name": pod["spec"]["containers"][0]["name"],
+            "image": "x",
+            "imageID": "x",
+            "ready": False,
+            "restartCount": 0,
+            "state": {"terminated": ended},
+        }
+        status = {"phase": "Succeeded", "containerStatuses": [container]}
+        self.plane.request("PUT", f"{path}/status", {**pod, "status": status})
+
+    def delete_pod(self, name: str) -> None:
+        """As if its node had confirmed at once."""
+        self.kill_sidecar(name)
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+        self.plane.request("DELETE", path, _NOW)
+
+    def kill_sidecar(self, name: str) -> None:
+        sidecar = self.sidecars.pop(name, None)
+        if sidecar is not None:
+            self._run(sidecar.close())
+
+    def publish(self, pod: str, state: CoordinatorState) -> None:
+        sidecar = self.sidecars[pod]
+
+        async def now() -> None:
+            sidecar.publish(state)
+
+        self._run(now())
+
+    def confirm_deletes(self) -> list[str]:
+        """Remove pods that are being deleted, as their kubelets would."""
+        gone = []
+        for pod in self.pods():
+            if pod["metadata"].get("deletionTimestamp") is not None:
+                self.delete_pod(pod["metadata"]["name"])
+                gone.append(pod["metadata"]["name"])
+        return gone
+
+    def pods(self) -> list[Any]:
+        found = self.plane.request("GET", f"/api/v1/namespaces/{self.namespace}/pods")
+        return list(found["items"])
+
+    async def _start(self, pod: Any, marks: dict[str, str], address: str) -> FakeSidecar:
+        name = pod["metadata"]["name"]
+        volume = next(v for v in pod["spec"]["volumes"] if v["name"] == "holdfast-certs")["secret"]
+        path = f"/api/v1/namespaces/{self.namespace}/secrets/{volume['secretName']}"
+        data = self.plane.request("GET", path)["data"]
+        files = {i["path"]: base64.b64decode(data[i["key"]]).decode() for i in volume["items"]}
+        sidecar = FakeSidecar(
+            worker=Worker(int(marks[labels.WORKER])),
+            pod=name,
+            round=RestartRound(int(marks[labels.BIRTH_ROUND])),
+        )
+        leaf = Leaf(files["tls.crt"], files["tls.key"])
+        await sidecar.start(address, CONTROL_PORT, files["ca.crt"], leaf)
+        return sidecar
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+
+async def _drained() -> None:
+    """Requests that were cut off with their sidecars end before their loop does."""
+    others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+    for task in others:  # a long poll would outlive its loop, which complains of it at the very end
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

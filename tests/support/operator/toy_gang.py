@@ -1,0 +1,308 @@
+"""Toy sidecars and the training that they hold together: just enough to make promises and keep them.
+
+A toy sidecar seals, takes ROUND and lists its inventory by the rules of docs/protocol.md. The gang
+trains one step a tick; a save goes through its phases one tick each, so that a fault can hit between
+any two of them: shards, manifest at one, manifest at all (local), copies (replicated), store
+(persisted). Bytes are stood for by names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.support.operator.builders import held, manifest, manifest_digest
+
+from holdfast_core.errors import StaleRoundError
+from holdfast_core.ids import (
+    CheckpointId,
+    Level,
+    Rank,
+    RestartRound,
+    Step,
+    TierName,
+    Worker,
+)
+from holdfast_core.messages.schema import (
+    CoordinatorState,
+    DeadRank,
+    HeldShard,
+    Inventory,
+    ManifestInfo,
+    RankProgress,
+    RestorePoint,
+    Round,
+)
+
+
+@dataclass(slots=True)
+class ToySidecar:
+    """The disk of one pod and the round it is sealed for."""
+
+    worker: Worker
+    pod: str
+    round: RestartRound
+    message: Round | None = None
+    manifests: dict[CheckpointId, ManifestInfo] = field(default_factory=dict)
+    shards: dict[tuple[CheckpointId, Rank], HeldShard] = field(default_factory=dict)
+
+    def seal(self, round_: RestartRound) -> Inventory:
+        if round_ < self.round:
+            raise StaleRoundError(f"seal {round_}, own {self.round}", own_round=self.round)
+        self.round = round_
+        return self.inventory()
+
+    def take_round(self, message: Round) -> Inventory:
+        own = (self.round, self.version)
+        if message.round != self.round or message.version <= self.version:
+            raise StaleRoundError(
+                f"ROUND {message.round}.{message.version}, own {own}",
+                own_round=self.round,
+                own_version=self.version,
+            )
+        self.message = message
+        return self.inventory()
+
+    @property
+    def version(self) -> int:
+        """Of the newest ROUND for the round it is sealed for."""
+        if self.message is None or self.message.round != self.round:
+            return 0
+        return self.message.version
+
+    def inventory(self) -> Inventory:
+        return Inventory(
+            worker=self.worker,
+            pod=self.pod,
+            round=self.round,
+            version=self.version,
+            manifests=tuple(self.manifests.values()),
+            shards=tuple(self.shards.values()),
+        )
+
+    def keep(self, id_: CheckpointId, rank: Rank) -> None:
+        self.shards[(id_, rank)] = held(id_.step, id_.round, rank, TierName.NODE)
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A commit, and on which pods it rested when it was made."""
+
+    id: CheckpointId
+    level: Level
+    pods: frozenset[str]
+
+
+@dataclass(slots=True)
+class ToyStore:
+    """The object store: what is in it stays."""
+
+    checkpoints: dict[CheckpointId, ManifestInfo] = field(default_factory=dict)
+    away: bool = False
+    """It takes no upload. A gang that has stopped gives its uploads up, here at once."""
+
+
+@dataclass(slots=True)
+class ToyRun:
+    """The training of one round."""
+
+    round: RestartRound
+    step: Step
+    interval: int
+    persist_every: int | None
+    total: int
+    started: bool = False
+    saving: tuple[CheckpointId, int] | None = None
+    last: dict[Level, CheckpointId] = field(default_factory=dict)
+    dead: tuple[DeadRank, ...] = ()
+    cannot_restore: str = ""
+    version: int = 1
+    stop_asked: bool = False
+    stopped: bool = False
+    finished: bool = False
+    released: bool = False
+    """The operator has recorded the end: launchers may leave."""
+
+    def state(self, world_size: int) -> CoordinatorState:
+        progress = tuple(
+            RankProgress(Rank(r), self.step) for r in range(world_size if self.started else 0)
+        )
+        return CoordinatorState(
+            version=self.version,
+            round=self.round,
+            last_local=self._point(Level.LOCAL),
+            last_replicated=self._point(Level.REPLICATED),
+            last_persisted=self._point(Level.PERSISTED),
+            dead=self.dead,
+            progress=progress,
+            running=self.started and not self.dead,
+            cannot_restore=self.cannot_restore,
+            finished=self.finished,
+        )
+
+    def _point(self, level: Level) -> RestorePoint | None:
+        id_ = self.last.get(level)
+        if id_ is None:
+            return None
+        return RestorePoint(id_.step, id_.round, manifest_digest(id_.step, id_.round))
+
+
+@dataclass(slots=True)
+class ToyGang:
+    """Advances the training of whatever round the sidecars agree on."""
+
+    store: ToyStore
+    total: int
+    run: ToyRun | None = None
+    promises: list[Promise] = field(default_factory=list)
+    manifests_made: set[CheckpointId] = field(default_factory=set)
+    """Every checkpoint whose manifest was ever written anywhere."""
+    poisoned: set[CheckpointId] = field(default_factory=set)
+    """Checkpoints whose content ends the script that restores them."""
+    restored: dict[RestartRound, CheckpointId | None] = field(default_factory=dict)
+    """What each round really started from."""
+    peers_hang: bool = False
+    """Ranks wait for a lost peer without an error: a machine without power closes no connection."""
+
+    def tick(self, sidecars: dict[str, ToySidecar]) -> None:
+        """One second. sidecars: those of pods that run now, by pod name."""
+        newest = max((s.round for s in sidecars.values()), default=None)
+        message = next(
+            (
+                s.message
+                for s in sidecars.values()
+                if s.message is not None and s.message.round == newest and s.round == newest
+            ),
+            None,
+        )
+        if message is None:
+            return
+        gang = [sidecars.get(m.pod) for m in message.members]
+        present = [s for s in gang if s is not None and s.round == message.round]
+        if len(present) < message.workers:
+            self._rank_loss(message, gang)
+            return
+        if any(s.message is None or s.message.round != message.round for s in present):
+            return
+        if any(not m.address for s in present if s.message for m in s.message.members):
+            return
+        if self.run is None or self.run.round != message.round:
+            self._start(message)
+        self._advance(message, present, sidecars)
+
+    def _rank_loss(self, message: Round, gang: list[ToySidecar | None]) -> None:
+        """A peer went away: the collectives of the others fail, and they say so."""
+        run = self.run
+        if run is None or run.round != message.round or run.dead or run.finished:
+            return
+        if self.peers_hang:
+            return
+        left = next((i for i, s in enumerate(gang) if s is not None), None)
+        if left is not None and run.started:
+            run.dead = (DeadRank(Rank(left), Worker(left), -6, "connection closed by peer"),)
+            run.version += 1
+
+    def _start(self, message: Round) -> None:
+        point = message.restore_point
+        step = Step(0) if point.step is None else point.step
+        self.run = ToyRun(
+            round=message.round,
+            step=step,
+            interval=message.policy.interval_steps,
+            persist_every=message.policy.object_every_steps,
+            total=self.total,
+        )
+
+    def _advance(
+        self, message: Round, present: list[ToySidecar], sidecars: dict[str, ToySidecar]
+    ) -> None:
+        run = self.run
+        if run is None or run.dead or run.finished or run.cannot_restore:
+            return
+        if not run.started:
+            self._restore(run, message, present)
+            return
+        run.version += 1
+        if run.saving is not None:
+            self._save_phase(run, message, present, sidecars)
+        if run.saving is not None and (run.step >= run.total or run.stopped):
+            return
+        if run.step >= run.total or run.stopped:
+            run.finished = True
+            return
+        run.step = Step(run.step + 1)
+        due = run.step % run.interval == 0 or run.step >= run.total or run.stop_asked
+        if due and run.saving is None:
+            run.saving = (CheckpointId(run.step, run.round), 0)
+            run.stopped = run.stop_asked
+
+    def _restore(self, run: ToyRun, message: Round, present: list[ToySidecar]) -> None:
+        point = message.restore_point
+        if point.step is None or point.round is None:
+            self.restored[run.round] = None
+            run.started = True
+            run.version += 1
+            return
+        id_ = CheckpointId(point.step, point.round)
+        info = next((s.manifests[id_] for s in present if id_ in s.manifests), None)
+        info = info or self.store.checkpoints.get(id_)
+        if info is None or info.manifest != point.manifest:
+            run.cannot_restore = f"no manifest of {id_}"
+            run.version += 1
+            return
+        for worker, sidecar in enumerate(present):
+            rank = Rank(worker)
+            has = any((id_, rank) in s.shards for s in present) or id_ in self.store.checkpoints
+            if not has:
+                run.cannot_restore = f"no shard of {id_} for rank {rank}"
+                run.version += 1
+                return
+            sidecar.keep(id_, rank)
+            sidecar.manifests[id_] = info
+        self.restored[run.round] = id_
+        if id_ in self.poisoned:
+            run.dead = (DeadRank(Rank(0), Worker(0), 1, "ValueError: NaN in the optimizer"),)
+            run.version += 1
+            return
+        run.started = True
+        run.version += 1
+
+    def _save_phase(
+        self,
+        run: ToyRun,
+        message: Round,
+        present: list[ToySidecar],
+        sidecars: dict[str, ToySidecar],
+    ) -> None:
+        assert run.saving is not None
+        id_, phase = run.saving
+        info = manifest(id_.step, id_.round, message.workers)
+        if phase == 0:
+            for worker, sidecar in enumerate(present):
+                sidecar.keep(id_, Rank(worker))
+        elif phase == 1:
+            present[message.coordinator].manifests[id_] = info
+            self.manifests_made.add(id_)
+        elif phase == 2:
+            for sidecar in present:
+                sidecar.manifests[id_] = info
+            self._promise(run, id_, Level.LOCAL, present)
+        elif phase == 3:
+            for copy in message.copies:
+                present[copy.target].keep(id_, Rank(copy.source))
+            self._promise(run, id_, Level.REPLICATED, present)
+        elif phase == 4 and self._persists(run, id_):
+            self.store.checkpoints[id_] = info
+            self._promise(run, id_, Level.PERSISTED, present)
+        done = phase == 4
+        run.saving = None if done else (id_, phase + 1)
+
+    def _persists(self, run: ToyRun, id_: CheckpointId) -> bool:
+        if run.persist_every is None or self.store.away:
+            return False
+        return id_.step % run.persist_every == 0 or id_.step >= run.total or run.stopped
+
+    def _promise(
+        self, run: ToyRun, id_: CheckpointId, level: Level, present: list[ToySidecar]
+    ) -> None:
+        run.last[level] = id_
+        self.promises.append(Promise(id_, level, frozenset(s.pod for s in present)))

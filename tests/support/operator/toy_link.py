@@ -1,0 +1,219 @@
+"""Calls to the toy sidecars of a FakeCluster: what sidecars.calls.Sidecars does over the network, at once.
+
+Replies can be lost by a `Trouble`; what is known of a sidecar is lost with the operator process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+from tests.support.operator.fake_cluster import FakeCluster
+from tests.support.operator.toy_gang import ToySidecar
+
+from holdfast_core.errors import StaleRoundError
+from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.messages.schema import (
+    Ask,
+    CoordinatorState,
+    Inventory,
+    Prune,
+    PruneReply,
+    Round,
+)
+from holdfast_operator.model.actions import round_digest
+from holdfast_operator.model.job import AckedRound, PodView, Reachable, SidecarView
+from holdfast_operator.model.keys import Key
+from holdfast_operator.sidecars.calls import Sidecars
+
+
+@dataclass(slots=True)
+class Trouble:
+    """Chances, 0 to 1, of what goes wrong with one read or call."""
+
+    random: Random
+    stale_read: float = 0.0
+    lost_reply: float = 0.0
+    conflict: float = 0.0
+
+    def strikes(self, chance: float) -> bool:
+        return self.random.random() < chance
+
+
+def calm() -> Trouble:
+    return Trouble(Random(0))
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the operator remembers of one sidecar."""
+
+    pod: PodView
+    inventory: Inventory | None = None
+    acked: AckedRound | None = None
+    reachable: Reachable = Reachable.UNKNOWN
+    unreachable_since: float | None = None
+    unreachable_because: str = ""
+    heard_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Followed:
+    pods: dict[str, _Known] = field(default_factory=dict)
+    """By pod uid."""
+    state: CoordinatorState | None = None
+
+
+class ToyLink(Sidecars):
+    """Stands in for Sidecars; `trouble` may be exchanged."""
+
+    def __init__(self, cluster: FakeCluster, trouble: Trouble) -> None:
+        self._cluster = cluster
+        self.trouble = trouble
+        self._followed: dict[JobUid, _Followed] = {}
+
+    # ------------------------------------------------------------------ what a pass reads
+
+    def views(self, uid: JobUid) -> tuple[SidecarView, ...]:
+        return tuple(_view(k) for k in self._of(uid).pods.values())
+
+    def coordinator_state(self, uid: JobUid) -> CoordinatorState | None:
+        return self._of(uid).state
+
+    # ------------------------------------------------------------------ who there is
+
+    def follow(
+        self,
+        key: Key,
+        uid: JobUid,
+        round_: RestartRound | None,
+        pods: Iterable[PodView],
+        coordinator: Worker | None,
+        suspects: frozenset[str],
+        ranks: int = 1,
+    ) -> None:
+        """One call to each sidecar, and one look at the coordinator's state."""
+        job = self._of(uid)
+        present = {p.uid: p for p in pods if p.ip is not None}
+        for gone in [u for u in job.pods if u not in present]:
+            del job.pods[gone]
+        for pod in present.values():
+            known = job.pods.setdefault(pod.uid, _Known(pod))
+            known.pod = pod
+            sidecar = self._answering(known)
+            if sidecar is not None:
+                self._heard(known, sidecar.inventory())
+        named = [p for p in present.values() if p.worker == coordinator]
+        for pod in named:
+            self._read_state(job, pod, round_, ranks)
+
+    def forget(self, uid: JobUid) -> None:
+        self._followed.pop(uid, None)
+
+    def acted_on(self, uid: JobUid, version: int | None) -> None:
+        """A finished gang is released when its end is recorded."""
+        run = self._cluster.gang.run
+        if run is not None and version is not None and run.finished and uid == self._cluster.uid:
+            run.released = run.released or version >= run.version
+
+    def _read_state(
+        self, job: _Followed, pod: PodView, round_: RestartRound | None, ranks: int
+    ) -> None:
+        sidecar, run = self._cluster.reachable(pod), self._cluster.gang.run
+        if sidecar is None or sidecar.message is None:
+            return
+        if sidecar.round != round_ or sidecar.message.coordinator != pod.worker:
+            return
+        if run is not None and run.round == sidecar.round:
+            job.state = run.state(ranks)
+        else:  # it coordinates, and the gang is not complete yet
+            job.state = CoordinatorState(version=0, round=sidecar.round)
+
+    # ------------------------------------------------------------------ what a pass asks for
+
+    def seal(self, uid: JobUid, pod_uid: str, round_: RestartRound) -> None:
+        known = self._of(uid).pods.get(pod_uid)
+        sidecar = None if known is None else self._cluster.reachable(known.pod)
+        if known is None or sidecar is None:
+            return
+        try:
+            inventory = sidecar.seal(round_)
+        except StaleRoundError:
+            inventory = sidecar.inventory()
+        if not self.trouble.strikes(self.trouble.lost_reply):
+            self._heard(known, inventory)
+
+    def send_round(self, uid: JobUid, pod_uid: str, message: Round, sidecar_restarts: int) -> None:
+        known = self._of(uid).pods.get(pod_uid)
+        sidecar = None if known is None else self._cluster.reachable(known.pod)
+        if known is None or sidecar is None:
+            return
+        try:
+            inventory = sidecar.take_round(message)
+        except StaleRoundError:
+            self._heard(known, sidecar.inventory())
+            return
+        if self.trouble.strikes(self.trouble.lost_reply):
+            return
+        self._heard(known, inventory)
+        digest = round_digest(message)
+        known.acked = AckedRound(message.round, message.version, digest, sidecar_restarts)
+
+    def ask(self, uid: JobUid, pod: str, path: str, message: Ask) -> None:
+        run = self._cluster.gang.run
+        if self._named(uid, pod) is None or run is None or run.round != message.round:
+            return
+        if path == "/v1/stop":
+            run.stop_asked = True
+
+    def prune(self, uid: JobUid, pod: str, name: str, message: Prune) -> PruneReply:
+        if self._named(uid, pod) is None:
+            return PruneReply(())
+        wanted = {(c.step, c.round) for c in message.checkpoints}
+        stored = self._cluster.store.checkpoints
+        for id_ in [i for i in stored if (i.step, i.round) in wanted]:
+            del stored[id_]
+        if self.trouble.strikes(self.trouble.lost_reply):
+            return PruneReply(())
+        return PruneReply(message.checkpoints)
+
+    # ------------------------------------------------------------------ parts
+
+    def _of(self, uid: JobUid) -> _Followed:
+        return self._followed.setdefault(uid, _Followed())
+
+    def _named(self, uid: JobUid, pod: str) -> ToySidecar | None:
+        known = next((k for k in self._of(uid).pods.values() if k.pod.name == pod), None)
+        return None if known is None else self._cluster.reachable(known.pod)
+
+    def _answering(self, known: _Known) -> ToySidecar | None:
+        sidecar = self._cluster.reachable(known.pod)
+        if sidecar is not None and not self.trouble.strikes(self.trouble.lost_reply):
+            return sidecar
+        known.reachable = Reachable.NO
+        if known.unreachable_since is None:
+            known.unreachable_since = float(self._cluster.seconds)
+            known.unreachable_because = f"sidecar of pod {known.pod.name}: connection timed out"
+        return None
+
+    def _heard(self, known: _Known, inventory: Inventory) -> None:
+        known.inventory = inventory
+        known.reachable = Reachable.YES
+        known.unreachable_since = None
+        known.unreachable_because = ""
+        known.heard_at = float(self._cluster.seconds)
+
+
+def _view(known: _Known) -> SidecarView:
+    return SidecarView(
+        worker=known.pod.worker,
+        pod_uid=known.pod.uid,
+        reachable=known.reachable,
+        inventory=known.inventory,
+        sealed_round=None if known.inventory is None else known.inventory.round,
+        acked=known.acked,
+        unreachable_since=known.unreachable_since,
+        unreachable_because=known.unreachable_because,
+        heard_at=known.heard_at,
+    )

@@ -1,0 +1,1 @@
+"""Real servers on loopback: S3 stores, a Kubernetes API, certificates, and a proxy that fails."""

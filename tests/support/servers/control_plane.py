@@ -1,0 +1,256 @@
+"""A real Kubernetes API for tests: etcd and kube-apiserver on loopback, nothing that runs pods.
+
+What CRDs, CEL, RBAC and admission do is asked of the real server, never of a fake. The binaries are
+those of the test bed; where they are missing a test fails and says how to build them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import shutil
+import ssl
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.support.servers.certificates import write_loopback_certificates
+from tests.support.servers.ports import free_port
+from tests.support.servers.settings import find_tool, testbed_dir
+
+from holdfast_core.errors import ConfigError, HoldfastError
+
+_READY_WITHIN_SECONDS = 120.0
+
+
+class ControlPlaneError(HoldfastError):
+    """etcd or kube-apiserver did not start, or kubectl failed; holds the end of its log."""
+
+
+def find_binary(name: str) -> Path:
+    """Path of a tool of the test bed. Raises ConfigError with what to do if it was not built."""
+    path = find_tool(name)
+    if path is None:
+        raise ConfigError(
+            f"{name} is neither on PATH nor in {testbed_dir() / 'bin'}: run `make cluster-up`, "
+            "which builds the test bed's tools (HOLDFAST_TESTBED_DIR says where they are)"
+        )
+    return path
+
+
+class ControlPlane:
+    """etcd and kube-apiserver with RBAC, as `with ControlPlane() as cp:`.
+
+    No controller manager runs: no garbage collection, no service accounts' tokens but those asked
+    for by TokenRequest, no pods beyond their records. `create_namespace` makes a namespace with its
+    `default` service account. Ports are free ones of loopback; all files lie in a temporary folder.
+    """
+
+    def __init__(
+        self, *, keep_logs_in: Path | None = None, extra_args: tuple[str, ...] = ()
+    ) -> None:
+        self._token = secrets.token_hex(16)
+        self._extra_args = extra_args
+        self._keep_logs_in = keep_logs_in
+        self._stack = ExitStack()
+        self._api: subprocess.Popen[bytes] | None = None
+        self.dir = Path()
+        self.kubeconfig = Path()
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        etcd, apiserver = find_binary("etcd"), find_binary("kube-apiserver")
+        with ExitStack() as stack:
+            self.dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-cp-")))
+            if self._keep_logs_in is not None:
+                stack.callback(self._copy_logs, self._keep_logs_in)
+            write_loopback_certificates(self.dir)
+            client, peer, port = (free_port() for _ in range(3))
+            self.url = f"https://127.0.0.1:{port}"
+            self._etcd_url = f"http://127.0.0.1:{client}"
+            self._apiserver = apiserver
+            self._port = port
+            self._spawn(stack, "etcd", self._etcd_command(etcd, self._etcd_url, peer))
+            self._write_kubeconfig()
+            self._stack = stack
+            self.start_api()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def start_api(self) -> None:
+        """Start kube-apiserver (again, after `kill_api`) and wait until it is ready."""
+        command = self._api_command()
+        self._api = self._spawn(self._stack, "kube-apiserver", command)
+        deadline = time.monotonic() + _READY_WITHIN_SECONDS
+        while True:
+            if self._api.poll() is not None:
+                raise ControlPlaneError(f"kube-apiserver ended: {self._log_tail('kube-apiserver')}")
+            try:
+                self.request("GET", "/readyz")
+                break
+            except (OSError, ControlPlaneError) as error:
+                if time.monotonic() > deadline:
+                    raise ControlPlaneError(
+                        f"kube-apiserver at {self.url} not ready within {_READY_WITHIN_SECONDS} s: "
+                        f"{error}; log: {self._log_tail('kube-apiserver')}"
+                    ) from error
+            time.sleep(0.1)
+
+    def kill_api(self) -> None:
+        """SIGKILL kube-apiserver; etcd keeps its data."""
+        assert self._api is not None
+        self._api.kill()
+        self._api.wait()
+
+    def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> str:
+        """stdout of kubectl with this cluster's kubeconfig.
+
+        Raises ControlPlaneError with stderr when it fails; with `check=False` returns stdout and
+        stderr together instead.
+        """
+        done = subprocess.run(
+            [str(find_binary("kubectl")), f"--kubeconfig={self.kubeconfig}", *args],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={"HOME": str(self.dir), "PATH": "/usr/bin:/bin"},
+        )
+        if not check:
+            return done.stdout + done.stderr
+        if done.returncode != 0:
+            raise ControlPlaneError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def apply(self, *objects: Mapping[str, Any]) -> str:
+        """kubectl apply of objects."""
+        return self.kubectl("apply", "-f", "-", stdin=_as_list(objects))
+
+    def create_namespace(self, name: str, **labels: str) -> None:
+        """A namespace with its default service account, which no controller would make here."""
+        self.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "Namespace",
+                "metadata": {"name": name, "labels": dict(labels)},
+            },
+            {
+                "apiVersion": "v1",
+                "kind": "ServiceAccount",
+                "metadata": {"name": "default", "namespace": name},
+            },
+        )
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """One call of the API as administrator; the decoded JSON, or text where it is none.
+
+        Raises ControlPlaneError with the server's words on an HTTP error.
+        """
+        request = urllib.request.Request(
+            self.url + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"},
+        )
+        context = ssl.create_default_context(cafile=str(self.dir / "ca.crt"))
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=context) as reply:
+                text = reply.read().decode()
+        except urllib.error.HTTPError as error:
+            words = error.read().decode(errors="replace")
+            raise ControlPlaneError(f"{method} {path}: HTTP {error.code}: {words}") from error
+        return json.loads(text) if text.startswith(("{", "[")) else text
+
+    def _etcd_command(self, binary: Path, client_url: str, peer: int) -> list[str]:
+        peer_url = f"http://127.0.0.1:{peer}"
+        return [
+            str(binary),
+            f"--data-dir={self.dir / 'etcd'}",
+            f"--listen-client-urls={client_url}",
+            f"--advertise-client-urls={client_url}",
+            f"--listen-peer-urls={peer_url}",
+            f"--initial-advertise-peer-urls={peer_url}",
+            f"--initial-cluster=default={peer_url}",
+            "--unsafe-no-fsync",
+            "--log-level=warn",
+        ]
+
+    def _api_command(self) -> list[str]:
+        return [
+            str(self._apiserver),
+            f"--etcd-servers={self._etcd_url}",
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            f"--secure-port={self._port}",
+            f"--cert-dir={self.dir}",
+            f"--tls-cert-file={self.dir / 'server.crt'}",
+            f"--tls-private-key-file={self.dir / 'server.key'}",
+            f"--token-auth-file={self.dir / 'tokens.csv'}",
+            f"--service-account-key-file={self.dir / 'server.key'}",
+            f"--service-account-signing-key-file={self.dir / 'server.key'}",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            "--authorization-mode=RBAC",
+            "--allow-privileged=true",  # as kubeadm sets it; Pod Security decides
+            "--enable-priority-and-fairness=false",
+            *self._extra_args,
+        ]
+
+    def _spawn(self, stack: ExitStack, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+        with open(self.dir / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        stack.callback(_end, process)
+        return process
+
+    def _write_kubeconfig(self) -> None:
+        (self.dir / "tokens.csv").write_text(f'{self._token},admin,admin,"system:masters"\n')
+        authority = base64.b64encode((self.dir / "ca.crt").read_bytes()).decode()
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [
+                {
+                    "name": "test",
+                    "cluster": {"server": self.url, "certificate-authority-data": authority},
+                }
+            ],
+            "users": [{"name": "admin", "user": {"token": self._token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
+        }
+        self.kubeconfig = self.dir / "kubeconfig"
+        self.kubeconfig.write_text(json.dumps(config))
+
+    def _log_tail(self, name: str) -> str:
+        return (self.dir / f"{name}.log").read_text(errors="replace")[-2000:]
+
+    def _copy_logs(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for log in self.dir.glob("*.log"):
+            shutil.copy(log, folder / log.name)
+
+
+def _as_list(objects: tuple[Mapping[str, Any], ...]) -> str:
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL: nothing of a test's control plane is worth an orderly end."""
+    process.kill()
+    process.wait()

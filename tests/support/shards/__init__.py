@@ -1,0 +1,1 @@
+"""Builders of shards, layouts, manifests and packs with defaults."""

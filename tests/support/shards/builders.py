@@ -1,0 +1,147 @@
+"""Shards, layouts and manifests with defaults, so that a test writes only what it is about."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.manifest import JobIdentity, Manifest, ManifestShard
+from holdfast_core.format.payload import PayloadPlan, pack_objects, plan_payload
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
+from holdfast_core.shards.file import align, pack_head, pack_trailer
+from holdfast_core.shards.record import CHUNK_BYTES, ShardHeader, ShardRecord
+from holdfast_core.shards.stream import PayloadDigester
+
+JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
+JOB = JobIdentity("team-a", "gpt-small", JOB_UID)
+
+
+class BytesSource:
+    """PayloadSource over bytes; counts how often it is asked."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.reads = 0
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.reads += 1
+        buffer[:] = self._data[offset : offset + len(buffer)]
+
+
+def payload(size_bytes: int, *, seed: int = 0) -> bytes:
+    """Bytes that differ everywhere and are the same for the same seed."""
+    return random.Random(seed).randbytes(size_bytes)
+
+
+def shard_header(
+    payload_bytes: int,
+    *,
+    job_uid: JobUid = JOB_UID,
+    round: int = 0,
+    step: int = 10,
+    rank: int = 0,
+    world_size: int = 4,
+    layout: Digest | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> ShardHeader:
+    return ShardHeader(
+        job_uid=job_uid,
+        round=RestartRound(round),
+        step=Step(step),
+        rank=Rank(rank),
+        world_size=world_size,
+        layout=layout or digest_of(rank_layout(rank=rank, world_size=max(4, world_size))),
+        payload_bytes=payload_bytes,
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def shard_file(header: ShardHeader, data: bytes) -> tuple[bytes, ShardRecord]:
+    """The whole file and its record."""
+    digester = PayloadDigester(header)
+    digester.update(memoryview(data))
+    record, table = digester.finish()
+    body = data.ljust(align(len(data)), b"\0")
+    return pack_head(header) + body + pack_trailer(header, record.blake3, table), record
+
+
+def rank_layout(*, rank: int = 0, world_size: int = 4, rows_per_rank: int = 2) -> bytes:
+    """A row-sharded F32 weight of 3 columns, a replicated I64 scalar, and the state `rng`."""
+    document, _ = rank_layout_and_plan(
+        rank=rank, world_size=world_size, rows_per_rank=rows_per_rank
+    )
+    return document
+
+
+def rank_layout_and_plan(
+    *, rank: int = 0, world_size: int = 4, rows_per_rank: int = 2, objects_capacity_bytes: int = 64
+) -> tuple[bytes, PayloadPlan]:
+    local = (rows_per_rank, 3)
+    plan = plan_payload([("weight", "F32", local), ("step", "I64", ())], objects_capacity_bytes)
+    layout = RankLayout(
+        rank=Rank(rank),
+        tensors={
+            "weight": TensorSlice(
+                "F32",
+                (rows_per_rank * world_size, 3),
+                (rows_per_rank * rank, 0),
+                local,
+                plan.byte_range("weight"),
+            ),
+            "step": TensorSlice("I64", (), (), (), plan.byte_range("step")),
+        },
+        objects={"rng": plan.objects},
+        payload_bytes=plan.total_bytes,
+    )
+    return layout.to_bytes(), plan
+
+
+def rank_payload(*, rank: int = 0, world_size: int = 4, step: int = 10) -> bytes:
+    """A whole safetensors payload that fits `rank_layout`; its floats are zero but for the rank."""
+    _, plan = rank_layout_and_plan(rank=rank, world_size=world_size)
+    weight = plan.byte_range("weight")
+    data = bytearray(plan.header)
+    data += step.to_bytes(8, "little", signed=True)
+    data += bytes(weight.length_bytes - 1) + bytes([rank % 64])
+    data += pack_objects({"rng": [rank, step]}, plan.objects.length_bytes)
+    return bytes(data)
+
+
+def layout(*, world_size: int = 4) -> bytes:
+    return merge_layouts(
+        rank_layout(rank=rank, world_size=world_size) for rank in range(world_size)
+    ).to_bytes()
+
+
+def manifest(
+    records: Sequence[ShardRecord], *, parent: Digest | None = None, layout_document: bytes = b""
+) -> Manifest:
+    """Of shards of one (step, round), in order of rank."""
+    header = records[0].header
+    return Manifest(
+        job=replace(JOB, uid=header.job_uid),
+        step=header.step,
+        restart_round=header.round,
+        world_size=len(records),
+        parent=parent,
+        layout=digest_of(layout_document or layout(world_size=len(records))),
+        shards=tuple(
+            ManifestShard(
+                record.header.rank, record.header.payload_bytes, record.blake3, record.chunk_table
+            )
+            for record in records
+        ),
+    )
+
+
+def weights(size_bytes: int, *, seed: int = 0) -> bytes:
+    """Like a tensor of floats: three bytes of noise and one of few values, so that it becomes shorter by
+    about a sixth when the bytes are taken apart, and by little when they are not."""
+    data = bytearray(payload(size_bytes, seed=seed))
+    few = payload(-(-(size_bytes - 3) // 4) if size_bytes > 3 else 0, seed=seed + 1)
+    data[3::4] = few.translate(bytes(0x38 + (byte & 7) for byte in range(256)))
+    return bytes(data)

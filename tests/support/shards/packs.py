@@ -1,0 +1,83 @@
+"""Ranks that hold the same tensors, planned as sidecars plan them: what each would upload."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from tests.support.shards.builders import shard_header
+
+from holdfast_core.ids import CheckpointId, Rank
+from holdfast_core.shards.file import Trailer
+from holdfast_core.shards.pack import PackIndex, pack_index
+from holdfast_core.shards.pack_plan import Earlier, plan_pack, shared_with
+from holdfast_core.shards.record import CHUNK_BYTES
+from holdfast_core.shards.stream import PayloadDigester
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One step of a group; `packs` by rank, None where the shard is stored whole."""
+
+    trailers: tuple[Trailer, ...]
+    packs: tuple[PackIndex | None, ...]
+
+    @property
+    def checkpoint(self) -> CheckpointId:
+        return self.trailers[0].record.checkpoint
+
+    @property
+    def needs(self) -> dict[CheckpointId, int]:
+        """As the coordinator merges it."""
+        found: dict[CheckpointId, int] = {}
+        for pack in self.packs:
+            for earlier, count in ({} if pack is None else pack.earlier()).items():
+                found[earlier] = found.get(earlier, 0) + count
+        return found
+
+    def earlier(self, rank: int) -> Earlier:
+        return Earlier(self.trailers[rank], self.packs[rank])
+
+    def upload_bytes(self, rank: int) -> int:
+        """Of the object that the rank uploads."""
+        pack = self.packs[rank]
+        if pack is None:
+            return self.trailers[rank].record.file_bytes
+        return pack.stored_bytes + len(pack_index(pack))
+
+
+def trailer_of(
+    data: bytes, *, step: int, rank: int, round: int = 0, chunk_bytes: int = CHUNK_BYTES
+) -> Trailer:
+    """What the shard file of this payload ends with."""
+    header = shard_header(
+        len(data),
+        step=step,
+        rank=rank,
+        round=round,
+        world_size=max(4, rank + 1),
+        chunk_bytes=chunk_bytes,
+    )
+    digester = PayloadDigester(header)
+    digester.update(memoryview(data))
+    return Trailer(*digester.finish())
+
+
+def plan_ranks(
+    trailers: Sequence[Trailer],
+    base: Saved | None = None,
+    older: Collection[CheckpointId] = (),
+    unknown: Mapping[int, Collection[int]] | None = None,
+) -> Saved:
+    """One step of one group. `unknown`: whose tables a rank could not get."""
+    group = [Rank(rank) for rank in range(len(trailers))]
+    packs = []
+    for rank, trailer in enumerate(trailers):
+        missing = (unknown or {}).get(rank, ())
+        others = [trailers[r] for r in group if r != rank and r not in missing]
+        shared = [shared_with(trailer, group, other) for other in others]
+        before = base.earlier(rank) if base is not None and rank < len(base.trailers) else None
+        checkpoint = None if base is None else base.checkpoint
+        allowed = {*older} if checkpoint is None else {checkpoint, *older}
+        packs.append(plan_pack(trailer, shared, before, allowed, checkpoint))
+    return Saved(tuple(trailers), tuple(packs))

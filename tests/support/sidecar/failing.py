@@ -1,0 +1,14 @@
+"""The sidecar with failpoints, as HOLDFAST_FAILPOINTS says: `python -m tests.support.sidecar.failing`."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.support.crash.failpoints import install_from_env
+
+from holdfast_sidecar.__main__ import main
+from holdfast_sidecar.base.settings import inherited
+
+if __name__ == "__main__":
+    install_from_env(inherited())
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""A connection to the sidecar's socket, and a launcher without processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.sidecar.waiting import DEADLINE_SECONDS, until
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.ids import (
+    JobUid,
+    RestartRound,
+)
+from holdfast_core.messages.schema import (
+    PROTOCOL_VERSION,
+    End,
+    Ended,
+    Finish,
+    FinishReply,
+    Hello,
+    HelloReply,
+    HostStore,
+    LocalRole,
+    Refused,
+    Run,
+    StoreAddress,
+)
+from holdfast_core.messages.socket_frames import read_frame, write_frame
+from holdfast_sidecar.wire.client import raise_refused
+
+
+class LocalClient:
+    """One connection to a sidecar's socket."""
+
+    def __init__(self, path: Path, hello: Hello) -> None:
+        self._path = path
+        self._hello = hello
+        self._reader: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._next_id = 0
+        self.pushed: list[Any] = []
+        self.on_push: Callable[[Any], None] = lambda message: None
+
+    async def connect(self) -> HelloReply:
+        """Retries until the socket is there."""
+        clock = SystemClock()
+        deadline = clock.monotonic() + DEADLINE_SECONDS
+        while True:
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(str(self._path))
+                break
+            except OSError:
+                if clock.monotonic() > deadline:
+                    raise
+                await clock.sleep(0.05)
+        self._reader = asyncio.create_task(self._read(reader))
+        reply = await self.request(self._hello)
+        assert isinstance(reply, HelloReply), reply
+        return reply
+
+    async def request(self, message: Any) -> Any:
+        """The reply. Raises RefusedError and its relatives for a refusal."""
+        assert self._writer is not None
+        self._next_id += 1
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[self._next_id] = future
+        self._writer.write(write_frame(message, self._next_id))
+        reply = await asyncio.wait_for(future, DEADLINE_SECONDS)
+        if isinstance(reply, Refused):
+            raise_refused(reply)
+        return reply
+
+    def push(self, message: Any) -> None:
+        assert self._writer is not None
+        self._writer.write(write_frame(message, 0))
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._writer is not None:
+            self._writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while (frame := await read_frame(reader)) is not None:
+            if frame.id == 0:
+                self.pushed.append(frame.message)
+                self.on_push(frame.message)
+            elif (future := self._waiting.pop(frame.id, None)) is not None and not future.done():
+                future.set_result(frame.message)
+
+
+class FakeLauncher(LocalClient):
+    """A launcher without processes: obeys HostStore, Run and End."""
+
+    def __init__(
+        self,
+        path: Path,
+        job_uid: JobUid,
+        *,
+        running: RestartRound | None = None,
+        last_round: RestartRound | None = None,
+        port: int = 29400,
+    ) -> None:
+        super().__init__(
+            path,
+            Hello(
+                PROTOCOL_VERSION,
+                job_uid,
+                LocalRole.LAUNCHER,
+                round=running,
+                last_round=last_round,
+            ),
+        )
+        self._port = port
+        self.run: Run | None = None
+        self.ended: list[RestartRound] = []
+        self.on_push = self._obey
+
+    def _obey(self, message: Any) -> None:
+        match message:
+            case HostStore():
+                self.push(StoreAddress(message.round, self._port, "secret of the round"))
+            case Run():
+                self.run = message
+            case End():
+                self.ended.append(message.round)
+                self.push(Ended(message.round))
+
+    async def finish(self, round_: int) -> FinishReply:
+        """All ranks of the pod returned 0; waits for the release."""
+        reply = await self.request(Finish(RestartRound(round_)))
+        assert isinstance(reply, FinishReply), reply
+        return reply
+
+    async def runs(self, round_: int) -> Run:
+        """Wait for Run of this round."""
+        run: Run = await until(
+            lambda: self.run if self.run is not None and self.run.round == round_ else None,
+            f"Run of round {round_}",
+        )
+        return run

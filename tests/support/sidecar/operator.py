@@ -1,0 +1,134 @@
+"""A scripted operator: speaks HTTPS as the real one does, decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import aiohttp
+from tests.support.sidecar.waiting import DEADLINE_SECONDS
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.contract import peer_dns_name
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import (
+    JobUid,
+    RestartRound,
+    Step,
+    Worker,
+)
+from holdfast_core.messages.codec import dumps, loads
+from holdfast_core.messages.schema import (
+    CoordinatorState,
+    CopyAssignment,
+    Inventory,
+    Member,
+    Policy,
+    Refused,
+    RestorePoint,
+    Round,
+    Seal,
+)
+from holdfast_sidecar.wire.client import raise_refused
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class FakeOperator:
+    """Speaks to sidecars as the operator does; decides nothing."""
+
+    job_uid: JobUid
+    context: ssl.SSLContext
+    members: dict[int, Member] = field(default_factory=dict)
+
+    async def call(self, worker: int, path: str, message: Any, reply: type[T]) -> T:
+        """POST (or GET when `message` is None). Raises the refusal."""
+        member = self.members[worker]
+        host, control, _ = member.address.split(":")
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=self.context)) as session,
+            session.request(
+                "GET" if message is None else "POST",
+                f"https://{host}:{control}{path}",
+                data=None if message is None else dumps(message),
+                server_hostname=peer_dns_name(member.pod, self.job_uid),
+                timeout=aiohttp.ClientTimeout(total=DEADLINE_SECONDS + 30),
+            ) as response,
+        ):
+            data = await response.read()
+            if response.status != 200:
+                raise_refused(loads(Refused, data))
+            return loads(reply, data)
+
+    async def seal(self, worker: int, round_: int) -> Inventory:
+        return await self.call(worker, "/v1/seal", Seal(RestartRound(round_)), Inventory)
+
+    async def round(self, worker: int, message: Round) -> Inventory:
+        return await self.call(worker, "/v1/round", message, Inventory)
+
+    async def round_all(self, message: Round) -> list[Inventory]:
+        return list(await asyncio.gather(*(self.round(m.worker, message) for m in message.members)))
+
+    async def inventory(self, worker: int) -> Inventory:
+        return await self.call(worker, "/v1/inventory", None, Inventory)
+
+    async def state(self, coordinator: int, since: int = 0, timeout: int = 0) -> CoordinatorState:
+        return await self.call(
+            coordinator, f"/v1/state?since={since}&timeout={timeout}", None, CoordinatorState
+        )
+
+    async def state_until(
+        self,
+        coordinator: int,
+        condition: Callable[[CoordinatorState], bool],
+        what: str,
+        *,
+        acknowledge: bool = True,
+    ) -> CoordinatorState:
+        """Long-poll as the operator does until the state is as wanted."""
+        clock = SystemClock()
+        deadline = clock.monotonic() + DEADLINE_SECONDS
+        since = 0
+        while True:
+            try:
+                state = await self.state(coordinator, since, 2)
+            except (HoldfastError, aiohttp.ClientError):
+                await clock.sleep(0.1)
+                state = None
+            if state is not None and condition(state):
+                return state
+            if clock.monotonic() > deadline:
+                raise AssertionError(f"not within {DEADLINE_SECONDS} s: {what}; {state}")
+            since = state.version if state is not None and acknowledge else 0
+
+    def message(
+        self,
+        round_: int,
+        *,
+        version: int = 1,
+        restore: RestorePoint | None = None,
+        copies: tuple[tuple[int, int], ...] = (),
+        policy: Policy | None = None,
+        coordinator: int = 0,
+        store_host: int = 0,
+        last_persisted: RestorePoint | None = None,
+        holds: tuple[int, ...] = (),
+    ) -> Round:
+        """ROUND over the members known."""
+        return Round(
+            round=RestartRound(round_),
+            version=version,
+            restore_point=restore or RestorePoint(),
+            coordinator=Worker(coordinator),
+            store_host=Worker(store_host),
+            workers=len(self.members),
+            members=tuple(self.members[w] for w in sorted(self.members)),
+            copies=tuple(CopyAssignment(Worker(a), Worker(b)) for a, b in copies),
+            policy=policy or Policy(interval_steps=1, peer_copies=1 if copies else 0),
+            last_persisted=last_persisted,
+            holds=tuple(Step(step) for step in holds),
+        )

@@ -1,0 +1,81 @@
+"""The real sidecar as a child process, and damage to its disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.crash.failpoints import VARIABLE
+from tests.support.sidecar.waiting import until
+
+from holdfast_core.contract import SidecarContract
+from holdfast_core.shm.slot_header import (
+    HEADER_BYTES,
+)
+from holdfast_sidecar.base.settings import PORTS_FILE, inherited
+
+
+@dataclass(slots=True)
+class SidecarProcess:
+    """`python -m holdfast_sidecar` as a child, with its directories."""
+
+    contract: SidecarContract
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    launches: int = 0
+
+    @property
+    def shared(self) -> Path:
+        return Path(self.contract.shared_dir)
+
+    @property
+    def node(self) -> Path:
+        return Path(self.contract.node_dir)
+
+    def start(self, extra: dict[str, str] | None = None) -> None:
+        for directory in (self.shared, self.node):
+            directory.mkdir(parents=True, exist_ok=True)
+        (self.node / PORTS_FILE).unlink(missing_ok=True)
+        self.launches += 1
+        failing = VARIABLE in (extra or {})
+        module = "tests.support.sidecar.failing" if failing else "holdfast_sidecar"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                env={**inherited(), **self.contract.to_env(), **(extra or {})},
+                stdout=log,
+                stderr=log,
+            )
+
+    async def address(self) -> str:
+        """`ip:control:bulk`, once the process listens."""
+        path = self.node / PORTS_FILE
+
+        def ready() -> bool:
+            if self.process is not None and self.process.poll() is not None:
+                raise AssertionError(f"sidecar exited: {self.log.read_text()[-3000:]}")
+            return path.exists()
+
+        await until(ready, f"sidecar of {self.contract.pod_name} listens")
+        ports = json.loads(path.read_text())
+        return f"{self.contract.pod_ip}:{ports['control']}:{ports['bulk']}"
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def flip_a_bit(node_dir: Path, *, rank: int) -> Path:
+    """Damage the payload of the one shard of `rank` on this node; returns its file."""
+    (path,) = node_dir.rglob(f"rank{rank:06d}-*.shard")
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 5000)
+        byte = file.read(1)[0]
+        file.seek(HEADER_BYTES + 5000)
+        file.write(bytes([byte ^ 0x40]))
+    return path

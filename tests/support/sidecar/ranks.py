@@ -1,0 +1,207 @@
+"""A scripted rank with real slot files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.sidecar.local import LocalClient
+from tests.support.sidecar.waiting import until
+
+from holdfast_core.format.digest import digest_of, hex_of
+from holdfast_core.format.rank_layout import RankLayout, TensorSlice
+from holdfast_core.ids import (
+    ByteRange,
+    Digest,
+    JobUid,
+    Level,
+    Rank,
+    RestartRound,
+    Step,
+)
+from holdfast_core.messages.codec import dumps
+from holdfast_core.messages.schema import (
+    PROTOCOL_VERSION,
+    Fill,
+    Filled,
+    Hello,
+    LevelReached,
+    LocalRole,
+    Progress,
+    Restore,
+    RestorePoint,
+    RestoreReply,
+    SlotOffer,
+    Stage,
+    Staged,
+)
+from holdfast_core.shm.slot_header import (
+    HEADER_BYTES,
+    STATE_OFFSET,
+    SlotHeader,
+    SlotState,
+    pack_state,
+    slot_name,
+)
+
+
+def rank_document(rank: int, payload_bytes: int) -> bytes:
+    """A layout of one rank: one tensor over the whole payload."""
+    return RankLayout(
+        rank=Rank(rank),
+        tensors={
+            f"w{rank}": TensorSlice(
+                "U8", (payload_bytes,), (0,), (payload_bytes,), ByteRange(0, payload_bytes)
+            )
+        },
+        objects={},
+        payload_bytes=payload_bytes,
+    ).to_bytes()
+
+
+class FakeRank(LocalClient):
+    """A rank with real slot files: stages bytes and gets them back."""
+
+    def __init__(
+        self,
+        shared: Path,
+        job_uid: JobUid,
+        rank: int,
+        round_: int,
+        *,
+        capacity_bytes: int = 1 << 20,
+        slots: int = 2,
+    ) -> None:
+        super().__init__(
+            shared / "holdfast.sock",
+            Hello(
+                PROTOCOL_VERSION,
+                job_uid,
+                LocalRole.RANK,
+                rank=Rank(rank),
+                round=RestartRound(round_),
+            ),
+        )
+        self._shared = shared
+        self.rank = Rank(rank)
+        self.round = RestartRound(round_)
+        self._capacity = capacity_bytes
+        self.names = tuple(slot_name(self.rank, index) for index in range(slots))
+        directory = shared / "slots"
+        directory.mkdir(mode=0o770, exist_ok=True)
+        (shared / "layouts").mkdir(mode=0o770, exist_ok=True)
+        for name in self.names:
+            self._allocate(directory / name)
+
+    def _allocate(self, path: Path) -> None:
+        """Keeps a slot that is there: its bytes may be what the next restore wants."""
+        if path.exists() and path.stat().st_size == HEADER_BYTES + self._capacity:
+            return
+        with path.open("wb") as file:
+            file.write(SlotHeader(SlotState.FREE, self.rank, self._capacity).pack())
+            file.truncate(HEADER_BYTES + self._capacity)
+
+    def path(self, name: str) -> Path:
+        return self._shared / "slots" / name
+
+    def header(self, name: str) -> SlotHeader:
+        with self.path(name).open("rb") as file:
+            return SlotHeader.unpack(file.read(HEADER_BYTES))
+
+    def payload(self, name: str) -> bytes:
+        header = self.header(name)
+        with self.path(name).open("rb") as file:
+            file.seek(HEADER_BYTES)
+            return file.read(header.payload_bytes)
+
+    def fill_slot(self, name: str, step: int, data: bytes) -> None:
+        """FILLING, the bytes, the header, FULL last: as the SDK does it."""
+        header = SlotHeader(
+            SlotState.FILLING, self.rank, self._capacity, self.round, Step(step), len(data)
+        )
+        with self.path(name).open("r+b") as file:
+            file.write(header.pack())
+            file.seek(HEADER_BYTES)
+            file.write(data)
+            file.flush()
+            file.seek(STATE_OFFSET)
+            file.write(pack_state(SlotState.FULL))
+
+    def free_slot(self, name: str) -> None:
+        with self.path(name).open("r+b") as file:
+            file.seek(STATE_OFFSET)
+            file.write(pack_state(SlotState.FREE))
+
+    def own_slot(self, name: str, message: Stage) -> None:
+        """Leave the slot as a sidecar leaves it that dies between Staged and the shard."""
+        staged = self._shared / "staged"
+        staged.mkdir(exist_ok=True)
+        (staged / f"{name}.json").write_bytes(dumps(message))
+        with self.path(name).open("r+b") as file:
+            file.seek(STATE_OFFSET)
+            file.write(pack_state(SlotState.OWNED))
+
+    def write_layout(self, document: bytes) -> Digest:
+        digest = digest_of(document)
+        path = self._shared / "layouts" / f"{hex_of(digest)}.json"
+        temporary = path.with_suffix(f".{self.rank}.tmp")
+        temporary.write_bytes(document)
+        temporary.replace(path)
+        return digest
+
+    async def save(self, step: int, data: bytes, layout: bytes | None = None) -> str:
+        """Waits for a free slot, stages; returns the slot's name. `layout`: see `write_layout`."""
+        name: str = await until(
+            lambda: next((n for n in self.names if self.header(n).state is SlotState.FREE), None),
+            f"a free slot of rank {self.rank}",
+        )
+        self.fill_slot(name, step, data)
+        message = self.stage_message(name, step, data, layout)
+        reply = await self.request(message)
+        assert reply == Staged(Step(step)), reply
+        return name
+
+    def stage_message(
+        self, name: str, step: int, data: bytes, layout: bytes | None = None
+    ) -> Stage:
+        digest = self.write_layout(layout or rank_document(self.rank, len(data)))
+        return Stage(self.round, Step(step), self.rank, name, len(data), digest)
+
+    async def reached(self, step: int, level: Level) -> None:
+        """Wait until the sidecar has pushed this level (or a higher one) for the step."""
+        order = (Level.MEMORY, Level.LOCAL, Level.REPLICATED, Level.PERSISTED)
+
+        def seen() -> bool:
+            return any(
+                isinstance(m, LevelReached)
+                and m.step == step
+                and order.index(m.level) >= order.index(level)
+                for m in self.pushed
+            )
+
+        await until(seen, f"rank {self.rank}: step {step} at level {level}")
+
+    def progress(self, step: int) -> None:
+        self.push(Progress(self.round, self.rank, Step(step), {"loss": 1.0}))
+
+    async def reshard(self, wanted: RankLayout) -> tuple[RestoreReply, bytes, Filled]:
+        """Restore, then Fill with a layout of its own: the payload and where it came from."""
+        reply = await self.request(Restore(self.round, self.rank, with_layout=True))
+        assert isinstance(reply, RestoreReply), reply
+        digest = self.write_layout(wanted.to_bytes())
+        offers = tuple(SlotOffer(n, self._capacity) for n in self.names)
+        filled = await self.request(Fill(self.round, self.rank, offers, digest))
+        assert isinstance(filled, Filled), filled
+        with self.path(filled.slot).open("rb") as file:
+            file.seek(HEADER_BYTES)
+            return reply, file.read(filled.payload_bytes), filled
+
+    async def restore(self) -> tuple[RestorePoint, bytes | None, Filled | None]:
+        """Restore and Fill: the point, the payload and where it came from."""
+        reply = await self.request(Restore(self.round, self.rank))
+        assert isinstance(reply, RestoreReply), reply
+        if reply.restore_point.step is None:
+            return reply.restore_point, None, None
+        offers = tuple(SlotOffer(n, self._capacity) for n in self.names)
+        filled = await self.request(Fill(self.round, self.rank, offers))
+        assert isinstance(filled, Filled), filled
+        return reply.restore_point, self.payload(filled.slot), filled

@@ -1,0 +1,1 @@
+"""Tiers for tests: in memory, failing on purpose, and the contract that every node tier passes."""

@@ -1,0 +1,354 @@
+"""Wrappers that make any tier fail on purpose: the wrapped tier keeps the contract, this one does
+what disks and stores do on bad days. Only tests build one.
+
+A Fault names an operation (a method of the contract, or one of the writer's and reader's:
+`copy.write`, `copy.commit`, `read`, `verify`), when it strikes, and what happens: an error, a
+delay, or a flipped bit in the bytes that pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from types import TracebackType
+from typing import Self
+
+from holdfast_core.errors import HoldfastError, UnavailableError
+from holdfast_core.ids import ByteRange, CheckpointId, Digest, JobUid, ShardRef
+from holdfast_core.shards.chunk_table import ChunkTable
+from holdfast_core.shards.file import Trailer
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.tiers.base import (
+    CopyWriter,
+    NodeTier,
+    ObjectTier,
+    OpenWriter,
+    PayloadSource,
+    ShardReader,
+    ShardSource,
+)
+
+
+class FaultKind(StrEnum):
+    ERR = "err"
+    DELAY = "delay"
+    FLIP = "flip"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    operation: str
+    kind: FaultKind
+    first: int = 1
+    """The call from which it strikes, counted per operation from 1."""
+    times: int | None = None
+    """For how many calls; None: for ever."""
+    error: HoldfastError | None = None
+    """What ERR raises; None: UnavailableError."""
+    seconds: float = 0.0
+
+
+class Faults:
+    """Counts calls and says what strikes. Thread-safe; faults may come and go at any time."""
+
+    def __init__(self, faults: Iterable[Fault] = ()) -> None:
+        self._faults = list(faults)
+        self._calls: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, fault: Fault) -> None:
+        """Calls are counted from the beginning, not from here."""
+        with self._lock:
+            self._faults.append(fault)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._faults.clear()
+
+    def calls(self, operation: str) -> int:
+        with self._lock:
+            return self._calls[operation]
+
+    def strike(self, operation: str) -> bool:
+        """Raise or wait as the faults say; True where the bytes are to be flipped."""
+        with self._lock:
+            self._calls[operation] += 1
+            call = self._calls[operation]
+            struck = [f for f in self._faults if f.operation == operation and _due(f, call)]
+        flip = False
+        for fault in struck:
+            match fault.kind:
+                case FaultKind.DELAY:
+                    time.sleep(fault.seconds)
+                case FaultKind.FLIP:
+                    flip = True
+                case FaultKind.ERR:
+                    raise fault.error or UnavailableError(f"fault: {operation} call {call}")
+        return flip
+
+
+class FaultyNodeTier:
+    """NodeTier that fails by the rules of `faults`."""
+
+    def __init__(self, inner: NodeTier, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        self._faults.strike("write_shard")
+        return self._inner.write_shard(header, source)
+
+    def begin_copy(self, ref: ShardRef, file_bytes: int) -> CopyWriter:
+        self._faults.strike("begin_copy")
+        return FaultyCopyWriter(self._inner.begin_copy(ref, file_bytes), self._faults)
+
+    def find(self, ref: ShardRef) -> ShardRecord | None:
+        self._faults.strike("find")
+        return self._inner.find(ref)
+
+    def list_shards(self) -> tuple[ShardRecord, ...]:
+        self._faults.strike("list_shards")
+        return self._inner.list_shards()
+
+    def open_shard(self, ref: ShardRef) -> ShardReader:
+        self._faults.strike("open_shard")
+        return FaultyShardReader(self._inner.open_shard(ref), self._faults)
+
+    def put_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, document: bytes) -> Digest:
+        self._faults.strike("put_manifest")
+        return self._inner.put_manifest(job_uid, checkpoint, document)
+
+    def get_manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
+        flip = self._faults.strike("get_manifest")
+        return _flipped(self._inner.get_manifest(job_uid, checkpoint), flip)
+
+    def list_manifests(self) -> tuple[tuple[JobUid, CheckpointId], ...]:
+        self._faults.strike("list_manifests")
+        return self._inner.list_manifests()
+
+    def put_layout(self, document: bytes) -> Digest:
+        self._faults.strike("put_layout")
+        return self._inner.put_layout(document)
+
+    def get_layout(self, digest: Digest) -> bytes:
+        flip = self._faults.strike("get_layout")
+        return _flipped(self._inner.get_layout(digest), flip)
+
+    def delete_checkpoint(self, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        self._faults.strike("delete_checkpoint")
+        self._inner.delete_checkpoint(job_uid, checkpoint)
+
+    def delete_shard(self, ref: ShardRef) -> None:
+        self._faults.strike("delete_shard")
+        self._inner.delete_shard(ref)
+
+    def quarantine(self, ref: ShardRef, reason: str) -> None:
+        self._faults.strike("quarantine")
+        self._inner.quarantine(ref, reason)
+
+    def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
+        self._faults.strike("quarantine_manifest")
+        self._inner.quarantine_manifest(job_uid, checkpoint, reason)
+
+    def quarantine_layout(self, digest: Digest, reason: str) -> None:
+        self._faults.strike("quarantine_layout")
+        self._inner.quarantine_layout(digest, reason)
+
+    def free_bytes(self) -> int:
+        self._faults.strike("free_bytes")
+        return self._inner.free_bytes()
+
+
+class FaultyObjectTier:
+    """ObjectTier that fails by the rules of `faults`."""
+
+    def __init__(self, inner: ObjectTier, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    def upload_shard(self, namespace: str, reader: ShardReader) -> None:
+        self._faults.strike("upload_shard")
+        self._inner.upload_shard(namespace, reader)
+
+    def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
+        self._faults.strike("download_shard")
+
+        def open_faulty(ref: ShardRef, file_bytes: int) -> CopyWriter:
+            return FaultyCopyWriter(open_writer(ref, file_bytes), self._faults)
+
+        return self._inner.download_shard(namespace, ref, open_faulty)
+
+    def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
+        self._faults.strike("open_shard")
+        return FaultySource(self._inner.open_shard(namespace, ref), self._faults)
+
+    def put_manifest(
+        self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes
+    ) -> Digest:
+        self._faults.strike("put_manifest")
+        return self._inner.put_manifest(namespace, job_uid, checkpoint, document)
+
+    def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
+        flip = self._faults.strike("get_manifest")
+        return _flipped(self._inner.get_manifest(namespace, job_uid, checkpoint), flip)
+
+    def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]:
+        self._faults.strike("list_manifests")
+        return self._inner.list_manifests(namespace, job_uid)
+
+    def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
+        self._faults.strike("put_layout")
+        return self._inner.put_layout(namespace, job_uid, document)
+
+    def list_layouts(
+        self, namespace: str, job_uid: JobUid, older_than: timedelta
+    ) -> frozenset[Digest]:
+        self._faults.strike("list_layouts")
+        return self._inner.list_layouts(namespace, job_uid, older_than)
+
+    def delete_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> None:
+        self._faults.strike("delete_layout")
+        self._inner.delete_layout(namespace, job_uid, digest)
+
+    def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes:
+        flip = self._faults.strike("get_layout")
+        return _flipped(self._inner.get_layout(namespace, job_uid, digest), flip)
+
+    def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        self._faults.strike("delete_checkpoint")
+        self._inner.delete_checkpoint(namespace, job_uid, checkpoint)
+
+
+class FaultyCopyWriter:
+    def __init__(self, inner: CopyWriter, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+        self._room = memoryview(b"")
+
+    @property
+    def offset(self) -> int:
+        return self._inner.offset
+
+    def room(self, length: int) -> memoryview:
+        self._room = self._inner.room(length)
+        return self._room
+
+    def advance(self, length: int) -> None:
+        if self._faults.strike("copy.write") and length:
+            self._room[length // 2] ^= 1
+        self._inner.advance(length)
+
+    def write(self, data: memoryview | bytes) -> None:
+        flip = self._faults.strike("copy.write")
+        self._inner.write(_flipped(bytes(data), True) if flip else data)
+
+    def commit(self) -> ShardRecord:
+        self._faults.strike("copy.commit")
+        return self._inner.commit()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+class FaultySource:
+    """Its errors come before a run of chunks, its flips after that was verified."""
+
+    def __init__(self, inner: ShardSource, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    @property
+    def trailer(self) -> Trailer:
+        return self._inner.trailer
+
+    def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
+        for view in self._inner.read(wanted):
+            flip = self._faults.strike("read")
+            yield memoryview(_flipped(bytes(view), True)) if flip else view
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class FaultyShardReader:
+    """Its flips strike after the inner tier has verified: what a fault in memory would do."""
+
+    def __init__(self, inner: ShardReader, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    @property
+    def record(self) -> ShardRecord:
+        return self._inner.record
+
+    @property
+    def table(self) -> ChunkTable:
+        return self._inner.table
+
+    @property
+    def fd(self) -> int:
+        return self._inner.fd
+
+    def read_payload_into(self, offset: int, buffer: memoryview) -> None:
+        flip = self._faults.strike("read")
+        self._inner.read_payload_into(offset, buffer)
+        if flip and len(buffer):
+            buffer[len(buffer) // 2] ^= 1
+
+    def read_payload(self) -> Generator[memoryview]:
+        for view in self._inner.read_payload():
+            yield self._struck(view)
+
+    def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
+        for view in self._inner.read_file(ranges):
+            yield self._struck(view)
+
+    def _struck(self, view: memoryview) -> memoryview:
+        flip = self._faults.strike("read")
+        return memoryview(_flipped(bytes(view), True)) if flip else view
+
+    def verify(self) -> None:
+        self._faults.strike("verify")
+        self._inner.verify()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _due(fault: Fault, call: int) -> bool:
+    return call >= fault.first and (fault.times is None or call < fault.first + fault.times)
+
+
+def _flipped(data: bytes, flip: bool) -> bytes:
+    if not flip or not data:
+        return data
+    changed = bytearray(data)
+    changed[len(changed) // 2] ^= 1
+    return bytes(changed)

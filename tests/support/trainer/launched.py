@@ -1,0 +1,147 @@
+"""`holdfast run` as users run it: a process with ranks, to watch and to kill.
+
+The program should write "<steps done> <pid>" to `<progress>/rank<r>`, as examples/gpt/train.py does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from holdfast.base.settings import current_environment
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+    """Poll; raises AssertionError naming `what` when the time is over."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(0.01)
+
+
+def committed_step(directory: Path) -> int:
+    """The newest step of a directory that has a manifest; 0 for none.
+
+    For looking while ranks save: a folder that they take away meanwhile is passed over.
+    """
+    steps = [0]
+    for folder, _, files in os.walk(directory):
+        path = Path(folder)
+        if path.parent.name == "manifests" and any(name.endswith(".json") for name in files):
+            steps.append(int(path.name[1:]))
+    return max(steps)
+
+
+def children_of(pid: int) -> list[int]:
+    """Living descendants of a process."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in task.read_text().split():
+                found += [int(child), *children_of(int(child))]
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Zombies count as dead."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+@dataclass(slots=True)
+class Launched:
+    """A context manager: whatever is left is killed at its end."""
+
+    directory: Path
+    """For output and progress."""
+    options: Sequence[str]
+    """Of `holdfast run`."""
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def progress(self) -> Path:
+        return self.directory / "progress"
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise AssertionError("not started: use it as a context manager")
+        return self._process
+
+    def __enter__(self) -> Self:
+        self.progress.mkdir(parents=True, exist_ok=True)
+        with open(self._out, "wb") as out, open(self._err, "wb") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.run", *self.options, "--", *self.command],
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                env={**current_environment(), **self.environment},
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for pid in [*children_of(self.process.pid), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self, seconds: float = 240.0) -> int:
+        """The exit code."""
+        return self.process.wait(seconds)
+
+    def step_of(self, rank: int) -> int:
+        """Steps done by the newest process of `rank`; 0 before its first."""
+        return self._progress_of(rank)[0]
+
+    def pid_of(self, rank: int) -> int | None:
+        return self._progress_of(rank)[1]
+
+    def kill_rank(self, rank: int) -> int:
+        """SIGKILL to the rank's process; the step that it had done."""
+        step, pid = self._progress_of(rank)
+        if pid is None:
+            raise AssertionError(f"rank {rank} has not done a step yet")
+        os.kill(pid, signal.SIGKILL)
+        return step
+
+    def out(self) -> str:
+        return self._out.read_text()
+
+    def err(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def _out(self) -> Path:
+        return self.directory / "out.log"
+
+    @property
+    def _err(self) -> Path:
+        return self.directory / "err.log"
+
+    def _progress_of(self, rank: int) -> tuple[int, int | None]:
+        with contextlib.suppress(OSError, ValueError):
+            step, pid = (self.progress / f"rank{rank}").read_text().split()
+            return int(step), int(pid)
+        return 0, None

@@ -1,0 +1,76 @@
+"""Levels rise, failures name the level, waiting ends by either."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast import SaveTimeoutError
+from holdfast.base.handle import SaveHandle
+from holdfast_core.errors import SaveFailedError
+from holdfast_core.ids import Level, RestartRound, Step
+
+
+@pytest.fixture
+def handle() -> SaveHandle:
+    return SaveHandle(Step(3), RestartRound(1))
+
+
+def test_levels_include_the_ones_before(handle: SaveHandle) -> None:
+    handle.reach(Level.REPLICATED)
+    handle.reach(Level.LOCAL)
+    assert handle.level is Level.REPLICATED
+    handle.wait("local", timeout=0)
+    handle.wait("replicated", timeout=0)
+
+
+def test_time_over(handle: SaveHandle) -> None:
+    with pytest.raises(TimeoutError):
+        handle.wait("local", timeout=0)
+    with pytest.raises(SaveTimeoutError, match="step 3"):
+        handle.wait("persisted", timeout=0)
+
+
+def test_a_failed_level_fails_those_above(handle: SaveHandle) -> None:
+    handle.reach(Level.LOCAL)
+    handle.fail(Level.REPLICATED, "PeerUnreachable: gone")
+    handle.wait("local", timeout=0)
+    for level in ("replicated", "persisted"):
+        with pytest.raises(SaveFailedError, match="PeerUnreachable"):
+            handle.wait(level, timeout=0)
+    assert handle.failure == "PeerUnreachable: gone"
+
+
+def test_no_such_level(handle: SaveHandle) -> None:
+    with pytest.raises(ValueError, match="everywhere"):
+        handle.wait("everywhere")
+
+
+def test_memory_is_below_local_and_settles_nothing(handle: SaveHandle) -> None:
+    handle.reach(Level.MEMORY)
+    handle.wait("memory", timeout=0)
+    assert not handle.settled
+    assert not handle.durable
+    with pytest.raises(TimeoutError):
+        handle.wait("local", timeout=0)
+    handle.reach(Level.LOCAL)
+    assert handle.settled
+    assert handle.durable
+
+
+def test_who_waits_for_an_overtaken_step_hears_of_it(handle: SaveHandle) -> None:
+    handle.fail(Level.MEMORY, "Overtaken: by a newer step")
+    assert handle.settled
+    for level in ("memory", "local", "persisted"):
+        with pytest.raises(SaveFailedError, match="Overtaken"):
+            handle.wait(level, timeout=0)
+
+
+def test_a_level_that_was_reached_does_not_fail_afterwards() -> None:
+    """A sidecar that has forgotten what a step of long ago had reached calls it overtaken when it is
+    pruned."""
+    handle = SaveHandle(Step(3), RestartRound(0))
+    handle.reach(Level.LOCAL)
+    handle.fail(Level.MEMORY, "Overtaken")
+    assert handle.failure is None
+    handle.fail(Level.REPLICATED, "no peer")
+    assert handle.failure == "no peer"

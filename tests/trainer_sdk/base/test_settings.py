@@ -1,0 +1,90 @@
+"""What the launcher writes is what a rank reads."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from torch.distributed.elastic.agent.server import local_elastic_agent
+
+from holdfast.base.settings import RankSettings, rank_environment
+from holdfast_core.errors import ConfigError
+from holdfast_core.ids import Rank, RestartRound, Step
+
+FULL = RankSettings(
+    rank=Rank(3),
+    world_size=8,
+    local_rank=1,
+    local_world_size=2,
+    master_address="10.0.0.7",
+    master_port=4711,
+    round=RestartRound(5),
+    interval_steps=50,
+    restore_step=Step(100),
+    restore_known=True,
+    scratch_dir="/dev/shm/x",
+    agent_store=True,
+    store_secret="secret",
+)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(FULL, id="all"),
+        pytest.param(
+            RankSettings(round=RestartRound(0), restore_known=True, agent_store=True),
+            id="nothing-to-restore",
+        ),
+        pytest.param(
+            RankSettings(round=RestartRound(0), interval_steps=0, agent_store=True), id="not-told"
+        ),
+    ],
+)
+def test_environment_round_trip(settings: RankSettings) -> None:
+    env = rank_environment(settings, group_rank=1, run_id="job")
+    assert RankSettings.from_env(env) == settings
+
+
+def test_torchrun_names_are_kept() -> None:
+    env = rank_environment(FULL, group_rank=1, run_id="job", max_restarts=9)
+    assert env["GROUP_WORLD_SIZE"] == "4"
+    assert env["ROLE_NAME"] == "default"
+    assert env["ROLE_RANK"] == "3"
+    assert env["ROLE_WORLD_SIZE"] == "8"
+    assert env["TORCHELASTIC_MAX_RESTARTS"] == "9"
+    assert env["RANK"] == "3"
+    assert env["WORLD_SIZE"] == "8"
+    assert env["LOCAL_RANK"] == "1"
+    assert env["LOCAL_WORLD_SIZE"] == "2"
+    assert env["GROUP_RANK"] == "1"
+    assert env["MASTER_ADDR"] == "10.0.0.7"
+    assert env["MASTER_PORT"] == "4711"
+    assert env["TORCHELASTIC_RESTART_COUNT"] == "5"
+    assert env["TORCHELASTIC_RUN_ID"] == "job"
+    assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+def test_nothing_that_torchrun_sets_is_missing() -> None:
+    """As torch's own agent spells it: a new release of torch may add a variable."""
+    source = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
+    names = set(re.findall(r'^ {16}"([A-Z_]+)":', source, re.MULTILINE))
+    assert "RANK" in names
+    assert names <= rank_environment(FULL, group_rank=1, run_id="job").keys()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param({"RANK": "one"}, id="no-number"),
+        pytest.param({"RANK": "2", "WORLD_SIZE": "2"}, id="outside-of-the-world"),
+    ],
+)
+def test_nonsense_is_refused(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        RankSettings.from_env(env)
+
+
+def test_outside_of_a_launcher_there_is_one_rank() -> None:
+    assert RankSettings.from_env({}) == RankSettings()

@@ -1,0 +1,188 @@
+"""The link's thread goes on, whatever its callbacks and its connections raise."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.support.trainer.launched import until
+
+from holdfast.connection.link import Link
+from holdfast_core.errors import HoldfastError, RefusedError
+from holdfast_core.ids import JobUid, Rank, RestartRound, Step
+from holdfast_core.messages.schema import (
+    PROTOCOL_VERSION,
+    Hello,
+    HelloReply,
+    LocalRole,
+    Restore,
+    RestorePoint,
+    RestoreReply,
+    SaveRequested,
+)
+from holdfast_core.messages.socket_frames import receive_frame, send_frame
+
+ROUND = RestartRound(3)
+
+
+class Other:
+    """The other side: a connection for each `connect`, answered by the test."""
+
+    def __init__(self) -> None:
+        self.connections: list[socket.socket] = []
+        self.failures: list[BaseException] = []
+
+    def connect(self) -> socket.socket:
+        if self.failures:
+            raise self.failures.pop(0)
+        ours, theirs = socket.socketpair()
+        theirs.settimeout(60)
+        self.connections.append(theirs)
+        return ours
+
+    def greet(self, number: int = 0) -> socket.socket:
+        until(lambda: len(self.connections) > number, "a connection")
+        connection = self.connections[number]
+        frame = receive_frame(connection)
+        assert frame is not None and isinstance(frame.message, Hello)
+        send_frame(connection, HelloReply(ROUND), frame.id)
+        return connection
+
+
+class Events:
+    """Raises what the test says, once for each callback that is named."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, BaseException] = {}
+        self.pushed: list[Any] = []
+        self.calls: list[str] = []
+        self.link: Link | None = None
+        self.was_ready: list[bool] = []
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        error = self.failures.pop(name, None)
+        if error is not None:
+            raise error
+
+    def hello(self) -> Hello:
+        self._called("hello")
+        return Hello(PROTOCOL_VERSION, JobUid("job"), LocalRole.RANK, Rank(0), None)
+
+    def greeted(self, reply: HelloReply) -> None:
+        assert self.link is not None
+        self.was_ready.append(self.link.is_connected)
+        self._called("greeted")
+
+    def connected(self) -> None:
+        self._called("connected")
+
+    def disconnected(self, reason: str) -> None:
+        self._called("disconnected")
+
+    def refused(self, error: HoldfastError) -> None:
+        self._called("refused")
+
+    def push(self, message: Any) -> None:
+        self._called("push")
+        self.pushed.append(message)
+
+
+@pytest.fixture
+def other() -> Other:
+    return Other()
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+def link(other: Other, events: Events) -> Iterator[Link]:
+    link = Link(other.connect, events, peer="the other side")
+    events.link = link
+    yield link
+    link.close()
+    for connection in other.connections:
+        connection.close()
+
+
+KINDS = [ValueError("x"), MemoryError(), OSError(5, "x"), SystemExit(1), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "where", ["push", "disconnected", "connected", "greeted", "hello", "reply"]
+)
+def test_an_exception_does_not_end_the_thread(
+    other: Other, events: Events, link: Link, where: str, error: BaseException
+) -> None:
+    def raise_it(future: object) -> None:
+        raise error
+
+    if where != "reply":
+        events.failures[where] = error
+    link.start()
+    begins_again = where in ("connected", "greeted", "hello", "disconnected")
+    if where != "hello":
+        connection = other.greet()
+    if where == "disconnected":
+        until(lambda: "connected" in events.calls, "the first connection")
+        connection.close()
+    if begins_again:
+        connection = other.greet(1)
+    assert link.wait_connected(60)
+    if where == "reply":
+        first = link.submit(Restore(ROUND, Rank(0)))
+        first.add_done_callback(raise_it)
+        answer(connection)
+        first.result(60)
+    if where == "push":
+        send_frame(connection, SaveRequested(ROUND, "lost"), 0)
+    send_frame(connection, SaveRequested(ROUND, "kept"), 0)
+    until(lambda: [m.token for m in events.pushed] == ["kept"], "the next push")
+    last = link.submit(Restore(ROUND, Rank(0)))
+    answer(connection)
+    assert last.result(60) == RestoreReply(RestorePoint(Step(7), ROUND))
+
+
+@pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
+def test_a_connection_that_cannot_be_opened_is_tried_again(
+    other: Other, events: Events, link: Link, error: BaseException
+) -> None:
+    other.failures.append(error)
+    link.start()
+    other.greet()
+    assert link.wait_connected(60)
+    assert events.calls.count("disconnected") == 1
+
+
+def test_the_round_is_known_before_anybody_sees_the_connection(
+    other: Other, events: Events, link: Link
+) -> None:
+    """Whoever waited for the connection asked in round 0 otherwise."""
+    link.start()
+    other.greet()
+    assert link.wait_connected(60)
+    assert events.was_ready == [False]
+
+
+def test_what_cannot_be_sent_fails_at_once(other: Other, link: Link) -> None:
+    """It is not lost with the connection, so nothing would hand it over again."""
+    link.start()
+    other.greet()
+    assert link.wait_connected(60)
+    futures = []
+    while not (futures and futures[-1].done()):  # the other side reads nothing
+        futures.append(link.submit(SaveRequested(ROUND, "x" * 500_000)))
+    with pytest.raises(RefusedError, match="wait to be sent to the other side"):
+        futures[-1].result()
+
+
+def answer(connection: socket.socket) -> None:
+    frame = receive_frame(connection)
+    assert frame is not None and isinstance(frame.message, Restore)
+    send_frame(connection, RestoreReply(RestorePoint(Step(7), ROUND)), frame.id)

@@ -1,0 +1,124 @@
+"""What a session does with saves whose slot holds a newer save by now."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.base.handle import SaveHandle
+from holdfast.connection.session import Session
+from holdfast.slots.staging import Slot, SlotRing
+from holdfast_core.errors import FormatError, RefusedError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import JobUid, Level, Rank, RestartRound, Step
+from holdfast_core.messages.schema import (
+    OVERTAKEN,
+    HelloReply,
+    LevelReached,
+    Refusal,
+    SaveFailed,
+    Stage,
+    Staged,
+)
+from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_header import SlotState
+
+ROUND, RANK = RestartRound(0), Rank(0)
+
+
+class Words:
+    """A link that keeps what it is given; the test answers."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, Future[Any]]] = []
+
+    def submit(self, message: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.sent.append((message, future))
+        return future
+
+    @property
+    def steps(self) -> list[int]:
+        return [message.step for message, _ in self.sent]
+
+
+@pytest.fixture
+def slot(tmp_path: Path) -> Slot:
+    ring = SlotRing(tmp_path, RANK, 1)
+    ring.ensure(4096, ROUND)
+    (slot,) = ring.slots
+    return slot
+
+
+def save(session: Session, slot: Slot, step: int) -> SaveHandle:
+    """The slot is taken, filled and handed over."""
+    handle = SaveHandle(Step(step), ROUND)
+    slot.begin(ROUND, Step(step), 100)
+    slot.complete()
+    session.stage(Stage(ROUND, Step(step), RANK, slot.name, 100, digest_of(b"")), slot, handle)
+    return handle
+
+
+def session_with(words: Words) -> Session:
+    session = Session(JobUid("job"), RANK, ROUND)
+    session.link = words  # type: ignore[assignment]
+    return session
+
+
+def test_only_the_save_that_is_in_the_slot_is_handed_over_again(slot: Slot) -> None:
+    """The older one gave way while the connection was broken: its slot is the newer one's."""
+    words = Words()
+    session = session_with(words)
+    save(session, slot, 1)
+    save(session, slot, 2)
+    session.greeted(HelloReply(ROUND))
+    session.connected()
+    assert words.steps == [1, 2, 2]
+
+
+def test_a_save_that_is_refused_late_leaves_the_newer_one_alone(slot: Slot) -> None:
+    words = Words()
+    session = session_with(words)
+    older = save(session, slot, 1)
+    save(session, slot, 2)
+    words.sent[0][1].set_exception(FormatError("the slot holds step 2"))
+    assert slot.header().state is SlotState.FULL
+    assert older.settled
+    words.sent[1][1].set_exception(FormatError("refused"))
+    assert slot.header().state is SlotState.FREE
+
+
+def test_an_overtaken_save_is_no_failed_one(slot: Slot) -> None:
+    words = Words()
+    session = session_with(words)
+    handle = save(session, slot, 1)
+    words.sent[0][1].set_result(Staged(Step(1)))
+    session.push(LevelReached(Step(1), ROUND, Level.MEMORY))
+    session.push(SaveFailed(Step(1), ROUND, Level.LOCAL, OVERTAKEN, "by step 2"))
+    assert handle.level is Level.MEMORY
+    assert handle.overtaken
+
+
+def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
+    slot: Slot, tmp_path: Path
+) -> None:
+    """It refuses whatever is handed over again, and takes the slot up when its ROUND comes."""
+    words = Words()
+    session = session_with(words)
+    handle = save(session, slot, 1)
+    words.sent[0][1].set_result(Staged(Step(1)))
+    sidecars = SlotFile.open(tmp_path, slot.name)
+    sidecars.set_state(SlotState.OWNED)
+    session.greeted(HelloReply(ROUND))
+    session.connected()
+    assert words.steps == [1, 1]
+    words.sent[1][1].set_exception(RefusedError(Refusal.SEALED, "waits for its ROUND"))
+    header = slot.header()
+    assert (header.state, header.step) == (SlotState.OWNED, 1)
+    assert not handle.settled
+    session.push(LevelReached(Step(1), ROUND, Level.LOCAL))
+    assert handle.durable
+    sidecars.close()

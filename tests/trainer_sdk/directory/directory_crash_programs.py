@@ -1,0 +1,216 @@
+"""What the persister of a folder does in one save of two ranks, to be killed anywhere.
+
+usage: directory_crash_programs.py kills|starts|power|again; prints a report as JSON. A process of its own,
+because a tracer waits for all of its children.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import queue
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from unittest.mock import patch
+
+from tests.support.crash.crash import (
+    Report,
+    beside,
+    cut_power,
+    cut_power_after_a_restart,
+    kill_at_every_call,
+    record,
+)
+from tests.support.crash.traced import Say
+from tests.support.shards.builders import payload, rank_layout_and_plan
+
+from holdfast.base.layouts import LayoutFiles
+from holdfast.directory.choice import candidates, load_choice
+from holdfast.directory.commit import Committer
+from holdfast.directory.options import ServiceOptions
+from holdfast.directory.service import DirectoryService
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import Level, Rank, Step
+from holdfast_core.messages.schema import Fill, LevelReached, Policy, SlotOffer, Stage
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
+
+WORLD = 2
+ROWS = 1000
+CAPACITY = 64 << 10
+NOT_DURABLE = ("ckpt/prepared", "ckpt/.prune")
+"""Records that are not synced may be torn, or be lost: test_directory_commit.py."""
+
+
+@functools.cache
+def layout_and_size(rank: int) -> tuple[bytes, int]:
+    layout, plan = rank_layout_and_plan(rank=rank, world_size=WORLD, rows_per_rank=ROWS)
+    return layout, plan.total_bytes
+
+
+@functools.cache
+def bytes_of(step: int, rank: int) -> bytes:
+    return payload(layout_and_size(rank)[1], seed=100 * step + rank)
+
+
+class Gang:
+    """Two ranks and their persister. What lies in shared memory is not watched: it is not durable."""
+
+    def __init__(self, directory: Path, memory: Path) -> None:
+        self.memory = memory
+        self.levels: queue.SimpleQueue[object] = queue.SimpleQueue()
+        for rank in range(WORLD):
+            (memory / slot_name(Rank(rank), 0)).write_bytes(bytes(HEADER_BYTES + CAPACITY))
+            self.slot(rank).write_header(SlotHeader(SlotState.FREE, Rank(rank), CAPACITY))
+        self.service = DirectoryService(
+            ServiceOptions(
+                root=directory / "ckpt",
+                slots_dir=memory,
+                layouts_dir=memory / "layouts",
+                world_size=WORLD,
+                own_ranks=range(WORLD),
+                policy=Policy(interval_steps=1, keep_last=2),
+            )
+        )
+        self.service.start()
+
+    def slot(self, rank: int) -> SlotFile:
+        return SlotFile.open(self.memory, slot_name(Rank(rank), 0))
+
+    def save(self, step: int, say: Say) -> None:
+        self.stage(step)
+        for _ in range(WORLD):
+            message = self.levels.get(timeout=60)
+            while not (isinstance(message, LevelReached) and message.level is Level.LOCAL):
+                message = self.levels.get(timeout=60)
+        say(f"committed {step}")
+
+    def stage(self, step: int) -> None:
+        for rank in range(WORLD):
+            layout, size = layout_and_size(rank)
+            LayoutFiles(self.memory / "layouts").ensure(layout, digest_of(layout))
+            slot = self.slot(rank)
+            slot.write_payload(0, memoryview(bytes_of(step, rank)))
+            slot.write_header(
+                SlotHeader(
+                    SlotState.FULL, Rank(rank), CAPACITY, self.service.round, Step(step), size
+                )
+            )
+            slot.close()
+            stage = Stage(
+                self.service.round, Step(step), Rank(rank), slot.name, size, digest_of(layout)
+            )
+            self.service.handle(stage, self.levels.put)
+
+    def filled(self, rank: int) -> bytes:
+        """What a restore gives the rank."""
+        offer = SlotOffer(slot_name(Rank(rank), 0), CAPACITY)
+        filled = self.service.handle(Fill(self.service.round, Rank(rank), (offer,)), print)
+        data = bytearray(filled.payload_bytes)
+        slot = self.slot(rank)
+        slot.read_into(0, memoryview(data))
+        slot.close()
+        return bytes(data)
+
+
+def train(directory: Path, say: Say, *steps: int) -> None:
+    """What one run of a training does to its folder."""
+    with beside(directory) as memory:
+        gang = Gang(directory, memory)
+        say(f"round {gang.service.round}")
+        for step in steps:
+            gang.save(step, say)
+        gang.service.finish(30)
+
+
+def leave_prepared(directory: Path, step: int) -> None:
+    """A save whose shards are durable when the run ends, and that was not committed."""
+    with beside(directory) as memory:
+        gang = Gang(directory, memory)
+        gang.stage(step)
+        gang.service.finish(0)
+
+
+def check(directory: Path, said: Sequence[str]) -> list[str]:
+    """A new run restores at least what was acknowledged, bit by bit; then it saves, and again."""
+    committed = [int(words.split()[1]) for words in said if words.startswith("committed")]
+    rounds = [int(words.split()[1]) for words in said if words.startswith("round")]
+    problems: list[str] = []
+    with beside(directory) as memory:
+        gang = Gang(directory, memory)
+        restored = gang.service.restore_point.step
+        if (restored or 0) < max(committed, default=0):
+            problems.append(f"step {max(committed)} was acknowledged, {restored} is restored")
+        if gang.service.round <= max(rounds, default=-1):
+            problems.append(f"round {gang.service.round} begins again: {rounds} were there")
+        if restored is not None:
+            for rank in range(WORLD):
+                if gang.filled(rank) != bytes_of(restored, rank):
+                    problems.append(f"rank {rank} of step {restored} got other bytes")
+        problems += whole(directory)
+        last = restored or 0
+        for step in (last + 1, last + 2):
+            gang.save(step, lambda _: None)
+        gang.service.finish(30)
+    problems += whole(directory)
+    kept = sorted(p.parent.name for p in (directory / "ckpt/tier").rglob("manifests/*/*.json"))
+    shards = sorted({p.parent.parent.name for p in (directory / "ckpt/tier").rglob("*.shard")})
+    wanted = {f"s{step:012d}" for step in (last + 1, last + 2)}
+    if not wanted <= set(kept) or set(kept) != set(shards):
+        problems.append(f"manifests of {kept} and shards of {shards} are left, wanted {wanted}")
+    problems += [f"left behind: {p.name}" for p in (directory / "ckpt/prepared").rglob("*")]
+    return problems
+
+
+def whole(directory: Path) -> list[str]:
+    """Every manifest means a whole checkpoint; nothing is quarantined, nothing is left over."""
+    tier = DiskNodeTier(directory / "ckpt/tier", fill_limit=1.0)
+    report = tier.open()
+    problems = [*report.quarantined, *report.skipped]
+    for checkpoint in candidates(tier):
+        manifest = load_choice(tier, checkpoint).manifest
+        for rank in range(WORLD):
+            with tier.open_shard(manifest.ref(Rank(rank))) as reader:
+                data = b"".join(bytes(piece) for piece in reader.read_payload())
+            if data != bytes_of(checkpoint.step, rank):
+                problems.append(f"rank {rank} of {checkpoint} holds other bytes")
+    names = [p.name for p in (directory / "ckpt/tier").rglob("*")]
+    return problems + [f"left behind: {name}" for name in names if name.startswith(".tmp")]
+
+
+def main(what: str) -> Report:
+    def first(directory: Path) -> None:
+        train(directory, lambda _: None, 1, 2)
+
+    def second(directory: Path, say: Say) -> None:
+        train(directory, say, 3)
+
+    def first_without_commit(directory: Path) -> None:
+        first(directory)
+        with patch.object(Committer, "commit", side_effect=OSError("killed here")):
+            leave_prepared(directory, 3)
+
+    def start(directory: Path, say: Say) -> None:
+        say("committed 3")  # all ranks had made it durable
+        train(directory, say)
+
+    match what:
+        case "kills":
+            return kill_at_every_call(first, second, check)
+        case "starts":
+            return kill_at_every_call(first_without_commit, start, check)
+        case "power":
+            return cut_power(
+                record(lambda d, say: train(d, say, 1, 2, 3), ignored=NOT_DURABLE), check
+            )
+        case "again":
+            return cut_power_after_a_restart(first, second, check, ignored=NOT_DURABLE)
+        case _:
+            raise SystemExit(f"unknown: {what}")
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(main(*sys.argv[1:]))))

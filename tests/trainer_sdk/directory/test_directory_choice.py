@@ -1,0 +1,155 @@
+"""What a reader chooses in a folder in which another run saves and prunes meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.shards.builders import BytesSource, payload, rank_layout_and_plan
+
+from holdfast.directory.choice import JOB_UID, choose
+from holdfast.directory.commit import Committer
+from holdfast_core.errors import CorruptionError, UnavailableError
+from holdfast_core.format.digest import digest_of
+from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, Step
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shards.record import ShardHeader
+
+
+class Trainer:
+    """A run of one rank that commits a step and prunes, as its writer does."""
+
+    def __init__(self, root: Path, keep_last: int) -> None:
+        self.tier = opened(root)
+        self.committer = Committer(self.tier, root / "prepared", 1, range(1), keep_last)
+
+    def save(self, step: int) -> None:
+        layout, plan = rank_layout_and_plan(rank=0, world_size=1, rows_per_rank=10)
+        self.tier.put_layout(layout)
+        header = ShardHeader(
+            JOB_UID,
+            RestartRound(0),
+            Step(step),
+            Rank(0),
+            1,
+            digest_of(layout),
+            plan.total_bytes,
+        )
+        source = BytesSource(payload(plan.total_bytes, seed=step))
+        self.committer.prepare(self.tier.write_shard(header, source))
+        checkpoint = CheckpointId(Step(step), RestartRound(0))
+        self.committer.commit(checkpoint)
+        self.committer.prune(checkpoint, None, leader=True)
+
+
+class Reader(DiskNodeTier):
+    """The trainer goes on each time when a manifest is about to be read."""
+
+    def __init__(self, root: Path, meanwhile: Callable[[], None]) -> None:
+        super().__init__(root / "tier", fill_limit=1.0, read_only=True)
+        self._meanwhile = meanwhile
+        self.open()
+
+    def get_manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
+        self._meanwhile()
+        return super().get_manifest(job_uid, checkpoint)
+
+
+def opened(root: Path) -> DiskNodeTier:
+    tier = DiskNodeTier(root / "tier", fill_limit=1.0)
+    tier.open()
+    return tier
+
+
+def chosen_step(tier: DiskNodeTier) -> int | None:
+    choice = choose(tier)
+    return None if choice is None else choice.manifest.step
+
+
+def test_what_was_saved_after_the_reader_opened_is_found(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, keep_last=2)
+    trainer.save(1)
+    reader = opened(tmp_path)
+    trainer.save(2)
+    assert chosen_step(reader) == 2
+
+
+def test_the_only_kept_checkpoint_is_replaced_while_it_is_looked_at(tmp_path: Path) -> None:
+    """The reader was asked to move good checkpoints away."""
+    trainer = Trainer(tmp_path, keep_last=1)
+    trainer.save(1)
+    steps = iter([2, 3, 4])
+
+    def meanwhile() -> None:
+        step = next(steps, None)
+        if step is not None:
+            trainer.save(step)
+
+    assert chosen_step(Reader(tmp_path, meanwhile)) == 4
+
+
+def test_an_older_step_is_not_taken_because_the_newest_was_pruned(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, keep_last=2)
+    trainer.save(1)
+    trainer.save(2)
+    steps = iter([3, 4])
+
+    def meanwhile() -> None:
+        for step in steps:
+            trainer.save(step)
+
+    assert chosen_step(Reader(tmp_path, meanwhile)) == 4
+
+
+def test_a_folder_that_never_holds_still_is_no_damaged_one(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, keep_last=1)
+    trainer.save(1)
+    step = 1
+
+    def meanwhile() -> None:
+        nonlocal step
+        step += 1
+        trainer.save(step)
+
+    with pytest.raises(UnavailableError, match="another run saves and prunes"):
+        choose(Reader(tmp_path, meanwhile))
+
+
+def test_a_damaged_newest_one_is_passed_over(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, keep_last=2)
+    trainer.save(1)
+    trainer.save(2)
+    (manifest,) = (tmp_path / "tier").rglob("manifests/s000000000002/*.json")
+    manifest.write_bytes(b"{" + manifest.read_bytes()[1:-1])
+    assert chosen_step(opened(tmp_path)) == 1
+
+
+def test_a_manifest_under_the_name_of_another_step_is_not_that_step(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, keep_last=2)
+    trainer.save(1)
+    manifests = tmp_path / "tier" / JOB_UID / "manifests"
+    shutil.copytree(manifests / "s000000000001", manifests / "s000000000009")
+    assert chosen_step(opened(tmp_path)) == 1
+    shutil.rmtree(manifests / "s000000000001")
+    with pytest.raises(CorruptionError, match=r"manifest of s9.* is of s1"):
+        choose(opened(tmp_path))
+
+
+def test_a_reader_that_may_not_write_changes_nothing(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, keep_last=2)
+    trainer.save(1)
+    (shard,) = (tmp_path / "tier").rglob("*.shard")
+    torn = shard.with_name(shard.name.replace("rank000000", "rank000001"))
+    torn.write_bytes(shard.read_bytes()[:5000])
+    (shard.parent / ".tmp-1-1").touch()
+    before = sorted(tmp_path.rglob("*"))
+    reader = Reader(tmp_path, lambda: None)
+    assert chosen_step(reader) == 1
+    reader.quarantine(reader.list_shards()[0].ref, "bad")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert choose(Reader(tmp_path / "absent", lambda: None)) is None

@@ -1,0 +1,122 @@
+"""A run that starts waits for the persisters of trainers that are gone, and for nobody else."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing
+import threading
+from pathlib import Path
+
+import pytest
+from tests.support.trainer.launched import until
+
+from holdfast.directory import claims
+from holdfast.directory.claims import Claim, claim, is_held
+from holdfast.directory.processes import Process, wait_for_writers
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Process:
+    return Process(tmp_path / "processes", "rank000000-1")
+
+
+def test_a_directory_that_nobody_used(tmp_path: Path) -> None:
+    wait_for_writers(tmp_path / "processes")
+
+
+def test_a_writer_without_its_trainer_is_waited_for(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, writer = Claim(process.trainer), Claim(process.writer)
+    trainer.release()
+    waiting = threading.Thread(target=wait_for_writers, args=(process.directory,))
+    waiting.start()
+    until(lambda: "waiting for process" in caplog.text, "it says so")
+    assert waiting.is_alive()
+    writer.release()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert caplog.text.count("waiting for process") == 1
+    assert not process.directory.exists()
+
+
+def test_a_trainer_that_lives_is_not_waited_for(process: Process) -> None:
+    with_trainer = [Claim(process.trainer), Claim(process.writer)]
+    wait_for_writers(process.directory)
+    assert process.trainer.exists() and process.writer.exists()
+    for held in with_trainer:
+        held.release()
+
+
+def test_a_writer_that_never_ends_is_given_up(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = Claim(process.writer)
+    wait_for_writers(process.directory, longest_seconds=0.0)
+    assert "starting from what is committed" in caplog.text
+    assert process.writer.exists()
+    writer.release()
+
+
+def test_what_a_kill_left_is_removed(process: Process) -> None:
+    process.directory.mkdir()
+    process.trainer.write_text("process 1 on here")
+    process.writer.write_text("process 2 on here")
+    wait_for_writers(process.directory)
+    assert not process.directory.exists()
+
+
+def test_a_file_that_is_removed_while_it_is_locked_is_made_again(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, removed = fcntl.flock, []
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not removed:
+            removed.append(process.writer)
+            process.writer.unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(claims.fcntl, "flock", flock)
+    held = Claim(process.writer)
+    assert removed and process.writer.exists()
+    held.release()
+
+
+def test_without_locks_nobody_waits(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(claims.fcntl, "flock", flock)
+    assert claim(process.writer) is None
+    assert list(process.directory.iterdir()) == []
+    process.writer.touch()
+    wait_for_writers(process.directory)
+
+
+def test_a_child_does_not_keep_what_its_parent_holds(process: Process) -> None:
+    """A data loader's worker that is left when its trainer is killed."""
+    held = Claim(process.trainer)
+    begun, end = multiprocessing.Event(), multiprocessing.Event()
+
+    def work() -> None:
+        begun.set()
+        end.wait(60)
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    assert begun.wait(60)
+    held.forget()  # as the end of this process would
+    try:
+        assert not is_held(process.trainer)
+    finally:
+        end.set()
+        child.join()
+
+
+def test_nobody_refers_to_it_any_more(process: Process) -> None:
+    held = Claim(process.trainer)
+    assert is_held(process.trainer)
+    del held
+    assert not is_held(process.trainer)

@@ -1,0 +1,253 @@
+"""A payload made of other ranks' shard files in a directory: verified, and in spite of a bad one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.shards.builders import BytesSource
+from tests.support.shards.placements import Tensor, layout_of, objects_of
+
+from holdfast.base.layouts import LayoutFiles
+from holdfast.directory.choice import JOB_UID
+from holdfast.directory.commit import Committer
+from holdfast.directory.options import ServiceOptions
+from holdfast.directory.resharding import assemble_payload
+from holdfast.directory.service import DirectoryService
+from holdfast.slots.staging import SlotRing
+from holdfast_core.errors import (
+    CorruptionError,
+    RefusedError,
+    StateMismatchError,
+    UnavailableError,
+)
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import merge_layouts
+from holdfast_core.format.manifest import JobIdentity, Manifest, parse_manifest
+from holdfast_core.format.rank_layout import RankLayout
+from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
+from holdfast_core.messages.schema import Fill, Policy, Restore
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.reshard.plan import payload_plan
+from holdfast_core.shards.record import ShardHeader
+from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.tiers.local_commit import build_manifest, commit_local
+
+MESH = [2, 2]
+"""Two copies of two halves: ranks 0 and 2 hold the first half, 1 and 3 the second."""
+ROWS = 1 << 16
+TENSORS = {"w": Tensor("F32", (ROWS, 4), [None, 0])}
+WHOLE = np.random.default_rng(1).integers(0, 256, (ROWS, 16), dtype=np.uint8)
+
+
+def payload_of(layout: RankLayout, objects: bytes) -> bytes:
+    item = layout.tensors["w"]
+    rows = WHOLE[item.offsets[0] : item.offsets[0] + item.lengths[0]].tobytes()
+    return payload_plan(layout).header + rows + objects
+
+
+def saved(root: Path) -> tuple[DiskNodeTier, Manifest]:
+    """Step 5 of four ranks, committed."""
+    tier = DiskNodeTier(root / "tier", fill_limit=1.0)
+    tier.open()
+    layouts = [layout_of(TENSORS, MESH, rank) for rank in range(4)]
+    records = []
+    for layout in layouts:
+        header = ShardHeader(
+            JOB_UID,
+            RestartRound(0),
+            Step(5),
+            layout.rank,
+            4,
+            digest_of(layout.to_bytes()),
+            layout.payload_bytes,
+        )
+        tier.put_layout(layout.to_bytes())
+        data = payload_of(layout, objects_of(layout.rank))
+        records.append(tier.write_shard(header, BytesSource(data)))
+    merged = merge_layouts(layout.to_bytes() for layout in layouts).to_bytes()
+    document = build_manifest(
+        JobIdentity("standalone", "run", JOB_UID), records, parent=None, layout=merged
+    )
+    commit_local(tier, merged, document)
+    return tier, parse_manifest(document)
+
+
+def slot_in(root: Path, rank: int, payload_bytes: int) -> SlotFile:
+    ring = SlotRing(root / "slots", Rank(rank), 1)
+    ring.ensure(payload_bytes, RestartRound(1))
+    return SlotFile.open(root / "slots", ring.slots[0].name)
+
+
+def held(slot: SlotFile, payload_bytes: int) -> bytes:
+    data = bytearray(payload_bytes)
+    slot.read_into(0, memoryview(data))
+    return bytes(data)
+
+
+def damage(root: Path, rank: int) -> None:
+    (path,) = root.rglob(f"rank{rank:06d}-*.shard")
+    with open(path, "r+b") as file:
+        file.seek(100_000)
+        byte = file.read(1)
+        file.seek(100_000)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def quarantined(root: Path) -> list[str]:
+    found = (root / "tier/quarantine").glob("*.shard")
+    return sorted(path.name.rpartition("--")[2][:10] for path in found)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_whole_from_halves(tmp_path: Path, rank: int) -> None:
+    tier, manifest = saved(tmp_path)
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [3], rank)
+    slot = slot_in(tmp_path, rank, wanted.payload_bytes)
+    read = assemble_payload(tier, manifest, wanted, slot)
+    assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(rank))
+    assert read <= 1.2 * wanted.payload_bytes
+    slot.close()
+
+
+def test_a_bad_shard_is_put_aside_and_its_copy_read(tmp_path: Path) -> None:
+    tier, manifest = saved(tmp_path)
+    damage(tmp_path, 1)
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+    slot = slot_in(tmp_path, 0, wanted.payload_bytes)
+    assemble_payload(tier, manifest, wanted, slot)
+    assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
+    assert quarantined(tmp_path) == ["rank000001"]
+    slot.close()
+
+
+def test_a_shard_that_is_gone_is_read_elsewhere(tmp_path: Path) -> None:
+    tier, manifest = saved(tmp_path)
+    (path,) = tmp_path.rglob("rank000001-*.shard")
+    path.unlink()
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+    slot = slot_in(tmp_path, 0, wanted.payload_bytes)
+    assemble_payload(tier, manifest, wanted, slot)
+    assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
+    slot.close()
+
+
+def test_two_bad_copies_are_an_error_that_says_both(tmp_path: Path) -> None:
+    tier, manifest = saved(tmp_path)
+    damage(tmp_path, 1)
+    damage(tmp_path, 3)
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+    slot = slot_in(tmp_path, 0, wanted.payload_bytes)
+    with pytest.raises(CorruptionError, match=r"(?s)CRC32C.*CRC32C.*w: 131072 of 262144 elements"):
+        assemble_payload(tier, manifest, wanted, slot)
+    assert quarantined(tmp_path) == ["rank000001", "rank000003"]
+    slot.close()
+
+
+def test_a_shard_that_is_not_the_manifests_is_not_read(tmp_path: Path) -> None:
+    tier, manifest = saved(tmp_path)
+    shards = [
+        replace(shard, chunk_table=digest_of(b"another")) if shard.rank == 1 else shard
+        for shard in manifest.shards
+    ]
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+    slot = slot_in(tmp_path, 0, wanted.payload_bytes)
+    assemble_payload(tier, replace(manifest, shards=tuple(shards)), wanted, slot)
+    assert held(slot, wanted.payload_bytes) == payload_of(wanted, objects_of(0))
+    assert quarantined(tmp_path) == ["rank000001"]
+    slot.close()
+
+
+def test_a_tensor_that_nobody_saved_quarantines_nothing(tmp_path: Path) -> None:
+    tier, manifest = saved(tmp_path)
+    wanted = layout_of({"v": Tensor("F32", (2, 2))}, [1], 0)
+    slot = slot_in(tmp_path, 0, wanted.payload_bytes)
+    with pytest.raises(StateMismatchError, match=r"v: expected F32 \[2, 2\], found nothing"):
+        assemble_payload(tier, manifest, wanted, slot)
+    assert quarantined(tmp_path) == []
+    slot.close()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> DirectoryService:
+    saved(tmp_path)
+    found = DirectoryService(
+        ServiceOptions(
+            root=tmp_path,
+            slots_dir=tmp_path / "slots",
+            layouts_dir=tmp_path / "layouts",
+            world_size=2,
+            own_ranks=range(1),
+            policy=Policy(interval_steps=0),
+        )
+    )
+    found.start()
+    return found
+
+
+def test_a_slot_that_was_not_filled_to_its_end_is_nobodys_shard(
+    tmp_path: Path, service: DirectoryService
+) -> None:
+    """The state of the slot if the process died where the read failed."""
+    damage(tmp_path, 1)
+    damage(tmp_path, 3)
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+    document = wanted.to_bytes()
+    LayoutFiles(tmp_path / "layouts").ensure(document, digest_of(document))
+    ring = SlotRing(tmp_path / "slots", Rank(0), 1)
+    ring.ensure(wanted.payload_bytes, RestartRound(1))
+    (slot,) = ring.slots
+    slot.begin(RestartRound(0), Step(5), 1)  # as if it held a shard before
+    fill = Fill(service.round, Rank(0), (slot.offer(),), digest_of(document))
+    with pytest.raises(CorruptionError):
+        service.handle(fill, print)
+    header = slot.header()
+    assert (header.state, header.step, header.round) == (SlotState.FILLING, None, None)
+    service.abort()
+
+
+def test_a_slot_that_is_gone_costs_no_checkpoint(tmp_path: Path, service: DirectoryService) -> None:
+    """NotFoundError would make the ranks reject the checkpoint."""
+    wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
+    document = wanted.to_bytes()
+    LayoutFiles(tmp_path / "layouts").ensure(document, digest_of(document))
+    ring = SlotRing(tmp_path / "slots", Rank(0), 1)
+    ring.ensure(wanted.payload_bytes, RestartRound(1))
+    offer = ring.slots[0].offer()
+    ring.close(remove=True)
+    with pytest.raises(UnavailableError, match="slot"):
+        service.handle(Fill(service.round, Rank(0), (offer,), digest_of(document)), print)
+    service.abort()
+
+
+def test_a_rank_of_another_world_must_say_what_it_wants(
+    tmp_path: Path, service: DirectoryService
+) -> None:
+    reply = service.handle(Restore(service.round, Rank(0)), print)
+    assert (reply.world_size, reply.payload_bytes, reply.rank_layout) == (4, 0, None)
+    assert LayoutFiles(tmp_path / "layouts").read(reply.layout)
+    ring = SlotRing(tmp_path / "slots", Rank(0), 1)
+    ring.ensure(1 << 22, RestartRound(1))
+    with pytest.raises(RefusedError, match="saved by 4 ranks, this is one of 2: say the layout"):
+        service.handle(Fill(service.round, Rank(0), (ring.slots[0].offer(),)), print)
+    service.abort()
+
+
+def test_shards_of_ranks_that_are_no_more_are_pruned_by_the_first(tmp_path: Path) -> None:
+    """What rank 3 of the old world had saved without a commit has nobody else to remove it."""
+    tier, manifest = saved(tmp_path)
+    layout = layout_of(TENSORS, MESH, 3)
+    digest = digest_of(layout.to_bytes())
+    header = ShardHeader(
+        JOB_UID, RestartRound(0), Step(6), Rank(3), 4, digest, layout.payload_bytes
+    )
+    tier.write_shard(header, BytesSource(payload_of(layout, objects_of(3))))
+    newest = CheckpointId(Step(7), RestartRound(1))
+    for leader, left in ((False, [5, 6]), (True, [5])):
+        ranks = range(1) if leader else range(1, 2)
+        committer = Committer(tier, tmp_path / "prepared", 2, ranks, 3)
+        committer.prune(newest, manifest.checkpoint, leader=leader)
+        assert sorted({record.checkpoint.step for record in tier.list_shards()}) == left

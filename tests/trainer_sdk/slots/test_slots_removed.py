@@ -1,0 +1,192 @@
+"""Slots that another program removes from shared memory are made again, and saves go on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.crash.failpoints import in_every_python
+from tests.support.trainer.launched import children_of, until
+
+import holdfast
+from holdfast.checkpoint import places
+from holdfast.testing import FakeSidecar
+from holdfast_core.errors import SaveFailedError
+from holdfast_core.messages.schema import Stage
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    monkeypatch.setattr(places, "SHARED_MEMORY", directory)
+    return directory
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"t": np.full(1 << 17, value)}
+
+
+def restored(folder: Path) -> tuple[int | None, float]:
+    found = state(0)
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        step = ckpt.restore(found)
+    assert (found["t"] == found["t"][0]).all()
+    return step, float(found["t"][0])
+
+
+def the_slots(memory: Path) -> None:
+    for path in memory.rglob("*.slot"):
+        path.unlink()
+
+
+def everything(memory: Path) -> None:
+    for path in memory.iterdir():
+        shutil.rmtree(path)
+
+
+def replaced(memory: Path) -> None:
+    for path in memory.rglob("*.slot"):
+        path.unlink()
+        path.write_bytes(b"not a slot")
+
+
+REMOVALS = [the_slots, everything, replaced]
+
+
+@pytest.mark.parametrize("remove", REMOVALS)
+def test_removed_between_two_saves(
+    tmp_path: Path, memory: Path, remove: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "ckpt"
+    with holdfast.Checkpointer(dir=folder, on_save_error="raise") as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, state(step)).wait(timeout=60)
+            remove(memory)
+        assert ckpt.saves_failed == 0
+    assert restored(folder) == (5, 5.0)
+    assert "were removed from" in caplog.text
+
+
+@pytest.mark.parametrize("remove", REMOVALS)
+def test_removed_while_they_are_written_to_the_folder(
+    tmp_path: Path, memory: Path, remove: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer has them open; all slots are busy, and the next save gets new ones."""
+    folder, go = tmp_path / "ckpt", tmp_path / "go"
+    for name, value in in_every_python(tmp_path, f"directory.write_shard=wait:{go}").items():
+        monkeypatch.setenv(name, value)
+    with holdfast.Checkpointer(dir=folder, on_save_error="raise", interval_steps=1) as ckpt:
+        handles = [ckpt.save(step, state(step)) for step in (1, 2)]
+        assert ckpt._session.wait_acknowledged(60)
+        assert not ckpt._ring.has_free()
+        remove(memory)
+        assert ckpt._ring.has_free()
+        handles.append(ckpt.save(3, state(3)))
+        go.touch()
+        for handle in handles:
+            handle.wait(timeout=60)
+    assert restored(folder) == (3, 3.0)
+
+
+@pytest.mark.parametrize("remove", REMOVALS)
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_removed_before_the_writer_has_opened_them(
+    tmp_path: Path,
+    memory: Path,
+    remove: Callable[[Path], None],
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its bytes are gone: the save fails and is counted, and later ones work."""
+    folder, go = tmp_path / "ckpt", tmp_path / "go"
+    go.touch()
+    for name, value in in_every_python(tmp_path, f"directory.write_shard=wait:{go}").items():
+        monkeypatch.setenv(name, value)
+    with holdfast.Checkpointer(dir=folder) as ckpt:
+        ckpt.save(1, state(1)).wait(timeout=60)
+        (writer,) = children_of(os.getpid())
+        if how == "stopped":
+            os.kill(writer, signal.SIGSTOP)
+            lost = ckpt.save(2, state(2))
+        else:
+            go.unlink()
+            lost = ckpt.save(2, state(2))
+            assert ckpt._session.wait_acknowledged(60)
+        remove(memory)
+        os.kill(writer, signal.SIGCONT if how == "stopped" else signal.SIGKILL)
+        go.touch()
+        with pytest.raises(SaveFailedError):
+            lost.wait(timeout=60)
+        for step in (3, 4, 5):
+            ckpt.save(step, state(step)).wait(timeout=60)
+        assert ckpt.saves_failed == 1
+    assert restored(folder) == (5, 5.0)
+
+
+def test_removed_with_the_lock_and_taken_by_another(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both would write into the same slots, and a commit would hold bytes of both."""
+    folder = tmp_path / "ckpt"
+    with holdfast.Checkpointer(dir=folder, on_save_error="raise") as training:
+        training.save(1, state(1)).wait(timeout=60)
+        everything(memory)
+        with holdfast.Checkpointer(dir=folder) as looking:
+            seen = {"t": np.zeros(1 << 17), "more": np.zeros(1)}
+            looking._saver.ensure_slots(1 << 21, looking._round())
+            with pytest.raises(holdfast.HoldfastError):
+                looking.restore(seen)
+            files = {path: path.stat().st_ino for path in memory.rglob("*.slot")}
+            assert files
+            training.save(2, state(2)).wait(timeout=60)
+            assert {path: path.stat().st_ino for path in memory.rglob("*.slot")} == files
+        training.save(3, state(3)).wait(timeout=60)
+    assert "used by another process by now" in caplog.text
+    assert restored(folder) == (3, 3.0)
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSidecar]:
+    with FakeSidecar(tmp_path / "shared", tmp_path / "node", interval_steps=1) as fake:
+        for name, value in fake.environment(HOLDFAST_ROUND="0").items():
+            monkeypatch.setenv(name, value)
+        yield fake
+
+
+@pytest.mark.parametrize("remove", REMOVALS)
+def test_removed_in_a_pod(
+    tmp_path: Path, sidecar: FakeSidecar, remove: Callable[[Path], None]
+) -> None:
+    slots = tmp_path / "shared" / "slots"
+    with holdfast.Checkpointer(on_save_error="raise") as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, state(step)).wait(timeout=60)
+            if remove is everything:
+                shutil.rmtree(slots)
+            else:
+                remove(slots)
+    assert ckpt.saves_failed == 0
+
+
+def test_removed_in_a_pod_whose_sidecar_has_restarted(tmp_path: Path, sidecar: FakeSidecar) -> None:
+    with holdfast.Checkpointer() as ckpt:
+        ckpt.save(1, state(1)).wait(timeout=60)
+        sidecar.faults.delay_seconds["Stage"] = 3600
+        lost = ckpt.save(2, state(2))
+        slot = next(s for s in ckpt._ring.slots if s.header().step == 2)
+        until(lambda: bool(sidecar.messages(Stage)), "the stage")
+        the_slots(tmp_path / "shared")
+        sidecar.die()
+        sidecar.faults.delay_seconds.clear()
+        sidecar.start(0)
+        with pytest.raises(SaveFailedError, match=slot.name):
+            lost.wait(timeout=60)
+        ckpt.save(3, state(3)).wait(timeout=60)
+        assert ckpt.saves_failed == 1

@@ -1,0 +1,233 @@
+"""Draws the folders of each package and the imports between them, for docs/architecture.md.
+
+`python -m tools.generate` writes docs/images/house-*.svg and the tables between the marks in
+docs/architecture.md. It fails if folders import each other in a circle, or if one holds too many files.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {
+    "core": "core/src/holdfast_core",
+    "sidecar": "sidecar/src/holdfast_sidecar",
+    "operator": "operator/src/holdfast_operator",
+    "sdk": "trainer_sdk/src/holdfast",
+}
+PAGE = Path("docs/architecture.md")
+BEGIN, END = "<!-- house: written by tools/draw_house.py -->", "<!-- /house -->"
+MOST_FILES = 14
+"""In one folder, without its __init__.py."""
+TOP = "."
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 132, 40, 22, 46, 16
+
+
+@dataclass(frozen=True)
+class House:
+    package: str
+    files: dict[str, int]
+    """Folder -> number of its files, without __init__.py where that holds no code."""
+    arrows: dict[str, frozenset[str]]
+    """Folder -> the folders that it imports."""
+    says: dict[str, str]
+    """Folder -> the first sentence of its docstring."""
+
+    def floors(self) -> dict[str, int]:
+        """1 for a folder that imports no other; else one above the highest that it imports."""
+        underway: set[str] = set()
+
+        @cache
+        def floor(folder: str) -> int:
+            if folder in underway:
+                sys.exit(f"{self.package}: {folder} is in a circle of imports")
+            underway.add(folder)
+            found = 1 + max((floor(other) for other in self.arrows[folder]), default=0)
+            underway.discard(folder)
+            return found
+
+        return {folder: floor(folder) for folder in self.files}
+
+    def direct(self) -> set[tuple[str, str]]:
+        """The arrows that no path by way of other folders replaces."""
+
+        @cache
+        def below(folder: str) -> frozenset[str]:
+            return frozenset().union(*({o, *below(o)} for o in self.arrows[folder]))
+
+        return {
+            (folder, other)
+            for folder, others in self.arrows.items()
+            for other in others
+            if not any(other in below(between) for between in others if between != other)
+        }
+
+
+def read(package: str, folder: str) -> House:
+    base = ROOT / folder
+    name = base.name
+    paths = sorted(base.rglob("*.py"))
+    modules = {_module(path, base): path for path in paths}
+    files: Counter[str] = Counter()
+    arrows: dict[str, set[str]] = {}
+    says: dict[str, str] = {}
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text())
+        place = _place(path, base)
+        arrows.setdefault(place, set())
+        is_init = path.name == "__init__.py"
+        if is_init:
+            says[place] = _first_sentence(ast.get_docstring(tree) or "")
+        if not is_init or len(tree.body) > 1:
+            files[place] += 1
+        for target in _imports(tree, modules):
+            other = _place(modules[target], base)
+            if other != place and target != name:
+                arrows[place].add(other)
+        if module.endswith("__main__"):
+            says.setdefault(place, "")
+    return House(
+        package,
+        {place: files[place] for place in arrows if files[place]},
+        {place: frozenset(o for o in others if files[o]) for place, others in arrows.items()},
+        says,
+    )
+
+
+def _module(path: Path, base: Path) -> str:
+    parts = path.relative_to(base.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _place(path: Path, base: Path) -> str:
+    return path.parent.relative_to(base).as_posix()
+
+
+def _imports(tree: ast.AST, modules: dict[str, Path]) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in modules else node.module)
+    return found & set(modules)
+
+
+def _first_sentence(text: str) -> str:
+    return text.split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
+
+
+def _rows(house: House) -> list[list[str]]:
+    """From the top floor down; within a floor, folders stand above what they import."""
+    floors = house.floors()
+    rows = [
+        sorted(folder for folder, floor in floors.items() if floor == level)
+        for level in range(max(floors.values()), 0, -1)
+    ]
+    for _ in range(6):
+        spot = {f: i - len(row) / 2 for row in rows for i, f in enumerate(row)}
+        for row in rows:
+            row.sort(key=lambda folder: (_middle(folder, house, spot), folder))
+    return rows
+
+
+def _middle(folder: str, house: House, spot: dict[str, float]) -> float:
+    near = [spot[o] for o in house.arrows[folder]]
+    near += [spot[o] for o, others in house.arrows.items() if folder in others and o in spot]
+    return sum(near) / len(near) if near else 0.0
+
+
+def svg(house: House) -> str:
+    """The folders on their floors. Dark arrows are all that a reader needs to reach every folder."""
+    rows = _rows(house)
+    wide = max(len(row) for row in rows)
+    width = 2 * MARGIN + wide * WIDTH + (wide - 1) * GAP_X
+    height = 2 * MARGIN + len(rows) * HEIGHT + (len(rows) - 1) * GAP_Y
+    at: dict[str, tuple[float, float]] = {}
+    for level, row in enumerate(rows):
+        left = (width - len(row) * WIDTH - (len(row) - 1) * GAP_X) / 2
+        # Without a shift, arrows that skip a row would run behind the boxes of that row.
+        shift = (level % 3 - 1) * 0.55 * WIDTH if len(row) < wide else 0.0
+        for index, folder in enumerate(row):
+            at[folder] = (left + shift + index * (WIDTH + GAP_X), MARGIN + level * (HEIGHT + GAP_Y))
+    direct = house.direct()
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        "<!-- Written by tools/draw_house.py. Do not edit. -->",
+        "<defs>"
+        + "".join(
+            f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{color}"/></marker>'
+            for name, color in (("dark", "#33506e"), ("light", "#c9d3dd"))
+        )
+        + "</defs>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    pairs = sorted((a, b) for a, others in house.arrows.items() for b in others)
+    for a, b in sorted(pairs, key=lambda pair: pair in direct):
+        (x1, y1), (x2, y2) = at[a], at[b]
+        name, color = ("dark", "#33506e") if (a, b) in direct else ("light", "#c9d3dd")
+        lines.append(
+            f'<path d="M{x1 + WIDTH / 2:.0f} {y1 + HEIGHT} L{x2 + WIDTH / 2:.0f} {y2 - 1:.0f}" '
+            f'stroke="{color}" fill="none" marker-end="url(#{name})"/>'
+        )
+    for folder, (x, y) in at.items():
+        files = house.files[folder]
+        title = house.package if folder == TOP else folder + "/"
+        lines += [
+            f'<rect x="{x:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="6" '
+            'fill="#eef3f8" stroke="#33506e"/>',
+            f'<text x="{x + WIDTH / 2:.0f}" y="{y + 17:.0f}" text-anchor="middle" '
+            f'font-weight="bold">{escape(title)}</text>',
+            f'<text x="{x + WIDTH / 2:.0f}" y="{y + 32:.0f}" text-anchor="middle" '
+            f'fill="#55626f">{files} {"file" if files == 1 else "files"}</text>',
+        ]
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def table(house: House) -> str:
+    floors = house.floors()
+    lines = [
+        f"### {house.package}",
+        "",
+        f"![The folders of {house.package} and the imports between them](images/house-{house.package}.svg)",
+        "",
+        f"| folder of `{PACKAGES[house.package]}` | files | holds | imports |",
+        "|---|---|---|---|",
+    ]
+    for folder in sorted(house.files, key=lambda f: (-floors[f], f)):
+        shown = "(top)" if folder == TOP else f"`{folder}/`"
+        imports = ", ".join("(top)" if o == TOP else o for o in sorted(house.arrows[folder]))
+        cells = (shown, str(house.files[folder]), house.says.get(folder, ""), imports)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def documents() -> dict[Path, str]:
+    """What each file must hold."""
+    houses = [read(package, folder) for package, folder in PACKAGES.items()]
+    for house in houses:
+        for folder, files in house.files.items():
+            if files > MOST_FILES:
+                sys.exit(
+                    f"{house.package}: {folder} holds {files} files, more than {MOST_FILES}: divide it"
+                )
+    page = (ROOT / PAGE).read_text()
+    head, found, rest = page.partition(BEGIN)
+    _, closed, tail = rest.partition(END)
+    if not (found and closed):
+        sys.exit(f"{PAGE} lacks the marks {BEGIN} and {END}")
+    tables = "\n\n".join(table(house) for house in houses)
+    return {
+        PAGE: f"{head}{BEGIN}\n\n{tables}\n\n{END}{tail}",
+        **{Path(f"docs/images/house-{house.package}.svg"): svg(house) for house in houses},
+    }

@@ -1,0 +1,399 @@
+"""Which checkpoint this rank starts from, and its bytes: in a slot, or in the state's tensors already.
+
+In a pod the sidecar knows; every rank asks its own. In a directory the ranks agree:
+ 1. rank 0: its persister fixes round and restore point; rank 0 writes both to the gang's store.
+ 2. others: read them, start their persisters with them.
+ 3. all: fetch and verify their shards, write success or failure to the store; rank 0 reads them all
+    and writes the verdict.
+ 4. a shard that does not verify: all reject that checkpoint and begin again at 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from holdfast.base.layouts import LayoutFiles
+from holdfast.base.settings import RankSettings
+from holdfast.checkpoint.places import DirectoryPlace, Place
+from holdfast.connection.link import Link
+from holdfast.connection.session import Session
+from holdfast.directory.choice import committed
+from holdfast.directory.in_place import InPlace, read_in_place
+from holdfast.gang.store import GangStore
+from holdfast.slots.staging import SlotRing
+from holdfast.state.snapshot import read_payload
+from holdfast.state.wish import Wish
+from holdfast_core.errors import (
+    ConfigError,
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+)
+from holdfast_core.format.digest import digest_of
+from holdfast_core.format.layout import parse_layout
+from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.messages.schema import (
+    Fill,
+    Filled,
+    Refusal,
+    Restore,
+    RestoreReply,
+    ShardFile,
+)
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 3600.0
+"""A fill reads a whole shard, perhaps from a slow disk: the connection tells when its end is dead."""
+_FIRST_CONNECT_SECONDS = 5.0
+_SAY_AFTER_SECONDS = 15.0
+_GOOD = "good"
+_BAD = "bad"
+_STARTS = 5
+"""Of a persister that ends before it answers, in at least this time: memory or descriptors may be short
+for a moment."""
+_STARTING_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What this rank has saved, verified."""
+
+    step: Step
+    tier: str
+    saved: Callable[[], dict[str, Any]]
+    """The state. Raises FormatError, which no other rank should have to wait for."""
+    is_ours: bool
+    """Its tensors are those of the present state, or in memory that may be kept; else they are views into
+    a slot, valid until the next save."""
+    lies_over: CheckpointId | None = None
+    """A checkpoint that was rejected when parts of it were in the state already."""
+
+
+class Restorer:
+    """Opens the session's link, and asks for what is to be restored."""
+
+    def __init__(
+        self,
+        settings: RankSettings,
+        place: Place,
+        session: Session,
+        ring: SlotRing,
+        layouts: LayoutFiles,
+        store: GangStore | None,
+    ) -> None:
+        self._settings = settings
+        self._place = place
+        self._session = session
+        self._ring = ring
+        self._layouts = layouts
+        self._store = store
+        self._attempt = 0
+        self._lookups = 0
+        self._asked: Step | None = None
+        """The step that a script asked for: no other one is restored instead."""
+        self._left_parts: CheckpointId | None = None
+        """The last one that was put into the state, wholly or not."""
+
+    def connect(self) -> None:
+        """In a directory: agree on round and restore point. In a pod: the first try only."""
+        if isinstance(self._place, DirectoryPlace):
+            self._agree(self._place)
+        else:
+            self._open_link()
+            if self._session.link is not None:
+                self._session.link.wait_connected(_FIRST_CONNECT_SECONDS)
+
+    def fetch(self, wish: Wish) -> Fetched | None:
+        """None when there is nothing to restore. Raises StateMismatchError when another number of
+        ranks, or other placements, saved a state that this one cannot be made of."""
+        in_directory = isinstance(self._place, DirectoryPlace)
+        self._left_parts = None
+        from_nothing = self._settings.restore_known and self._settings.restore_step is None
+        if from_nothing and not in_directory:
+            return None  # the launcher was told so: no need to wait for the sidecar
+        while True:
+            try:
+                found = self._fetch_once(wish)
+                failed: HoldfastError | None = None
+            except UnavailableError:
+                if isinstance(self._place, DirectoryPlace):
+                    raise
+                continue  # the sidecar went away in between: it is asked again when it is back
+            except (CorruptionError, RefusedError) as error:
+                if not isinstance(self._place, DirectoryPlace) or not _is_bad_copy(error):
+                    raise
+                found, failed = None, error
+            if not isinstance(self._place, DirectoryPlace) or self._place.restore is None:
+                return found
+            if self._all_succeeded(failed is None) and self._is_asked_for(found):
+                return found
+            if self._asked is not None:
+                step, self._asked = self._asked, None
+                raise CorruptionError(
+                    f"Checkpointer.restore(step={step}): no copy of it in {self._place.root} can be read by "
+                    f"all ranks{'' if failed is None else f' ({failed})'}; restore() takes another step"
+                ) from failed
+            logger.warning(
+                "checkpoint %s cannot be restored by all ranks%s: trying an older one",
+                self._place.restore,
+                "" if failed is None else f" ({failed})",
+            )
+            self._reject(self._place)
+
+    # ------------------------------------------------------------------ inside
+
+    def _is_asked_for(self, found: Fetched | None) -> bool:
+        return self._asked is None or (found is not None and found.step == self._asked)
+
+    def _fetch_once(self, wish: Wish) -> Fetched | None:
+        round_ = self._wait_connected()
+        rank = self._settings.rank
+        reply = self._request(Restore(round_, rank), RestoreReply)
+        point = reply.restore_point
+        if point.step is None:
+            return None
+        wanted = self._wanted(wish, reply, round_)
+        digest = None
+        payload_bytes = reply.payload_bytes
+        if wanted is not None:
+            document = wanted.to_bytes()
+            digest, payload_bytes = digest_of(document), wanted.payload_bytes
+            self._layouts.ensure(document, digest)
+        # In a pod whoever touches a page first is charged for it: a sidecar that filled untouched slots
+        # would be killed for a whole state of memory. A persister lives in this process's container.
+        in_directory = isinstance(self._place, DirectoryPlace)
+        needed_bytes = max(wish.needed_bytes(), payload_bytes)
+        self._ring.ensure(needed_bytes, round_, to_fill=in_directory)
+        offers = tuple(slot.offer() for slot in self._ring.slots)
+        # A folder's files can be read here; those of a pod's node tier are the sidecar's.
+        if in_directory and wanted is None and wish.is_read_in_place():
+            reply = self._request(Fill(round_, rank, offers, reads_files=True), (Filled, ShardFile))
+            if isinstance(reply, ShardFile):
+                held = None if reply.slot is None else self._ring.find(reply.slot).payload.data
+                found = self._read_in_place(reply, wish, held)
+                if found is not None:
+                    saved = found.saved
+                    return Fetched(point.step, found.tier, lambda: saved, is_ours=True)
+        filled = self._request(Fill(round_, rank, offers, digest), Filled)
+        payload = self._ring.find(filled.slot).payload[: filled.payload_bytes]
+        return Fetched(
+            point.step,
+            filled.tier,
+            partial(read_payload, payload),
+            is_ours=False,
+            lies_over=self._left_parts,
+        )
+
+    def _read_in_place(
+        self, file: ShardFile, wish: Wish, held: memoryview | None
+    ) -> InPlace | None:
+        """None: to be asked for in a slot. There what does not fit is told by name, what is bad is put
+        aside, and what is loaded lies over what this may have left behind."""
+
+        def begins() -> None:
+            self._left_parts = file.shard.checkpoint
+
+        try:
+            return read_in_place(file, wish.leaves, wish.fits, held, begins)
+        except HoldfastError as error:
+            logger.warning("%s; it is read once more", error)
+            return None
+
+    def _wanted(self, wish: Wish, reply: RestoreReply, round_: RestartRound) -> RankLayout | None:
+        """None: this rank's shard as it was saved fits."""
+        if reply.world_size in (0, self._settings.world_size):
+            if reply.rank_layout is None:
+                return None
+            if wish.is_as_saved(parse_rank_layout(self._layouts.read(reply.rank_layout))):
+                return None
+            again = Restore(round_, self._settings.rank, with_layout=True)
+            reply = self._request(again, RestoreReply)
+        if reply.layout is None:
+            raise NotFoundError(
+                f"the checkpoint of step {reply.restore_point.step} was saved by "
+                f"{reply.world_size} ranks, this is one of {self._settings.world_size}, and its "
+                "layout was not given"
+            )
+        return wish.layout(parse_layout(self._layouts.read(reply.layout)))
+
+    def _request(self, message: Any, kind: type[Any] | tuple[type[Any], ...]) -> Any:
+        if self._session.link is None:
+            raise UnavailableError(f"there is no connection to {self._place.peer}")
+        reply = self._session.link.request(message, _ANSWER_SECONDS)
+        if not isinstance(reply, kind):
+            raise UnavailableError(
+                f"{type(message).__name__} was answered with {type(reply).__name__}"
+            )
+        return reply
+
+    def _wait_connected(self) -> RestartRound:
+        """Waits without limit: the sidecar's container restarts by itself, and a folder's disk may be
+        slow. Raises where a folder's persister will not answer: CorruptionError, UnavailableError."""
+        began = time.monotonic()
+        say_at = began + _SAY_AFTER_SECONDS
+        while True:
+            link = self._session.link
+            if link is not None and link.wait_connected(_CONNECT_POLL_SECONDS):
+                return self._session.round if self._session.round is not None else RestartRound(0)
+            if time.monotonic() >= say_at:
+                logger.warning("still waiting for %s to answer", self._place)
+                say_at = math.inf
+            if isinstance(self._place, DirectoryPlace):
+                patient = time.monotonic() - began < _STARTING_SECONDS
+                error = _why_never(self._place, self._session, patient=patient)
+                if error is not None:
+                    if link is not None:
+                        link.close()
+                    raise error from self._session.greeting_error
+
+    def _open_link(self) -> None:
+        place = self._place
+        link = Link(place.connect, self._session, place.hello_seconds, place.peer)
+        self._session.link = link
+        link.start()
+
+    def _agree(self, place: DirectoryPlace) -> None:
+        key = f"start/{self._attempt}"
+        if self._settings.rank != 0 and self._store is not None:
+            value = json.loads(self._store.wait(key))
+            if "error" in value:
+                raise CorruptionError(f"rank 0 could not open {place.root}: {value['error']}")
+            place.round = self._session.round = RestartRound(value["round"])
+            place.run_id = value["run"]
+            place.restore = _pair(value["restore"])
+            self._open_link()
+            self._wait_connected()
+            return
+        place.round = self._session.round = None
+        place.look()
+        try:
+            self._open_link()
+            round_ = self._wait_connected()
+            point = self._request(Restore(round_, self._settings.rank), RestoreReply).restore_point
+        except (HoldfastError, OSError) as error:
+            if self._store is not None:
+                self._store.publish(key, json.dumps({"error": str(error)}))
+            raise
+        place.round = round_
+        place.restore = None
+        if point.step is not None and point.round is not None:
+            place.restore = CheckpointId(point.step, point.round)
+        if self._store is not None:
+            pair = None if place.restore is None else [place.restore.step, place.restore.round]
+            value = {"round": round_, "restore": pair, "run": place.run_id}
+            self._store.publish(key, json.dumps(value))
+
+    def _all_succeeded(self, succeeded: bool) -> bool:
+        if self._store is None:
+            return succeeded
+        prefix = f"fetched/{self._attempt}"
+        self._store.publish(f"{prefix}/{self._settings.rank}", _GOOD if succeeded else _BAD)
+        if self._settings.rank == 0:
+            words = [self._store.wait(f"{prefix}/{r}") for r in range(self._settings.world_size)]
+            self._store.publish(f"{prefix}/verdict", _BAD if _BAD in words else _GOOD)
+        return self._store.wait(f"{prefix}/verdict") == _GOOD
+
+    def _reject(self, place: DirectoryPlace) -> None:
+        if place.restore is not None:
+            place.rejected.append(place.restore)
+        self._begin_again(place)
+
+    def roll_back(self, step: Step | None) -> None:
+        """Every rank of a folder: make `step` (None: the newest committed one) the restore point.
+
+        A new persister is started in a new round: what is saved from then on is a new history, which
+        does not clash with later steps of the old one, and which a run that starts prefers.
+
+        Raises ConfigError in a pod, and where the folder has no such step; CorruptionError where it
+        cannot be read.
+        """
+        place = self._place
+        if not isinstance(place, DirectoryPlace):
+            raise ConfigError(
+                "Checkpointer.restore: in a worker pod all ranks of a round start from the restore point "
+                "that the operator chose, and this rank has saved since: end the process with an exit "
+                "code other than 0, and the gang restarts from its newest checkpoint"
+            )
+        bad = list(place.rejected)
+        if step is not None:
+            place.rejected = [*bad, *self._newer_than(place, step)]
+        self._begin_again(place)
+        place.rejected = bad
+        self._asked = step
+
+    def _newer_than(self, place: DirectoryPlace, step: Step) -> list[CheckpointId]:
+        """What is passed over to find `step`. Rank 0 looks, and all raise the same ConfigError: ranks may
+        see a shared folder at different moments."""
+        self._lookups += 1
+        key = f"lookup/{self._lookups}"
+        if self._settings.rank != 0 and self._store is not None:
+            error = json.loads(self._store.wait(key))
+            if error is not None:
+                raise ConfigError(error)
+            return []
+        known = committed(place.root)
+        newer = list(itertools.takewhile(lambda one: one.step != step, known))
+        error = None if len(newer) < len(known) else _no_such_step(place, step, known)
+        if self._store is not None:
+            self._store.publish(key, json.dumps(error))
+        if error is not None:
+            raise ConfigError(error)
+        return newer
+
+    def _begin_again(self, place: DirectoryPlace) -> None:
+        self._attempt += 1
+        if self._session.link is not None:
+            self._session.link.close()
+        self._ring.close()
+        self._agree(place)
+
+
+def _why_never(place: DirectoryPlace, session: Session, *, patient: bool) -> HoldfastError | None:
+    """None: it may answer yet."""
+    if isinstance(session.greeting_error, RefusedError) and (
+        session.greeting_error.code == Refusal.BUSY
+    ):
+        return UnavailableError(f"{place.root}: {session.greeting_error}")
+    if session.greeting_error is not None:
+        return CorruptionError(f"{place.root}: {session.greeting_error}")
+    if patient or session.losses < _STARTS:
+        return None
+    ended = ""
+    if place.exit_status is not None:
+        status = place.exit_status
+        how = f"exit status {status}" if status >= 0 else f"signal {-status}"
+        ended = f" (the one before that ended with {how}, and said why on standard error)"
+    return UnavailableError(
+        f"{place} never answered, {session.losses} times in a row: {session.lost_because}{ended}"
+    )
+
+
+def _pair(value: list[int] | None) -> CheckpointId | None:
+    return None if value is None else CheckpointId(Step(value[0]), RestartRound(value[1]))
+
+
+def _no_such_step(place: DirectoryPlace, step: Step, known: list[CheckpointId]) -> str:
+    steps = ", ".join(str(one) for one in sorted({checkpoint.step for checkpoint in known}))
+    return (
+        f"Checkpointer.restore(step={step}): {place.root} holds no such checkpoint; it has steps "
+        f"{steps or 'none'}"
+    )
+
+
+def _is_bad_copy(error: HoldfastError) -> bool:
+    return isinstance(error, CorruptionError) or (
+        isinstance(error, RefusedError) and error.code in (Refusal.CONFLICT, Refusal.NOT_FOUND)
+    )

@@ -1,0 +1,316 @@
+"""The rank's side of the Unix socket: one thread that reads, writes and reconnects for ever.
+
+The training thread never touches the socket: it puts frames into a bounded queue and goes on. A peer
+that is slow, stopped or dead costs training nothing; requests to it fail, and it is greeted again
+when it comes back.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol
+
+from holdfast.connection.frames import FrameDecoder
+from holdfast_core.errors import (
+    ConfigError,
+    FormatError,
+    HoldfastError,
+    RefusedError,
+    StaleRoundError,
+    UnavailableError,
+)
+from holdfast_core.messages.schema import Hello, HelloReply, Refusal, Refused
+from holdfast_core.messages.socket_frames import Frame, write_frame
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUEUED_BYTES = 8 << 20
+_FIRST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 1.0
+_READ_BYTES = 64 * 1024
+
+
+class LinkEvents(Protocol):
+    """Called from the link's thread: be short, do not block."""
+
+    def hello(self) -> Hello: ...
+
+    def greeted(self, reply: HelloReply) -> None:
+        """Before any request of this connection can be sent."""
+        ...
+
+    def connected(self) -> None:
+        """Requests can be sent."""
+        ...
+
+    def disconnected(self, reason: str) -> None: ...
+
+    def refused(self, error: HoldfastError) -> None:
+        """Hello was refused; it is tried again."""
+        ...
+
+    def push(self, message: Any) -> None: ...
+
+
+class Link:
+    """`connect` opens a socket or raises OSError; it is called again after every end, and where a
+    greeting is not answered within `hello_seconds`. `peer` names the other side in messages.
+
+    The thread outlives every exception: one of `connect` or of a connection ends that connection, one of
+    a callback is logged, and the callbacks that follow are called.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], socket.socket],
+        events: LinkEvents,
+        hello_seconds: float | None = 10.0,
+        peer: str = "the sidecar",
+    ) -> None:
+        self._peer = peer
+        self._connect = connect
+        self._hello_seconds = hello_seconds
+        self._events = events
+        self._lock = threading.Lock()
+        self._outgoing: collections.deque[bytes] = collections.deque()
+        self._queued_bytes = 0
+        self._next_id = 0
+        self._waiting: dict[int, Future[Any]] = {}
+        self._closing = False
+        self._ready = threading.Event()
+        self._wakers: tuple[socket.socket, socket.socket] | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._wakers = socket.socketpair()
+        for waker in self._wakers:
+            waker.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="holdfast-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._ready.is_set()
+
+    def wait_connected(self, timeout_seconds: float) -> bool:
+        return self._ready.wait(timeout_seconds)
+
+    def submit(self, message: Any) -> Future[Any]:
+        """The reply, later. The future raises RefusedError (also where too much waits to be sent),
+        StaleRoundError for a refusal of the round, UnavailableError when there is no connection or it
+        ends first."""
+        future: Future[Any] = Future()
+        name = type(message).__name__
+        error: HoldfastError
+        with self._lock:
+            self._next_id += 1
+            id_ = self._next_id
+            if not self._ready.is_set():
+                error = UnavailableError(f"{name}: there is no connection to {self._peer}")
+            elif self._enqueue(write_frame(message, id_)):
+                self._waiting[id_] = future
+                return future
+            else:
+                error = RefusedError(
+                    Refusal.BUSY,
+                    f"{name}: {self._queued_bytes} bytes wait to be sent to {self._peer}, which does "
+                    "not read them",
+                )
+        future.set_exception(error)
+        return future
+
+    def request(self, message: Any, timeout_seconds: float) -> Any:
+        """Wait for the reply. Raises like `submit`, and UnavailableError when the time is over."""
+        try:
+            return self.submit(message).result(timeout_seconds)
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"{type(message).__name__}: no answer from {self._peer} within {timeout_seconds} s"
+            ) from error
+
+    def notify(self, message: Any) -> bool:
+        """Send without a reply; False when there is no connection."""
+        with self._lock:
+            return self._ready.is_set() and self._enqueue(write_frame(message, 0))
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Send what is queued, then end the connection."""
+        self._closing = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+            self._thread = None
+
+    def _enqueue(self, data: bytes) -> bool:
+        if self._queued_bytes + len(data) > _MAX_QUEUED_BYTES:
+            return False
+        self._outgoing.append(data)
+        self._queued_bytes += len(data)
+        self._wake()
+        return True
+
+    def _wake(self) -> None:
+        if self._wakers is not None:
+            try:
+                self._wakers[1].send(b"w")
+            except BlockingIOError:
+                return  # it is going to look anyway
+            except OSError:
+                return  # it has ended
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        pause = _FIRST_PAUSE_SECONDS
+        while not self._closing:
+            reason = self._live()
+            if self._ready.is_set():
+                pause = _FIRST_PAUSE_SECONDS
+            self._drop(reason)
+            if not self._closing:
+                self._call(partial(self._events.disconnected, reason))
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        if self._wakers is not None:
+            for waker in self._wakers:
+                waker.close()
+
+    def _live(self) -> str:
+        """One connection, from its opening to its end; why it ended."""
+        try:
+            connection = self._connect()
+        except (OSError, ConfigError) as error:
+            return f"cannot connect: {error}"
+        except BaseException as error:
+            logger.exception("connecting to %s failed in an unexpected way", self._peer)
+            return f"cannot connect: {type(error).__name__}: {error}"
+        try:
+            with connection:
+                self._serve(connection)
+            return "it closed the connection"
+        except (OSError, HoldfastError) as error:
+            return f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            logger.exception("the connection to %s failed in an unexpected way", self._peer)
+            return f"{type(error).__name__}: {error}"
+
+    def _call(self, callback: Callable[[], object]) -> None:
+        """An exception here would end the thread, and with it every later save."""
+        try:
+            callback()
+        except BaseException:
+            logger.exception("a message of %s could not be handled", self._peer)
+
+    def _serve(self, connection: socket.socket) -> None:
+        decoder = FrameDecoder()
+        early = self._greet(connection, decoder)
+        connection.setblocking(False)
+        for frame in early:
+            self._handle(frame)
+        wakers = self._wakers
+        if wakers is None:
+            return
+        with selectors.DefaultSelector() as selector:
+            selector.register(wakers[0], selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ)
+            pending = b""
+            while True:
+                pending = self._send(connection, pending)
+                if self._closing and not pending and not self._outgoing:
+                    return
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if pending else 0)
+                selector.modify(connection, wanted)
+                for key, mask in selector.select():
+                    if key.fileobj is wakers[0]:
+                        wakers[0].recv(4096)
+                    elif mask & selectors.EVENT_READ and not self._receive(connection, decoder):
+                        return
+
+    def _greet(self, connection: socket.socket, decoder: FrameDecoder) -> list[Frame]:
+        """Hello and its reply; frames that came right behind it are handed on."""
+        connection.settimeout(self._hello_seconds)
+        connection.sendall(write_frame(self._events.hello(), 1 << 40))
+        frames: list[Frame] = []
+        while True:
+            data = connection.recv(_READ_BYTES)
+            if not data:
+                raise ConnectionResetError("it closed the connection before HelloReply")
+            frames.extend(decoder.feed(data))
+            for position, frame in enumerate(frames):
+                if frame.id == 1 << 40:
+                    reply = frame.message
+                    if isinstance(reply, Refused):
+                        error = _refusal(reply)
+                        self._events.refused(error)
+                        raise error
+                    if not isinstance(reply, HelloReply):
+                        raise FormatError(f"Hello was answered with {type(reply).__name__}")
+                    # Whoever waits for the connection reads the round as soon as it is ready.
+                    self._events.greeted(reply)
+                    with self._lock:
+                        self._ready.set()
+                    self._events.connected()
+                    return frames[:position] + frames[position + 1 :]
+
+    def _send(self, connection: socket.socket, pending: bytes) -> bytes:
+        with self._lock:
+            if self._outgoing:
+                pending += b"".join(self._outgoing)
+                self._outgoing.clear()
+                self._queued_bytes = 0
+        while pending:
+            try:
+                pending = pending[connection.send(pending) :]
+            except BlockingIOError:
+                break
+        return pending
+
+    def _receive(self, connection: socket.socket, decoder: FrameDecoder) -> bool:
+        try:
+            data = connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        for frame in decoder.feed(data):
+            self._handle(frame)
+        return True
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.id == 0:
+            self._call(partial(self._events.push, frame.message))
+            return
+        with self._lock:
+            future = self._waiting.pop(frame.id, None)
+        if future is None:
+            return
+        if isinstance(frame.message, Refused):
+            self._call(partial(future.set_exception, _refusal(frame.message)))
+        else:
+            self._call(partial(future.set_result, frame.message))
+
+    def _drop(self, reason: str) -> None:
+        with self._lock:
+            self._ready.clear()
+            waiting, self._waiting = self._waiting, {}
+            self._outgoing.clear()
+            self._queued_bytes = 0
+        for future in waiting.values():
+            error = UnavailableError(f"the connection to {self._peer} ended: {reason}")
+            self._call(partial(future.set_exception, error))
+
+
+def _refusal(refused: Refused) -> HoldfastError:
+    if refused.code is Refusal.STALE_ROUND:
+        return StaleRoundError(
+            refused.message, own_round=refused.round, own_version=refused.version
+        )
+    return RefusedError(refused.code, f"{refused.code}: {refused.message}")

@@ -1,0 +1,346 @@
+"""What a rank says to its sidecar and hears from it, over connections that come and go.
+
+Keeps the handles of saves on their way, repeats `Stage` after a reconnect, collects requests to save
+or stop. Knows no tensors and decides nothing about steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from holdfast.base.handle import SaveHandle
+from holdfast.connection.link import Link
+from holdfast.slots.staging import Slot
+from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
+from holdfast_core.ids import JobUid, Level, Rank, RestartRound
+from holdfast_core.messages.schema import (
+    OVERTAKEN,
+    PROTOCOL_VERSION,
+    Hello,
+    HelloReply,
+    LevelReached,
+    LocalRole,
+    Policy,
+    Progress,
+    SaveFailed,
+    SaveRequested,
+    Stage,
+    Staged,
+    StopRequested,
+)
+from holdfast_core.shm.slot_header import SlotState
+
+logger = logging.getLogger(__name__)
+
+_MAX_HANDLES = 64
+"""Handles of older saves are forgotten: their levels may come very late, or never."""
+_LOSSES_AT_THE_END = 5
+"""Connections in a row that did not come about, after which the end waits no longer."""
+
+
+@dataclass(slots=True)
+class _Staged:
+    """A save whose slot the sidecar may not have taken yet."""
+
+    stage: Stage
+    slot: Slot
+    handle: SaveHandle
+    acknowledged: bool = False
+    before: _Staged | None = None
+    """An unfinished save of the same step and round. A message names these alone, so it is for both."""
+
+
+class Session:
+    """Thread-safe: the training thread and the link's thread meet here. Set `link` before use.
+
+    peer: names the other side in messages.
+    knows_what_is_durable: the other side answers for saves whose slots it has freed, so that it is asked
+      about every save that is not settled when it comes back.
+    """
+
+    def __init__(
+        self,
+        job_uid: JobUid,
+        rank: Rank,
+        round_: RestartRound | None,
+        peer: str = "the sidecar",
+        *,
+        knows_what_is_durable: bool = False,
+    ) -> None:
+        self._job_uid = job_uid
+        self.peer = peer
+        self._knows_what_is_durable = knows_what_is_durable
+        self._rank = rank
+        self._lock = threading.Condition()
+        self._saves: dict[tuple[int, int], _Staged] = {}
+        self._tokens: set[str] = set()
+        self._save_wanted = False
+        self._stop_wanted = False
+        self._is_interrupted = False
+        self._said_lost = False
+        self._held_back: SaveHandle | None = None
+        self._held: _Staged | None = None
+        self._progress: Progress | None = None
+        """The newest, sent again after a reconnect: a sidecar that restarted knows no step."""
+        self.losses = 0
+        """Connections that ended or did not come about, since one was answered."""
+        self.lost_because = ""
+        self.round = round_
+        self.policy: Policy | None = None
+        self.greeting_error: HoldfastError | None = None
+        self.link: Link | None = None
+
+    # ------------------------------------------------------------------ LinkEvents
+
+    def hello(self) -> Hello:
+        return Hello(
+            PROTOCOL_VERSION,
+            self._job_uid,
+            LocalRole.RANK,
+            self._rank,
+            self.round,
+        )
+
+    def greeted(self, reply: HelloReply) -> None:
+        with self._lock:
+            self.losses = 0
+            self.greeting_error = None
+            if self.round is None:
+                self.round = reply.round
+            self.policy = reply.policy or self.policy
+
+    def connected(self) -> None:
+        with self._lock:
+            again = [s for s in self._saves.values() if not s.handle.settled]
+            if self._said_lost:
+                logger.warning("connected to %s again: saves go on", self.peer)
+                self._said_lost = False
+            progress = self._progress
+        if progress is not None and self.link is not None:
+            self.link.notify(replace(progress, blocked_seconds=0.0, saves_skipped=0))
+        for save in again:
+            # A slot that is FREE by now was written by an earlier life; its level is still to come.
+            # One that holds a newer save by now is that save's.
+            if self._knows_what_is_durable or _state_of(save) not in (None, SlotState.FREE):
+                self._submit(save)
+
+    def disconnected(self, reason: str) -> None:
+        with self._lock:
+            self.losses += 1
+            self.lost_because = reason
+            self._lock.notify_all()
+            if self._said_lost:
+                return
+            self._said_lost = True
+        logger.warning(
+            "no connection to %s (%s): training goes on, saves fail until it is back",
+            self.peer,
+            reason,
+        )
+
+    def refused(self, error: HoldfastError) -> None:
+        was_connected, said_before = self.policy is not None, str(self.greeting_error)
+        self.greeting_error = error
+        if was_connected and str(error) != said_before:
+            logger.warning("%s cannot serve: %s", self.peer, error)
+
+    def push(self, message: Any) -> None:
+        match message:
+            case LevelReached():
+                for handle in self._handles(message.step, message.round):
+                    handle.reach(message.level)
+                self._settled()
+            case SaveFailed():
+                for handle in self._handles(message.step, message.round):
+                    handle.overtaken |= message.reason == OVERTAKEN
+                    handle.fail(message.level, f"{message.reason}: {message.message}")
+                self._settled()
+            case SaveRequested():
+                self._want(message.token, stop=False)
+            case StopRequested():
+                self._want(message.token, stop=True)
+            case _:
+                logger.warning("ignored a push that is not for ranks: %s", message)
+
+    # ------------------------------------------------------------------ the training thread
+
+    def stage(self, stage: Stage, slot: Slot, handle: SaveHandle) -> None:
+        """Hand a FULL slot over, or keep it where `hold_back` asked for that. Failure is told by the
+        handle; the slot is FREE again then."""
+        save = _Staged(stage, slot, handle)
+        with self._lock:
+            dropped = handle.settled
+            kept = not dropped and handle is self._held_back
+            if kept:
+                self._held = save
+        if dropped:
+            slot.abandon()
+        elif not kept:
+            self._take(save)
+
+    def hold_back(self, handle: SaveHandle) -> None:
+        """Keep the slot of this save until `hand_over_held` or `drop_held`. One at a time."""
+        with self._lock:
+            self._held_back = handle
+
+    def hand_over_held(self) -> None:
+        """The save that was held back is wanted."""
+        with self._lock:
+            save = self._held
+            self._held_back, self._held = None, None
+        if save is not None:
+            self._take(save)
+
+    def drop_held(self, why: str) -> None:
+        """The save that was held back is not wanted: it counts as overtaken, not as failed."""
+        with self._lock:
+            handle, save = self._held_back, self._held
+            self._held_back, self._held = None, None
+        if handle is not None:
+            handle.overtaken = True
+            handle.fail(Level.LOCAL, why)
+        if save is not None:
+            save.slot.abandon()
+
+    def progress(self, message: Progress) -> bool:
+        """Send the newest finished step; False when there is no connection to send it over."""
+        with self._lock:
+            self._progress = message
+        return self.link is not None and self.link.notify(message)
+
+    def take_save_request(self) -> bool:
+        with self._lock:
+            wanted, self._save_wanted = self._save_wanted, False
+            return wanted
+
+    @property
+    def stop_wanted(self) -> bool:
+        return self._stop_wanted or self._is_interrupted
+
+    def want_stop(self) -> None:
+        """Like a push; also called by a signal handler, so it takes no lock."""
+        self._stop_wanted = True
+
+    def interrupt(self) -> None:
+        """Ctrl-C: as `want_stop`, until `forget_interrupt`."""
+        self._is_interrupted = True
+
+    def forget_interrupt(self) -> bool:
+        """The loop that was interrupted has ended. False where a stop was asked for besides."""
+        self._is_interrupted = False
+        return not self._stop_wanted
+
+    def wait_acknowledged(self, timeout_seconds: float) -> bool:
+        """The sidecar owns every slot that was handed over."""
+        with self._lock:
+            return self._lock.wait_for(
+                lambda: all(s.acknowledged or s.handle.settled for s in self._saves.values()),
+                timeout_seconds,
+            )
+
+    def wait_settled(self, timeout_seconds: float) -> bool:
+        """Every save is local, or has failed. Returns early when the other side cannot be reached again."""
+        with self._lock:
+            self._lock.wait_for(
+                lambda: self.losses >= _LOSSES_AT_THE_END or self._all_settled(), timeout_seconds
+            )
+            return self._all_settled()
+
+    def was_taken(self, handle: SaveHandle) -> bool:
+        """The other side has said that it holds this save."""
+        with self._lock:
+            return any(s.handle is handle and s.acknowledged for s in self._saves.values())
+
+    # ------------------------------------------------------------------ inside
+
+    def _take(self, save: _Staged) -> None:
+        with self._lock:
+            key = (save.stage.step, save.stage.round)
+            before = self._saves.get(key)
+            if before is not None and not before.handle.settled:
+                save.before = before
+            self._saves[key] = save
+            self._forget_old()
+        self._submit(save)
+
+    def _submit(self, save: _Staged) -> None:
+        if self.link is None:
+            raise UnavailableError(f"there is no connection to {self.peer}")
+        self.link.submit(save.stage).add_done_callback(partial(self._answered, save))
+
+    def _all_settled(self) -> bool:
+        return all(s.handle.settled for s in self._saves.values())
+
+    def _forget_old(self) -> None:
+        """The oldest of those that are settled first. One that is not has been overtaken by so many that
+        it has failed."""
+        while len(self._saves) > _MAX_HANDLES:
+            settled = (key for key, save in self._saves.items() if save.handle.settled)
+            forgotten = self._saves.pop(next(settled, next(iter(self._saves))))
+            why = f"{self.peer} did not say what became of it, nor of {_MAX_HANDLES} later saves"
+            forgotten.handle.fail(Level.LOCAL, why)
+
+    def _answered(self, save: _Staged, future: Future[Any]) -> None:
+        try:
+            self._take_answer(save, future)
+        except BaseException as error:
+            # concurrent.futures swallows it, and the save would wait for its answer for ever.
+            logger.exception("the answer to the save of step %d", save.stage.step)
+            save.handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
+        self._settled()
+
+    def _take_answer(self, save: _Staged, future: Future[Any]) -> None:
+        try:
+            reply = future.result()
+        except UnavailableError:
+            return  # repeated when the connection is back
+        except HoldfastError as error:
+            state = _state_of(save)
+            is_left = state is SlotState.OWNED and not self._knows_what_is_durable
+            if is_left and not save.slot.is_lost():
+                # An earlier life of the sidecar took it; this one takes it up, or frees it.
+                save.acknowledged = True
+            else:
+                if state is not None:
+                    save.slot.abandon()  # it was refused: nobody else will free it
+                save.handle.fail(Level.LOCAL, str(error))
+        else:
+            save.acknowledged = isinstance(reply, Staged)
+
+    def _settled(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+
+    def _handles(self, step: int, round_: int) -> list[SaveHandle]:
+        found = []
+        with self._lock:
+            save = self._saves.get((step, round_))
+            while save is not None:
+                found.append(save.handle)
+                save = save.before
+        return found
+
+    def _want(self, token: str, *, stop: bool) -> None:
+        with self._lock:
+            if token in self._tokens:
+                return
+            self._tokens.add(token)
+            if stop:
+                self._stop_wanted = True
+            else:
+                self._save_wanted = True
+
+
+def _state_of(save: _Staged) -> SlotState | None:
+    """Of the slot; None where it holds another save by now, or is not mapped any more."""
+    try:
+        header = save.slot.header()
+    except (FormatError, ValueError):
+        return None
+    is_its = (header.step, header.round) == (save.stage.step, save.stage.round)
+    return header.state if is_its else None

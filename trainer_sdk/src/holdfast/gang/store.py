@@ -1,0 +1,142 @@
+"""The gang's TCPStore, as a client: the few keys by which ranks agree on something.
+
+Anyone who reaches the store's port may write into it: torch's store asks for no name and no password.
+What ranks put there is therefore signed with the secret of the round, which the launcher gives them in
+their environment and which is never in the store. A value without a valid signature counts as absent.
+Needs torch only where there is more than one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+import logging
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+from holdfast.base.settings import RankSettings
+from holdfast.gang.tcp_store import open_store
+from holdfast_core.errors import ConfigError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = timedelta(minutes=30)
+"""Ranks of a large job start minutes apart; a rank that never comes is the launcher's to notice."""
+_POLL_SECONDS = 0.2
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
+
+_instances = itertools.count()
+
+
+class PlainStore(Protocol):
+    """What is used of torch.distributed.Store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes:
+        """Blocks until the key is there."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class GangStore:
+    """Keys and values that ranks of this round wrote; what others wrote counts as absent.
+
+    Args:
+        plain: Where they are kept.
+        context: What the keys belong to (round and Checkpointer): a value signed for another one is
+            not valid here.
+        secret: The round's. None: the launcher gave none (torchrun), and every value is believed.
+    """
+
+    def __init__(self, plain: PlainStore, context: str = "", secret: bytes | None = None) -> None:
+        self._plain = plain
+        self._context = context
+        self._secret = secret
+        self._has_warned = False
+
+    def publish(self, key: str, value: str) -> None:
+        """Write a value; all ranks can read it when this returns."""
+        self._plain.set(key, self._signed(key, value))
+        self._plain.get(key)
+
+    def read(self, key: str) -> str | None:
+        """The value that a rank of this round wrote; None for none. Does not wait."""
+        return self._verified(key, self._plain.get(key)) if self._plain.check([key]) else None
+
+    def wait(self, key: str) -> str:
+        """The value, as soon as a rank of this round has written it. Raises UnavailableError where only
+        values of others are there for too long, and what torch raises where there is none."""
+        deadline = time.monotonic() + _TIMEOUT.total_seconds()
+        while True:
+            value = self._verified(key, self._plain.get(key))
+            if value is not None:
+                return value
+            if time.monotonic() >= deadline:
+                raise UnavailableError(
+                    f"the gang's store holds no value of this round under {key!r} after {_TIMEOUT}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _signed(self, key: str, value: str) -> str:
+        return value if self._secret is None else f"{self._signature(key, value)}{value}"
+
+    def _verified(self, key: str, raw: bytes) -> str | None:
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            text = ""
+        if self._secret is None:
+            return text
+        length = 2 * _SIGNATURE_BYTES
+        signature, value = text[:length], text[length:]
+        if hmac.compare_digest(signature.encode(), self._signature(key, value).encode()):
+            return value
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "ignored the value under %r in the gang's store: it is not signed with the secret of "
+                "this round; another process on the network writes into the store",
+                key,
+            )
+        return None
+
+    def _signature(self, key: str, value: str) -> str:
+        parts = (self._context.encode(), key.encode(), value.encode())
+        message = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        return hmac.new(self._secret or b"", message, hashlib.sha256).hexdigest()
+
+
+def connect_store(settings: RankSettings) -> GangStore | None:
+    """None for a gang of one. Keys are under a prefix of this round and this Checkpointer.
+
+    Raises ConfigError when there is no store to connect to.
+    """
+    if settings.world_size == 1:
+        return None
+    from torch import distributed as untyped
+
+    distributed: Any = untyped  # torch's stubs do not export its stores
+
+    instance = next(_instances)
+    prefix = f"holdfast/{settings.round or 0}/{instance}"
+    if settings.agent_store:
+        store = open_store(
+            settings.master_address,
+            settings.master_port,
+            is_master=False,
+            timeout=_TIMEOUT,
+            use_libuv=False,
+        )
+    elif distributed.is_initialized():
+        store = distributed.distributed_c10d._get_default_store()
+    else:
+        raise ConfigError(
+            f"{settings.world_size} ranks, but no store to agree by: start them by `holdfast run` or "
+            "torchrun, or call torch.distributed.init_process_group before the Checkpointer"
+        )
+    secret = None if settings.store_secret is None else settings.store_secret.encode()
+    return GangStore(distributed.PrefixStore(prefix, store), prefix, secret)

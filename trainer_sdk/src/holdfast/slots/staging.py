@@ -1,0 +1,485 @@
+"""The ring of shared-memory slots: where a step's bytes are copied while training waits.
+
+Allocated and touched before step 1, so that a save costs one copy and nothing else. A slot that the
+sidecar still reads is never written: both busy means that the save is skipped, and counted.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from holdfast.slots.capacity import (
+    IN_A_POD,
+    SlotAdvice,
+    VolumeFullError,
+    allocation_lock,
+    require_room,
+)
+from holdfast.slots.touched import touch
+from holdfast_core.errors import CapacityError, DeviceError, FormatError
+from holdfast_core.ids import Rank, RestartRound, Step
+from holdfast_core.messages.schema import SlotOffer
+from holdfast_core.shm.slot_header import (
+    HEADER_BYTES,
+    STATE_OFFSET,
+    SlotHeader,
+    SlotState,
+    pack_state,
+    slot_name,
+)
+
+_PAGE_BYTES = 4096
+_TWO_THREADS_FROM_BYTES = 16 << 20
+_POLL_SECONDS = 0.002
+_SPARE_INDEX = 100
+
+logger = logging.getLogger(__name__)
+
+Jobs = Sequence[tuple[int, Callable[[], object]]]
+
+
+class Pinner(Protocol):
+    """What a device needs of memory that it copies into by itself."""
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Lock the pages. Raises DeviceError."""
+        ...
+
+    def unpin(self, address: int) -> None: ...
+
+
+class Slot:
+    """One mapped slot file. Only its rank writes the payload, and only while it is FREE or FILLING."""
+
+    def __init__(
+        self, path: Path, index: int, memory: mmap.mmap, rank: Rank, identity: tuple[int, int]
+    ) -> None:
+        """`identity`: device and inode of the mapped file."""
+        self.path = path
+        self._identity = identity
+        self.index = index
+        self._memory = memory
+        self._rank = rank
+        self._bytes: np.ndarray[Any, Any] = np.frombuffer(memory, dtype=np.uint8)
+        self._unpin: Callable[[], None] | None = None
+        self.capacity_bytes = len(memory) - HEADER_BYTES
+        self.is_touched = False
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def payload(self) -> np.ndarray[Any, Any]:
+        return self._bytes[HEADER_BYTES:]
+
+    def is_lost(self) -> bool:
+        """The file was removed or replaced (tmp cleaners, logind's RemoveIPC): others that open it by its
+        name do not find what this process writes."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return True
+        return (found.st_dev, found.st_ino) != self._identity
+
+    def header(self) -> SlotHeader:
+        return SlotHeader.unpack(self._memory[:HEADER_BYTES])
+
+    def offer(self) -> SlotOffer:
+        return SlotOffer(self.name, self.capacity_bytes)
+
+    def begin(self, round_: RestartRound, step: Step, payload_bytes: int) -> None:
+        """FREE -> FILLING, with the identity of what is about to be copied."""
+        self._write(SlotState.FILLING, round_, step, payload_bytes)
+
+    def complete(self) -> None:
+        """FILLING -> FULL: the last word written."""
+        self._set_state(SlotState.FULL)
+
+    def abandon(self) -> None:
+        """What was begun is void: FREE, without an identity."""
+        self._write(SlotState.FREE, None, None, 0)
+
+    def touch(self) -> None:
+        """All of its pages are there, and known to this process. What lies in it stays. Raises
+        CapacityError, OSError."""
+        _touch(self._memory, self.path, len(self._memory))
+        self.is_touched = True
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._unpin is not None
+
+    def pin(self, pinner: Pinner) -> None:
+        """Lock the pages until `close`. Raises DeviceError."""
+        address = self._bytes.ctypes.data
+        pinner.pin(address, len(self._memory))
+        self._unpin = partial(pinner.unpin, address)
+
+    def close(self) -> None:
+        """Views into the payload may still be held; then the mapping goes with the last of them.
+        No device may copy into it any more."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self._bytes = np.empty(0, dtype=np.uint8)
+        try:
+            self._memory.close()
+        except BufferError:
+            return
+
+    def _write(
+        self, state: SlotState, round_: RestartRound | None, step: Step | None, payload_bytes: int
+    ) -> None:
+        header = SlotHeader(
+            state, self._rank, self.capacity_bytes, round_, step, payload_bytes
+        ).pack()
+        # The state word goes from FREE to FILLING before the identity changes under it.
+        self._set_state(SlotState.FILLING)
+        rest = STATE_OFFSET + len(pack_state(state))
+        self._memory[:STATE_OFFSET] = header[:STATE_OFFSET]
+        self._memory[rest : len(header)] = header[rest:]
+        self._set_state(state)
+
+    def _set_state(self, state: SlotState) -> None:
+        word = pack_state(state)
+        self._memory[STATE_OFFSET : STATE_OFFSET + len(word)] = word
+
+
+class SlotRing:
+    """The slots of one rank in this process. Not thread-safe: the training thread's alone. A thread of
+    the ring's own touches pages that nobody waits for yet."""
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: Rank,
+        count: int,
+        advice: SlotAdvice = IN_A_POD,
+    ) -> None:
+        self.directory = directory
+        """Of the slot files; may be set until the first of them is there."""
+        self.spare: Path | None = None
+        """Where they lie if `directory` has no room for them; slower, but the saves go on."""
+        self.is_ours: Callable[[], bool] = lambda: True
+        """Asked before slots that were removed are made again in `directory`."""
+        self.lost = 0
+        """Slots that were removed by others so far."""
+        self._advice = advice
+        self._rank = rank
+        self._count = count
+        self._slots: list[Slot] = []
+        self._last = -1
+        self._pinner: Pinner | None = None
+        self._toucher: ThreadPoolExecutor | None = None
+        self._touched: Future[None] | None = None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Others may fill them. This process writes only into what `acquire` gives."""
+        return tuple(self._slots)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return min((slot.capacity_bytes for slot in self._slots), default=0)
+
+    def pin_with(self, pinner: Pinner) -> None:
+        """Page-lock the slots that are there and those to come. Where that fails it is said once, and
+        not tried again: what is copied into them blocks the training thread then."""
+        self._join()
+        self._pinner = pinner
+        self._pin()
+
+    def ensure(self, capacity_bytes: int, round_: RestartRound, *, to_fill: bool = False) -> None:
+        """Every slot holds at least `capacity_bytes`, is mapped and touched, or is being touched (see
+        `touch_meanwhile`). With `to_fill` they are neither: a restore need not wait for memory that
+        only saves need, nor share its processors with whoever zeroes it. Not where who fills them is
+        charged to another container.
+
+        Slots of an earlier life of this rank are taken over with what lies in them: memory that was
+        touched once is not paid for again, and a restore may find its bytes there.
+        Raises CapacityError before anything is taken; if the volume fills up meanwhile, the next call
+        or `acquire` does.
+        """
+        try:
+            self._ensure(capacity_bytes, round_, to_fill=to_fill)
+        except VolumeFullError as error:
+            if self.spare is None or self.directory == self.spare:
+                raise CapacityError(str(error)) from error  # the name that scripts catch
+            logger.warning("slots lie in %s, and saves are slower: %s", self.spare, error)
+            self._discard()
+            self.directory = self.spare
+            self._ensure(capacity_bytes, round_, to_fill=to_fill)
+
+    def _discard(self) -> None:
+        """Leave the directory: what was handed over from it is read by those that have it open."""
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+        if self.is_ours():
+            for index in range(self._count):
+                self._path(index).unlink(missing_ok=True)
+
+    def _ensure(self, capacity_bytes: int, round_: RestartRound, *, to_fill: bool) -> None:
+        capacity_bytes = _whole_pages(capacity_bytes)
+        if self.has_lost():
+            self._let_go_of_lost()
+        if len(self._slots) == self._count and self.capacity_bytes >= capacity_bytes:
+            if not to_fill and self._toucher is None:
+                self._join()
+            return
+        self._await_toucher()
+        kept = {slot.index: slot for slot in self._slots if slot.capacity_bytes >= capacity_bytes}
+        for slot in self._slots:
+            if slot.index not in kept:
+                slot.close()
+        self._slots = []
+        self.directory.mkdir(mode=0o2770, parents=True, exist_ok=True)
+        for index in range(self._count):
+            if index not in kept:
+                adopted = self._adopt(index, capacity_bytes, round_)
+                if adopted is not None:
+                    kept[index] = adopted
+        missing = [index for index in range(self._count) if index not in kept]
+        try:
+            with allocation_lock(self.directory):
+                for index in missing:
+                    self._path(index).unlink(missing_ok=True)
+                if missing:
+                    size = len(missing) * (HEADER_BYTES + capacity_bytes)
+                    require_room(self.directory, size, self._count, self._advice)
+                descriptors = {index: self._create(index, capacity_bytes) for index in missing}
+            for index, descriptor in descriptors.items():
+                kept[index] = self._open(index, descriptor)
+        finally:
+            self._slots = [kept[index] for index in sorted(kept)]
+        if not to_fill:
+            self._join()
+
+    def has_lost(self) -> bool:
+        """Whether `ensure` has to make slots again: no device may copy into them then."""
+        return any(slot.is_lost() for slot in self._slots)
+
+    def _let_go_of_lost(self) -> None:
+        """What was handed over from one is read to its end by those that have the file open. Raises
+        VolumeFullError where another process has the directory by now: two that shared slots would save
+        each other's bytes."""
+        self._await_toucher()
+        lost = [slot for slot in self._slots if slot.is_lost()]
+        self.lost += len(lost)
+        logger.warning(
+            "%d of %d slots were removed from %s by another program and are made again; a save that was in "
+            "one may be lost. Look for what cleans that directory (systemd-tmpfiles, RemoveIPC of logind)",
+            len(lost),
+            len(self._slots),
+            self.directory,
+        )
+        for slot in lost:
+            slot.close()
+        self._slots = [slot for slot in self._slots if slot not in lost]
+        if self.directory != self.spare and not self.is_ours():
+            raise VolumeFullError(f"{self.directory} is used by another process by now")
+
+    def touch_meanwhile(self) -> None:
+        """Touch what is not touched yet, in a thread: the first step after a restore does not wait for
+        it, the first save does."""
+        untouched = [slot for slot in self._slots if not slot.is_touched]
+        if untouched and self._toucher is None:
+            self._toucher = ThreadPoolExecutor(1, thread_name_prefix="holdfast-touch")
+            self._touched = self._toucher.submit(_touch_all, untouched)
+
+    def has_free(self) -> bool:
+        """Whether `acquire` would find a slot now; only this rank's own saves take one."""
+        return any(slot.header().state is SlotState.FREE or slot.is_lost() for slot in self._slots)
+
+    def acquire(self, wait_seconds: float = 0.0) -> Slot | None:
+        """A slot that may be written, the one not used last first; None when all are busy. Raises
+        CapacityError: see `ensure`."""
+        self._join()
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            for slot in sorted(self._slots, key=lambda slot: slot.index == self._last):
+                if slot.header().state is SlotState.FREE:
+                    self._last = slot.index
+                    return slot
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_POLL_SECONDS)
+
+    def find(self, name: str) -> Slot:
+        """Raises FormatError for a slot that is not of this ring."""
+        for slot in self._slots:
+            if slot.name == name:
+                return slot
+        raise FormatError(f"slot {name!r} is none of {[slot.name for slot in self._slots]}")
+
+    def close(self, *, remove: bool = False) -> None:
+        try:
+            self._await_toucher()
+        except CapacityError as error:  # nobody needs them any more
+            logger.warning("%s", error)
+        for slot in self._slots:
+            slot.close()
+            if remove:
+                slot.path.unlink(missing_ok=True)
+        self._slots = []
+
+    def _join(self) -> None:
+        """All slots are touched. Raises CapacityError, once: those that are not are no slots."""
+        self.touch_meanwhile()
+        self._await_toucher()
+
+    def _await_toucher(self) -> None:
+        """Raises as `_join`."""
+        touched, toucher = self._touched, self._toucher
+        if touched is None or toucher is None:
+            return
+        self._touched = self._toucher = None
+        toucher.shutdown()
+        try:
+            touched.result()
+        finally:
+            for slot in self._slots:
+                if not slot.is_touched:
+                    slot.path.unlink(missing_ok=True)
+                    slot.close()
+            self._slots = [slot for slot in self._slots if slot.is_touched]
+        self._pin()
+
+    def _pin(self) -> None:
+        for slot in self._slots:
+            if self._pinner is None or slot.is_pinned:
+                continue
+            try:
+                slot.pin(self._pinner)
+            except DeviceError as error:
+                self._pinner = None
+                logger.warning("saves copy from the device while training waits: %s", error)
+
+    def _path(self, index: int) -> Path:
+        # Other names in the spare directory: the reader looks for a name in both.
+        number = _SPARE_INDEX + index if self.directory == self.spare else index
+        return self.directory / slot_name(self._rank, number)
+
+    def _adopt(self, index: int, capacity_bytes: int, round_: RestartRound) -> Slot | None:
+        """A slot file of an earlier life, if it is large enough and nobody may still read it."""
+        path = self._path(index)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            size = os.fstat(descriptor).st_size
+            header = SlotHeader.unpack(os.pread(descriptor, HEADER_BYTES, 0))
+            if size - HEADER_BYTES < capacity_bytes or header.capacity_bytes + HEADER_BYTES != size:
+                return None
+            if header.state in (SlotState.FULL, SlotState.OWNED) and header.round != round_:
+                # A late reader keeps the old file; the name gets a new one.
+                return None
+            slot = Slot(path, index, _map(descriptor, size), self._rank, _identity(descriptor))
+            if header.state is SlotState.FILLING:
+                slot.abandon()
+            return slot
+        except (FormatError, OSError, ValueError):
+            return None
+        finally:
+            os.close(descriptor)
+
+    def _create(self, index: int, capacity_bytes: int) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._path(index), flags, 0o660)
+        os.fchmod(descriptor, 0o660)  # the sidecar may have another uid and the same group
+        os.ftruncate(descriptor, HEADER_BYTES + capacity_bytes)
+        return descriptor
+
+    def _open(self, index: int, descriptor: int) -> Slot:
+        """With a header, which others may read; the rest of its pages is not there yet."""
+        path, size = self._path(index), os.fstat(descriptor).st_size
+        try:
+            memory, identity = _map(descriptor, size), _identity(descriptor)
+            _touch(memory, path, HEADER_BYTES)
+        except (CapacityError, OSError):
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        slot = Slot(path, index, memory, self._rank, identity)
+        slot.abandon()
+        return slot
+
+
+class Copier:
+    """Runs copies in the calling thread and one helper: two threads saturate the memory bus."""
+
+    def __init__(self) -> None:
+        self._helper: ThreadPoolExecutor | None = None
+
+    def run(self, jobs: Jobs) -> None:
+        """Returns when all are done. Raises what a copy raised."""
+        total = sum(size for size, _ in jobs)
+        if total < _TWO_THREADS_FROM_BYTES or len(jobs) < 2:
+            _run_all(jobs)
+            return
+        half, taken = 0, 0
+        while half < len(jobs) and taken + jobs[half][0] // 2 < total // 2:
+            taken += jobs[half][0]
+            half += 1
+        if self._helper is None:
+            self._helper = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
+        other = self._helper.submit(_run_all, jobs[half:])
+        try:
+            _run_all(jobs[:half])
+        finally:
+            other.result()
+
+    def close(self) -> None:
+        if self._helper is not None:
+            self._helper.shutdown()
+            self._helper = None
+
+
+def _run_all(jobs: Jobs) -> None:
+    for _, copy in jobs:
+        copy()
+
+
+def _whole_pages(size: int) -> int:
+    return size + -size % _PAGE_BYTES
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _touch(memory: mmap.mmap, path: Path, size_bytes: int) -> None:
+    """Raises CapacityError where there is no room, and OSError."""
+    try:
+        touch(memory, path, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            raise
+        raise CapacityError(
+            f"slot {path} of {len(memory)} bytes: the volume filled up meanwhile: {error.strerror}; "
+            "raise the size of the shared memory volume"
+        ) from error
+
+
+def _touch_all(slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        slot.touch()
