@@ -37,7 +37,7 @@ def start(folder: Path, memory: Path) -> subprocess.Popen[bytes]:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    assert len(marked(folder)) == 2
+    until(lambda: len(marked(folder)) == 2, "both processes to carry the mark")
     return process
 
 
