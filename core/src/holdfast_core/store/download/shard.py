@@ -43,8 +43,8 @@ _LOG = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
 """Length of one ranged GET; half of it where chunks are compressed."""
 MAX_AHEAD_BYTES = 48 << 20
-"""Memory limit of one download's buffers, including compressed bytes. A sidecar has a limit of 1 GiB for
-a few concurrent downloads."""
+"""Memory limit of one download's buffers, including compressed bytes. A sidecar, whose memory limit is
+1 GiB, runs a few downloads at a time."""
 
 
 def download_shard(
