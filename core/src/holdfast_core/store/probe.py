@@ -157,6 +157,7 @@ def probe(
 
 
 def _judge(features: StoreFeatures, where: str, leftovers: str) -> ProbeReport:
+    """Return the report of a probe that ran to its end. `leftovers` is why deleting failed, or ""."""
     lacking: Sequence[tuple[bool, ProbeReason, str]] = (
         (
             features.checksum,
@@ -253,6 +254,7 @@ class _Session:
         return ""
 
     def _first_put(self) -> None:
+        """Put an object and read it back, to check credentials, bucket and read-after-write."""
         def attempt() -> S3Reply:
             reply = self._put(self._key, _BODY)
             if reply.failure is not None and reply.failure.error().retryable:
@@ -280,6 +282,7 @@ class _Session:
             )
 
     def _listed(self) -> None:
+        """Check that a list shows the object that was just written."""
         query = {"list-type": "2", "prefix": self._prefix}
         reply = self._client.send(S3Request("GET", query=query))
         if reply.failure is not None:
@@ -306,12 +309,14 @@ class _Session:
         return self._client.head(self._key) == ObjectInfo(len(_BODY), crc32c(_BODY))
 
     def _conditional(self) -> bool:
+        """Return whether a PUT with `If-None-Match: *` does not replace an existing object."""
         reply = self._put(self._key, _OTHER, absent=True)
         if reply.failure is None or not reply.failure.is_precondition:
             return False
         return self._client.send(S3Request("GET", self._key)).body == _BODY
 
     def _race(self) -> bool:
+        """Return whether exactly one of several concurrent conditional PUTs succeeds."""
         key = self._prefix + "race"
         self._written.add(key)
         bodies = [b"writer %d\n" % number for number in range(_RACERS)]
@@ -321,6 +326,7 @@ class _Session:
         return len(winners) == 1 and self._client.send(S3Request("GET", key)).body == winners[0]
 
     def _multipart(self) -> bool:
+        """Return whether a multipart upload with a CRC32C of the whole object works."""
         key = self._prefix + "multipart"
         self._written.add(key)
         upload_id = ""

@@ -83,7 +83,7 @@ class RangedShard:
         return self._trailer
 
     def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
-        """See base.ShardSource."""
+        """See tiers.base.ShardSource."""
         runs = iter(wanted)
         chunks = next(runs, None)
         found: tuple[Extent, ...] | None = None

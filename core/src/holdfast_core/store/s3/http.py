@@ -229,7 +229,7 @@ class HttpPool:
             # HTTPResponse uses only the socket's makefile.
             return http.client.HTTPResponse(PacedSocket(sock, pace), **more)  # type: ignore[arg-type]
 
-        connection.response_class = response  # type: ignore[assignment]  # called, never inherited
+        connection.response_class = response  # type: ignore[assignment]  # only called, never subclassed
         return connection.getresponse()
 
     def put_back(self, connection: http.client.HTTPConnection) -> None:
@@ -251,7 +251,7 @@ class HttpPool:
     def transport_errors(self, doing: str) -> Iterator[None]:
         """Translate exceptions of sockets, TLS and the HTTP parser into errors of holdfast_core.errors.
 
-        `doing` says in the message what was tried.
+        `doing` names in the message what was tried.
         """
         try:
             yield
@@ -343,8 +343,10 @@ def split_endpoint(endpoint: str, *, secure: bool) -> tuple[str, int]:
 
 
 def _is_quiet(sock: socket.socket | None) -> bool:
-    """Return whether an idle connection is usable. Readable data means that it was closed or is out of step
-    with its requests."""
+    """Return whether an idle connection is usable.
+
+    Anything to read on it means that the server closed it or sent bytes that no request asked for.
+    """
     if sock is None:
         return False
     poller = select.poll()

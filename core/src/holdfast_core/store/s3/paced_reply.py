@@ -33,7 +33,7 @@ class _PacedReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]  # any buffer
+    def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]  # takes any buffer
         return self._pace.receive(self._sock, self._idle_seconds, self._raw.readinto, buffer)
 
     def close(self) -> None:

@@ -49,8 +49,7 @@ class Retrier:
     sleep: Callable[[float], object] | None = None
     """Waits for the given seconds; None waits on `stop`."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Ends all waits when it is set. An operation that is waiting is tried once more; a failure after
-    that raises UnavailableError."""
+    """Ends all waits when it is set. A waiting operation then makes one last attempt immediately."""
 
     def call(self, what: str, operation: Callable[[], T]) -> T:
         """Return the result of `operation`. Repeat it while it raises retryable errors.

@@ -36,7 +36,7 @@ class Part:
     """One part of a multipart upload. All but the last have the same length; some stores require it."""
 
     number: int
-    """From 1."""
+    """Counted from 1."""
     span: ByteRange
     """Bytes of the object that the part holds."""
     crc32c: int

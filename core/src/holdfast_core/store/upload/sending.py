@@ -52,13 +52,14 @@ _PART_CODES = frozenset({"InvalidPart", "InvalidPartOrder"})
 
 
 class UploadLostError(TierError):
-    """The multipart upload is gone or unusable and the object does not exist. `Upload._begin_again`
-    catches it and starts again."""
+    """The multipart upload is gone or unusable, and the object does not exist.
+
+    `Upload._begin_again` catches this error and starts again.
+    """
 
 
 class AbandonedError(TierError):
-    """A part was not sent because another part failed. `Upload._results` raises that part's error
-    instead."""
+    """A part was not sent because another part failed. `Upload._results` raises that part's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +348,7 @@ class Upload:
         return mine
 
     def _settle(self, plan: PartPlan, reply: S3Reply) -> None:
+        """Check the reply to a PUT of the whole object, and then what the store holds."""
         if reply.failure is None:
             self._confirm_written(plan)
         elif not reply.failure.is_precondition:
