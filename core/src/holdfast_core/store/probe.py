@@ -255,6 +255,7 @@ class _Session:
 
     def _first_put(self) -> None:
         """Put an object and read it back, to check credentials, bucket and read-after-write."""
+
         def attempt() -> S3Reply:
             reply = self._put(self._key, _BODY)
             if reply.failure is not None and reply.failure.error().retryable:
