@@ -218,7 +218,7 @@ def _refusal(failure: S3Failure) -> _RefusedError:
 
 
 class _Session:
-    """The checks of one probe, in order. Each check relies on those before it."""
+    """The checks of one probe, in order. A refusal by the store in one of the first two ends the probe."""
 
     def __init__(self, client: S3Client, retrier: Retrier) -> None:
         self._client = client

@@ -103,7 +103,10 @@ class S3ObjectTier:
         self._part_bytes = max(MIN_PART_BYTES, config.part_size_mib << 20)
 
     def close(self) -> None:
-        """End waits and requests, and close the connections. No method may be called afterwards."""
+        """End all waits between attempts, wait for requests in progress, and close the connections.
+
+        No method may be called afterwards.
+        """
         self._retrier.stop.set()
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._client.close()

@@ -41,7 +41,7 @@ from holdfast_core.tiers.pooled import CLOSING, submit, wait_all
 
 _LOG = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
-"""Length of one ranged GET; half of it where chunks are compressed."""
+"""Payload bytes of one ranged GET, unless a single chunk is longer; half of it if a chunk is compressed."""
 MAX_AHEAD_BYTES = 48 << 20
 """Memory limit of one download's buffers, including compressed bytes. A sidecar, whose memory limit is
 1 GiB, runs a few downloads at a time."""

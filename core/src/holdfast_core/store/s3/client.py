@@ -213,6 +213,7 @@ class S3Client:
             UnavailableError: No complete reply came. The outcome of a write is then unknown.
             CertificateError: The server's certificate does not verify.
             ConfigError: The credentials or the CA certificate cannot be read.
+            CorruptionError: A file of the body became shorter while it was sent.
         """
         keys = self._credentials.retrieve()
         reply = self._send_once(request, keys, limit_bytes)
