@@ -1,3 +1,1 @@
-"""The object tier: checkpoints of jobs in an S3-compatible store, or in a directory that serves
-as one.
-"""
+"""The object tier: checkpoints in an S3-compatible store, or in a directory that serves as the store."""

@@ -1,12 +1,14 @@
-"""The commit of a checkpoint that needs objects of earlier ones.
+"""The commit of a checkpoint that needs objects of earlier checkpoints.
 
-1. Its references are put: from here on every deleter keeps what they name.
-2. The manifests of what it was compared with are looked for. They are there: whoever deletes them will
-   find the references. One is gone: a deleter may have looked before 1; nothing is committed.
-3. Layout, then manifest.
+1. Put the references of the checkpoint. From here on every deleter keeps the checkpoints that they name.
+2. Read the manifests of the bases, the checkpoints that this one was compared with. If all exist, any
+   process that deletes one of them later finds the references. If one is gone, a deleter may have listed
+   the references before step 1, so nothing is committed.
+3. Put the layout, then the manifest.
 
-References are never taken back here: a delete that was believed lost and comes late could hit those
-of a commit that succeeded. Of a commit that failed they keep something too long, until a sweep.
+This module never deletes references: a delayed DELETE request could remove those of a later commit that
+succeeded. The references of a failed commit keep objects longer than needed, until the next sweep.
+Why no interleaving loses a byte: ADR 0025.
 """
 
 from __future__ import annotations
@@ -28,10 +30,27 @@ def commit_shared(
     references: References,
     bases: Collection[CheckpointId],
 ) -> bool:
-    """All shards and packs are there before this is called. False: a base is gone, or an earlier
-    attempt said other references; what refers to anything must be uploaded whole. Idempotent: what is
-    committed stays so, whatever has been deleted since. Raises what the tier raises;
-    AlreadyExistsError for another manifest is an alarm."""
+    """Commit a checkpoint whose packs refer to earlier checkpoints.
+
+    The caller has uploaded all shards and packs. The call is idempotent: it also succeeds for a
+    checkpoint that is committed already and whose bases were deleted since.
+
+    Args:
+        tier: The store.
+        namespace: Namespace of the job.
+        manifest: Manifest of the checkpoint.
+        layout: Document that the manifest's layout digest names.
+        references: All earlier checkpoints that the packs need.
+        bases: Checkpoints that the packs were compared with; their manifests must still exist.
+
+    Returns:
+        False if a base is gone, or if an earlier attempt stored references that do not cover these. The
+        ranks whose packs refer to other objects must then upload their shards whole.
+
+    Raises:
+        AlreadyExistsError: The store holds another manifest of this checkpoint; this needs an alarm.
+        HoldfastError: Whatever else the tier raises.
+    """
     job_uid, checkpoint = manifest.job.uid, manifest.checkpoint
     said = _said(tier, namespace, job_uid, references)
     vouched = said and all(_exists(tier, namespace, job_uid, base) for base in bases)
@@ -39,14 +58,17 @@ def commit_shared(
         return False
     tier.put_layout(namespace, job_uid, layout)
     tier.put_manifest(namespace, job_uid, checkpoint, manifest.to_bytes())
-    # Once more: another coordinator may have taken it for unneeded before the manifest was there.
+    # Put the layout again: before the manifest existed, another coordinator may have deleted the layout
+    # as unused.
     tier.put_layout(namespace, job_uid, layout)
     return True
 
 
 def _said(tier: S3ObjectTier, namespace: str, job_uid: JobUid, references: References) -> bool:
-    """The store has references that name all that these do. Those of an earlier attempt may name
-    more: what they name is kept a little longer."""
+    """Put the references, and return whether the stored ones name every checkpoint that these name.
+
+    References of an earlier attempt may name more; those checkpoints are kept longer than needed.
+    """
     try:
         tier.put_references(namespace, job_uid, references)
     except AlreadyExistsError:

@@ -1,9 +1,9 @@
-"""An object tier in a directory: a shared file system as the store, or none at all (`make demo-local`).
+"""The object tier in a directory: on a shared file system, or on a local disk (`make demo-local`).
 
-Same keys and bytes as in an S3 store. put-if-absent is link(2), which fails where the name exists; a
-file is complete, and read back, before it gets its name. A file whose content is not what its name says is
-replaced by one that is, and kept beside it as `<name>.bad`. `StoreConfig.endpoint` names the directory as
-`file:///path`.
+Keys and bytes are those of an S3 store, but shards are always stored whole. put-if-absent is link(2),
+which fails if the name exists. A file is complete and has been read back before it gets its name. A file
+whose content does not match its name is replaced by a good one and kept beside it as `<name>.bad`.
+`StoreConfig.endpoint` names the directory as `file:///path`.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ from holdfast_core.tiers.sources import ReaderSource
 
 SCHEME = "file://"
 SLICE_BYTES = 4 << 20
+"""Longest read of a file, and the size of the buffer that verifies it."""
 _BAD = ".bad"
 _LOG = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
 def directory_of(endpoint: str) -> Path | None:
-    """The directory that an endpoint names; None for a server."""
+    """Return the directory that an endpoint names, or None if the endpoint is a server."""
     return Path(endpoint.removeprefix(SCHEME)) if endpoint.startswith(SCHEME) else None
 
 
 class DirectoryObjectTier:
-    """Implements tiers.base.ObjectTier. Safe for many threads and processes."""
+    """Implementation of tiers.base.ObjectTier in a directory. Safe for many threads and processes."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -65,13 +66,16 @@ class DirectoryObjectTier:
         self._buffers = BufferPool(SLICE_BYTES, keep=1)
 
     def upload_shard(self, namespace: str, reader: ShardReader) -> None:
-        """Raises CorruptionError where the bytes that came from `reader` are not the shard."""
+        """Copy a shard into the directory unless a good copy is there. Replace a damaged copy.
+
+        Raises CorruptionError if the bytes that were read from `reader` are not the shard.
+        """
         record = reader.record
         path = self._path(namespace, record.header.job_uid, shard_key(record.ref))
         with disk_errors(f"store of {path}"):
             there = self._damage(path, record.ref)
             if there is None:
-                # The process that wrote it may have died before this.
+                # The process that wrote the file may have died before it made the name durable.
                 self._directories.ensure(path.parent)
                 fsync_directory(path.parent)
                 return
@@ -87,7 +91,7 @@ class DirectoryObjectTier:
             self._publish(path, data, check, replaces=isinstance(there, CorruptionError))
 
     def _damage(self, path: Path, ref: ShardRef) -> CorruptionError | NotFoundError | None:
-        """Why the file is not the shard, after reading all of it; None where it is."""
+        """Read the whole file and return why it is not the shard; None if it is."""
         try:
             with DiskShardReader.open(path, ref, self._buffers) as reader:
                 reader.verify()
@@ -151,7 +155,7 @@ class DirectoryObjectTier:
         )
 
     def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes:
-        """Raises NotFoundError, CorruptionError (the bytes are not those the digest names)."""
+        """Return a layout. Raises NotFoundError; CorruptionError if its bytes do not match the digest."""
         document = self._get(namespace, job_uid, layout_key(digest))
         if (found := digest_of(document)) != digest:
             path = self._path(namespace, job_uid, layout_key(digest))
@@ -161,6 +165,10 @@ class DirectoryObjectTier:
     def list_layouts(
         self, namespace: str, job_uid: JobUid, older_than: timedelta
     ) -> frozenset[Digest]:
+        """Return the layouts whose file was last written at least `older_than` ago.
+
+        The age is the difference between this machine's clock and the file's mtime.
+        """
         root = self._root / job_prefix(namespace, job_uid)
         before = (SystemClock().utc_now() - older_than).timestamp()
         found = set[Digest]()
@@ -184,8 +192,10 @@ class DirectoryObjectTier:
             manifest.unlink(missing_ok=True)
             Path(f"{manifest}{_BAD}").unlink(missing_ok=True)
             if manifest.parent.is_dir():
-                fsync_directory(manifest.parent)  # a manifest never outlives a shard of its own
-            for path in shards.glob("*"):  # and what writers left that were killed
+                # The manifest must be durably gone before its first shard is deleted.
+                fsync_directory(manifest.parent)
+            # This includes the temporary files of writers that were killed.
+            for path in shards.glob("*"):
                 path.unlink(missing_ok=True)
             if shards.is_dir():
                 fsync_directory(shards)
@@ -210,7 +220,19 @@ class DirectoryObjectTier:
         document: bytes,
         wrong: Callable[[bytes], str | None],
     ) -> Digest:
-        """`wrong` tells why a document that is there cannot be of this name; None where it may be."""
+        """Put a document if absent and return its digest.
+
+        Args:
+            namespace: Namespace of the job.
+            job_uid: UID of the job.
+            key: Key of the document below the job's prefix.
+            document: The bytes.
+            wrong: Receives the stored document if it differs. It returns why that document cannot belong
+                to this key, in which case it is replaced; or None.
+
+        Raises:
+            AlreadyExistsError: Another document, which may belong to this key, is stored.
+        """
         path = self._path(namespace, job_uid, key)
 
         def check(temp: Path) -> None:
@@ -235,9 +257,17 @@ class DirectoryObjectTier:
         *,
         replaces: bool = False,
     ) -> None:
-        """Write, fsync, read back, link under the final name if that is free, fsync the directory,
-        whichever process gave the name. `replaces`: what has the name is bad; it becomes `<name>.bad`,
-        and there is a file of the name at every moment."""
+        """Write a temporary file, fsync it, check it, and give it its final name if that is free.
+
+        The directory is fsynced also if another process created the name first.
+
+        Args:
+            path: The final name.
+            data: The content.
+            check: Reads the temporary file; it raises if the content is wrong.
+            replaces: Whether the file that has the name is damaged. It is kept as `<name>.bad` and
+                replaced atomically, so the name exists at every moment.
+        """
         self._directories.ensure(path.parent)
         temp = path.parent / f"{TEMP_PREFIX}{os.getpid()}-{next(_numbers)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

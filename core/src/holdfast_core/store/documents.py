@@ -1,6 +1,7 @@
-"""Manifests and layouts in the store: small, whole, put if absent, read back and compared.
+"""Storage of small documents: manifests, layouts and references.
 
-Knows keys and bytes, not what the documents say.
+A document is one object. It is written only if its key is free, and it is read back and compared. This
+module handles keys and bytes and does not parse the documents.
 """
 
 from __future__ import annotations
@@ -28,20 +29,30 @@ MAX_DOCUMENT_BYTES = 64 << 20
 
 
 class DocumentStore:
-    """Documents by key. Safe for use by many threads."""
+    """Store of documents by key. Safe for use by many threads."""
 
     def __init__(self, client: S3Client, retrier: Retrier) -> None:
         self._client = client
         self._retrier = retrier
 
     def put(self, key: str, document: bytes) -> None:
-        """put-if-absent; the same bytes again are fine. Raises AlreadyExistsError when something
-        else is there. One of several writers wins, also where the store ignores the condition but
-        they do not write in the same moment."""
+        """Write the document if the key is free. Return normally if the key already holds the same bytes.
+
+        If several writers put different documents, exactly one succeeds. A store that ignores
+        If-None-Match guarantees this only for writers that do not overlap in time.
+
+        Raises:
+            AlreadyExistsError: The key holds another document.
+        """
         self._retrier.call(f"put of {key}", lambda: self._put_once(key, document))
 
     def get(self, key: str) -> bytes:
-        """Raises NotFoundError, CorruptionError (twice other bytes than the store's checksum)."""
+        """Return the document.
+
+        Raises:
+            NotFoundError: The store has no such key at three looks.
+            CorruptionError: Two reads in a row did not match the store's checksum.
+        """
         document = self._retrier.look(f"get of {key}", lambda: self._read(key))
         if document is None:
             raise NotFoundError(f"{self._client.describe(S3Request('GET', key))}: not there")

@@ -1,8 +1,9 @@
-"""Finds out what a store can do, before a checkpoint is trusted to it.
+"""Probe of a store: checks which features it has before checkpoints are written to it.
 
-Asks with a small signed PUT first, never with HEAD: an answer to HEAD has no body, so a wrong key
-and a missing bucket look alike. Writes only below `<prefix>/.holdfast-probe/` and deletes what it
-wrote. Never raises for what the store does: the report says it, in the server's own words.
+The first request is a small signed PUT and not a HEAD: a reply to HEAD has no body, so a wrong access
+key and a missing bucket could not be told apart. The probe writes only below
+`<prefix>/.holdfast-probe/` and deletes what it wrote. It does not raise for anything that the store
+does; the report has the reason and the server's own message.
 """
 
 from __future__ import annotations
@@ -39,29 +40,32 @@ from holdfast_core.store.s3.retry import Retrier, RetryPolicy
 
 PROBE_DIR = ".holdfast-probe"
 MAX_MESSAGE = 1500
-"""A termination message holds 4,096 bytes in all."""
+"""Characters of the message in the JSON report, which must fit into the 4,096 bytes of a termination
+message."""
 _BODY = b"holdfast store probe: this object may be deleted\n"
 _OTHER = b"holdfast store probe: another writer\n"
 _RACERS = 4
 
 
 class ProbeReason(StrEnum):
-    """CamelCase reason of the store's Available condition."""
+    """Reason of the store's Available condition."""
 
     AVAILABLE = "Available"
     ACCESS_DENIED = "AccessDenied"
     BUCKET_NOT_FOUND = "BucketNotFound"
     UNREACHABLE = "Unreachable"
-    """Refused, no such host, no answer in time, 5xx."""
+    """The host name does not resolve, the connection is refused, no reply came in time, or the server
+    replied with a status such as 429 or 5xx."""
     CERTIFICATE_INVALID = "CertificateInvalid"
     CONFIGURATION_INVALID = "ConfigurationInvalid"
-    """Endpoint, region or credentials files; the message says which."""
+    """The endpoint, the region, the CA certificate or the credentials files are wrong; the message names
+    which."""
     NOT_S3 = "NotS3"
     STORAGE_FULL = "StorageFull"
     REFUSED = "Refused"
-    """The store refused for another reason, which the message gives."""
+    """The store refused a request for another reason, which is in the message."""
     INCONSISTENT = "Inconsistent"
-    """What was just written is not what is read or listed."""
+    """A GET or a list does not show an object that was just written."""
     CHECKSUM_UNSUPPORTED = "ChecksumUnsupported"
     MULTIPART_UNSUPPORTED = "MultipartUnsupported"
     RANGE_GET_UNSUPPORTED = "RangeGetUnsupported"
@@ -69,25 +73,30 @@ class ProbeReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoreFeatures:
+    """Features that the probe found. A store needs all of them but `conditional_put`."""
+
     conditional_put: bool = False
-    """If-None-Match: * is respected, also by writers at the same moment. May be absent."""
+    """The store respects `If-None-Match: *`, also between concurrent writers."""
     checksum: bool = False
-    """A wrong CRC32C is refused, and the store gives the right one back."""
+    """The store refuses an upload with a wrong CRC32C, and a HEAD returns the right one."""
     multipart: bool = False
+    """The store takes multipart uploads with a CRC32C of the whole object."""
     range_get: bool = False
+    """The store replies to a ranged GET with 206 and exactly those bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """`available`: checkpoints may be kept here."""
+    """Result of a probe."""
 
     available: bool
+    """Whether checkpoints may be stored here."""
     reason: ProbeReason
     message: str
     features: StoreFeatures = StoreFeatures()
 
     def to_json(self) -> str:
-        """At most 4,096 bytes of ASCII: it travels as a termination message."""
+        """Return the report as ASCII JSON that fits into a termination message of 4,096 bytes."""
         return json.dumps(
             {
                 "available": self.available,
@@ -104,7 +113,7 @@ class ProbeReport:
 
 
 class _RefusedError(Exception):
-    """The store said no; the probe ends here."""
+    """The store refused a request or failed a check that the others need; the probe ends."""
 
     def __init__(self, reason: ProbeReason, message: str) -> None:
         super().__init__(message)
@@ -119,7 +128,11 @@ def probe(
     timeouts: Timeouts | None = None,
     retrier: Retrier | None = None,
 ) -> ProbeReport:
-    """Blocks for a few round trips; without an answer, for about a minute."""
+    """Probe the store and return the report.
+
+    The call blocks for a few round trips, and for about a minute if the store does not reply. The
+    arguments are those of S3ObjectTier.
+    """
     where = f"bucket {config.bucket!r} at {config.endpoint}"
     try:
         client = S3Client(
@@ -144,6 +157,7 @@ def probe(
 
 
 def _judge(features: StoreFeatures, where: str, leftovers: str) -> ProbeReport:
+    """Return the report of a probe that ran to its end. `leftovers` is why deleting failed, or ""."""
     lacking: Sequence[tuple[bool, ProbeReason, str]] = (
         (
             features.checksum,
@@ -204,7 +218,7 @@ def _refusal(failure: S3Failure) -> _RefusedError:
 
 
 class _Session:
-    """The checks, in order; each needs the ones before it."""
+    """The checks of one probe, in order. A refusal by the store in one of the first two ends the probe."""
 
     def __init__(self, client: S3Client, retrier: Retrier) -> None:
         self._client = client
@@ -228,7 +242,10 @@ class _Session:
         )
 
     def clean_up(self) -> str:
-        """Deletes what may have been written; the words of the first failure, "" if there is none."""
+        """Delete the objects that may have been written.
+
+        Stop at the first failure and return its message; return "" if all deletes succeed.
+        """
         for key in sorted(self._written):
             try:
                 self._client.delete(key)
@@ -237,6 +254,8 @@ class _Session:
         return ""
 
     def _first_put(self) -> None:
+        """Put an object and read it back, to check credentials, bucket and read-after-write."""
+
         def attempt() -> S3Reply:
             reply = self._put(self._key, _BODY)
             if reply.failure is not None and reply.failure.error().retryable:
@@ -264,6 +283,7 @@ class _Session:
             )
 
     def _listed(self) -> None:
+        """Check that a list shows the object that was just written."""
         query = {"list-type": "2", "prefix": self._prefix}
         reply = self._client.send(S3Request("GET", query=query))
         if reply.failure is not None:
@@ -282,7 +302,7 @@ class _Session:
         return reply.status == 206 and reply.body == _BODY[9:14]
 
     def _checksum(self) -> bool:
-        """A wrong one is refused and leaves nothing; a right one is given back by HEAD."""
+        """Return whether a PUT with a wrong CRC32C is refused and HEAD returns the right CRC32C."""
         key = self._prefix + "wrong-checksum"
         reply = self._put(key, _BODY, crc=crc32c(_BODY) ^ 1)
         if reply.failure is None or self._client.head(key) is not None:
@@ -290,12 +310,14 @@ class _Session:
         return self._client.head(self._key) == ObjectInfo(len(_BODY), crc32c(_BODY))
 
     def _conditional(self) -> bool:
+        """Return whether a PUT with `If-None-Match: *` does not replace an existing object."""
         reply = self._put(self._key, _OTHER, absent=True)
         if reply.failure is None or not reply.failure.is_precondition:
             return False
         return self._client.send(S3Request("GET", self._key)).body == _BODY
 
     def _race(self) -> bool:
+        """Return whether exactly one of several concurrent conditional PUTs succeeds."""
         key = self._prefix + "race"
         self._written.add(key)
         bodies = [b"writer %d\n" % number for number in range(_RACERS)]
@@ -305,6 +327,7 @@ class _Session:
         return len(winners) == 1 and self._client.send(S3Request("GET", key)).body == winners[0]
 
     def _multipart(self) -> bool:
+        """Return whether a multipart upload with a CRC32C of the whole object works."""
         key = self._prefix + "multipart"
         self._written.add(key)
         upload_id = ""
@@ -329,7 +352,7 @@ class _Session:
         except UnavailableError:
             raise
         except HoldfastError:
-            return False  # the store answered, and the answer was no: that is the finding
+            return False  # The store replied and refused, so it lacks the feature.
         finally:
             if upload_id:
                 self._client.abort_upload(key, upload_id)

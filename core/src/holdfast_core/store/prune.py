@@ -1,6 +1,6 @@
-"""What may be deleted from the store although other checkpoints may need it. Pure.
+"""Decisions about which checkpoints may be deleted from the store. Pure functions.
 
-Why no interleaving of a deleter with an upload loses a byte: ADR 0025.
+Why no interleaving of a deletion with an upload loses a byte: ADR 0025.
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ def dead(
     uploading: Collection[CheckpointId],
     round_: RestartRound,
 ) -> frozenset[CheckpointId]:
-    """Those of `checkpoints` that do not exist and never will: no manifest, not on their way, and of
-    an older round than the deleter's, or before the newest step that exists of its own. What is of a
-    newer round is somebody else's, who may be uploading it now."""
+    """Return those of `checkpoints` that do not exist and never will.
+
+    Such a checkpoint has no manifest and is not being uploaded. It belongs to an older restart round than
+    `round_`, or to `round_` and to a step before the newest step of `round_` that has a manifest.
+    Checkpoints of a newer round belong to another coordinator, which may be uploading them now.
+
+    Args:
+        checkpoints: Checkpoints of which objects or references are stored.
+        manifests: Checkpoints that have a manifest.
+        uploading: Checkpoints that are being uploaded, or may be.
+        round_: Restart round of the coordinator that deletes.
+    """
     newest = max((c.step for c in manifests if c.round == round_), default=None)
     return frozenset(
         c
@@ -33,7 +42,7 @@ def dead(
 def needed(
     references: Mapping[CheckpointId, References], ignored: Collection[CheckpointId] = ()
 ) -> frozenset[CheckpointId]:
-    """Every checkpoint whose objects another one needs. The words of `ignored` do not count."""
+    """Return every checkpoint whose objects another one needs, by the references of all but `ignored`."""
     return frozenset(
         earlier
         for checkpoint, said in references.items()

@@ -1,9 +1,9 @@
-"""The object tier: shards, packs, layouts and manifests of jobs in one S3-compatible store.
+"""The object tier: shards, packs, layouts, references and manifests of jobs in one S3-compatible store.
 
-The last tier that a restore tries and the only one that survives everything. Objects are immutable
-and written if absent. A manifest is deleted before its shards, and these stay while other checkpoints
-need them. Credentials stay in the sidecar and in the store's own short-lived pods; nothing here
-decides what to keep.
+A restore tries this tier last; it is the only tier that survives the loss of all nodes. Objects are
+immutable and written only if absent. The manifest of a checkpoint is deleted before its shards, and the
+shards stay while other checkpoints need them. Only the sidecar and the short-lived store pods hold the
+credentials. Retention decides elsewhere which checkpoints to keep.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ from holdfast_core.tiers.base import OpenWriter, ShardReader, ShardRecord, Shard
 
 _LOG = logging.getLogger(__name__)
 MAX_LISTED_KEYS = 1_000_000
-"""A list that is longer is refused: no job has so many, a broken server may."""
+"""A longer list raises FormatError: no job has so many objects, so the server is broken."""
 
 
 class S3ObjectTier:
-    """base.ObjectTier on an S3-compatible store. Safe for use by many threads.
+    """Implementation of tiers.base.ObjectTier on an S3-compatible store. Safe for use by many threads.
 
-    At most `config.max_concurrency` parts and ranges are in flight over all transfers, a thread
-    each. An upload holds at most 1 MiB a part (the bytes of a shard go from its file to the
-    socket), one that compresses upload.encode.MAX_HELD_BYTES, a download
-    download.shard.MAX_AHEAD_BYTES and chunk tables. `close` ends waits between attempts at once; a
-    request in progress ends with its time-out, and a transfer that needs more of them with
-    UnavailableError.
+    A pool of `config.max_concurrency` threads sends the parts, ranges and deletes of all transfers, one
+    request per thread. Other requests run on the caller's thread.
+
+    Memory: an upload holds at most 1 MiB per part in flight, because a shard's bytes go from its file to
+    the socket. An upload that compresses holds at most upload.encode.MAX_HELD_BYTES. A download holds
+    at most download.shard.MAX_AHEAD_BYTES and the chunk tables.
+
+    `close` ends all waits between attempts immediately. A request in progress ends at its time-out at
+    the latest. A transfer that needs further requests raises UnavailableError.
     """
 
     def __init__(
@@ -70,9 +73,21 @@ class S3ObjectTier:
         sent: Callable[[int], object] | None = None,
         compressed: Callable[[int, int], object] | None = None,
     ) -> None:
-        """`throttle` is called with the bytes of each part before it is sent, and may block; `sent`
-        with the bytes of bodies that were handed to the network, those of failed attempts too;
-        `compressed`, of each object that was, with the bytes before and after."""
+        """Create the tier. It opens connections when they are first needed.
+
+        Args:
+            config: Endpoint, bucket, prefix and limits.
+            credentials: Source of the keys; it is asked at every request.
+            ca_file: CA certificates of the store's server; None uses those of the system.
+            timeouts: Time-outs of connections and replies.
+            retrier: Retry policy of all operations; `close` sets its `stop` event.
+            clock: Clock of signatures, time-outs and retries.
+            throttle: Receives the size of each part in bytes before the part is sent; it may block. A
+                repeated part of a multipart upload is not counted again.
+            sent: Receives the number of request body bytes that were handed to the network, including
+                those of failed attempts. Any thread may call it.
+            compressed: Receives the payload bytes of each compressed pack before and after compression.
+        """
         self._config = config
         self._stop = threading.Event()
         self._retrier = retrier or Retrier(clock=clock or SystemClock(), stop=self._stop)
@@ -88,22 +103,36 @@ class S3ObjectTier:
         self._part_bytes = max(MIN_PART_BYTES, config.part_size_mib << 20)
 
     def close(self) -> None:
-        """Nothing may be called after it."""
+        """End all waits between attempts, wait for requests in progress, and close the connections.
+
+        No method may be called afterwards.
+        """
         self._retrier.stop.set()
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._client.close()
 
     def upload_shard(self, namespace: str, reader: ShardReader) -> None:
-        """Returns at once when the store holds exactly these bytes already. Raises
-        AlreadyExistsError when it holds others, CorruptionError when the local shard is bad."""
+        """Upload a whole shard. Send nothing if the store holds exactly these bytes already.
+
+        Raises:
+            AlreadyExistsError: The store holds other bytes under the shard's key.
+            CorruptionError: The local shard is damaged.
+            AccessDeniedError: The store refuses the credentials.
+            CapacityError: The store is full.
+            NotFoundError: The bucket does not exist.
+            UnavailableError: The retry policy is spent, or the tier is being closed.
+        """
         ref = reader.record.ref
         key = self._key(namespace, ref.job_uid, keys.shard_key(ref))
         plan = plan_parts(reader, self._part_bytes)
         ShardUpload(self._transport, key, reader, plan).run()
 
     def upload_pack(self, namespace: str, reader: ShardReader, index: PackIndex) -> None:
-        """The chunks that `index` places here, and the index. What it refers to is the caller's
-        affair. Raises what `upload_shard` raises."""
+        """Upload a pack: the chunks that `index` places in it, and the index.
+
+        The caller makes sure that the shards to which the index refers stay in the store. Raises what
+        `upload_shard` raises.
+        """
         ref = reader.record.ref
         key = self._key(namespace, ref.job_uid, keys.pack_key(ref))
         parts = plan_pack_parts(reader.fd, index, self._part_bytes)
@@ -112,9 +141,21 @@ class S3ObjectTier:
     def upload_encoded(
         self, namespace: str, reader: ShardReader, index: PackIndex, widths: bytes
     ) -> PackIndex:
-        """Like `upload_pack`, the chunks compressed (format.coding; `widths`: one a chunk of the
-        payload); returns the index with how they are stored. Raises AlreadyExistsError where anything
-        is under the key: `stored` says what. At most upload.encode.MAX_HELD_BYTES are in memory."""
+        """Upload a pack with compressed chunks (shards.coding).
+
+        Args:
+            namespace: Namespace of the job.
+            reader: The shard on the node.
+            index: Which chunks the pack stores; its coding is replaced.
+            widths: Element width in bytes for each chunk of the payload.
+
+        Returns:
+            The index with the coding of the stored chunks.
+
+        Raises:
+            AlreadyExistsError: Any object has the pack's key; `stored` returns which.
+            HoldfastError: Whatever else `upload_shard` raises.
+        """
         ref = reader.record.ref
         key = self._key(namespace, ref.job_uid, keys.pack_key(ref))
         at_once = max(1, self._config.max_concurrency)
@@ -126,41 +167,61 @@ class S3ObjectTier:
         return stored
 
     def stored(self, namespace: str, ref: ShardRef, *, looks: int = 3) -> StoredShard:
-        """How the store holds a shard: whole, or packed. Raises NotFoundError (also where `looks`
-        looks in a row did not find it), CorruptionError."""
+        """Return how the store holds a shard: whole, or as a pack.
+
+        Args:
+            namespace: Namespace of the job.
+            ref: The shard.
+            looks: How often the store is asked in a row before NotFoundError is raised.
+
+        Raises:
+            NotFoundError: The store has neither the shard nor its pack.
+            CorruptionError: The end of the object does not verify.
+        """
         return StoredShards(self._client, self._retrier, self._key_of(namespace)).find(
             ref, looks=looks
         )
 
     def has_whole(self, namespace: str, ref: ShardRef) -> bool:
-        """There is an object under the name of the whole shard, good or bad."""
+        """Return whether an object has the key of the whole shard. The object is not verified."""
         return StoredShards(self._client, self._retrier, self._key_of(namespace)).has_whole(ref)
 
     def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
-        """Whole or packed. Raises NotFoundError, CorruptionError (also where something that a pack
-        refers to is gone), UnavailableError and what the writer raises."""
+        """Download a shard that is stored whole or as a pack, and commit the writer.
+
+        Raises:
+            NotFoundError: The store has neither the shard nor its pack.
+            CorruptionError: Stored bytes do not verify, or a shard to which the pack refers is gone.
+            UnavailableError: The retry policy is spent, or the tier is being closed.
+            HoldfastError: Whatever else the writer raises.
+        """
         key_of = self._key_of(namespace)
         return download_shard(self._client, self._retrier, self._workers, key_of, ref, open_writer)
 
     def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
-        """Whole or packed. What a pack refers to is looked for when it is read."""
+        """Open a shard that is stored whole or as a pack.
+
+        The shards to which a pack refers are looked up when their chunks are read.
+        """
         key_of = self._key_of(namespace)
         return open_ranged_shard(self._client, self._retrier, self._workers, key_of, ref)
 
     def put_manifest(
         self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes
     ) -> Digest:
-        """The document's digest. Raises AlreadyExistsError when another document is there."""
+        """Put a manifest if absent and return its digest.
+
+        Raises AlreadyExistsError if the store holds another manifest of this checkpoint.
+        """
         self._documents.put(self._key(namespace, job_uid, keys.manifest_key(checkpoint)), document)
         return digest_of(document)
 
     def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
-        """The bytes as stored; the caller compares their digest with the one it expects. Raises
-        NotFoundError."""
+        """Return the manifest as stored. The caller compares its digest. Raises NotFoundError."""
         return self._documents.get(self._key(namespace, job_uid, keys.manifest_key(checkpoint)))
 
     def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]:
-        """In order of step and round. A listing is a hint: what it names may not verify."""
+        """Return the checkpoints that have a manifest, by step and round. The manifests are not read."""
         return tuple(sorted(_by_checkpoint(self._list(namespace, job_uid, f"{keys.MANIFESTS}/"))))
 
     def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
@@ -169,11 +230,11 @@ class S3ObjectTier:
         return digest
 
     def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes:
-        """Raises NotFoundError, CorruptionError (the bytes are not those the digest names)."""
+        """Return a layout. Raises NotFoundError; CorruptionError if two reads do not match the digest."""
         key = self._key(namespace, job_uid, keys.layout_key(digest))
         document = self._documents.get(key)
         if digest_of(document) != digest:
-            document = self._documents.get(key)  # once more: it may have been the way here
+            document = self._documents.get(key)  # the first read may have been damaged in transit
         found = digest_of(document)
         if found != digest:
             raise CorruptionError(f"layout {key}: expected digest {digest}, found {found}")
@@ -182,7 +243,7 @@ class S3ObjectTier:
     def list_layouts(
         self, namespace: str, job_uid: JobUid, older_than: timedelta
     ) -> frozenset[Digest]:
-        """Layouts that were written so long ago by the server's own clock."""
+        """Return the layouts that were written at least `older_than` ago, by the server's clock."""
         found = set[Digest]()
         for item in self._list(namespace, job_uid, f"{keys.LAYOUTS}/"):
             digest = _layout_of(item.key)
@@ -194,24 +255,31 @@ class S3ObjectTier:
         self._delete([self._key(namespace, job_uid, keys.layout_key(digest))])
 
     def put_references(self, namespace: str, job_uid: JobUid, references: References) -> None:
-        """put-if-absent, before the manifest. Raises AlreadyExistsError where others are there."""
+        """Put a checkpoint's references if absent. This must come before its manifest (ADR 0025).
+
+        Raises AlreadyExistsError if the store holds other references of this checkpoint.
+        """
         key = self._key(namespace, job_uid, keys.references_key(references.checkpoint))
         self._documents.put(key, references.to_bytes())
 
     def get_references(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
-        """Raises NotFoundError: it needs no other checkpoint."""
+        """Return a checkpoint's references. NotFoundError means that it needs no other checkpoint."""
         key = self._key(namespace, job_uid, keys.references_key(checkpoint))
         return self._documents.get(key)
 
     def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
-        """1. the manifest: from here the checkpoint does not exist; 2. its references; 3. its shards,
-        if no other checkpoint needs them: else they stay until `sweep`. Tolerates absence, so a
-        delete that was interrupted is finished by another."""
+        """Delete a checkpoint: its manifest, then its references, then its shards and packs.
+
+        The checkpoint does not exist any more once its manifest is deleted. If another checkpoint needs
+        its shards, they stay until `sweep`. Absent objects are ignored, so a repeated call completes an
+        interrupted deletion.
+        """
         self._delete([self._key(namespace, job_uid, keys.manifest_key(checkpoint))])
         try:
             references = self._references(namespace, job_uid)
         except FormatError as error:
-            # The checkpoint is gone as was asked; retention must not stop for what somebody else wrote.
+            # The manifest is deleted, so the checkpoint is gone. Unreadable references of another
+            # checkpoint must not stop retention.
             _LOG.warning(
                 "the shards of %s stay, nobody knows who needs them: %s", checkpoint, error
             )
@@ -231,10 +299,25 @@ class S3ObjectTier:
         quiet: timedelta,
         uploading: Callable[[], Collection[CheckpointId]],
     ) -> frozenset[CheckpointId]:
-        """Deletes objects of checkpoints that do not exist (any more), that nobody needs and of which
-        nothing was written for `quiet`; returns whose. `round_`: the caller's, of which it is the
-        coordinator. `uploading`: what is on its way to the store when it is called; whatever begins
-        later is newer than what is looked at here."""
+        """Delete the objects of checkpoints that have no manifest and that no other checkpoint needs.
+
+        Only checkpoints that `prune.dead` returns are swept, and only if none of their objects was
+        written within `quiet`.
+
+        Args:
+            namespace: Namespace of the job.
+            job_uid: UID of the job.
+            round_: Restart round of the coordinator that calls.
+            quiet: Minimum age of the newest object, by the server's clock.
+            uploading: Returns the checkpoints that are being uploaded. It is called after the objects
+                were listed, so an upload that starts later has no object in the list.
+
+        Returns:
+            The checkpoints whose shards and packs were deleted.
+
+        Raises:
+            FormatError: A references document cannot be parsed; nothing was deleted.
+        """
         shards = self._list(namespace, job_uid, f"{keys.SHARDS}/")
         documents = self._list(namespace, job_uid, f"{keys.REFERENCES}/")
         stored, said = _by_checkpoint(shards), _by_checkpoint(documents).keys()
@@ -250,9 +333,12 @@ class S3ObjectTier:
         return swept
 
     def _references(self, namespace: str, job_uid: JobUid) -> dict[CheckpointId, References]:
-        """All documents. Listed until nothing new appears, twice at least: one that was put while
-        another was deleted must not be missed. Raises FormatError: what is not understood keeps
-        everything."""
+        """Return all references of the job, by checkpoint.
+
+        The listing is repeated until it shows nothing new, at least twice, so that references that were
+        put while others were deleted are not missed. Raises FormatError for a document that cannot be
+        parsed; the caller must then delete nothing that other checkpoints may need.
+        """
         found: dict[CheckpointId, References] = {}
         seen: set[CheckpointId] = set()
         listings = 0
@@ -267,7 +353,7 @@ class S3ObjectTier:
                 try:
                     document = self.get_references(namespace, job_uid, checkpoint)
                 except NotFoundError:
-                    continue  # deleted meanwhile, after its manifest
+                    continue  # Its checkpoint was deleted since the listing.
                 found[checkpoint] = parse_references_of(document, checkpoint)
 
     def abort_stale_uploads(
@@ -277,9 +363,11 @@ class S3ObjectTier:
         older_than: timedelta,
         refs: Sequence[ShardRef] = (),
     ) -> int:
-        """Aborts unfinished multipart uploads of the job that were begun more than `older_than` ago
-        by the server's own clock; returns how many. Some servers (MinIO) list unfinished uploads
-        for an exact key only: `refs` names shards to look at one by one."""
+        """Abort the job's multipart uploads that were begun more than `older_than` ago; return how many.
+
+        The age is by the server's clock. Some servers (MinIO) list unfinished uploads for an exact key
+        only; `refs` names the shards whose keys are listed one by one.
+        """
         prefixes = [self._prefix(namespace, job_uid)]
         for name in (keys.shard_key, keys.pack_key):
             prefixes += [self._key(namespace, job_uid, name(ref)) for ref in refs]
@@ -316,7 +404,7 @@ class S3ObjectTier:
             pass
 
     def _list(self, namespace: str, job_uid: JobUid, below: str) -> list[_Stored]:
-        """Keys relative to the job's prefix."""
+        """Return all objects below a path. Their keys are relative to the job's prefix."""
         base = self._prefix(namespace, job_uid)
         found: list[_Stored] = []
         token = ""
@@ -352,16 +440,19 @@ class S3ObjectTier:
 
 
 def _nobody(_before: int, _after: int) -> None:
-    """Nobody wants to know what was compressed."""
+    """Do nothing: the default of `compressed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """An object of the job, as it was listed."""
+    """One listed object of the job."""
 
     key: str
+    """Relative to the job's prefix."""
     modified: str
+    """RFC 3339, by the server's clock."""
     date: str
+    """Time of the listing by the server's clock, RFC 9110."""
 
     @property
     def age(self) -> timedelta:
@@ -369,7 +460,10 @@ class _Stored:
 
 
 def _age(key: str, since: str, date: str) -> timedelta:
-    """By the server's own clock, whose date counts whole seconds. Raises FormatError."""
+    """Return the time from `since` to the server's `date`, at least 0. Raises FormatError.
+
+    `date` has whole seconds, so it may lie before `since`.
+    """
     try:
         now = parsedate_to_datetime(date)
         return max(timedelta(0), now - datetime.fromisoformat(since))
@@ -378,7 +472,7 @@ def _age(key: str, since: str, date: str) -> timedelta:
 
 
 def _by_checkpoint(listed: Iterable[_Stored]) -> dict[CheckpointId, list[str]]:
-    """Names that Holdfast writes, by checkpoint."""
+    """Return the listed keys by the checkpoint that they belong to. Keys that belong to none are left out."""
     found: dict[CheckpointId, list[str]] = {}
     for item in listed:
         checkpoint = _checkpoint_of(item.key)
@@ -393,7 +487,7 @@ def _written_lately(listed: Iterable[_Stored], within: timedelta) -> frozenset[C
 
 
 def _layout_of(key: str) -> Digest | None:
-    """None: no layout."""
+    """Return the digest that a layout's key names; None for any other key."""
     try:
         parsed = keys.parse_key(key)
     except FormatError:
@@ -402,7 +496,10 @@ def _layout_of(key: str) -> Digest | None:
 
 
 def _checkpoint_of(key: str) -> CheckpointId | None:
-    """None: not one of ours, nobody asked us to delete it."""
+    """Return the checkpoint that a key belongs to.
+
+    Returns None for layouts and for keys that Holdfast does not write; `sweep` never deletes those.
+    """
     try:
         parsed = keys.parse_key(key)
     except FormatError:

@@ -1,1 +1,1 @@
-"""Fetch shards from the store: whole or by ranges, each chunk verified."""
+"""Download of shards from the store, whole or by ranges. Each chunk is verified."""

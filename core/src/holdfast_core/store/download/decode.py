@@ -1,4 +1,4 @@
-"""Chunks that an object stores compressed: fetched as they are stored, decoded, compared."""
+"""Fetch of chunks that an object stores compressed: they are read, decoded and verified."""
 
 from __future__ import annotations
 
@@ -20,13 +20,28 @@ def fill_decoded(
     places: Sequence[memoryview],
     is_good: Callable[[int, memoryview], bool],
 ) -> list[int]:
-    """Chunks that the object stores in a row from `offset` on, into `places`: the place of each, as
-    long as the chunk. Those that do not decode, or are not good, are read once more, alone. Returns
-    the positions of those that are wrong at every read. Besides the places their stored bytes are in
-    memory, which are no more. Raises NotFoundError, UnavailableError."""
+    """Fetch consecutive compressed chunks of an object and decode them.
+
+    A chunk that does not decode or does not verify is read again, alone, up to READS reads in all. Besides
+    `places` the stored bytes are in memory; they are never longer than the chunks.
+
+    Args:
+        source: The object.
+        offset: Where the first chunk begins in the object.
+        coding: How these chunks are stored.
+        places: One buffer for each chunk, as long as the chunk.
+        is_good: Receives the position of a chunk and its buffer; returns whether the chunk verifies.
+
+    Returns:
+        The positions in `places` of the chunks that were wrong at every read.
+
+    Raises:
+        NotFoundError: The object is gone.
+        UnavailableError: The retry policy is spent.
+    """
     decoder = ChunkDecoder()
     total = coding.stored_bytes(0, len(places))
-    # An anonymous map: a bytearray would be filled with zeros first.
+    # An anonymous map, because a bytearray would be filled with zeros first.
     stored = memoryview(mmap.mmap(-1, total))
     source.fill(offset, stored)
     bad: list[int] = []
@@ -58,7 +73,7 @@ def _wrong(
     position: int,
     is_good: Callable[[int, memoryview], bool],
 ) -> str:
-    """Why the place does not hold the chunk now; "" if it does."""
+    """Decode a chunk into its buffer and return why the result is wrong; "" if it is good."""
     try:
         decoder.decode(stored, width, place)
     except CorruptionError as error:

@@ -1,8 +1,9 @@
-"""Ranges of one shard in the store: its end by a ranged GET, then whole chunks, some runs at once.
+"""Reads of chunk ranges of one shard in the store.
 
-Each run is one GET for every object that stores a part of it: one of a whole shard, some of a pack.
-What comes is compared with the chunk table, and chunks that are wrong are asked for once more, alone.
-At most MAX_AHEAD_BYTES are in memory.
+The end of the shard is read first, by a ranged GET; then runs of whole chunks are fetched, several at a
+time. A run takes one GET for each object that stores a part of it: one for a whole shard, several for a
+pack. Each chunk is compared with the chunk table; a wrong chunk is read again, alone. At most
+MAX_AHEAD_BYTES are in memory, or one run if it is longer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ _LOG = logging.getLogger(__name__)
 def open_ranged_shard(
     client: S3Client, retrier: Retrier, workers: ThreadPoolExecutor, key_of: KeyOf, ref: ShardRef
 ) -> RangedShard:
-    """Raises NotFoundError, CorruptionError, UnavailableError."""
+    """Read and verify the end of a shard, and return a source of its ranges.
+
+    Raises:
+        NotFoundError: The store has neither the shard nor its pack.
+        CorruptionError: The end of the object does not verify.
+        UnavailableError: The retry policy is spent.
+    """
     shards = StoredShards(client, retrier, key_of)
     stored = shards.find(ref)
     places = places_in(shards, stored)
@@ -49,13 +56,15 @@ class _Run:
     """A run that is being fetched."""
 
     view: memoryview
+    """Buffer of the run's payload bytes."""
     parts: tuple[Future[None], ...]
+    """Fetches of the run, one for each object that stores a part of it."""
     held_bytes: int
-    """Of the view, and of what is decoded into it."""
+    """Memory of the buffer and of the compressed bytes that are decoded into it."""
 
 
 class RangedShard:
-    """base.ShardSource of what the store has, whole or packed."""
+    """Implementation of tiers.base.ShardSource for a shard that the store holds whole or as a pack."""
 
     def __init__(
         self,
@@ -74,13 +83,13 @@ class RangedShard:
         return self._trailer
 
     def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
-        """See base.ShardSource."""
+        """See tiers.base.ShardSource."""
         runs = iter(wanted)
         chunks = next(runs, None)
         found: tuple[Extent, ...] | None = None
         waiting: deque[_Run] = deque()
         ahead_bytes = 0
-        # Whoever fails first leaves nobody behind who still asks for more.
+        # On failure `stopped` keeps the other fetches from sending further requests.
         source = replace(self._source, stopped=threading.Event())
         try:
             while waiting or chunks is not None:
@@ -111,7 +120,7 @@ class RangedShard:
     def _submit(
         self, source: Source, chunks: range, length: int, found: tuple[Extent, ...], held: int
     ) -> _Run:
-        # An anonymous map: a bytearray would be filled with zeros first.
+        # An anonymous map, because a bytearray would be filled with zeros first.
         view = memoryview(mmap.mmap(-1, length))
         size = self._trailer.record.header.chunk_bytes
         parts = []
@@ -123,6 +132,11 @@ class RangedShard:
         return _Run(view, tuple(parts), held)
 
     def _fetch(self, source: Source, extent: Extent, view: memoryview) -> None:
+        """Fetch the chunks of one extent into `view` and verify them.
+
+        Raises NotFoundError if the shard's own object is gone, and CorruptionError if a chunk is wrong at
+        every read or if another object that stores chunks of the shard is gone.
+        """
         try:
             if extent.coding is None:
                 bad = self._fetch_plain(source, extent, view)
@@ -141,7 +155,7 @@ class RangedShard:
             )
 
     def _fetch_plain(self, source: Source, extent: Extent, view: memoryview) -> list[int]:
-        """Chunks that are wrong at every read."""
+        """Fetch uncompressed chunks and return those that are wrong at every read."""
         source.fill(extent.offset, view)
         bad = bad_chunks(self._trailer, extent.chunks, view)
         if bad:
@@ -151,7 +165,7 @@ class RangedShard:
     def _fetch_coded(
         self, source: Source, extent: Extent, coding: Coding, view: memoryview
     ) -> list[int]:
-        """Chunks that are wrong at every read."""
+        """Fetch and decode compressed chunks and return those that are wrong at every read."""
         size = self._trailer.record.header.chunk_bytes
         places = [view[at * size : (at + 1) * size] for at in range(len(extent.chunks))]
 
@@ -163,7 +177,7 @@ class RangedShard:
         return [extent.chunks[position] for position in bad]
 
     def _again(self, source: Source, chunk: int, extent: Extent, view: memoryview) -> bool:
-        """A bit may have flipped on the way: whether the chunk is good when read alone."""
+        """Read one chunk again and return whether it is good now. A bit may have flipped in transit."""
         size = self._trailer.record.header.chunk_bytes
         start = (chunk - extent.chunks.start) * size
         place = view[start : start + size]
@@ -171,7 +185,7 @@ class RangedShard:
         return not bad_chunks(self._trailer, range(chunk, chunk + 1), place)
 
     def close(self) -> None:
-        """Connections belong to the tier."""
+        """Do nothing: the connections belong to the tier."""
 
     def __enter__(self) -> Self:
         return self
@@ -186,5 +200,5 @@ class RangedShard:
 
 
 def _stored_bytes(extent: Extent) -> int:
-    """What is in memory besides the chunks that it is decoded into."""
+    """Return the memory for the compressed bytes of an extent; 0 if it is not compressed."""
     return 0 if extent.coding is None else extent.coding.stored_bytes(0, len(extent.chunks))

@@ -1,8 +1,8 @@
-"""Which bytes of a shard in the store are fetched together, and the CRC32C that each must have. Pure.
+"""Plan of a shard's download: which bytes are fetched together, and their CRC32C. Pure functions.
 
-Everything follows from the trailer: the head is the identity once more, the payload is the chunk
-table's, and the padding is zeros. So each range can be verified as it arrives, in any order, and
-from wherever its chunks are stored.
+The whole plan follows from the trailer: the head repeats the identity, the chunk table has the CRC32C of
+each payload chunk, and the padding is zeros. Each range can therefore be verified when it arrives, in any
+order and from any object.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from holdfast_core.shards.file import Trailer, head_bytes, pack_head, trailer_of
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of the file that are verified, and fetched again, as one."""
+    """Bytes of the shard file that are verified together, and fetched again together if they are wrong."""
 
     span: ByteRange
+    """Range in the shard file."""
     crc32c: int
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Chunks in a row that one object stores in a row."""
+    """Consecutive chunks that one object stores consecutively."""
 
     chunks: range
     key: str
     offset: int
-    """Of the first of them in the object."""
+    """Where the first chunk begins in the object."""
     coding: Coding | None = None
-    """Of these chunks; None: they are stored as they are."""
+    """How these chunks are compressed; None if they are not."""
 
     def cut(self, chunks: range, chunk_bytes: int) -> Extent:
-        """Some of them, in a row."""
+        """Return the extent of some of these chunks, which must be consecutive."""
         first, stop = (at - self.chunks.start for at in (chunks.start, chunks.stop))
         if self.coding is None:
             return Extent(chunks, self.key, self.offset + first * chunk_bytes)
@@ -46,23 +47,24 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Segments that follow each other and are asked for with one request."""
+    """Consecutive segments that are fetched with one request."""
 
     segments: tuple[Segment, ...]
     key: str | None = None
-    """The object that stores them; None: the shard file itself."""
+    """Key of the object that stores them; None for the shard file, which begins at offset 0."""
     offset: int = 0
-    """Where they begin in that object."""
+    """Where the segments begin in the object that `key` names; unused if `key` is None."""
     coding: Coding | None = None
-    """Each segment is a chunk that is stored like this; None: as it is."""
+    """How the segments, one chunk each, are compressed; None if they are not."""
 
     @property
     def span(self) -> ByteRange:
+        """Range in the shard file."""
         return ByteRange(self.segments[0].span.start, self.segments[-1].span.stop)
 
 
 def plan_pieces(trailer: Trailer, piece_bytes: int) -> Iterator[Piece]:
-    """The file up to its trailer in pieces of at most `longest_piece` bytes."""
+    """Cut a shard file, without its trailer, into pieces of at most `longest_piece` bytes, in order."""
     current: list[Segment] = []
     for segment in _segments(trailer):
         if current and segment.span.stop - current[0].span.start > piece_bytes:
@@ -73,7 +75,7 @@ def plan_pieces(trailer: Trailer, piece_bytes: int) -> Iterator[Piece]:
 
 
 def plan_extents(trailer: Trailer, extents: Iterable[Extent], piece_bytes: int) -> Iterator[Piece]:
-    """The payload, in order, in pieces of at most `longest_piece` bytes of one extent each."""
+    """Cut the payload into pieces of one extent and at most `longest_piece` bytes each, in order."""
     header = trailer.record.header
     start, size = head_bytes(header), header.chunk_bytes
     stop = start + header.payload_bytes
@@ -93,7 +95,7 @@ def plan_extents(trailer: Trailer, extents: Iterable[Extent], piece_bytes: int) 
 
 
 def longest_piece(trailer: Trailer, piece_bytes: int) -> int:
-    """`piece_bytes`, or a whole chunk or the head where that alone is longer."""
+    """Return the greatest possible length of a piece: `piece_bytes`, or a chunk or the head if longer."""
     header = trailer.record.header
     return max(piece_bytes, min(header.chunk_bytes, header.payload_bytes), head_bytes(header))
 

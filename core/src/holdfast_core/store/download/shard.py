@@ -1,14 +1,13 @@
-"""One shard file out of the store: ranges in parallel, each chunk verified, into a writer in order.
+"""Download of one shard: ranges are fetched in parallel, verified, and written in order.
 
-Ranged GETs carry no checksum, so nothing is believed: the end of the object is read first (it checks
-itself), and says the CRC32C of every other byte. A transfer that broke goes on at its last byte; a
-chunk with wrong bytes is asked for once more, and only that chunk. The writer then sees bytes that
-were verified, and checks identity and BLAKE3 itself. Of a payload at most MAX_AHEAD_BYTES are in memory,
-and its chunk table.
+A reply to a ranged GET carries no checksum. The end of the object is therefore read first: it has its own
+checksum, and its chunk table has the CRC32C of every other range. A broken transfer resumes after its last
+received byte. A wrong range is fetched again, alone. The writer receives only verified bytes, and it
+verifies identity and BLAKE3 itself. At most MAX_AHEAD_BYTES of the payload, and the chunk table, are in
+memory.
 
 The chunks of a packed shard come from the objects that store them; head, padding and trailer are made
-from its index. Chunks that are stored compressed are decoded by whoever fetched them, and compared
-then: only what is verified is written.
+from its index. The worker that fetches a compressed chunk also decodes and verifies it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,10 @@ from holdfast_core.tiers.pooled import CLOSING, submit, wait_all
 
 _LOG = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
+"""Payload bytes of one ranged GET, unless a single chunk is longer; half of it if a chunk is compressed."""
 MAX_AHEAD_BYTES = 48 << 20
-"""Of one download, what is stored compressed included; a sidecar runs few, within 1 GiB."""
+"""Memory limit of one download's buffers, including compressed bytes. A sidecar, whose memory limit is
+1 GiB, runs a few downloads at a time."""
 
 
 def download_shard(
@@ -54,9 +55,26 @@ def download_shard(
     ref: ShardRef,
     open_writer: OpenWriter,
 ) -> ShardRecord:
-    """Blocks until the writer has committed. Raises NotFoundError, CorruptionError (the second read
-    of the same bytes did not verify either, or what a pack refers to is not there),
-    UnavailableError, and what the writer raises."""
+    """Download a shard that is stored whole or as a pack. Block until the writer has committed.
+
+    Args:
+        client: Client of the store.
+        retrier: Retry policy of the requests.
+        workers: Threads that fetch the ranges.
+        key_of: Returns the key of a shard or of its pack.
+        ref: The shard.
+        open_writer: Opens the writer, once the length of the shard file is known. The writer is aborted
+            if the download fails.
+
+    Returns:
+        The record of the committed shard.
+
+    Raises:
+        NotFoundError: The store has neither the shard nor its pack.
+        CorruptionError: Bytes were wrong at every read, or a shard to which the pack refers is gone.
+        UnavailableError: The retry policy is spent, or the tier is being closed.
+        HoldfastError: Whatever else the writer raises.
+    """
     shards = StoredShards(client, retrier, key_of)
     stored = shards.find(ref)
     source = Source(client, retrier, stored.key)
@@ -94,7 +112,8 @@ def download_shard(
 def _buffers(record: ShardRecord, longest: int, ahead_bytes: int) -> list[memoryview]:
     needed = record.file_bytes // longest + 1
     count = max(1, min(needed, ahead_bytes // longest))
-    # Anonymous maps: a bytearray would be filled with zeros first. Unmapped when nobody holds them.
+    # Anonymous maps, because a bytearray would be filled with zeros first. A map is released with its
+    # last memoryview.
     return [memoryview(mmap.mmap(-1, longest)) for _ in range(count)]
 
 
@@ -105,7 +124,7 @@ def _copy(
     writer: CopyWriter,
     free: list[memoryview],
 ) -> None:
-    """Pieces are fetched by the workers into buffers that are free, and written here, in order."""
+    """Fetch the pieces on the workers, into the free buffers, and write them here, in order."""
     waiting: deque[tuple[Future[None], memoryview, ByteRange]] = deque()
     try:
         _submit(source, workers, left, free, waiting)
@@ -119,7 +138,7 @@ def _copy(
     except CancelledError as error:
         raise UnavailableError(f"{source.describe()}: {CLOSING}") from error
     finally:
-        # Whoever fails first leaves nobody behind who still writes into a buffer.
+        # No worker may write into a buffer after this function has returned.
         source.stopped.set()
         for future, _, _ in waiting:
             future.cancel()
@@ -133,7 +152,7 @@ def _submit(
     free: list[memoryview],
     waiting: deque[tuple[Future[None], memoryview, ByteRange]],
 ) -> None:
-    """Fetches as many pieces as there are free buffers."""
+    """Begin to fetch as many pieces as there are free buffers."""
     while free and (piece := next(left, None)) is not None:
         buffer = free.pop()
         future = submit(workers, _fetch, source, piece, buffer)
@@ -141,8 +160,11 @@ def _submit(
 
 
 def _fetch(source: Source, piece: Piece, buffer: memoryview) -> None:
-    """One piece, verified. Raises CorruptionError for a segment that is wrong at every read, or an
-    object of another checkpoint that is gone."""
+    """Fetch one piece into the buffer and verify it.
+
+    Raises CorruptionError for a segment that is wrong at every read, and if an object that stores chunks
+    of a packed shard is gone.
+    """
     start, offset = piece.span.start, piece.span.start
     if piece.key is not None:
         source, offset = replace(source, key=piece.key), piece.offset

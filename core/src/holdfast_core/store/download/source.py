@@ -1,4 +1,4 @@
-"""Ranges of one object: resumed where they broke, counted, not believed. Whoever asks verifies."""
+"""Ranged reads of one object. A broken read is resumed. The caller verifies the bytes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from holdfast_core.store.s3.client import S3Client, S3Request
 from holdfast_core.store.s3.retry import Retrier
 
 _PROGRESS_BYTES = 1 << 20
-"""A broken transfer that brought this much is not a failure: it goes on with a fresh budget. Less
-counts, or a server that cuts after every byte would be asked for ever."""
+"""A transfer that breaks after at least this many bytes is resumed with a new retry budget. A shorter one
+counts as a failed attempt, so that a server that disconnects after every byte is not asked without end."""
 READS = 2
-"""Bytes that do not verify are read once more: a bit may have flipped on the way."""
+"""How often bytes that do not verify are read in all. A bit may have flipped in transit."""
 
 
 class StoppedError(TierError):
-    """A range that was not asked for because another one failed. Never leaves a download."""
+    """A range was not requested because another one failed. The download raises that one's error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where bytes are read from, and with which patience."""
+    """One object that is read by ranges, with the retry policy of its requests."""
 
     client: S3Client
     retrier: Retrier
     key: str
     stopped: threading.Event = field(default_factory=threading.Event)
-    """Set when the download failed elsewhere: nothing more is asked for."""
+    """Set when the download has failed or ended. No further request is sent then."""
 
     def fill(self, start: int, buffer: memoryview) -> None:
-        """Bytes [start, start + len(buffer)). Raises NotFoundError, UnavailableError."""
+        """Read the object's bytes [start, start + len(buffer)). Raises NotFoundError, UnavailableError."""
         filled = 0
         while filled < len(buffer):
             rest = buffer[filled:]
@@ -41,14 +41,18 @@ class Source:
             )
 
     def last_bytes(self, count: int, size_bytes: int) -> bytes:
-        """Of an object of so many bytes."""
+        """Return the last `count` bytes of the object, which has `size_bytes` bytes."""
         data = bytearray(count)
         if count:
             self.fill(size_bytes - count, memoryview(data))
         return bytes(data)
 
     def _pull(self, start: int, buffer: memoryview) -> int:
-        """One GET. Bytes received: fewer than asked for when it broke after some progress."""
+        """Send one GET and return the number of received bytes.
+
+        This is less than the buffer's length if the transfer broke after _PROGRESS_BYTES or more. Raises
+        UnavailableError if it broke before.
+        """
         filled = 0
         if self.stopped.is_set():
             raise StoppedError(f"download of {self.key}: another range failed")

@@ -1,4 +1,4 @@
-"""How the store holds a shard, whole or packed, and which objects store its chunks."""
+"""Lookup of how the store holds a shard, whole or as a pack, and of the objects that store its chunks."""
 
 from __future__ import annotations
 
@@ -38,40 +38,41 @@ from holdfast_core.tiers.pooled import CLOSING
 
 _LOG = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 20
-"""Of an object, read at first at most: holds the index of a payload of up to 6 GiB. The size that the
-store says is not believed."""
+"""Length of the first read of a pack's end; it holds the index of a payload of up to 6 GiB. It is also the
+limit of the first read of a shard file's end, because the size that the store reports may be wrong."""
 
 KeyOf = Callable[[ShardRef, bool], str]
-"""The key of a shard, or of its pack where the second argument is true."""
+"""Returns the key of a shard, or of its pack if the second argument is true."""
 
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A shard as the store has it: whole, or packed. Its end has been read and verified."""
+    """A shard that the store holds whole or as a pack. The end of the object has been verified."""
 
     key: str
     trailer: Trailer
     tail: bytes
-    """The trailer's bytes; of a pack its index's."""
+    """The bytes of the trailer, or of a pack's index."""
     index: PackIndex | None
+    """None if the shard is stored whole."""
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Of all chunks, in order."""
+        """The runs of all chunks, in order."""
         if self.index is not None:
             return list(self.index.runs())
         return [Run(range(len(self.trailer.table)), HERE, head_bytes(self.trailer.record.header))]
 
     def source(self, run: Run) -> ShardRef | None:
-        """Where else a run is; None: it is stored here."""
+        """Return the shard that stores a run; None if this object stores it."""
         return None if self.index is None else self.index.source(run.place)
 
     def within(self, chunks: range) -> Iterator[Run]:
-        """Where these chunks are, in order."""
+        """Return the runs that cover these chunks, cut to them, in order."""
         return runs_within(self.runs, chunks, self._stored)
 
     def extent(self, run: Run) -> Extent:
-        """Of a run that is stored here."""
+        """Return the extent of a run that this object stores."""
         coding = None if self.index is None else self.index.coding
         if coding is not None:
             coding = coding.cut(run.chunks.start, run.chunks.stop)
@@ -80,11 +81,12 @@ class StoredShard:
     def _stored(self, chunks: range) -> int:
         if self.index is not None:
             return self.index.stored(chunks)
-        return len(chunks) * self.trailer.record.header.chunk_bytes  # none of them is the last
+        # `runs_within` asks only for chunks before others, so the shorter last chunk is not among them.
+        return len(chunks) * self.trailer.record.header.chunk_bytes
 
 
 class StoredShards:
-    """Finds out how shards are stored."""
+    """Lookup of shards in one store."""
 
     def __init__(self, client: S3Client, retrier: Retrier, key_of: KeyOf) -> None:
         self._client = client
@@ -92,9 +94,21 @@ class StoredShards:
         self._key_of = key_of
 
     def find(self, ref: ShardRef, *, looks: int = 3, tail_bytes: int = _TAIL_BYTES) -> StoredShard:
-        """Whole before packed: a whole one needs nobody else; where its end is bad, the pack serves.
-        `tail_bytes`: of a pack, how much is read at first. Raises NotFoundError, CorruptionError,
-        UnavailableError."""
+        """Find a shard, and read and verify the end of its object.
+
+        The whole shard is preferred because it needs no other object. If its end is damaged, the pack is
+        used.
+
+        Args:
+            ref: The shard.
+            looks: How often the store is asked in a row before NotFoundError is raised.
+            tail_bytes: Length of the first read of a pack's end.
+
+        Raises:
+            NotFoundError: The store has neither the shard nor its pack.
+            CorruptionError: The end of the object was wrong at every read.
+            UnavailableError: The retry policy is spent.
+        """
         whole = self._key_of(ref, False)
 
         def look() -> tuple[bool, ObjectInfo] | None:
@@ -134,16 +148,20 @@ class StoredShards:
         return _read_end(source, ref, info.size_bytes, likely, packed=packed)
 
     def has_whole(self, ref: ShardRef) -> bool:
-        """There is an object under the name of the whole shard, good or bad."""
+        """Return whether an object has the key of the whole shard. The object is not verified."""
         key = self._key_of(ref, False)
         return self._retrier.call(f"look for {key}", lambda: self._client.head(key)) is not None
 
 
 class ShardPlaces:
-    """Which objects store the chunks of one shard. Of what it refers to only places are kept: the
-    chunk tables of the 127 packs that a rank of 64 may need are 300 MiB where each has 16 GiB."""
+    """The objects that store the chunks of one shard.
+
+    Of other packs only the places of the needed chunks are kept, not the chunk tables: a rank in a group
+    of 64 may need 127 packs, whose tables take 300 MiB if each pack has a payload of 16 GiB.
+    """
 
     def __init__(self, own: StoredShard, find: Callable[[ShardRef], StoredShard]) -> None:
+        """`find` looks up the shards to which `own` refers."""
         self._own = own
         self._find = find
         self._wanted: dict[ShardRef, list[range]] = {}
@@ -154,8 +172,12 @@ class ShardPlaces:
         self._size = own.trailer.record.header.chunk_bytes
 
     def look(self, workers: ThreadPoolExecutor) -> None:
-        """At all that it refers to, some at once: what cannot be had is told before a byte is fetched.
-        Raises CorruptionError where a source is gone, has other chunks, or refers on without end."""
+        """Look up all shards to which this one refers, in parallel, before any chunk is fetched.
+
+        Raises:
+            CorruptionError: A shard is gone, has other chunks, or refers to one that it must not.
+            UnavailableError: The retry policy is spent, or the tier is being closed.
+        """
         try:
             for _ in workers.map(self._behind, self._wanted):
                 pass
@@ -163,7 +185,10 @@ class ShardPlaces:
             raise UnavailableError(f"{self._own.key}: {CLOSING}") from error
 
     def of(self, chunks: range) -> Iterator[Extent]:
-        """In order. Raises what `look` raises, if that was not called."""
+        """Return the extents that store these chunks, in order.
+
+        Shards that `look` did not look up are looked up now, which raises what `look` raises.
+        """
         if not chunks:
             return
         for run in self._own.within(chunks):
@@ -180,7 +205,7 @@ class ShardPlaces:
         return self._known[ref]
 
     def _resolve(self, ref: ShardRef, wanted: Sequence[range]) -> list[Extent]:
-        """All of `wanted` that is found by way of `ref`, in order."""
+        """Return the extents that store the chunks `wanted`, found by way of the shard `ref`, in order."""
         try:
             stored = self._find(ref)
         except NotFoundError as error:
@@ -203,14 +228,18 @@ class ShardPlaces:
         return found
 
     def _check_same(self, source: StoredShard, chunks: range) -> None:
+        """Raise CorruptionError unless `source` has the same chunks, by chunk size and digest."""
         span = slice(chunks.start * DIGEST_BYTES, chunks.stop * DIGEST_BYTES)
         here, there = self._own.trailer.table.digests, source.trailer.table.digests
         if source.trailer.record.header.chunk_bytes != self._size or here[span] != there[span]:
             raise CorruptionError(f"{self._own.key}: chunks {chunks} are not those of {source.key}")
 
     def _check_ends(self, ref: ShardRef, source: ShardRef) -> None:
-        """Only an object of the same step may name another, and only one of an earlier step, which
-        stores the chunk itself: two hops, no circle."""
+        """Check that the shard `ref` may refer to `source`. Raise CorruptionError if not.
+
+        Only a shard of the same checkpoint may refer to another shard, which must be of another
+        checkpoint and must store the chunk itself. So there are at most two hops and no cycle.
+        """
         step = self._own.trailer.record.checkpoint
         if ref.checkpoint != step or source.checkpoint == step:
             raise CorruptionError(
@@ -219,7 +248,11 @@ class ShardPlaces:
 
 
 def places_in(shards: StoredShards, stored: StoredShard) -> ShardPlaces:
-    """Indexes of one group are about as long as each other."""
+    """Return the places of a shard's chunks.
+
+    The indexes of one group's packs are about equally long, so the length of this one's end is the length
+    of the first read of each other one.
+    """
     tail_bytes = len(stored.tail) + BLOCK_BYTES
     return ShardPlaces(stored, lambda ref: shards.find(ref, tail_bytes=tail_bytes))
 
@@ -249,7 +282,10 @@ def _read_end(
 
 
 def _likely_trailer(size_bytes: int) -> int:
-    """Enough of a file's end for the trailer of a shard as they are written, and little more: many
-    ranks read it. Where that is too little, the footer says how much it is."""
+    """Return how much of a shard file's end to read first.
+
+    It is little more than the trailer of a shard with the usual chunk size, because many ranks read it.
+    If it is too short, the footer has the length for a second read.
+    """
     table = table_bytes(size_bytes // CHUNK_BYTES + 1)
     return min(table + 2 * BLOCK_BYTES, _TAIL_BYTES)

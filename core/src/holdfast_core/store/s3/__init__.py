@@ -1,1 +1,1 @@
-"""Signed S3 requests over HTTP/1.1: connections, credentials, errors and retries."""
+"""Signed S3 requests over HTTP/1.1, with connections, credentials, errors and retries."""

@@ -1,8 +1,8 @@
-"""Signed S3 requests on one bucket: one request, one answer, and lists parsed with bounds.
+"""Client of one S3 bucket: it signs and sends requests, and parses replies and lists with bounds.
 
-Path-style URLs, header signatures (minio.signer), unsigned payload: a signed CRC32C stands for the
-bytes (docs/guarantees.md R20). Tries nothing twice but a request whose keys were refused after they had
-changed. What an answer means for a checkpoint is the tier's business.
+URLs are path-style and the signature is in the headers (minio.signer). The payload is not signed; a signed
+CRC32C protects the bytes (docs/guarantees.md R20). A request is repeated only if the store refused its
+keys and the credentials have changed meanwhile. The callers decide what a reply means for a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast_core.store.s3.errors import (
 from holdfast_core.store.s3.http import Body, HttpPool, HttpReply, Timeouts, body_length
 
 MAX_CONTROL_BYTES = 8 << 20
-"""Largest reply that is not an object: a page of 1,000 keys of 1 KiB fits with room."""
+"""Largest reply that is not an object. A page of 1,000 keys of 1 KiB fits easily."""
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 CHECKSUM_HEADER = "x-amz-checksum-crc32c"
 CHECKSUM_MODE = {"x-amz-checksum-mode": "ENABLED"}
@@ -42,19 +42,20 @@ IF_ABSENT = {"If-None-Match": "*"}
 
 @dataclass(frozen=True, slots=True)
 class S3Request:
-    """What to ask. `query` values are raw; a parameter without a value is ""."""
+    """One request on the bucket, or on the object `key` in it."""
 
     method: str
     key: str = ""
     query: Mapping[str, str] = field(default_factory=dict)
+    """Values that are not yet URL-encoded; "" for a parameter without a value."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """All are signed."""
+    """Further headers. All are signed."""
     body: Body | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class S3Reply:
-    """An answer, read wholly; `failure` is set unless the server did what was asked."""
+    """A reply whose body has been read. `failure` is None if the server did what was requested."""
 
     status: int
     headers: Mapping[str, str]
@@ -62,7 +63,7 @@ class S3Reply:
     failure: S3Failure | None
 
     def checked(self) -> S3Reply:
-        """Itself. Raises the error of the failure."""
+        """Return this reply if it is not a failure, else raise the failure's error."""
         if self.failure is not None:
             raise self.failure.error()
         return self
@@ -70,57 +71,66 @@ class S3Reply:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What the store says about an object, by HEAD in checksum mode."""
+    """What a HEAD in checksum mode returns about an object."""
 
     size_bytes: int
     crc32c: int | None
-    """Of the whole object; None where the store keeps none, or only one of parts."""
+    """CRC32C of the whole object; None if the store keeps none, or only checksums of parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
+    """One object in a list."""
+
     key: str
     modified: str
-    """RFC 3339, the server's clock."""
+    """RFC 3339, by the server's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Of a listing."""
+    """One page of a list of objects."""
 
     listed: tuple[Listed, ...]
     next: str
-    """The token of the next page; "" after the last."""
+    """Token of the next page; "" if this is the last one."""
     date: str
-    """The server's own time of day, RFC 9110."""
+    """The reply's Date header: the server's clock, RFC 9110; "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingUpload:
+    """An unfinished multipart upload."""
+
     key: str
     upload_id: str
     initiated: str
-    """RFC 3339, the server's clock."""
+    """RFC 3339, by the server's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadedPart:
-    """A part that the server holds of an unfinished upload."""
+    """A part of an unfinished multipart upload that the server holds."""
 
     number: int
+    """0 if the server sent no valid number."""
     size_bytes: int
+    """-1 if the server sent no valid size."""
     crc32c: int | None
-    """None where the server keeps none."""
+    """None if the server keeps none."""
     etag: str
 
 
 def encode_crc(crc: int) -> str:
-    """A CRC32C as S3 headers carry it."""
+    """Return a CRC32C in the Base64 form of S3 headers."""
     return base64.b64encode(crc.to_bytes(4, "big")).decode("ascii")
 
 
 def decode_crc(text: str | None) -> int | None:
-    """None where the header is absent, a checksum of parts (`xxxx-3`), or not four bytes."""
+    """Return the CRC32C of a header.
+
+    Returns None if the header is absent, is a checksum of parts (`xxxx-3`), or has not four bytes.
+    """
     try:
         raw = base64.b64decode((text or "").encode("ascii"), validate=True)
     except ValueError:
@@ -129,12 +139,18 @@ def decode_crc(text: str | None) -> int | None:
 
 
 def _key_decoder(root: ElementTree.Element) -> Callable[[str], str]:
-    """A server that ignored encoding-type=url says so by leaving the element out."""
+    """Return the function that decodes the keys of a list.
+
+    A server that ignores encoding-type=url leaves out the EncodingType element.
+    """
     return unquote_plus if child_text(root, "EncodingType") == "url" else str
 
 
 def _number(text: str, default: int) -> int:
-    """A number that the store sent; `str.isdigit` is true of digits that `int` does not take."""
+    """Return a number that the store sent, or `default` if it is not one.
+
+    `isascii` is needed because `str.isdigit` accepts digits that `int` refuses.
+    """
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else default
 
 
@@ -148,7 +164,7 @@ def _uploaded_part(item: ElementTree.Element) -> UploadedPart:
 
 
 class S3Client:
-    """One bucket of one endpoint. Safe for use by many threads; opens connections when used."""
+    """Client of one bucket of one endpoint. Safe for use by many threads. Opens connections when needed."""
 
     def __init__(
         self,
@@ -178,17 +194,27 @@ class S3Client:
         self._pool.close()
 
     def describe(self, request: S3Request) -> str:
-        """For messages: what is asked of what."""
+        """Return the request's method, key, bucket and endpoint for an error message."""
         what = f"{request.method} {request.key!r} in " if request.key else f"{request.method} of "
         return f"{what}bucket {self.config.bucket!r} at {self.config.endpoint}"
 
     def shown(self, text: str) -> str:
-        """What the store said, as errors and logs may show it."""
+        """Return a text of the store in a form that errors and logs may show (see `errors.clean`)."""
         return clean(text, self._credentials.retrieve().secrets())
 
     def send(self, request: S3Request, *, limit_bytes: int = MAX_CONTROL_BYTES) -> S3Reply:
-        """One round trip. Raises UnavailableError when no whole answer came: the outcome of a write
-        is then unknown."""
+        """Send one request and read its reply. A refusal by the store is returned, not raised.
+
+        Args:
+            request: The request.
+            limit_bytes: Largest body of the reply; a longer one raises UnavailableError.
+
+        Raises:
+            UnavailableError: No complete reply came. The outcome of a write is then unknown.
+            CertificateError: The server's certificate does not verify.
+            ConfigError: The credentials or the CA certificate cannot be read.
+            CorruptionError: A file of the body became shorter while it was sent.
+        """
         keys = self._credentials.retrieve()
         reply = self._send_once(request, keys, limit_bytes)
         if reply.failure is not None and reply.failure.is_credentials:
@@ -199,8 +225,11 @@ class S3Client:
 
     @contextlib.contextmanager
     def stream_range(self, key: str, start: int, stop: int) -> Iterator[HttpReply]:
-        """Bytes [start, stop) of an object, to be read by the caller. Anything but a 206 for
-        exactly this range is refused: some stores answer 200 with everything."""
+        """Request the bytes [start, stop) of an object; the caller reads them from the reply.
+
+        Any reply but a 206 with exactly this range raises UnavailableError or the failure's error: some
+        stores reply 200 with the whole object.
+        """
         request = S3Request("GET", key, headers={"Range": f"bytes={start}-{stop - 1}"})
         keys = self._credentials.retrieve()
         reply, failure = self._open(request, keys)
@@ -221,8 +250,10 @@ class S3Client:
             yield reply
 
     def head(self, key: str) -> ObjectInfo | None:
-        """None where there is no such object. Says nothing about a missing bucket (a HEAD has no
-        body to say it in)."""
+        """Return size and CRC32C of an object, or None if it does not exist.
+
+        A missing bucket also gives None, because the reply to a HEAD has no body with an error code.
+        """
         request = S3Request("HEAD", key, headers=CHECKSUM_MODE)
         reply = self.send(request)
         if reply.failure is not None:
@@ -237,13 +268,17 @@ class S3Client:
         return ObjectInfo(length, crc)
 
     def delete(self, key: str) -> None:
-        """Tolerates absence."""
+        """Delete an object. Ignore that it does not exist."""
         reply = self.send(S3Request("DELETE", key))
         if reply.failure is not None and reply.failure.code != "NoSuchKey":
             raise reply.failure.error()
 
     def list_objects(self, prefix: str, after: str = "") -> Page:
-        """One page of what lies below `prefix`."""
+        """Return one page of the objects whose key begins with `prefix`.
+
+        `after` is the token of the page (`Page.next`); "" asks for the first page. Raises TierError if the
+        reply is not a complete list.
+        """
         query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
         if after:
             query["continuation-token"] = after
@@ -265,7 +300,7 @@ class S3Client:
         return Page(listed, token, date)
 
     def create_upload(self, key: str) -> str:
-        """Begins a multipart upload with a CRC32C over the whole object; returns its id."""
+        """Begin a multipart upload with a CRC32C of the whole object, and return its id."""
         headers = {
             "x-amz-checksum-algorithm": "CRC32C",
             "x-amz-checksum-type": "FULL_OBJECT",
@@ -278,14 +313,17 @@ class S3Client:
         return upload_id
 
     def abort_upload(self, key: str, upload_id: str) -> None:
-        """Tolerates an upload that is gone."""
+        """Abort a multipart upload. Ignore that it does not exist."""
         reply = self.send(S3Request("DELETE", key, {"uploadId": upload_id}))
         if reply.failure is not None and not reply.failure.is_absent:
             raise reply.failure.error()
 
     def list_uploads(self, prefix: str) -> tuple[tuple[PendingUpload, ...], str]:
-        """The first 1,000 unfinished uploads below `prefix`, and the server's own time of day.
-        Some servers list them for an exact key only."""
+        """Return the unfinished uploads below `prefix`, and the time by the server's clock (RFC 9110).
+
+        Only the first page is read, which has at most 1,000 uploads. Some servers list unfinished uploads
+        for an exact key only.
+        """
         query = {"uploads": "", "encoding-type": "url", "prefix": prefix}
         request = S3Request("GET", query=query)
         reply = self.send(request).checked()
@@ -303,7 +341,7 @@ class S3Client:
         return uploads, reply.headers.get("date", "")
 
     def list_parts(self, key: str, upload_id: str) -> tuple[UploadedPart, ...]:
-        """All parts of an unfinished upload, by number. Raises NotFoundError when it is gone."""
+        """Return all parts of an unfinished upload, in order. Raises NotFoundError if it is gone."""
         parts: list[UploadedPart] = []
         marker = 0
         while True:
@@ -314,7 +352,7 @@ class S3Client:
             parts += page
             if child_text(root, "IsTruncated") != "true":
                 return tuple(parts)
-            # By our own count: some servers send a marker of 0, which would begin anew.
+            # The marker is computed here: some servers send 0, which would list the first page again.
             highest = max((part.number for part in page), default=0)
             if highest <= marker:
                 raise TierError(f"{self.describe(request)}: truncated list without a next part")
@@ -342,7 +380,7 @@ class S3Client:
             return S3Reply(reply.status, reply.headers, body, failure)
 
     def _open(self, request: S3Request, keys: Keys) -> tuple[HttpReply, S3Failure | None]:
-        """A reply to be read, or one that was read and closed and why."""
+        """Return an open reply and None, or a closed reply and its failure."""
         reply = self._send_signed(request, keys)
         if reply.status < 300:
             return reply, None

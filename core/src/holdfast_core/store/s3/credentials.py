@@ -1,7 +1,7 @@
-"""Keys of the object store, read from files that may change under a running process.
+"""Keys of the object store, read from files that may change while the process runs.
 
-The kubelet replaces the files of a mounted Secret by swapping one symbolic link; a half-swapped set
-must never be used. Keys are never logged, never part of an error or of a repr.
+The kubelet replaces the files of a mounted Secret by swapping one symbolic link. Keys of two versions of
+the Secret must never be used together. Keys are never in a log, an error message or a repr.
 """
 
 from __future__ import annotations
@@ -35,19 +35,22 @@ class Keys:
         return Credentials(self.access_key, self.secret_key, self.session_token)
 
     def secrets(self) -> tuple[str, ...]:
-        """What must never appear in a text."""
+        """Return the strings that must never appear in a log, a condition or an error."""
         return tuple(s for s in (self.access_key, self.secret_key, self.session_token) if s)
 
 
 class CredentialsProvider(Protocol):
-    """Where the client gets its keys. Safe for use by many threads."""
+    """Source of a client's keys. Safe for use by many threads."""
 
     def retrieve(self) -> Keys:
-        """The current keys. Raises ConfigError."""
+        """Return the current keys, possibly from a cache. Raises ConfigError."""
         ...
 
     def refresh(self) -> Keys:
-        """The current keys, read again whatever is cached: the store has just refused the last."""
+        """Return the current keys without the cache. The client calls it when the store refused a key.
+
+        Raises ConfigError.
+        """
         ...
 
 
@@ -65,9 +68,10 @@ class StaticCredentials:
 
 
 class FileCredentials:
-    """Reads accessKey, secretKey and optionally sessionToken from a directory (contract.STORE_DIR).
+    """Credentials from the files accessKey, secretKey and, if present, sessionToken of a directory.
 
-    Each `retrieve` looks at the files' identity, and reads them again only when that changed.
+    In a pod this is contract.STORE_DIR. `retrieve` reads the files again only if the inode, the mtime or
+    the size of one has changed.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -77,7 +81,7 @@ class FileCredentials:
 
     @property
     def ca_file(self) -> str | None:
-        """Path of the store's CA certificate, None where the directory has none."""
+        """Path of the store's CA certificate; None if the directory has none."""
         path = self._directory / CA_FILE
         return str(path) if path.exists() else None
 
@@ -94,7 +98,7 @@ class FileCredentials:
                 if not force and self._cached is not None and self._cached[0] == before:
                     return self._cached[1]
                 keys = self._read()
-                # The same before and after: all files belong to one generation of the Secret.
+                # The files did not change while they were read, so all belong to one version of the Secret.
                 if keys is not None and self._signature() == before:
                     self._cached = (before, keys)
                     return keys
@@ -132,7 +136,7 @@ class FileCredentials:
                 f"credentials file {self._directory / name}: {type(error).__name__}"
             ) from error
         if not (text.isascii() and text.isprintable()) or " " in text:
-            # The HTTP library would refuse it as a header, with an error that quotes it.
+            # The HTTP library would refuse such a header with an error message that contains the key.
             raise ConfigError(
                 f"credentials file {self._directory / name}: expected one key of printable ASCII "
                 "characters without spaces; check the Secret that the store names"

@@ -1,7 +1,7 @@
-"""What a store answered when it did not do what was asked, and which of our errors that is.
+"""Parsing of a store's error replies, and their translation to errors of holdfast_core.errors.
 
-Only the server's Code and Message are kept, cut and cleaned: they go into conditions that people
-read. Never a header, a signature or a key.
+Only the server's Code and Message are kept, shortened and redacted, because they appear in conditions and
+logs. Headers, signatures and keys are never kept.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from holdfast_core.errors import (
 from holdfast_core.store.s3.redact import redact
 
 MAX_WORDS = 300
+"""Longest text of a server that is shown, in characters."""
 _CLEANED_WORDS = 4 * MAX_WORDS
+"""Longest text of a server that is redacted, in characters; the rest is dropped first."""
 MAX_ELEMENTS = 200_000
-"""A list of 10,000 parts (some servers send all at once) has 60,000."""
+"""Limit of XML elements. A list of 10,000 parts, which some servers send as one page, has 60,000."""
 MAX_DEPTH = 32
 _BAD_BYTES_CODES = frozenset(
     {
@@ -49,24 +51,27 @@ _ABSENT_CODES = frozenset({"NoSuchKey", "NoSuchBucket", "NoSuchUpload", "NoSuchV
 
 @dataclass(frozen=True, slots=True)
 class S3Failure:
-    """One refused request."""
+    """A request that the store refused."""
 
     status: int
     code: str
-    """The server's Code; "" where it sent none (every HEAD)."""
+    """The server's Code; "" if it sent none, which includes every HEAD."""
     message: str
-    """The server's Message, or the start of whatever else it sent."""
+    """The server's Message, or the beginning of a body that is not an S3 error document."""
     request: str
-    """What was asked of what: method, key, bucket, endpoint."""
+    """Description of the request: method, key, bucket, endpoint."""
 
     @property
     def is_bad_bytes(self) -> bool:
-        """The server received other bytes than the signed checksum says."""
+        """Whether the server received bytes that do not match the signed checksum or length."""
         return self.code in _BAD_BYTES_CODES
 
     @property
     def is_credentials(self) -> bool:
-        """The server refused who asks, or what they may do; 400 and 404 are used for it, too."""
+        """Whether the server refused the keys, or the keys lack a permission.
+
+        The Code counts under any status, because servers also send 400 or 404 with these codes.
+        """
         return self.code in _CREDENTIAL_CODES or self.status in (401, 403)
 
     @property
@@ -75,7 +80,7 @@ class S3Failure:
 
     @property
     def is_precondition(self) -> bool:
-        """If-None-Match found an object."""
+        """Whether If-None-Match failed because the object exists."""
         return self.status == 412 or self.code == "PreconditionFailed"
 
     @property
@@ -86,7 +91,7 @@ class S3Failure:
         )
 
     def error(self) -> HoldfastError:
-        """The error of our tree that this is, with what to do where that is known."""
+        """Return the matching error of holdfast_core.errors, with advice where the cause is known."""
         text = f"{self.request}: {self.words}"
         status, code = self.status, self.code
         if code == "AuthorizationHeaderMalformed" or 300 <= status < 400:
@@ -109,7 +114,7 @@ class S3Failure:
 
 
 def advice_on_denial(code: str) -> str:
-    """What a person should look at when the store refused the credentials with this Code."""
+    """Return what an operator should check if the store refused the credentials with this Code."""
     match code:
         case "SignatureDoesNotMatch":
             return "the secret key is not the one of this access key"
@@ -124,8 +129,10 @@ def advice_on_denial(code: str) -> str:
 
 
 def parse_failure(status: int, body: bytes, request: str, secrets: tuple[str, ...]) -> S3Failure:
-    """Reads an <Error> document; anything else becomes the message, without what a server may
-    repeat of `secrets` (see `redact`)."""
+    """Parse an <Error> document. The beginning of any other body becomes the message.
+
+    Code and message are cleaned of `secrets`, which a server may repeat (see `redact`).
+    """
     code = message = ""
     root = parse_xml(body)
     if root is not None and local_name(root) == "Error":
@@ -136,14 +143,20 @@ def parse_failure(status: int, body: bytes, request: str, secrets: tuple[str, ..
 
 
 def is_error_document(body: bytes) -> bool:
-    """A 200 may carry <Error>: the work failed after the status line had been sent."""
+    """Return whether the body is an <Error> document.
+
+    A reply with status 200 may have one if the operation failed after the status line was sent.
+    """
     root = parse_xml(body) if b"<Error" in body[:1024] else None
     return root is not None and local_name(root) == "Error"
 
 
 def parse_xml(body: bytes) -> ElementTree.Element | None:
-    """None where it is no XML in UTF-8, is larger or deeper than S3's, or declares entities: S3 has
-    none, an attacker would."""
+    """Return the root element of a body.
+
+    Returns None if the body is not XML in UTF-8, has more elements or levels than the limits, or has a
+    DOCTYPE. S3 sends no DOCTYPE; an attacker could declare entities in one.
+    """
     try:
         text = body.decode("utf-8").strip()
         if "<!DOCTYPE" in text:
@@ -157,7 +170,10 @@ def parse_xml(body: bytes) -> ElementTree.Element | None:
 
 
 class _BoundedBuilder(ElementTree.TreeBuilder):
-    """Raises ValueError instead of building hundreds of megabytes from a few."""
+    """Tree builder that raises ValueError above the limits.
+
+    A few megabytes of XML could otherwise take hundreds of megabytes of memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,12 +193,12 @@ class _BoundedBuilder(ElementTree.TreeBuilder):
 
 
 def local_name(element: ElementTree.Element) -> str:
-    """Tag without its namespace; servers differ in which they send."""
+    """Return the tag without its namespace, because servers use different namespaces."""
     return element.tag.rpartition("}")[2]
 
 
 def child_text(element: ElementTree.Element, name: str) -> str:
-    """Text of the first direct child of that name, "" where there is none."""
+    """Return the text of the first direct child with this name; "" if there is none."""
     for child in element:
         if local_name(child) == name:
             return (child.text or "").strip()
@@ -190,7 +206,7 @@ def child_text(element: ElementTree.Element, name: str) -> str:
 
 
 def clean(text: str, secrets: tuple[str, ...]) -> str:
-    """What a server said, in one bounded line without credentials."""
-    # First without secrets, then cut: a secret that the end cuts in two would not be found.
+    """Return a server's text as one line of at most MAX_WORDS characters without credentials."""
+    # Redact before cutting to MAX_WORDS, because a secret that the cut divides would not be recognized.
     shown = redact(text[:_CLEANED_WORDS], secrets)
     return re.sub(r"[\x00-\x20\x7f]+", " ", shown).strip()[:MAX_WORDS]

@@ -1,9 +1,9 @@
 """Blocking HTTP/1.1 to one endpoint: pooled connections, bodies by sendfile, replies by recv_into.
 
-The bytes of shards go through here, so nothing is copied that need not be and nothing is hashed.
-Knows neither S3 nor signatures, never retries, never follows a redirect. The standard library
-parses status lines, headers and chunked bodies; header size and count are bounded there, bodies
-here. Every failure of the transport is UnavailableError, but a certificate that does not verify.
+Shards pass through this module, so it avoids copies and computes no hashes. It never retries and never
+follows a redirect, and it is independent of S3. The standard library parses status lines, headers and
+chunked bodies. It bounds the size and number of headers; this module bounds the bodies. A transport
+failure raises UnavailableError, except that a certificate that does not verify raises CertificateError.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from holdfast_core.pacing.minimum_rate import Pace
 from holdfast_core.store.s3.paced_reply import PacedSocket
 
 SLICE_BYTES = 1 << 20
-"""TLS encrypts what one call hands over; larger calls only add latency to time-outs."""
+"""Bytes that one `sendall` passes to a socket. The idle time-out bounds the whole call, so each slice must
+be sent within it."""
 
 
 class CertificateError(TierError):
-    """The server's certificate does not verify: expired, another name, another authority."""
+    """The server's certificate does not verify: it is expired or has another name or authority."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Explicit for every wait. `idle` is the longest silence, not the length of a transfer."""
+    """Time-outs of all waits."""
 
     connect_seconds: float = 5.0
-    """TCP and TLS handshake, each."""
+    """Limit of the TCP handshake, and of each wait of the TLS handshake."""
     idle_seconds: float = 60.0
+    """Longest time without progress of a transfer. It does not limit the whole transfer."""
     pace_seconds: float = 300.0
-    """What a reply may take in all, and a second more for every 64 KiB of it (pace). A body
-    needs no such bound: a socket is writable again only when a third of its buffer was taken."""
+    """Limit of a whole reply, plus one second for every 64 KiB received (pacing.minimum_rate). A request
+    body needs no such limit: a socket is writable again only after a third of its buffer was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class FileBody:
 
 @dataclass(frozen=True, slots=True)
 class JoinedBody:
-    """Pieces that are sent one after the other, those of files without a copy."""
+    """A body of several pieces, sent in order. Pieces of files are sent without a copy."""
 
     pieces: tuple[bytes | FileBody, ...]
 
@@ -67,7 +69,7 @@ Body = bytes | FileBody | JoinedBody
 
 
 def body_length(body: Body | None) -> int:
-    """Bytes that will be announced as Content-Length."""
+    """Return the length of a body in bytes, for the Content-Length header."""
     if body is None:
         return 0
     if isinstance(body, JoinedBody):
@@ -76,9 +78,9 @@ def body_length(body: Body | None) -> int:
 
 
 class HttpReply:
-    """One answer, body not read yet. Read it to its end or close it; a context manager does both.
+    """A reply whose body has not been read yet. It is a context manager, and it must be closed.
 
-    Only a reply that was read wholly gives its connection back to the pool.
+    Its connection returns to the pool only if the body was read to its end.
     """
 
     def __init__(
@@ -98,18 +100,21 @@ class HttpReply:
 
     @property
     def content_length(self) -> int | None:
-        """None where the server did not say (chunked, or ended by close)."""
+        """Body bytes still to be read; None if the server sent no Content-Length."""
         length: int | None = self._response.length
         return length
 
     def read_into(self, buffer: memoryview) -> int:
-        """Bytes put into `buffer`; 0 at the end of the body, which may have come too early: the
-        caller counts. Raises UnavailableError."""
+        """Read into `buffer` and return the number of bytes; 0 at the end of the body.
+
+        The body may end too early, so the caller must compare the total with the expected length. Raises
+        UnavailableError.
+        """
         with self._pool.transport_errors("reading the reply"):
             return self._response.readinto(buffer)
 
     def read(self, limit_bytes: int) -> bytes:
-        """The whole body. Raises UnavailableError when it is cut short or above the limit."""
+        """Return the whole body. Raises UnavailableError if it is incomplete or longer than the limit."""
         announced = self.content_length
         with self._pool.transport_errors("reading the reply"):
             data = self._response.read(limit_bytes + 1)
@@ -124,8 +129,10 @@ class HttpReply:
         return data
 
     def close(self) -> None:
-        """Give the connection back if it can carry another request, else end it. Once: given back
-        twice, two callers would speak on it at the same time."""
+        """Return the connection to the pool if it can carry another request, else close it.
+
+        Further calls do nothing: a connection that was returned twice would be used by two callers.
+        """
         if self._closed:
             return
         self._closed = True
@@ -147,9 +154,9 @@ class HttpReply:
 
 
 class HttpPool:
-    """Connections to one `host:port`. Safe for use by many threads.
+    """Pool of connections to one `host:port`. Safe for use by many threads.
 
-    At most `max_idle` connections are kept; how many are open at once is the callers' affair.
+    At most `max_idle` idle connections are kept. The number of connections in use is not limited.
     """
 
     def __init__(
@@ -163,7 +170,18 @@ class HttpPool:
         clock: Clock | None = None,
         sent: Callable[[int], object] | None = None,
     ) -> None:
-        """`sent` hears of the bytes of bodies as they are handed to the network, by any thread."""
+        """Create the pool without opening a connection. Raises ConfigError for an invalid endpoint.
+
+        Args:
+            endpoint: `host:port`, `host` or `[v6]:port`.
+            secure: Whether to use TLS.
+            ca_file: CA certificates of the server; None uses those of the system.
+            timeouts: Time-outs of all waits.
+            max_idle: Largest number of idle connections that are kept.
+            clock: Clock of the pace of replies.
+            sent: Receives the number of body bytes that were handed to the network. Any thread may call
+                it.
+        """
         self._host, self._port = split_endpoint(endpoint, secure=secure)
         self.name = endpoint
         self._secure = secure
@@ -179,8 +197,14 @@ class HttpPool:
     def request(
         self, method: str, target: str, headers: Mapping[str, str], body: Body | None = None
     ) -> HttpReply:
-        """Send one request, return its answer whatever the status. Raises UnavailableError (the
-        outcome is then unknown), CertificateError, ConfigError."""
+        """Send one request and return its reply, whatever the status.
+
+        Raises:
+            UnavailableError: The transport failed; the outcome of the request is unknown.
+            CertificateError: The server's certificate does not verify.
+            ConfigError: The CA certificate cannot be read.
+            CorruptionError: A file of the body became shorter while it was sent.
+        """
         connection = self._take()
         try:
             with self.transport_errors(f"{method} {target.partition('?')[0]}"):
@@ -202,10 +226,10 @@ class HttpPool:
         pace = Pace(what, self._clock, self._clock.monotonic(), self._timeouts.pace_seconds)
 
         def response(sock: socket.socket, **more: str) -> http.client.HTTPResponse:
-            # Of the socket it uses makefile only.
+            # HTTPResponse uses only the socket's makefile.
             return http.client.HTTPResponse(PacedSocket(sock, pace), **more)  # type: ignore[arg-type]
 
-        connection.response_class = response  # type: ignore[assignment]  # called, never inherited
+        connection.response_class = response  # type: ignore[assignment]  # only called, never subclassed
         return connection.getresponse()
 
     def put_back(self, connection: http.client.HTTPConnection) -> None:
@@ -216,7 +240,7 @@ class HttpPool:
         connection.close()
 
     def close(self) -> None:
-        """End idle connections; those in use end with their reply."""
+        """Close the idle connections. A connection in use is closed together with its reply."""
         with self._lock:
             idle, self._max_idle = list(self._idle), 0
             self._idle.clear()
@@ -225,7 +249,10 @@ class HttpPool:
 
     @contextlib.contextmanager
     def transport_errors(self, doing: str) -> Iterator[None]:
-        """Turns what sockets, TLS and the HTTP parser raise into our errors."""
+        """Translate exceptions of sockets, TLS and the HTTP parser into errors of holdfast_core.errors.
+
+        `doing` names in the message what was tried.
+        """
         try:
             yield
         except ssl.SSLCertVerificationError as error:
@@ -242,8 +269,8 @@ class HttpPool:
         except http.client.RemoteDisconnected as error:
             raise UnavailableError(f"{doing} at {self.name}: {error}") from error
         except (http.client.BadStatusLine, http.client.UnknownProtocol):
-            # Their text quotes the server, which may repeat the credentials that it was sent; a
-            # traceback would show it as the cause.
+            # The exception's text quotes the server, which may repeat the credentials that it received.
+            # As the cause it would be shown in a traceback.
             raise UnavailableError(
                 f"{doing} at {self.name}: the status line of the reply is not of HTTP/1.1"
             ) from None
@@ -280,7 +307,10 @@ class HttpPool:
         return connection
 
     def _tls_context(self) -> ssl.SSLContext:
-        """Made again when the CA file changes: a Secret is rotated under a running process."""
+        """Return the TLS context. Make it again if the CA file has changed, because Secrets are rotated.
+
+        Raises ConfigError if the CA file cannot be read.
+        """
         try:
             signature = None
             if self._ca_file is not None:
@@ -299,7 +329,7 @@ class HttpPool:
 
 
 def split_endpoint(endpoint: str, *, secure: bool) -> tuple[str, int]:
-    """Host and port of `host:port`, `host` or `[v6]:port`. Raises ConfigError."""
+    """Return host and port of `host:port`, `host` or `[v6]:port`. Raises ConfigError."""
     host, port = endpoint, 443 if secure else 80
     if not endpoint.endswith("]"):
         head, colon, tail = endpoint.rpartition(":")
@@ -313,7 +343,10 @@ def split_endpoint(endpoint: str, *, secure: bool) -> tuple[str, int]:
 
 
 def _is_quiet(sock: socket.socket | None) -> bool:
-    """Whether an idle connection is still good: anything to read on it means closed or garbage."""
+    """Return whether an idle connection is usable.
+
+    Anything to read on it means that the server closed it or sent bytes that no request asked for.
+    """
     if sock is None:
         return False
     poller = select.poll()
@@ -322,19 +355,22 @@ def _is_quiet(sock: socket.socket | None) -> bool:
 
 
 def _nobody(_count: int) -> None:
-    """Nobody wants to know what was sent."""
+    """Do nothing: the default of `sent`."""
 
 
 def _send_body(
     sock: socket.socket, body: Body | None, idle_seconds: float, sent: Callable[[int], object]
 ) -> bool:
-    """Whether all was sent. False: the server answered before it had read the body, so its answer
-    must be read now and the connection cannot be used again. Raises OSError."""
+    """Send the body and return whether all of it was sent.
+
+    False means that the server replied, or closed the connection, before it had read the body. Its reply
+    must then be read, and the connection cannot be used again. Raises OSError.
+    """
     pieces = body.pieces if isinstance(body, JoinedBody) else (body or b"",)
     try:
         return all(_send_piece(sock, piece, idle_seconds, sent) for piece in pieces)
     except (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
-        # Its words are in our receive buffer, and say more than "broken pipe".
+        # The server's reply may be in the receive buffer; it tells more than "broken pipe".
         return False
 
 
@@ -357,7 +393,7 @@ def _send_piece(
 
 
 def _send_slices(sock: ssl.SSLSocket, body: FileBody, sent: Callable[[int], object]) -> bool:
-    # SSLSocket.sendfile moves 8 KiB at a time, three times the CPU of this loop.
+    # SSLSocket.sendfile sends 8 KiB at a time, which takes three times the CPU of this loop.
     buffer = memoryview(bytearray(min(SLICE_BYTES, body.length_bytes)))
     position, stop = body.offset, body.offset + body.length_bytes
     while position < stop:
@@ -373,7 +409,7 @@ def _send_slices(sock: ssl.SSLSocket, body: FileBody, sent: Callable[[int], obje
 def _send_file(
     sock: socket.socket, body: FileBody, idle_seconds: float, sent: Callable[[int], object]
 ) -> bool:
-    # A socket with a time-out is non-blocking underneath, so sendfile has to be polled.
+    # A socket with a time-out is in non-blocking mode, so sendfile needs a poll before it continues.
     poller = select.poll()
     poller.register(sock, select.POLLOUT | select.POLLIN)
     position, stop = body.offset, body.offset + body.length_bytes

@@ -1,4 +1,4 @@
-"""A reply that is read at a pace (holdfast_core.pacing.minimum_rate). Knows sockets, not HTTP."""
+"""Socket adapter that ends a reply that arrives too slowly (holdfast_core.pacing.minimum_rate)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast_core.pacing.minimum_rate import Pace
 
 
 class PacedSocket:
-    """A connected socket as http.client.HTTPResponse reads it."""
+    """A connected socket with the one method that http.client.HTTPResponse uses, `makefile`."""
 
     def __init__(self, sock: socket.socket, pace: Pace) -> None:
         self._sock = sock
@@ -22,6 +22,8 @@ class PacedSocket:
 
 
 class _PacedReader(io.RawIOBase):
+    """Raw reader of a socket whose reads are bounded by a Pace."""
+
     def __init__(self, sock: socket.socket, pace: Pace) -> None:
         self._sock = sock
         self._pace = pace
@@ -31,7 +33,7 @@ class _PacedReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]  # any buffer
+    def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]  # takes any buffer
         return self._pace.receive(self._sock, self._idle_seconds, self._raw.readinto, buffer)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Remove credentials from what a store says, before it reaches a log, a condition or an error.
+"""Removal of credentials from a store's texts before they reach a log, a condition or an error.
 
-A store is sent a session token and an access key, and a hostile one may repeat them: as they are, in
-parts, encoded, or with other characters in between. What looks like a key is removed as well, since
-no list of encodings is complete.
+A store receives the access key and the session token. A hostile store may repeat them as they are, in
+parts, encoded, or with other characters in between. Long words that look like a key are removed as well,
+because no list of encodings is complete.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from collections.abc import Iterable
 
 _REMOVED = "***"
 _SHORTEST_SECRET = 6
-"""Shorter ones are no secrets, and to remove them would remove the words around them."""
+"""Shorter strings are not secrets, and to remove them would remove ordinary words."""
 _GRAM = 8
-"""So many letters and digits in a row that a secret has, too, are a part of it."""
+"""If the text and a secret have this many consecutive letters and digits in common, they are removed."""
 _OPAQUE = re.compile(r"[A-Za-z0-9+/=_~.%-]{20,}")
+"""A word that may be a key."""
 
 
 def redact(text: str, secrets: Iterable[str]) -> str:
-    """The text without the secrets, their parts, and long words that look like a key."""
+    """Return the text without the secrets, parts of them, and long words that look like a key.
+
+    Case and characters other than letters and digits are ignored when the text is searched.
+    """
     places = [index for index, character in enumerate(text) if character.isalnum()]
     letters = "".join(text[index].casefold()[:1] for index in places)
     hidden: list[tuple[int, int]] = []
@@ -39,6 +43,7 @@ def redact(text: str, secrets: Iterable[str]) -> str:
 
 
 def _without(text: str, spans: list[tuple[int, int]]) -> str:
+    """Return the text with these spans, sorted and possibly overlapping, replaced by _REMOVED."""
     found: list[str] = []
     done = 0
     for start, stop in spans:
@@ -49,19 +54,23 @@ def _without(text: str, spans: list[tuple[int, int]]) -> str:
 
 
 def _without_key(match: re.Match[str]) -> str:
-    """Words of a key have digits, small and capital letters; paths, names and hex digests do not."""
+    """Return _REMOVED for a word with digits, lower-case and upper-case letters, else the word.
+
+    Keys have all three kinds of characters; paths, names and hex digests usually do not.
+    """
     word = match.group()
     kinds = (str.isdigit, str.islower, str.isupper)
     return _REMOVED if all(any(map(kind, word)) for kind in kinds) else word
 
 
 def _forms(secret: str) -> Iterable[str]:
+    """Return the secret, reversed, in hex and in Base64, as case-folded letters and digits."""
     raw = secret.encode()
     yield _letters(secret)
     yield _letters(secret[::-1])
     yield raw.hex()
     for skipped in range(3):
-        # The bytes before it shift what a secret looks like within a longer text in Base64.
+        # Within a longer Base64 text the form of a secret depends on the number of bytes before it.
         whole = raw[skipped : len(raw) - (len(raw) - skipped) % 3]
         yield _letters(base64.b64encode(whole).decode())
 

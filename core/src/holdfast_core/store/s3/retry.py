@@ -1,8 +1,8 @@
-"""The one place that tries again: full jitter, a limit of attempts and a budget of time.
+"""Retries with full jitter, a limit of attempts and a time budget. All retries of the store are made here.
 
-Reads `retryable` from the class of the error and nothing else. It never decides whether a repeated
-operation is safe: what it is given must be idempotent (an operation whose outcome may be unknown
-looks first at what is there). Blocks the calling thread; knows no tier and no protocol.
+Only the `retryable` attribute of an error's class decides whether an operation is tried again. Operations
+must be idempotent: one whose outcome may be unknown must first look at what is stored. The calling
+thread is blocked.
 """
 
 from __future__ import annotations
@@ -23,42 +23,45 @@ T = TypeVar("T")
 class RetryPolicy:
     """How often and how long one operation is tried.
 
-    The wait before attempt n+1 is uniform in [0, min(cap, base * 2**(n-1))]: many sidecars that
-    failed together do not come back together.
+    The wait before attempt n+1 is uniform in [0, min(cap, base * 2**(n-1))], so that many sidecars that
+    failed together do not retry together.
     """
 
     max_attempts: int = 8
     budget_seconds: float = 120.0
-    """No new attempt begins later than this after the first one began."""
+    """No attempt begins later than this after the first attempt began."""
     base_seconds: float = 0.2
     cap_seconds: float = 20.0
 
     def ceiling_seconds(self, failures: int) -> float:
-        """The longest wait after `failures` (>= 1) failed attempts."""
+        """Return the longest wait after `failures` (>= 1) failed attempts."""
         # The exponent is bounded so that a huge max_attempts cannot overflow a float.
         return min(self.cap_seconds, self.base_seconds * 2.0 ** min(failures - 1, 60))
 
 
 @dataclass(frozen=True, slots=True)
 class Retrier:
-    """Runs an operation under a policy. Safe for use by many threads.
-
-    `stop` ends all waits at once: after it is set, the last error is raised and nothing is tried
-    again.
-    """
+    """Runner of operations under a retry policy. Safe for use by many threads."""
 
     policy: RetryPolicy = RetryPolicy()
     clock: Clock = field(default_factory=SystemClock)
     uniform: Callable[[float, float], float] = random.uniform
     sleep: Callable[[float], object] | None = None
-    """Seconds; None waits on `stop`."""
+    """Waits for the given seconds; None waits on `stop`."""
     stop: threading.Event = field(default_factory=threading.Event)
+    """Ends all waits when it is set. A waiting operation then makes one last attempt immediately."""
 
     def call(self, what: str, operation: Callable[[], T]) -> T:
-        """The result of `operation`, tried until it works, fails for good, or the policy is spent.
+        """Return the result of `operation`. Repeat it while it raises retryable errors.
 
-        Raises what the operation raised when its class is not retryable; otherwise
-        UnavailableError with the last error's words, the number of attempts and the seconds spent.
+        Args:
+            what: The operation, for the error message.
+            operation: Must be idempotent.
+
+        Raises:
+            HoldfastError: The operation raised an error that is not retryable.
+            UnavailableError: The policy is spent or `stop` is set. The message has the last error, the
+                number of attempts and the seconds spent.
         """
         began = self.clock.monotonic()
         attempt = 0
@@ -82,8 +85,11 @@ class Retrier:
             self._pause(wait)
 
     def look(self, what: str, operation: Callable[[], T | None], looks: int = 3) -> T | None:
-        """The same for something that should be there: None only when `looks` looks in a row, with
-        the policy's waits, did not find it. A store may say 404 to what was just written."""
+        """Like `call`, for an operation that returns None if it does not find something.
+
+        Returns None only after `looks` looks in a row, with the policy's waits, found nothing, because a
+        store may reply 404 for an object that was just written.
+        """
         left = looks
 
         def once() -> T | None:

@@ -1,3 +1,1 @@
-"""Send one object to the store: its parts, their compression, and what an interrupted upload
-left.
-"""
+"""Upload of one object to the store: parts, compression, and continuation of an interrupted upload."""

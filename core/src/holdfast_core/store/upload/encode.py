@@ -1,8 +1,8 @@
-"""A pack whose chunks are compressed, as parts that are made while others are sent.
+"""Encoding of a pack with compressed chunks into parts, while earlier parts are being sent.
 
-The bytes of a part are known only when its chunks have been read, verified and compressed, so nothing
-of the plan is known before the last one: lengths and widths, the index, the checksum of the whole.
-One pass, one thread: compression takes at most one core beside training.
+The bytes of a part are known only after its chunks have been read, verified and compressed. The stored
+lengths and widths, the index and the checksum of the whole object are therefore known only with the last
+part. Encoding is one pass on one thread, so compression takes at most one core from training.
 """
 
 from __future__ import annotations
@@ -19,24 +19,37 @@ from holdfast_core.store.upload.parts import MAX_PARTS, MIN_PART_BYTES, Part, Pa
 from holdfast_core.tiers.base import ShardReader
 
 MAX_HELD_BYTES = 48 << 20
-"""Of one upload: parts that are made, wait, or are being sent. As much as a download holds."""
+"""Memory limit of one upload: the parts that are being made, wait, or are being sent. A download has the
+same limit (download.shard.MAX_AHEAD_BYTES)."""
 _BEING_MADE = 2
-"""Parts of memory that the making of one takes: what is collected, and the part cut off it."""
+"""Memory to make one part, in parts: the collected bytes, and the part that is copied from them."""
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PartSizes:
+    """Sizes that keep one upload within its memory limit."""
+
     part_bytes: int
+    """Length of every part but the last."""
     at_once: int
-    """Parts that may wait or be on their way while another is made."""
+    """Parts that may wait or be in flight while another one is made."""
 
 
 def part_sizes(payload_bytes: int, part_bytes: int, at_once: int) -> PartSizes:
-    """At most `part_bytes` and `at_once`, less where these would take more than MAX_HELD_BYTES; longer
-    parts where the payload as it is would be more than 10,000, which alone takes more memory."""
+    """Return the part length and the number of concurrent parts for an upload.
+
+    Both values are reduced where an upload would hold more than MAX_HELD_BYTES. Parts are longer than
+    `part_bytes` where the uncompressed payload would need more than 10,000 parts; only such an upload
+    may hold more than MAX_HELD_BYTES.
+
+    Args:
+        payload_bytes: Payload bytes that the pack stores, before compression.
+        part_bytes: Preferred length of a part.
+        at_once: Preferred number of parts in flight.
+    """
     fitting = MAX_HELD_BYTES // (at_once + _BEING_MADE) // _MIB * _MIB
-    # Little of a pack is index: 43 bytes for each chunk of 256 KiB.
+    # 1/1024 of the payload is room for the index, which takes 43 bytes for each chunk of 256 KiB.
     least = -(-(payload_bytes + payload_bytes // 1024) // (MAX_PARTS - 1) // _MIB) * _MIB
     chosen = max(MIN_PART_BYTES, least, min(part_bytes, fitting))
     return PartSizes(chosen, max(1, min(at_once, MAX_HELD_BYTES // chosen - _BEING_MADE)))
@@ -44,39 +57,49 @@ def part_sizes(payload_bytes: int, part_bytes: int, at_once: int) -> PartSizes:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:
+    """One part of an encoded pack, with its bytes."""
+
     part: Part
     body: bytes
     is_last: bool
 
 
 class EncodedPack:
-    """Makes the parts of one pack, once."""
+    """Encoder of one pack. Its parts can be made once."""
 
     def __init__(
         self, reader: ShardReader, index: PackIndex, widths: bytes, part_bytes: int
     ) -> None:
-        """`index`: what is stored here and what is not; its coding is made. `widths`: one a chunk of
-        the payload."""
+        """Create the encoder.
+
+        Args:
+            reader: The shard on the node.
+            index: Which chunks the pack stores. Its coding is ignored and made anew.
+            widths: Element width in bytes for each chunk of the payload.
+            part_bytes: Length of every part but the last.
+        """
         self._reader = reader
         self._widths = widths
         self._part_bytes = part_bytes
         self._parts: list[Part] = []
         self._crc = 0
         self.index = index
-        """With its coding, when all parts have been made."""
+        """Index of the pack. It has its coding only after all parts have been made."""
 
     @property
     def plan(self) -> PartPlan:
-        """When all parts have been made."""
+        """The plan of the whole object. It is complete only after all parts have been made."""
         return PartPlan(tuple(self._parts), self._parts[-1].span.stop, self._crc)
 
     def parts(self) -> Iterator[EncodedPart]:
-        """All but the last of `part_bytes`. Raises CorruptionError where a chunk on the node is not
-        what the table says."""
+        """Make the parts, in order.
+
+        Raises CorruptionError if a chunk on the node does not match the chunk table.
+        """
         ready = bytearray()
         for data in self._bytes():
             ready += data
-            # Only when more has come: what is left at the end is the last part.
+            # The comparison is strict: bytes must be left at the end for the last part.
             while len(ready) > self._part_bytes:
                 yield self._part(bytes(memoryview(ready)[: self._part_bytes]), is_last=False)
                 del ready[: self._part_bytes]

@@ -1,9 +1,9 @@
-"""One pack into the store that is compressed on its way: parts come one by one, and nothing is known
-of the object before the last.
+"""Upload of one pack that is compressed while it is sent.
 
-What is under the key already is not compared: the name says of which payload it is, and the caller
-looks at what it is. An interrupted upload is gone on with: what comes out of the compressor is the
-same again, so a part whose length and CRC32C the store lists is not sent.
+The parts are made one by one, so length and checksum of the object are unknown before the last part. An
+object that has the key already is not compared: the key contains the payload's digest, and the caller
+examines the object. An interrupted upload is continued: the compressor's output is deterministic, so a
+part that the store lists with the right length and CRC32C is not sent again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast_core.tiers.pooled import wait_all
 
 
 class EncodedUpload(Upload):
-    """One upload of one pack; not reused. `run` blocks until the store holds it."""
+    """One upload of one compressed pack. An object is used for one `run`."""
 
     def __init__(
         self,
@@ -44,8 +44,10 @@ class EncodedUpload(Upload):
         self._sizes = sizes
 
     def run(self) -> PackIndex:
-        """As it is stored. Raises AlreadyExistsError where something is under the key, and what
-        ShardUpload.run raises."""
+        """Upload the pack and return its index as stored. Block until the store holds the pack.
+
+        Raises AlreadyExistsError if any object has the key, and whatever else ShardUpload.run raises.
+        """
         return self._begin_again(self._attempt)
 
     def _attempt(self) -> PackIndex:
@@ -88,9 +90,19 @@ class EncodedUpload(Upload):
         listed: Mapping[int, UploadedPart],
         kept: list[int],
     ) -> dict[int, str]:
-        """ETags by number. `made`: the parts before `rest`; taken out, so that nobody holds the bytes of
-        a part that was sent. While `at_once` parts wait or are on their way none is made; when one
-        fails for good no other is, and all have ended before the error goes on."""
+        """Send the parts as they are made, and return the ETags by part number.
+
+        No part is made while `at_once` parts wait or are in flight, or after one has failed. All parts
+        in flight have ended before an error is raised, so that an abort cannot race with one of them.
+
+        Args:
+            upload_id: The multipart upload.
+            made: The part that was made before `rest`. It is removed, so that its bytes are freed once
+                it has been sent.
+            rest: The remaining parts.
+            listed: Parts that the store holds already, by number.
+            kept: Receives the numbers of the parts that were not sent again.
+        """
         etags: dict[int, str] = {}
         futures: dict[int, Future[str]] = {}
         failed, room = threading.Event(), threading.Semaphore(self._sizes.at_once - 1)
@@ -105,7 +117,7 @@ class EncodedUpload(Upload):
                     sent = self._submit(upload_id, part, _held(encoded.body), failed)
                     sent.add_done_callback(lambda _: room.release())
                     futures[part.number] = sent
-                    encoded = None  # its bytes belong to whoever sends them
+                    encoded = None  # The bytes are freed as soon as the worker has sent them.
                     room.acquire()
                 encoded = None if failed.is_set() else next(rest, None)
         except BaseException:

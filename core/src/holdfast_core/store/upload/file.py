@@ -1,5 +1,4 @@
-"""One object into the store whose bytes are known before the first is sent: a shard file, or a pack of
-its chunks as they are."""
+"""Upload of one object whose parts are known in advance: a shard file, or a pack without compression."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from holdfast_core.tiers.pooled import wait_all
 
 
 class ShardUpload(Upload):
-    """One upload of one shard or pack; not reused. `run` blocks until the store holds it."""
+    """One upload of one shard or pack. An object is used for one `run`."""
 
     def __init__(
         self,
@@ -27,14 +26,30 @@ class ShardUpload(Upload):
         plan: PartPlan,
         body: Callable[[Part], Body] | None = None,
     ) -> None:
-        """`body`: the bytes of a part; None: those of its span in the reader's file."""
+        """Prepare the upload.
+
+        Args:
+            transport: Client, retries and workers of the tier.
+            key: Key of the object.
+            reader: The shard on the node.
+            plan: The parts of the object and their checksums.
+            body: Returns the bytes of a part; by default those of its span in the reader's file.
+        """
         super().__init__(transport, key, reader)
         self._plan = plan
         self._part_body = body or self._file_body
 
     def run(self) -> None:
-        """Raises AlreadyExistsError, AccessDeniedError, CapacityError, NotFoundError (bucket),
-        CorruptionError (the local shard), UnavailableError."""
+        """Upload the object. Block until the store holds it; send nothing if it does already.
+
+        Raises:
+            AlreadyExistsError: The store holds other bytes under the key.
+            AccessDeniedError: The store refuses the credentials.
+            CapacityError: The store is full.
+            NotFoundError: The bucket does not exist.
+            CorruptionError: The local shard is damaged.
+            UnavailableError: The retry policy is spent, or the tier is being closed.
+        """
         if len(self._plan.parts) == 1:
             (part,) = self._plan.parts
             self._retrier.call(
@@ -57,9 +72,11 @@ class ShardUpload(Upload):
         )
 
     def _send_parts(self, upload: OpenUpload) -> list[str]:
-        """ETags in the order of the parts; what is there already is not sent. When one fails for
-        good, none is begun after it and all have ended before the error goes on: an abort must not
-        race with a part in flight."""
+        """Send the parts that the store does not hold yet, and return all ETags in the order of the parts.
+
+        After a part has failed no other part is begun. All parts in flight have ended before the error
+        is raised, because an abort must not race with a part in flight.
+        """
         failed = threading.Event()
         futures: dict[int, Future[str]] = {}
         try:

@@ -1,6 +1,7 @@
-"""A pack as it goes up: runs of chunks of the open shard file, then the index. Nothing is read here.
+"""Upload plan of a pack without compression: runs of chunks of the open shard file, then the index.
 
-What is left out is decided in shards.pack_plan, what is kept in store.prune.
+This module reads no file. shards.pack_plan decides which chunks a pack leaves out, and store.prune which
+objects other checkpoints need.
 """
 
 from __future__ import annotations
@@ -18,20 +19,26 @@ from holdfast_core.store.upload.parts import MAX_PARTS, Part, PartPlan
 
 @dataclass(frozen=True, slots=True)
 class PackParts:
-    """A pack as parts, each of them runs of chunks of the open shard file, the last with the index.
+    """The parts of a pack and their bodies. Each part consists of runs of chunks; the index comes last.
 
-    No part cuts a chunk, so that the checksums of all follow from the chunk table: nothing is read.
+    Part boundaries lie on chunk boundaries, so the checksums follow from the chunk table and no payload
+    is read to compute them.
     """
 
     plan: PartPlan
     bodies: tuple[Body, ...]
+    """The body of each part of the plan."""
 
     def body(self, part: Part) -> Body:
         return self.bodies[part.number - 1]
 
 
 def plan_pack_parts(fd: int, index: PackIndex, part_bytes: int) -> PackParts:
-    """`fd`: the whole shard file. Raises FormatError for an index that no reader would take."""
+    """Plan the parts of a pack.
+
+    Parts are `part_bytes` long, rounded up to whole chunks, or longer if 10,000 parts were too few. `fd`
+    is the whole shard file. Raises FormatError for an index that a reader would refuse.
+    """
     tail = pack_index(index)
     size = index.header.chunk_bytes
     stored = index.stored_bytes

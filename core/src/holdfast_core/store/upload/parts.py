@@ -1,10 +1,12 @@
-"""Which bytes of a shard file go up as which part, and the CRC32C of each, without a second pass.
+"""Part boundaries of a shard file and the CRC32C of each part, without a second pass over the payload.
 
-The chunk table already holds the CRC32C of every payload chunk, computed when the tensors were
-first read. Combined, they are the checksum that the store must find: a bit that flipped on the
-node's disk since then is refused by the store instead of being blessed by a fresh checksum. Of a
-chunk that a part boundary cuts, the longest piece is not read either: its checksum is what the
-chunk's leaves for it, so a flipped bit in any of the pieces still shows. Knows no store, no network.
+The chunk table holds the CRC32C of every payload chunk, computed when the tensors were first read. Their
+combination is the checksum that the store must find. If a bit has flipped on the node's disk since then,
+the store refuses the part; a checksum that was computed from the file again would hide the damage.
+
+A part boundary may cut a chunk. All its pieces but the longest are then read. The checksum of the longest
+piece is derived from the chunk's and those of the other pieces, so a flipped bit in any piece is found.
+This module does not use the network.
 """
 
 from __future__ import annotations
@@ -25,32 +27,33 @@ MIN_PART_BYTES = 5 << 20
 MAX_PARTS = 10_000
 _MIB = 1 << 20
 _ORDER = 2**31 - 1
-"""So many zero bytes leave every CRC32C as it is; appending the rest of them takes some away."""
+"""`append_crc(crc, 0, _ORDER)` returns `crc` for every CRC32C, so that
+`append_crc(crc, 0, _ORDER - n)` reverses `append_crc(crc, 0, n)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a multipart upload; all but the last are equally long (some stores insist)."""
+    """One part of a multipart upload. All but the last have the same length; some stores require it."""
 
     number: int
-    """From 1."""
+    """Counted from 1."""
     span: ByteRange
-    """Of the shard file."""
+    """Bytes of the object that the part holds."""
     crc32c: int
 
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """A whole shard file as parts."""
+    """A whole object, a shard file or a pack, as parts."""
 
     parts: tuple[Part, ...]
     size_bytes: int
     crc32c: int
-    """Of the whole file."""
+    """CRC32C of the whole object."""
 
 
 def part_spans(size_bytes: int, part_bytes: int) -> tuple[ByteRange, ...]:
-    """Cuts a file into parts of `part_bytes`, longer where 10,000 would not be enough."""
+    """Cut a file into parts of `part_bytes`, or into longer ones if 10,000 parts were too few."""
     least = -(-size_bytes // MAX_PARTS)
     if least > part_bytes:
         part_bytes = -(-least // _MIB) * _MIB
@@ -59,8 +62,11 @@ def part_spans(size_bytes: int, part_bytes: int) -> tuple[ByteRange, ...]:
 
 
 def plan_parts(reader: ShardReader, part_bytes: int) -> PartPlan:
-    """Parts of an open shard with their checksums. Reads head and trailer, and of each chunk that a
-    part boundary cuts all but the longest piece. Raises CorruptionError where the file is short."""
+    """Return the parts of an open shard with their checksums.
+
+    This reads the head and the trailer, and all but the longest piece of each chunk that a part boundary
+    cuts. Raises CorruptionError if the file is too short.
+    """
     size = reader.record.file_bytes
     spans = part_spans(size, part_bytes)
     sums = _FileChecksums(reader, [span.start for span in spans])
@@ -74,15 +80,24 @@ def plan_parts(reader: ShardReader, part_bytes: int) -> PartPlan:
 
 
 def crc_between(whole: int, before: int, length_between: int, after: int, length_after: int) -> int:
-    """CRC32C of M, from those of A + M + B, of A and of B, and the lengths of M and B in bytes."""
+    """Return the CRC32C of the middle M of three byte strings A + M + B.
+
+    Args:
+        whole: CRC32C of A + M + B.
+        before: CRC32C of A.
+        length_between: Length of M in bytes.
+        after: CRC32C of B.
+        length_after: Length of B in bytes.
+    """
     without_after = append_crc(whole ^ after, 0, _ORDER - length_after % _ORDER)
     return append_crc(before, without_after, length_between)
 
 
 class _FileChecksums:
-    """CRC32C of any part of the shard file; `starts` are those of all parts, in order."""
+    """CRC32C of the parts of one shard file."""
 
     def __init__(self, reader: ShardReader, starts: Sequence[int]) -> None:
+        """`starts` are the file offsets of all parts, in order."""
         self._reader = reader
         self._starts = starts
         header = reader.record.header
@@ -92,6 +107,7 @@ class _FileChecksums:
         self._cut: dict[ByteRange, int] = {}
 
     def of(self, span: ByteRange) -> int:
+        """Return the CRC32C of one part. If the parts come in order, no byte is read twice."""
         crc, position = 0, span.start
         while position < span.stop:
             piece = self._piece(position, span.stop)
@@ -100,7 +116,7 @@ class _FileChecksums:
         return crc
 
     def _piece(self, start: int, limit: int) -> ByteRange:
-        """The longest piece from `start` that lies in one chunk, or outside of the payload."""
+        """Return the longest piece from `start` on that lies in one chunk, or outside of the payload."""
         payload = self._payload
         if start < payload.start:
             return ByteRange(start, min(limit, payload.start))
@@ -119,14 +135,17 @@ class _FileChecksums:
         if piece == chunk:
             return self._table(chunk)
         if piece not in self._cut:
-            self._cut = self._pieces(chunk)  # its other pieces are asked for next
+            self._cut = self._pieces(chunk)  # Keep them: the chunk's other pieces are needed next.
         return self._cut[piece]
 
     def _table(self, chunk: ByteRange) -> int:
         return self._reader.table.crcs[(chunk.start - self._payload.start) // self._chunk_bytes]
 
     def _pieces(self, chunk: ByteRange) -> dict[ByteRange, int]:
-        """Each piece of a chunk that part boundaries cut; together they are the chunk's CRC."""
+        """Return the CRC32C of each piece of a chunk that is cut by part boundaries.
+
+        Their combination is the chunk's CRC32C in the chunk table.
+        """
         first, last = (
             bisect.bisect_right(self._starts, at) for at in (chunk.start, chunk.stop - 1)
         )

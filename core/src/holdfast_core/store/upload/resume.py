@@ -1,8 +1,7 @@
-"""What an earlier attempt left of a multipart upload, and which of its parts can be kept. Pure.
+"""Choice of an unfinished multipart upload to continue, and of its parts that can be kept. Pure functions.
 
-A listed part is believed only when its size and CRC32C are those that the shard's own table says:
-a store may list a part at full size whose bytes never came. Everything else is sent again, over the
-same number.
+A listed part is kept only if its size and CRC32C match the plan: a store may list a part at full size
+whose bytes it never received. Every other part is sent again under the same number.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from holdfast_core.store.upload.parts import Part, PartPlan
 
 @dataclass(frozen=True, slots=True)
 class OpenUpload:
-    """A multipart upload to go on with."""
+    """A multipart upload to continue."""
 
     upload_id: str
     etags: Mapping[int, str]
-    """Of the parts that need not be sent again, by number."""
+    """ETags of the parts that need not be sent again, by part number."""
 
 
 def kept_etags(plan: PartPlan, listed: Sequence[UploadedPart]) -> dict[int, str]:
-    """ETags, by number, of the listed parts that hold exactly the bytes of the plan's part."""
+    """Return the ETags of the listed parts that match the plan, by part number."""
     found = {part.number: part for part in listed}
     return {
         part.number: there.etag
@@ -34,14 +33,17 @@ def kept_etags(plan: PartPlan, listed: Sequence[UploadedPart]) -> dict[int, str]
 
 
 def is_part(part: Part, there: UploadedPart) -> bool:
-    """What is listed holds exactly the bytes of the part."""
+    """Return whether the listed part has an ETag and the size and CRC32C of `part`."""
     same = (there.size_bytes, there.crc32c) == (part.span.length_bytes, part.crc32c)
     return bool(there.etag) and same
 
 
 def fullest_upload(uploads: Mapping[str, Sequence[UploadedPart]]) -> str | None:
-    """The upload, by id, of which most is there, for an object whose parts are not known yet; None
-    where nothing is. Whether a part can be kept shows when it is made."""
+    """Return the id of the upload of which the store holds most bytes; None if it holds none of any.
+
+    This is for objects whose parts are not known yet. Whether a stored part can be kept is decided when
+    the part has been made.
+    """
 
     def held(upload_id: str) -> int:
         return sum(part.size_bytes for part in uploads[upload_id])
@@ -51,7 +53,10 @@ def fullest_upload(uploads: Mapping[str, Sequence[UploadedPart]]) -> str | None:
 
 
 def best_upload(plan: PartPlan, uploads: Mapping[str, Sequence[UploadedPart]]) -> OpenUpload | None:
-    """The upload, by id, that saves the most bytes; None when none saves any."""
+    """Return the upload whose kept parts have the most bytes; None if no part can be kept.
+
+    `uploads` are the listed parts of each upload by its id.
+    """
     lengths = {part.number: part.span.length_bytes for part in plan.parts}
 
     def saved(upload: OpenUpload) -> int:

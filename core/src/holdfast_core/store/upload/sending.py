@@ -1,13 +1,13 @@
-"""How the bytes of one object get into the store, and how it is certain that they have: whole or in
-parts, whoever makes these.
+"""Requests that write one object, in one PUT or in parts, and that confirm that the store holds it.
 
-Every request carries a signed CRC32C, because some stores publish half an object as a whole one
-when the client dies in mid-body. Nothing is repeated blindly: each attempt looks first (HEAD in
-checksum mode), so a lost reply, a 412 or an upload that is gone are all settled by what is there.
+Every request that carries bytes of the object has a signed CRC32C, because some stores publish half an
+object as a whole one when the client dies while it sends the body. Before each PUT of an object and
+before a completion is repeated, a HEAD in checksum mode finds out what is stored. The stored object
+therefore decides the outcome after a lost reply, a 412 or an upload that is gone.
 
-An upload that was interrupted (this process killed or stopped, the store gone for longer than the
-budget) stays in the store: the next attempt finds it there by its key, keeps the parts whose
-checksums are right and sends the rest. One that failed for good is aborted.
+An interrupted upload (this process is killed or stopped, or the store is unavailable for longer than the
+retry budget) stays in the store. The next attempt finds it by its key, keeps the parts with the right
+checksums and sends the rest. An upload that failed with an error that is not retryable is aborted.
 """
 
 from __future__ import annotations
@@ -45,34 +45,39 @@ from holdfast_core.tiers.pooled import CLOSING, submit
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _RESTARTS = 3
-"""How often an upload is begun that vanishes under us (a lifecycle rule, another's abort)."""
+"""Attempts of an upload that disappears from the store (lifecycle rule, abort by another process)."""
 _MAX_LEFTOVERS = 16
-"""Unfinished uploads of one shard that are looked at; each comes from one interrupted attempt."""
+"""Unfinished uploads of one object that are considered; each comes from one interrupted attempt."""
 _PART_CODES = frozenset({"InvalidPart", "InvalidPartOrder"})
 
 
 class UploadLostError(TierError):
-    """The multipart upload is gone or no good, the object is not there: begin again. Never leaves
-    here."""
+    """The multipart upload is gone or unusable, and the object does not exist.
+
+    `Upload._begin_again` catches this error and starts again.
+    """
 
 
 class AbandonedError(TierError):
-    """A part that was not sent because another one failed. Never leaves an upload."""
+    """A part was not sent because another part failed. `Upload._results` raises that part's error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What uploads of one tier share."""
+    """Client, retries, workers and throttle that all uploads of one tier share."""
 
     client: S3Client
     retrier: Retrier
     workers: ThreadPoolExecutor
     throttle: Callable[[int], object] | None = None
+    """Receives the size of each part in bytes before the part is sent; it may block."""
 
 
 def confirm(client: S3Client, key: str, size_bytes: int, crc32c: int) -> bool:
-    """Whether exactly these bytes are there; False if nothing is. Raises AlreadyExistsError if
-    something else is: keys are immutable, so it is never overwritten."""
+    """Return True if the key holds exactly these bytes, by size and CRC32C, and False if it is free.
+
+    Raises AlreadyExistsError if it holds anything else: objects are immutable and never overwritten.
+    """
     found = client.head(key)
     if found is None:
         return False
@@ -86,8 +91,12 @@ def confirm(client: S3Client, key: str, size_bytes: int, crc32c: int) -> bool:
 
 
 def confirm_written(client: S3Client, key: str, size_bytes: int, crc32c: int) -> None:
-    """The same after the store has said yes: whatever is not as it should be is looked at again.
-    Raises UnavailableError, or TierError where the store keeps no checksum."""
+    """Check that the key holds exactly these bytes after the store has acknowledged the write.
+
+    Raises:
+        UnavailableError: The object is absent or differs; the caller looks again.
+        TierError: The store keeps no CRC32C of the object.
+    """
     found = client.head(key)
     if found == ObjectInfo(size_bytes, crc32c):
         return
@@ -105,11 +114,10 @@ def confirm_written(client: S3Client, key: str, size_bytes: int, crc32c: int) ->
 
 
 class Upload:
-    """One object. What its parts are, and in which order they are made, is the affair of whoever derives
-    from it."""
+    """Base class of the upload of one object. A subclass makes the parts and chooses their order."""
 
     def __init__(self, transport: Transport, key: str, reader: ShardReader) -> None:
-        """`reader`: the shard on the node, read back once where the store says that bytes are bad."""
+        """`reader` is the shard on the node. It is verified once if the store reports wrong bytes."""
         self._client = transport.client
         self._retrier = transport.retrier
         self._workers = transport.workers
@@ -120,16 +128,19 @@ class Upload:
         self._conditional = IF_ABSENT if self._client.config.conditional_put else {}
 
     def _begin_again(self, attempt: Callable[[], T]) -> T:
-        """Until the upload does not vanish. Raises UnavailableError."""
+        """Return the result of `attempt`, repeated while the multipart upload disappears.
+
+        Raises UnavailableError after _RESTARTS attempts.
+        """
         for _ in range(_RESTARTS):
             try:
                 return attempt()
             except UploadLostError as error:
-                lost = str(error)  # the error itself would hold the parts that it met
+                lost = str(error)  # The error's traceback would keep the bytes of parts in memory.
         raise UnavailableError(f"upload of {self._key}: {_RESTARTS} uploads vanished: {lost}")
 
     def _put_whole(self, plan: PartPlan, body: Callable[[], Body]) -> None:
-        """One attempt of a plan of one part."""
+        """Make one attempt to put an object of one part, unless the store holds it already."""
         if self._confirm(plan):
             return
         (part,) = plan.parts
@@ -155,27 +166,36 @@ class Upload:
         taken_over: Callable[[], bool],
         leftovers: Collection[str],
     ) -> None:
-        """Sends the parts and completes the upload. `send`: the plan, and the ETags of its parts;
-        `taken_over`: some of them were there before."""
+        """Send the parts and complete the upload. Afterwards abort the other unfinished uploads.
+
+        Args:
+            upload_id: The multipart upload.
+            send: Sends the parts; returns the plan and the ETags of its parts.
+            taken_over: Returns whether parts of an earlier attempt were kept.
+            leftovers: Ids of all unfinished uploads of this object.
+        """
         ended = completing = False
         try:
             plan, etags = send()
             completing = True
             ended = self._complete(plan, upload_id, etags)
         except UnavailableError:
-            # Interrupted: the next attempt goes on here. But one that was taken over and cannot be
-            # completed may be broken in the store, and would be taken over for ever.
+            # The next attempt continues an interrupted upload. But an upload with kept parts that cannot
+            # be completed may be broken in the store, and every attempt would choose it again.
             ended = not (completing and taken_over())
             raise
         finally:
             if not ended:
                 self._abort(upload_id)
         for other in set(leftovers) - {upload_id}:
-            self._abort(other)  # the object is there: nobody can need it
+            self._abort(other)  # The object is stored, so no process needs the other uploads.
 
     def _leftovers(self) -> dict[str, tuple[UploadedPart, ...]]:
-        """Unfinished uploads of this shard, by id, with what the store holds of each. Empty where
-        the store does not list them or the credentials may not ask: the upload begins anew."""
+        """Return the parts that the store holds of each unfinished upload of this object, by upload id.
+
+        Returns an empty mapping if the store does not list uploads or does not permit it; the object is
+        then uploaded from its first part. Raises UnavailableError.
+        """
         try:
             uploads, _ = self._retrier.call(
                 f"look for unfinished uploads of {self._key}",
@@ -194,7 +214,7 @@ class Upload:
             return {}
 
     def _parts_of(self, upload_id: str) -> tuple[UploadedPart, ...] | None:
-        """None when it has just ended."""
+        """Return the stored parts of an upload, or None if the upload ended since it was listed."""
         try:
             return self._retrier.call(
                 f"list of parts of {self._key}",
@@ -206,15 +226,24 @@ class Upload:
     def _submit(
         self, upload_id: str, part: Part, body: Callable[[], Body], failed: threading.Event
     ) -> Future[str]:
-        """The ETag of a part, when a worker has sent it. `failed`: nothing more is sent once it is set,
-        and it is when this one fails. Raises UnavailableError."""
+        """Send a part on a worker; the future's result is its ETag.
+
+        Once `failed` is set no further attempt is made; a part that fails sets it. Raises
+        UnavailableError if the tier is being closed.
+        """
         return submit(self._workers, self._send_part, upload_id, part, body, failed)
 
     def _results(self, futures: dict[int, Future[str]]) -> dict[int, str]:
-        """ETags by number of parts that have all ended. Raises the error of the first that failed for a
-        reason of its own, UnavailableError where none did and some were never begun. Lets go of
-        all: an error whose frames name the futures, and a future that names the error, would hold
-        the bytes of parts until a collector comes by."""
+        """Return the ETags by part number, from futures that have all ended. Empty `futures`.
+
+        `futures` and the locals are cleared, because an error refers through its traceback to the frames
+        and the futures refer to the error. This cycle would keep the bytes of parts in memory until the
+        garbage collector runs.
+
+        Raises:
+            HoldfastError: The error of the first part that failed other than by AbandonedError.
+            UnavailableError: No part failed, but some were cancelled because the tier is being closed.
+        """
         ended = tuple(futures.items())
         futures.clear()
         error = _first_error(future for _, future in ended)
@@ -272,8 +301,14 @@ class Upload:
         return self._retrier.call(what, attempt)
 
     def _complete(self, plan: PartPlan, upload_id: str, etags: list[str]) -> bool:
-        """True if this upload became the object; False if the object came from somewhere else
-        (another writer, or our own earlier attempt whose reply was lost)."""
+        """Complete the multipart upload.
+
+        Returns True if a completion of this upload was acknowledged. Returns False if the object was
+        found in the store instead: another writer put it, or an earlier completion succeeded whose reply
+        was lost.
+
+        Raises UploadLostError if the upload is gone or its stored parts are unusable.
+        """
         headers = {
             CHECKSUM_HEADER: encode_crc(plan.crc32c),
             "x-amz-checksum-type": "FULL_OBJECT",
@@ -301,7 +336,7 @@ class Upload:
                     raise UploadLostError(f"{failure.request}: {failure.words}")
                 raise UnavailableError(f"{failure.request}: {failure.words}; yet nothing is there")
             if failure.is_bad_bytes or failure.code in _PART_CODES:
-                # The parts there are not what their list said: nothing of them is trusted again.
+                # The stored parts differ from the store's list of them, so the upload is abandoned.
                 self._reader.verify()
                 raise UploadLostError(f"{failure.request}: {failure.words}")
             self._raise_failure(reply)
@@ -313,6 +348,7 @@ class Upload:
         return mine
 
     def _settle(self, plan: PartPlan, reply: S3Reply) -> None:
+        """Check the reply to a PUT of the whole object, and then what the store holds."""
         if reply.failure is None:
             self._confirm_written(plan)
         elif not reply.failure.is_precondition:
@@ -329,7 +365,9 @@ class Upload:
         if failure.code == "NoSuchUpload":
             raise UploadLostError(f"{failure.request}: {failure.words}")
         if failure.is_bad_bytes and self._verified.acquire(blocking=False):
-            # On the wire or on our disk? Once is enough: CorruptionError ends the upload.
+            # The bytes changed in transit or on this node's disk. One verification of the local shard per
+            # upload tells which: it raises CorruptionError, which ends the upload, if the disk is at
+            # fault.
             self._reader.verify()
         raise failure.error()
 
@@ -348,12 +386,12 @@ class Upload:
         try:
             self._client.abort_upload(self._key, upload_id)
         except HoldfastError as error:
-            # The error that brought us here matters more; abort_stale_uploads finds it later.
+            # The error that ended the upload is more important. abort_stale_uploads aborts this one later.
             _LOG.warning("unfinished upload of %s stays in the store: %s", self._key, error)
 
 
 def _first_error(futures: Iterable[Future[str]]) -> BaseException | None:
-    """Not that of a part which was given up because another one failed."""
+    """Return the first error other than AbandonedError; None if there is none."""
     errors = (None if future.cancelled() else future.exception() for future in futures)
     own = (e for e in errors if e is not None and not isinstance(e, AbandonedError))
     return next(own, None)
