@@ -44,7 +44,7 @@ OVERTAKEN = "Overtaken"
 
 
 class Refusal(StrEnum):
-    """Why a receiver refuses a well-formed request (docs/protocol.md). Each rule has a test."""
+    """Why a receiver refuses a well-formed request. tests/sidecar/base/test_refusals.py lists the rules."""
 
     STALE_ROUND = "StaleRound"
     """The round of the request is older than the receiver's."""
@@ -168,7 +168,7 @@ class ShardInfo:
     blake3: Digest
     """BLAKE3 of the payload."""
     chunk_table: Digest
-    """BLAKE3 of the shard's table of chunk CRCs."""
+    """BLAKE3 of the shard's chunk table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,7 +519,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """State of one step in the coordinator's ledger. The counts are numbers of ranks."""
+    """State of one step in the coordinator's ledger. `prepared`, `replicated` and `uploaded` count ranks."""
 
     step: Step
     round: RestartRound
@@ -596,8 +596,8 @@ class RoundTimes:
 class CoordinatorState:
     """Reply of GET /v1/state?since=V&timeout=S: the whole current state and its version.
 
-    `since` is the version up to which the operator has durably acted. The coordinator answers `Finish`
-    only after the operator has acknowledged the final version in this way.
+    `since` is the version up to which the operator has durably acted. Sidecars answer `Finish` only after
+    the operator has acknowledged the final version in this way.
     """
 
     version: Natural
@@ -830,7 +830,7 @@ class LevelNotice:
     step_round: RestartRound
     level: Level
     prune: tuple[Step, ...] = ()
-    """Steps, of any round, to delete from the node tier, copies for peers included."""
+    """Steps, of any round, that may be deleted from the node tier, copies for peers included."""
     released: bool = False
     """The sidecar may answer `Finish`. Then `step` and `level` announce nothing new."""
 

@@ -15,8 +15,7 @@ from holdfast_core.pacing.rate import Pace
 from holdfast_core.pacing.throttle import Throttle
 
 HEADROOM = 1.25
-"""Factor between the rate at which each checkpoint is finished just when the next one is due, and the
-lowest limit."""
+"""The lowest limit is this factor times the rate that finishes each checkpoint just as the next is due."""
 LEAST_BYTES_PER_SECOND = float(16 << 20)
 """The limit is never below this, even where no save is due, so that saves on request come to an end."""
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 BURST_SECONDS = 0.05
-"""Unused rate of the last seconds that may be used in one burst. A longer burst would slow training."""
+"""Seconds of unused rate that a burst may use. A longer burst would slow training."""
 
 
 class Throttle:

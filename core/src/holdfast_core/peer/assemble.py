@@ -24,7 +24,7 @@ from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
 class LocalChunks:
     """Open shards of this node that may contain chunks of an incoming copy. The owner must close it.
 
-    It is false where there are no such shards.
+    Its truth value is whether there are such shards.
     """
 
     def __init__(self, tier: NodeTier, ref: ShardRef) -> None:

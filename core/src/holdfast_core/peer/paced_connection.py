@@ -18,9 +18,10 @@ class PacedLine:
         self._taken_bytes = 0
 
     def taken(self, length: int) -> None:
-        """Count the payload bytes of a frame that was received whole. They extend the deadline.
+        """Count the payload bytes of a frame that was received whole, without its header.
 
-        Frame headers do not, because otherwise a peer could extend it with frames of a single byte.
+        Callers that accept frames of any size call this after each frame. Otherwise a peer could extend the
+        deadline with the headers of very small frames.
         """
         self._taken_bytes += length
         self._pace.received_bytes = self._taken_bytes
