@@ -1,8 +1,8 @@
-"""How large what a peer sends may be: notes on the fields of messages, and body limits by message.
+"""Bounds of the field values of messages, and the largest body of each message.
 
-The codec enforces them before any other code sees a value. They are far above what an honest sender
-sends, and keep a hostile one from taking memory and time, or from making a status that the API server
-refuses. May import ids and formats; knows no transport.
+The codec enforces them before any other code uses a value. They are far above what an honest sender
+needs. They keep a hostile sender from using much memory and time, and from causing a status that the
+API server refuses. This module may import identities and formats, but no transport.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, Worker
 
 MAX_INT = (1 << 63) - 1
 MAX_RANKS = 4096 * 64
-"""spec.workers times spec.procsPerWorker at their largest (core/api)."""
+"""The largest spec.workers times the largest spec.procsPerWorker (core/api)."""
 MAX_WORKERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one value may be; each field matters for the types that it names."""
+    """Bounds of one value. Each field applies to the types that its text names."""
 
     low: int = -MAX_INT
-    """int, float."""
+    """int, float: the smallest value."""
     high: int = MAX_INT
+    """int, float: the largest value."""
     any_float: bool = False
-    """float: NaN and infinities are values (a loss may be one)."""
+    """float: every value is accepted, NaN and infinities included (a loss may be one of them)."""
     characters: int = 1024
-    """str; also each key of a dict[str, ...]."""
+    """str: the largest number of characters. It bounds each key of a dict, too."""
     pattern: re.Pattern[str] | None = None
-    """str: the whole text must match."""
+    """str: a pattern that the whole text must match."""
     clip: bool = False
-    """str, dict: what is too long is cut, and text that is not valid Unicode is repaired, instead of
-    refused. For what people read only."""
+    """str, dict: a value that is too long is cut instead of refused, and text that is not valid Unicode is
+    repaired. Use it only for values that people read."""
     items: int = 4096
-    """tuple, dict."""
+    """tuple, dict: the largest number of entries."""
 
 
 NATURAL = Bounds(low=0)
@@ -52,24 +53,24 @@ OF_NEW_TYPE = MappingProxyType(
         Digest: Bounds(characters=128),
     }
 )
-"""Bounds of the identities, wherever they stand without a note of their own."""
+"""Bounds of the identity types. They take precedence over a `Bounds` annotation around the type."""
 
 Natural = Annotated[int, NATURAL]
 Seconds = Annotated[float, Bounds(low=0, high=10**12)]
-"""A duration; finite."""
+"""A finite duration in seconds."""
 Words = Annotated[str, Bounds(characters=4096, clip=True)]
-"""For people; cut where it is longer."""
+"""Text for people. Longer text is cut."""
 Reason = Annotated[str, Bounds(pattern=re.compile(r"[A-Za-z][A-Za-z0-9]{0,127}"))]
-"""One CamelCase word, as conditions take it (CRD: 1 to 128 characters)."""
+"""The reason of a condition: one CamelCase word of 1 to 128 characters, as the CRD requires."""
 Name = Annotated[str, Bounds(characters=253)]
 Pem = Annotated[str, Bounds(characters=64 << 10)]
 Document = Annotated[str, Bounds(characters=64 << 20)]
-"""The text of a manifest or layout; their own parsers check it."""
+"""The text of a manifest or layout. The parser of the format checks its contents."""
 MetricName = Annotated[str, Bounds(characters=128, clip=True)]
 Reported = Annotated[
     dict[MetricName, Annotated[float, Bounds(any_float=True)]], Bounds(items=64, clip=True)
 ]
-"""What a training script reports: the first 64 values."""
+"""Metrics that a training script reports. Only the first 64 are kept."""
 
 PerRank = Bounds(items=MAX_RANKS)
 PerWorker = Bounds(items=MAX_WORKERS)
@@ -100,13 +101,15 @@ _ENTRY_BYTES = 10
 
 
 def body_limit_bytes(kind: type[Any]) -> int:
-    """The largest JSON body of a message, whatever the job."""
+    """Return the largest JSON body of a message for a job of any size."""
     return _MAX_BYTES.get(kind.__name__, _DEFAULT_BYTES)
 
 
 def reply_limit_bytes(kind: type[Any], ranks: int) -> int:
-    """The largest body that a job of so many ranks has reason to send: Inventory and
-    CoordinatorState have entries for each rank, of which a sidecar of a small job must not send many."""
+    """Return the largest body that a sidecar of a job with `ranks` ranks may send.
+
+    Inventory and CoordinatorState have entries for each rank, so a small job needs only small bodies.
+    """
     largest = body_limit_bytes(kind)
     if largest <= _DEFAULT_BYTES:
         return largest
@@ -114,11 +117,12 @@ def reply_limit_bytes(kind: type[Any], ranks: int) -> int:
 
 
 def entries_limit(kind: type[Any], size_bytes: int) -> int | None:
-    """How many objects and lists a body of that size may have; None for any number.
+    """Return how many objects and lists a body of `size_bytes` may have. None means any number.
 
-    Empty lists of three bytes take thirty times the body's size when they are parsed, and the parser
-    keeps other threads waiting for seconds. Inventory and CoordinatorState are what the operator, which
-    serves all tenants, reads from sidecars; each of their entries takes more than 10 bytes.
+    A body full of empty lists takes thirty times its size in memory when it is parsed, and the parser
+    blocks other threads for seconds. Only Inventory and CoordinatorState are limited, because the
+    operator, which serves all tenants, reads them from sidecars. Each of their entries takes more than
+    10 bytes.
     """
     if kind.__name__ not in ("Inventory", "CoordinatorState"):
         return None

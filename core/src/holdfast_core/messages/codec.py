@@ -1,9 +1,9 @@
-"""Strict JSON codec for frozen dataclasses: what a peer sends is hostile until it has passed here.
+"""Strict JSON codec for frozen dataclasses. Data from a peer is untrusted until it is decoded here.
 
-Field names are snake_case in Python and camelCase on the wire. Unknown fields are ignored (a newer
-sender), missing fields without a default and wrong types are refused, with the path in the message.
-Every number, text, list and the depth are bounded (transfer.bounds). Nothing here knows a
-particular message.
+Field names are snake_case in Python and camelCase on the wire. Unknown fields are ignored, because a
+newer sender may send them. Wrong types and missing fields without a default are refused, and the error
+names the path of the field. Every number, text, list and the depth are bounded (messages.bounds). The
+codec does not depend on any particular message.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from holdfast_core.messages.bounds import OF_NEW_TYPE, Bounds, body_limit_bytes,
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 1 << 20
+"""Largest body of a frame on the pod's Unix socket."""
 MAX_CONTROL_BYTES = 64 << 20
+"""Largest body of any message over HTTPS."""
 MAX_DEPTH = 32
-"""Objects and lists within one another, in fields that are not known here, too."""
+"""Largest nesting depth of objects and lists, in unknown fields too."""
 _PLAIN = Bounds()
 
 Decoder = Callable[[Any], Any]
 
 
 class _MismatchError(Exception):
-    """Raised where a value does not fit its type. Each caller appends its part of `path`, innermost
-    part first."""
+    """Mismatch between a value and its type. Each decoder on the way out appends its part of `path`, so
+    the innermost part comes first."""
 
     def __init__(self, words: str) -> None:
         super().__init__(words)
@@ -44,12 +46,13 @@ class _MismatchError(Exception):
 
 @functools.lru_cache(maxsize=4096)
 def camel(name: str) -> str:
+    """Return the camelCase wire name of a snake_case field."""
     head, *rest = name.split("_")
     return head + "".join(part.capitalize() for part in rest)
 
 
 def to_json(message: Any) -> Any:
-    """The JSON value of a message; None-valued optional fields are left out."""
+    """Return the JSON value of a message. Fields with the value None are left out."""
     if dataclasses.is_dataclass(message) and not isinstance(message, type):
         values: dict[str, Any] = {}
         for field in dataclasses.fields(message):
@@ -69,10 +72,14 @@ def dumps(message: Any) -> bytes:
 
 
 def loads(cls: type[T], data: bytes, *, limit_bytes: int | None = None) -> T:
-    """Parse bytes into a message. Raises FormatError naming the message, the path and what is wrong.
+    """Parse bytes into a message.
 
     Args:
-        limit_bytes: Largest body; None: what transfer.bounds says of the message.
+        limit_bytes: Largest body. None means the limit of this message in messages.bounds.
+
+    Raises:
+        FormatError: The bytes are not a valid message. The text names the message, the path of the
+            field and the reason.
     """
     entries = entries_limit(cls, len(data))
     if entries is not None and data.count(b"[") + data.count(b"{") > entries:
@@ -83,7 +90,15 @@ def loads(cls: type[T], data: bytes, *, limit_bytes: int | None = None) -> T:
 
 
 def parse_json(data: bytes, what: str, limit_bytes: int) -> Any:
-    """The JSON value in `data`, whose depth is bounded. Raises FormatError."""
+    """Parse `data` as JSON.
+
+    Args:
+        what: Name of the document, for error texts.
+        limit_bytes: Largest size of `data`.
+
+    Raises:
+        FormatError: `data` is too large, nested too deeply, not JSON, or repeats a key.
+    """
     if len(data) > limit_bytes:
         raise FormatError(f"{what}: {len(data)} bytes, at most {limit_bytes} are accepted")
     try:
@@ -96,7 +111,7 @@ def parse_json(data: bytes, what: str, limit_bytes: int) -> Any:
 
 
 def from_json(cls: type[T], value: Any) -> T:
-    """The message that a JSON value stands for. Raises FormatError."""
+    """Decode a parsed JSON value into a message. Raises FormatError."""
     kind: Any = cls
     try:
         return typing.cast(T, _decoder(kind)(value))
@@ -135,7 +150,7 @@ def _containers(values: Iterable[Any]) -> list[Any]:
 
 @functools.lru_cache(maxsize=2048)
 def _decoder(kind: Any, bounds: Bounds = _PLAIN) -> Decoder:
-    """How a value of this type is read; made once a type."""
+    """Return the decoder of a type. Decoders are cached. Raises TypeError for an unsupported type."""
     while hasattr(kind, "__supertype__"):  # NewType
         bounds = OF_NEW_TYPE.get(kind, bounds)
         kind = kind.__supertype__
@@ -230,7 +245,7 @@ def _dataclass(kind: Any) -> Decoder:
                     error.path.append(f".{wire}")
                     raise
             elif optional:
-                arguments[name] = None  # to_json leaves out what is None
+                arguments[name] = None  # to_json leaves out fields that are None
             elif not has_default:
                 raise _MismatchError(f"field {wire} is missing")
         return kind(**arguments)
@@ -261,7 +276,7 @@ def _int(bounds: Bounds, value: Any) -> int:
     if type(value) is not int:
         raise _MismatchError(f"expected int, found {type(value).__name__}")
     if not bounds.low <= value <= bounds.high:
-        # Not the value itself: it may have thousands of digits.
+        # The text does not show the value, which may have thousands of digits.
         raise _MismatchError(f"the number is not within {bounds.low}..{bounds.high}")
     return value
 
@@ -311,6 +326,6 @@ def _is_unicode(text: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """What a peer sent, for an error: short and printable."""
+    """Return a short, printable form of an untrusted value for an error text."""
     text = value[:80] if isinstance(value, str) else type(value).__name__
     return ascii(text)

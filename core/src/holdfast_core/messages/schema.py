@@ -1,8 +1,8 @@
-"""Every word that crosses between launcher, ranks, sidecars and operator (docs/protocol.md).
+"""Every message between launcher, ranks, sidecars and operator (docs/protocol.md).
 
-Two carriers: frames on the pod's Unix socket (local_*: SDK and launcher <-> sidecar), and JSON over
-HTTPS with mutual TLS (between sidecars, operator -> sidecar). The dataclasses are the contract;
-`transfer.codec` turns them into JSON and refuses what does not fit.
+There are two transports: frames on the pod's Unix socket (SDK and launcher <-> sidecar), and JSON over
+HTTPS with mutual TLS (between sidecars, operator -> sidecar). These dataclasses are the contract.
+`messages.codec` converts them to and from JSON and refuses values that do not fit.
 """
 
 from __future__ import annotations
@@ -40,32 +40,35 @@ from holdfast_core.messages.bounds import (
 PROTOCOL_VERSION = 1
 
 OVERTAKEN = "Overtaken"
-"""Reason of SaveFailed: the step gave way to a newer one. No failure of anything."""
+"""Reason of SaveFailed for a step that a newer one replaced. It is not an error."""
 
 
 class Refusal(StrEnum):
-    """Why a well-formed request is not served. The table of docs/protocol.md, one test a cell."""
+    """Why a receiver refuses a well-formed request. tests/sidecar/base/test_refusals.py lists the rules."""
 
     STALE_ROUND = "StaleRound"
-    """The request carries a round below the receiver's."""
+    """The round of the request is older than the receiver's."""
     FUTURE_ROUND = "FutureRound"
-    """The request carries a round that the receiver was not sealed for yet."""
+    """The receiver is not sealed for the round of the request yet."""
     SEALED = "Sealed"
-    """Sealed for a newer round; no restore point yet: nothing of the old round is written."""
+    """The receiver is sealed for its round and has not received the ROUND message yet. The sender tries
+    again later."""
     NOT_NEWER = "NotNewer"
-    """ROUND with a (round, version) that is not above the one held."""
+    """The version of a ROUND message is not above the one that the receiver holds for that round."""
     NOT_SEALED = "NotSealed"
-    """ROUND for a round that was never sealed here."""
+    """The receiver was not sealed for the round of a ROUND message."""
     NOT_MEMBER = "NotMember"
-    """The sender's certificate names no current member of the job."""
+    """The sender's certificate names no current member of the job, or only the operator may send this
+    message."""
     NOT_COORDINATOR = "NotCoordinator"
     NOT_ASSIGNED = "NotAssigned"
-    """A copy whose (from, to) is not in ROUND.copies."""
+    """ROUND.copies does not assign this copy to the sender and the receiver."""
     NO_SPACE = "NoSpace"
     CONFLICT = "Conflict"
-    """Another digest for the same (step, round): an alarm."""
+    """The receiver has a different digest for the same step and round. Correct members never cause this."""
     PROTECTED = "Protected"
-    """Prune of a restore point, a held step, or while sealed."""
+    """Prune names a checkpoint that must stay: the restore point, a pinned step, the newest persisted step,
+    one that is being uploaded, or another job's."""
     BUSY = "Busy"
     NOT_FOUND = "NotFound"
     BAD_REQUEST = "BadRequest"
@@ -73,12 +76,14 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Body of every refusal (HTTP 409, or a socket frame of type `refused`)."""
+    """Body of every refusal (an HTTP error reply, or a socket frame of type `Refused`)."""
 
     code: Refusal
     message: Words
     round: RestartRound
+    """The receiver's round."""
     version: int = 0
+    """Version of the ROUND message that the receiver holds. 0 if it holds none."""
 
 
 # --------------------------------------------------------------------------- shared parts
@@ -86,29 +91,32 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the job's spec asks for; carried by ROUND and handed on to launcher and ranks."""
+    """The checkpoint settings of the job's spec. ROUND carries them to the sidecars, which send them to
+    launcher and ranks."""
 
     interval_steps: int
     slots: int = 2
     keep_last: int = 3
     peer_copies: int = 1
     peer_encryption: str = "TLS"
-    """"TLS" or "None" (a trusted fabric; the handshake stays mutual). Any other word means TLS."""
+    """"TLS", or "None" on a trusted network (the handshake is still mutual). Other values mean "TLS"."""
     object_every_steps: int | None = None
-    """None: no object tier."""
+    """Steps between two uploads. None means that the job has no object tier."""
     object_compression: str = "None"
-    """"None" or "Zstd": what is uploaded is compressed. Any other word means None."""
+    """"Zstd" compresses uploads. Every other value means "None"."""
 
     @property
     def keeps_every_step(self) -> bool:
-        """A step that comes while an earlier one is written waits in memory: one slot is being written,
-        one holds the newest complete step, one is filled. With two, a step that waited would take the
-        slot of the next one."""
+        """Return whether a step that is staged during an earlier one's write waits in memory.
+
+        This takes three slots: one is being written, one holds the newest complete step, and one is
+        being filled. With two slots, a step that waits would occupy the slot of the next step.
+        """
         return self.slots >= 3
 
     @property
     def plain_copies(self) -> bool:
-        """Payloads may travel between peers outside TLS."""
+        """Return whether peers may exchange payloads outside TLS."""
         return self.peer_encryption == "None"
 
     @property
@@ -118,20 +126,20 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """The step that a round starts from. step None: from the very beginning, nothing to restore."""
+    """Checkpoint that a round starts from. `step` None means that there is nothing to restore."""
 
     step: Step | None = None
     round: RestartRound | None = None
-    """The round that saved it (not the one that restores it)."""
+    """The round that saved the checkpoint, not the one that restores it."""
     manifest: Digest | None = None
     job_uid: JobUid | None = None
-    """Set where the checkpoint belongs to another job (spec.restoreFrom)."""
+    """Uid of the job that owns the checkpoint, where it is another job (spec.restoreFrom)."""
     job_namespace: str | None = None
-    """Namespace in the object keys of that other job; None: this job's."""
+    """Namespace of that other job in the object keys. None means this job's namespace."""
 
     @property
     def own_checkpoint(self) -> CheckpointId | None:
-        """None for "none" and for another job's."""
+        """Return the checkpoint's id. None if there is nothing to restore or another job owns it."""
         if self.step is None or self.round is None or self.job_uid is not None:
             return None
         return CheckpointId(self.step, self.round)
@@ -142,7 +150,7 @@ class Member:
     worker: Worker
     pod: str
     address: str
-    """Pod IP; "" while unknown."""
+    """Pod IP. Empty while it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +161,19 @@ class CopyAssignment:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One shard that somebody holds or that a manifest names."""
+    """Identity of one shard: of one that a worker holds, or one that a manifest names."""
 
     rank: Rank
     payload_bytes: Natural
     blake3: Digest
     """BLAKE3 of the payload."""
     chunk_table: Digest
-    """BLAKE3 of the shard's table of chunk CRCs."""
+    """BLAKE3 of the shard's chunk table."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestInfo:
-    """A manifest as an inventory lists it: enough to decide whether its step is complete."""
+    """Entry of an inventory for one manifest. It suffices to decide whether the step is complete."""
 
     step: Step
     round: RestartRound
@@ -182,26 +190,27 @@ class HeldShard:
     payload_bytes: Natural
     blake3: Digest
     tier: TierName
-    """MEMORY (a digested slot in shared memory) or NODE (own shard or a peer's copy)."""
+    """MEMORY: a slot's header names this shard. NODE: the node tier has it, as the worker's own shard or as
+    a peer's copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A save that did not reach a level, or a tier in trouble, with words for people."""
+    """A save that did not reach a level, or a tier that does not work, with a message for people."""
 
     step: Step | None
     tier: TierName
     reason: Reason
-    """CamelCase, e.g. NodeVolumeFull, StoreUnavailable, AccessDenied, PeerUnreachable."""
+    """For example NodeVolumeFull, StoreUnavailable, AccessDenied, PeerUnreachable."""
     message: Words
     worker: Worker | None = None
-    """Whose sidecar reported it; the coordinator fills it in. None: it is of the whole gang."""
+    """The worker whose sidecar reported it, set by the coordinator. None means the whole gang."""
 
 
 # --------------------------------------------------------------------------- Unix socket
 # Frame: u32 big-endian length, then JSON {"type": <class name>, "id": n, "body": {...}}.
-# A request carries id > 0 and gets exactly one reply with the same id (its reply type or Refused).
-# A push carries id 0 and gets no reply.
+# A request has id > 0 and gets exactly one reply with the same id (its reply type or Refused).
+# A push has id 0 and gets no reply.
 
 
 class LocalRole(StrEnum):
@@ -218,69 +227,71 @@ class Hello:
     role: LocalRole
     rank: Rank | None = None
     round: RestartRound | None = None
-    """Rank: the round it runs in. Launcher: the round whose ranks run now, None if none do."""
+    """From a rank: its round. From a launcher: the round whose ranks run now, None if none run."""
     last_round: RestartRound | None = None
-    """Launcher: the newest round it ever forked ranks for (it never runs one twice)."""
+    """From a launcher: the newest round that it has forked ranks for. It never runs a round twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class HelloReply:
     round: RestartRound
     policy: Policy | None = None
-    """None until a ROUND was heard."""
+    """None until the sidecar has received a ROUND message."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotOffer:
-    """A slot file under <shared_dir>/slots that the rank allocated, touched and keeps mapped."""
+    """A slot file below <shared_dir>/slots that the rank has allocated, prefaulted and mapped."""
 
     name: str
     capacity_bytes: int
-    """Payload bytes that fit (the file is format.slot.HEADER_BYTES longer)."""
+    """Largest payload. The file is longer by shm.slot_header.HEADER_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Rank -> sidecar: what do I restore in this round?"""
+    """Rank -> sidecar: ask which checkpoint this rank restores in this round."""
 
     round: RestartRound
     rank: Rank
     with_layout: bool = False
-    """Also put the checkpoint's layout into <shared_dir>/layouts (a rank that is laid out differently
-    now; where another number of ranks saved, it is put there without being asked for)."""
+    """Also write the checkpoint's layout to <shared_dir>/layouts, for a rank whose layout has changed. The
+    sidecar always writes it where another number of ranks saved the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreReply:
     restore_point: RestorePoint
     payload_bytes: Natural = 0
-    """Of this rank's shard; the rank offers slots of at least this capacity in Fill. 0 where another
-    number of ranks saved the checkpoint: the rank plans its own payload."""
+    """Payload of this rank's shard. The rank offers slots of at least this capacity in Fill. 0 where
+    another number of ranks saved the checkpoint: then the rank plans its own payload."""
     world_size: int = 0
-    """Ranks that saved the checkpoint; 0: not said, the rank takes its shard as it was saved."""
+    """Number of ranks that saved the checkpoint. 0 means that it is not given, and the rank takes its
+    shard as it was saved."""
     rank_layout: Digest | None = None
-    """Where as many ranks saved: the layout of this rank's shard, <shared_dir>/layouts/<hex>.json."""
+    """Layout of this rank's shard, in <shared_dir>/layouts/<hex>.json. Set where the same number of ranks
+    saved the checkpoint."""
     layout: Digest | None = None
-    """The checkpoint's layout in the same place."""
+    """The checkpoint's layout, in the same directory. None where it was not written there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Rank -> sidecar: put this rank's shard of the restore point into one of these slots.
+    """Rank -> sidecar: write this rank's shard of the restore point into one of these slots.
 
-    A slot that still holds exactly those bytes is answered at once (tier memory). The sidecar
-    writes the payload by pwrite into the file, which the rank has touched: the memory stays charged
-    to the trainer container.
+    If a slot still holds exactly those bytes, the sidecar names it without writing (tier memory).
+    Otherwise it writes the payload with pwrite. The rank has prefaulted the file, so its memory stays
+    charged to the trainer container.
     """
 
     round: RestartRound
     rank: Rank
     slots: tuple[SlotOffer, ...]
     layout: Digest | None = None
-    """None: the shard as it was saved. Else the layout of the payload that this rank wants, made of
-    any old ranks' shards; its document lies in <shared_dir>/layouts/<hex>.json."""
+    """None asks for the shard as it was saved. Otherwise the layout of the payload that this rank needs, in
+    <shared_dir>/layouts/<hex>.json. The sidecar assembles it from the shards of any old ranks."""
     reads_files: bool = False
-    """The rank would rather be told where the shard lies than have a slot filled."""
+    """The rank can read the shard's file itself, so the reply may be ShardFile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,26 +299,27 @@ class Filled:
     slot: str
     payload_bytes: Natural
     tier: TierName
-    """Which tier the bytes came from."""
+    """The tier that the bytes come from."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """The other reply to a Fill that `reads_files`: where the shard lies. Nobody has read it yet: a rank
-    that finds it bad, or not there, asks for a slot."""
+    """Reply to a Fill with `reads_files`: the file of the shard. Its bytes are not verified yet. A rank that
+    finds it missing or corrupt asks again, for a filled slot."""
 
     path: str
     shard: ShardRef
     tier: TierName
-    """Where the file is."""
+    """The tier of the file."""
     slot: str | None = None
-    """Its header says that it holds the shard, too: what lies there must be compared with the file's
-    chunk table."""
+    """A slot whose header names the same shard. The rank must verify its bytes with the chunk table of the
+    file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Rank -> sidecar: this slot is `full`; take it. The reply frees the rank, not the slot."""
+    """Rank -> sidecar: hand over a slot in state FULL. After the reply the rank continues; the slot stays in
+    use until the shard is written."""
 
     round: RestartRound
     step: Step
@@ -315,7 +327,7 @@ class Stage:
     slot: str
     payload_bytes: Natural
     layout: Digest
-    """BLAKE3 of the rank's layout; its document lies in <shared_dir>/layouts/<hex>.json."""
+    """BLAKE3 of the rank's layout, whose document is <shared_dir>/layouts/<hex>.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,9 +337,10 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Rank -> sidecar, no reply: the step just finished.
+    """Rank -> sidecar, no reply: the step that has just finished.
 
-    The same step may come again, with the cost of a save after it, or after a reconnect with no costs.
+    The rank may send the same step again: with the cost of a save after it, or, after a reconnect, without
+    costs.
     """
 
     round: RestartRound
@@ -335,14 +348,14 @@ class Progress:
     step: Step
     metrics: Reported = field(default_factory=dict)
     blocked_seconds: Seconds = 0.0
-    """Trainer time that saves cost since the last Progress."""
+    """Seconds for which saves blocked training since the last Progress."""
     saves_skipped: Natural = 0
-    """Saves that this rank left out since the last Progress."""
+    """Saves that this rank skipped since the last Progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelReached:
-    """Push to the rank that staged the step."""
+    """Push to the rank that staged the step: the step has reached `level`."""
 
     step: Step
     round: RestartRound
@@ -351,7 +364,7 @@ class LevelReached:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """Push to the rank: this step will not reach `level`."""
+    """Push to the rank that staged the step: the step will not reach `level`."""
 
     step: Step
     round: RestartRound
@@ -370,7 +383,7 @@ class SaveRequested:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Push to rank 0: save at the next step that all ranks can agree on, then leave."""
+    """Push to rank 0: save at the next step that all ranks can agree on, then end the training."""
 
     round: RestartRound
     token: str
@@ -378,7 +391,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Push to the launcher: the restore barrier is open, fork the ranks of this round."""
+    """Push to the launcher: the restore barrier is open. Fork the ranks of this round."""
 
     round: RestartRound
     restore_point: RestorePoint
@@ -389,31 +402,32 @@ class Run:
     master_address: str
     master_port: int
     store_secret: str = field(repr=False)
-    """Given to the ranks in their environment; see StoreAddress."""
+    """The launcher passes it to the ranks in their environment; see StoreAddress."""
     policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
 class HostStore:
-    """Push to the launcher of the store host: start this round's TCPStore process on port 0."""
+    """Push to the launcher of the store host: start this round's TCPStore process on any free port."""
 
     round: RestartRound
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Launcher -> sidecar, no reply."""
+    """Launcher -> sidecar, no reply: the TCPStore of this round listens on `port`."""
 
     round: RestartRound
     port: int
     secret: str = field(repr=False)
-    """Of this round, made by the launcher that hosts the store. Ranks sign with it what they put there,
-    because the store itself asks for no password. Travels inside TLS and in environments alone."""
+    """Secret of this round, made by the launcher that hosts the store. Ranks sign their entries with it,
+    because the store itself has no authentication. It is sent only inside TLS and the pod's socket, and
+    passed to processes only in their environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Push to the launcher: a newer round was sealed. SIGKILL all ranks, then send Ended."""
+    """Push to the launcher: a newer round is sealed. Send SIGKILL to all ranks, then send Ended."""
 
     round: RestartRound
     """The newer round."""
@@ -421,27 +435,27 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Launcher -> sidecar, no reply: no rank of a round below this one runs any more."""
+    """Launcher -> sidecar, no reply: no rank of a round older than this one is running."""
 
     round: RestartRound
 
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """Launcher -> sidecar, no reply: a rank process ended by itself."""
+    """Launcher -> sidecar, no reply: a rank process ended without a request to do so."""
 
     round: RestartRound
     rank: Rank
     code: int
-    """Exit code; -N for signal N."""
+    """Exit code, or -N for signal N."""
     message: Words = ""
-    """Last words: the tail of the traceback, bounded to 2 KiB."""
+    """The end of the traceback, at most 2 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Launcher -> sidecar: all ranks of this pod returned 0. The reply comes when the gang's last
-    step has reached every level it was to reach and the operator has recorded it."""
+    """Launcher -> sidecar: all ranks of this pod returned 0. The sidecar replies when the gang's last step
+    has reached each level that it is meant to reach and the operator has recorded this."""
 
     round: RestartRound
 
@@ -453,55 +467,59 @@ class FinishReply:
 
 
 # --------------------------------------------------------------------------- HTTPS, control
-# All under /v1. 200 with the reply type; 409 with Refused; 400 with Refused(BadRequest).
+# All paths are below /v1. Replies: 200 with the reply type; otherwise Refused, with 400 for a malformed
+# message, 503 after an error of the receiver, and 409 for every other refusal.
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """POST /v1/seal, operator -> sidecar. Replied once the round is fsynced, the ranks are ended
-    and slots that were `full` are on the node tier."""
+    """POST /v1/seal, operator -> sidecar; reply Inventory.
+
+    The sidecar replies after the fsync of the round, the end of the ranks, and the writes of staged slots to
+    the node tier. Each of these waits has a limit (docs/protocol.md).
+    """
 
     round: RestartRound
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Reply of POST /v1/seal and GET /v1/inventory."""
+    """Reply of POST /v1/seal, POST /v1/round and GET /v1/inventory: what this worker stores."""
 
     worker: Worker
     pod: Name
     round: RestartRound
     version: Natural
-    """Version of the newest ROUND held for `round`; 0 if none."""
+    """Version of the newest ROUND message that the sidecar holds for `round`. 0 if it holds none."""
     manifests: tuple[ManifestInfo, ...] = ()
     shards: Annotated[tuple[HeldShard, ...], ManyShards] = ()
     free_bytes: Natural = 0
     running_round: RestartRound | None = None
-    """Round whose ranks run in this pod now."""
+    """Round whose ranks run in this pod now. None if none run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """POST /v1/round, operator -> sidecar; reply Inventory."""
+    """POST /v1/round, operator -> sidecar; reply Inventory. It starts the restart round or updates it."""
 
     round: RestartRound
     version: Natural
     restore_point: RestorePoint
     coordinator: Worker
     store_host: Worker
-    """Whose launcher hosts the TCPStore of this round."""
+    """The worker whose launcher hosts the TCPStore of this round."""
     workers: Natural
     members: Annotated[tuple[Member, ...], PerWorker]
     copies: Annotated[tuple[CopyAssignment, ...], PerRank]
     policy: Policy
     holds: tuple[Step, ...] = ()
-    """Steps that must not be pruned."""
+    """Pinned steps, which must not be pruned."""
     last_persisted: RestorePoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """One step as the coordinator sees it."""
+    """State of one step in the coordinator's ledger. `prepared`, `replicated` and `uploaded` count ranks."""
 
     step: Step
     round: RestartRound
@@ -524,19 +542,22 @@ class DeadRank:
 
 @dataclass(frozen=True, slots=True)
 class RankSaves:
-    """What became of the saves of one rank in this round. A step up to `newest` that is not under way
-    was skipped or could not be written, unless the coordinator has heard that it is prepared."""
+    """Outcome of one rank's saves in this round.
+
+    A step up to `newest` that is not in `under_way` was skipped or could not be written, unless the
+    coordinator has received PREPARED for it.
+    """
 
     rank: Rank
     newest: Step
-    """Handed over last."""
+    """The newest step that the rank has staged."""
     under_way: tuple[Step, ...] = ()
-    """Handed over, and neither failed nor known to the coordinator."""
+    """Staged steps that have not failed and that the coordinator has no PREPARED for yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTiers:
-    """Newest step of one rank in each tier, for the ranks x tiers map."""
+    """Newest step of one rank in each tier, for the map of ranks and tiers."""
 
     rank: Rank
     memory: Step | None = None
@@ -544,41 +565,45 @@ class RankTiers:
     peer: Step | None = None
     object: Step | None = None
     restored_from: TierName | None = None
-    """Tier that served this rank's shard in this round."""
+    """The tier that this rank's shard was restored from in this round."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
+    """Newest finished step of one rank."""
+
     rank: Rank
     step: Step
     metrics: Reported = field(default_factory=dict)
     blocked_seconds: Seconds = 0.0
-    """Sum over this round."""
+    """Seconds for which saves blocked training in this round."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Seconds that each part of this round's start took, as the coordinator saw it."""
+    """Seconds that each part of this round's start took, as the coordinator measured it. None while the part
+    is not over."""
 
     rehydrate_seconds: Seconds | None = None
+    """The longest rehydration of a worker."""
     rendezvous_seconds: Seconds | None = None
-    """Barrier open on the slowest worker -> first Progress of every rank is first_step; this one is
-    ROUND complete -> TCPStore address known and barrier open."""
+    """From a ROUND message with all addresses until the restore barrier is open on every worker."""
     first_step_seconds: Seconds | None = None
+    """From the open barrier until every rank has finished a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorState:
-    """Reply of GET /v1/state?since=V&timeout=S: a level with a version, not a queue.
+    """Reply of GET /v1/state?since=V&timeout=S: the whole current state and its version.
 
-    `since` is the version up to which the operator has durably acted; that it says so is what
-    releases `Finish`.
+    `since` is the version up to which the operator has durably acted. Sidecars answer `Finish` only after
+    the operator has acknowledged the final version in this way.
     """
 
     version: Natural
     round: RestartRound
     steps: tuple[StepState, ...] = ()
-    """Steps of this round that are on their way or committed, oldest first, bounded to 16."""
+    """At most 16 steps of this round that are in progress or committed, oldest first."""
     last_local: RestorePoint | None = None
     last_replicated: RestorePoint | None = None
     last_persisted: RestorePoint | None = None
@@ -591,29 +616,29 @@ class CoordinatorState:
     running: bool = False
     """Every rank has finished a step of this round."""
     cannot_restore: Words = ""
-    """Set when a worker could not get its shards of the restore point: what was tried."""
+    """Set when a worker could not get its shards of the restore point: what it has tried."""
     finished: bool = False
-    """All ranks returned 0 and nothing is on its way any more."""
+    """All ranks returned 0, and no step is being written, copied or uploaded any more."""
     saves_skipped: Natural = 0
     last_memory: RestorePoint | None = None
-    """Newest step of this round whose shards are all digested, in shared memory or on the nodes. It
-    is no promise: it goes with a pod."""
+    """Newest step of this round at level memory or above: every shard is digested, in shared memory or on a
+    node tier. The loss of a pod may lose it."""
     steps_dropped: Natural = 0
-    """Steps that gave way to newer ones before nodes could write or peers could copy them, since this
-    coordinator began."""
+    """Steps that newer ones replaced before they were written or copied, since this coordinator started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """POST /v1/save-now and /v1/stop, operator -> coordinator (which tells rank 0's sidecar)."""
+    """POST /v1/save-now and /v1/stop, operator -> coordinator -> sidecar of rank 0."""
 
     round: RestartRound
     token: str
+    """Identifies the request. A token counts only once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """POST /v1/certificate, operator -> sidecar: a new leaf (PEM)."""
+    """POST /v1/certificate, operator -> sidecar: a new leaf certificate and its key (PEM)."""
 
     certificate: Pem
     key: Pem = field(repr=False)
@@ -621,9 +646,9 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """POST /v1/prepared, sidecar -> coordinator: durable on my node tier.
+    """POST /v1/prepared, sidecar -> coordinator: the shard is durable on the sender's node tier.
 
-    `rank_layout` is sent when the coordinator answered `need_layout` before.
+    `rank_layout` is set after the coordinator has replied `need_layout`.
     """
 
     round: RestartRound
@@ -639,14 +664,15 @@ class Prepared:
 class PreparedReply:
     need_layout: bool = False
     committed: Digest | None = None
-    """Set where the manifest of this step exists already (a resend after a reconnect)."""
+    """Digest of the step's manifest, where the manifest exists: the coordinator has built it before or
+    because of this message."""
     pruned: bool = False
-    """The coordinator gave the step up or pruned it before this shard was there: delete the shard."""
+    """The coordinator has given the step up or pruned it. The receiver deletes the shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """POST /v1/replicated, sidecar -> coordinator: acknowledged by all assigned peers."""
+    """POST /v1/replicated, sidecar -> coordinator: all assigned peers have a durable copy of the shard."""
 
     round: RestartRound
     step: Step
@@ -657,17 +683,17 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """An earlier checkpoint whose objects a later one needs."""
+    """An earlier checkpoint whose objects a later checkpoint needs."""
 
     step: Step
     round: RestartRound
     payload_bytes: Natural = 0
-    """Of the later one, stored in the earlier."""
+    """Payload bytes of the later checkpoint that are stored in this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """POST /v1/uploaded, sidecar -> coordinator: the shard is in the object store, verified."""
+    """POST /v1/uploaded, sidecar -> coordinator: the shard is in the object store and verified."""
 
     round: RestartRound
     step: Step
@@ -675,15 +701,19 @@ class Uploaded:
     rank: Rank
     blake3: Digest
     base: Reference | None = None
-    """The checkpoint whose existence vouches for `references`; None where there are none."""
+    """The checkpoint that `references` depend on: while its manifest exists, their objects exist. None where
+    there are no references."""
     references: tuple[Reference, ...] = ()
     """Earlier checkpoints that store chunks of this shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """POST /v1/report, sidecar -> coordinator: what else the coordinator's state is made of.
-    Sent on change, at most twice a second. Reply: Ok."""
+    """POST /v1/report, sidecar -> coordinator; reply Ok. This worker's part of CoordinatorState.
+
+    The sidecar sends it when it changes, at most twice a second unless a rank is dead, and every few seconds
+    without a change.
+    """
 
     round: RestartRound
     worker: Worker
@@ -697,132 +727,138 @@ class WorkerReport:
     done: bool = False
     """All ranks of the pod returned 0."""
     idle: bool = False
-    """Nothing is staged, being copied or uploaded here."""
+    """This worker has no save left to write, copy or upload."""
     saves_skipped: Natural = 0
     saves: Annotated[tuple[RankSaves, ...], PerRank] = ()
     told: str = ""
-    """`instance` of the coordinator that has heard everything but what `saves` names as under way."""
+    """`Ok.instance` of the coordinator that has received all of this worker's messages, except those about
+    the steps that `saves` lists as under way."""
     instance: str = ""
-    """Names this life of the sender: when it changes, the coordinator tells it everything again."""
+    """Identifies the sender's process. When it changes, the coordinator sends all of its messages again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ok:
     round: RestartRound
     instance: str = ""
-    """Reply to WorkerReport: names this life of the coordinator. When it changes, the sender repeats
-    what it has told (PREPARED, REPLICATED, UPLOADED): the new life has not heard it."""
+    """Identifies the coordinator's instance, in the reply to WorkerReport. When it changes, the member sends
+    its PREPARED, REPLICATED and UPLOADED messages again, because the new instance has not received them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DigestedShard:
-    """A shard that is digested in its pod's shared memory."""
+    """A shard that was digested in its pod's shared memory."""
 
     step: Step
     shard: ShardInfo
     layout: Digest
     stored: bool = False
-    """By now it is on the node tier too."""
+    """The node tier has the shard, too."""
     failed: bool = False
-    """It could not be written: nobody is to wait for it, though its bytes are there."""
+    """The write to the node tier failed. The bytes in memory are valid, but the coordinator does not wait for
+    the shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankHolding:
-    """What one rank's slots hold that was not written at once."""
+    """Steps of one rank that waited in shared memory before they were written."""
 
     rank: Rank
     shards: tuple[DigestedShard, ...] = ()
     digesting: tuple[Step, ...] = ()
-    """Not digested yet: neither there nor lost."""
+    """Steps that are not digested yet. They count neither as held nor as lost."""
     writing: Step | None = None
-    """Being written to the node tier now, held before or not."""
+    """The step that is being written to the node tier now, whether it waited before or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """POST /v1/holding, sidecar -> coordinator: all that this worker holds in memory, as of now. What
-    an earlier one named and this one does not is not there any more."""
+    """POST /v1/holding, sidecar -> coordinator: everything that this worker holds in memory now.
+
+    A shard that an earlier message names and this one does not is no longer in memory.
+    """
 
     round: RestartRound
     worker: Worker
     ranks: tuple[RankHolding, ...]
     layouts: tuple[Document, ...] = ()
-    """Rank layouts that the coordinator asked for."""
+    """Rank layouts that the coordinator has asked for in `HoldingReply.need_layouts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HoldingReply:
     need_layouts: tuple[Digest, ...] = ()
-    """Nothing of the message counts until it comes with these."""
+    """Layouts that the coordinator lacks. It ignores the message until it is sent again with them."""
     drop: tuple[Step, ...] = ()
-    """Of the steps named: nobody wants them any more."""
+    """Steps of the message that the worker drops: they are pruned, too old, or contradict other shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class HoldNotice:
-    """POST /v1/hold, coordinator -> sidecar: which steps are at level memory, and which is written."""
+    """POST /v1/hold, coordinator -> sidecar: steps at level memory, and the step that is written next."""
 
     round: RestartRound
     memory: tuple[Step, ...] = ()
-    """Reached the level since the last notice."""
+    """Steps that have reached level memory since the last notice."""
     chosen: Step | None = None
-    """Who holds it in memory writes it to the node tier."""
+    """The step that every sidecar that holds it in memory writes to its node tier."""
     prune: tuple[Step, ...] = ()
-    """As in LevelNotice."""
+    """See LevelNotice."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestPut:
-    """POST /v1/manifest, coordinator -> sidecar: durable here when it replies Ok."""
+    """POST /v1/manifest, coordinator -> sidecar. The reply Ok means that the manifest is durable there."""
 
     round: RestartRound
     step: Step
     manifest: Document
     """Canonical JSON text."""
     layout: Document | None = None
-    """The layout's canonical JSON, where the receiver lacked it before."""
+    """Canonical JSON text of the layout. None where the receiver has it already."""
     held: bool = False
-    """Some shards may lie in shared memory only: the receiver may hold its own there, and copies wait
-    for level local. False: Ok says that the receiver's shards are durable."""
+    """Some shards may be in shared memory only, the receiver's among them, and copies wait for level local.
+    Where it is False, the reply Ok also means that the receiver's shards are durable."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelNotice:
-    """POST /v1/level, coordinator -> sidecar: tell the ranks that wait, prune what may go."""
+    """POST /v1/level, coordinator -> sidecar: notify the ranks that wait for this level, and prune steps."""
 
     round: RestartRound
     step: Step
     step_round: RestartRound
     level: Level
     prune: tuple[Step, ...] = ()
-    """Steps (of any round) that may leave node and peer tiers now."""
+    """Steps, of any round, that may be deleted from the node tier, copies for peers included."""
     released: bool = False
-    """Finish may be answered."""
+    """The sidecar may answer `Finish`. Then `step` and `level` announce nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
 class PersistRequest:
-    """POST /v1/persist, coordinator -> sidecar: upload your shards of this committed step."""
+    """POST /v1/persist, coordinator -> sidecar: upload the worker's shards of this committed step."""
 
     round: RestartRound
     step: Step
     step_round: RestartRound
     base: RestorePoint | None = None
-    """The newest persisted checkpoint: what is unchanged since then need not be sent."""
+    """The newest persisted checkpoint. Chunks that have not changed since then need no upload."""
     older: tuple[Reference, ...] = ()
-    """Checkpoints before `base` that may be referred to as well."""
+    """Checkpoints before `base` that the upload may refer to, too."""
     whole: bool = False
-    """Store each shard as one uncompressed object that refers to no other: what an earlier attempt
-    referred to is gone."""
+    """Store each shard as one uncompressed object without references, because the objects that an earlier
+    attempt referred to are gone."""
     compress: bool = False
-    """Compress what is stored. Without effect where `whole` is set."""
+    """Compress the uploaded data. Without effect where `whole` is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """POST /v1/suspect, sidecar -> sidecar: what you served of this shard did not verify. The
-    receiver reads its own copy back and quarantines it if it is bad; it believes nobody."""
+    """POST /v1/suspect, sidecar -> sidecar: bytes of this shard that the receiver served did not verify.
+
+    The receiver does not trust the message. It verifies its own copy and quarantines it if it is corrupt.
+    """
 
     job_uid: JobUid
     step: Step
@@ -837,15 +873,15 @@ class Rendezvous:
 
     round: RestartRound
     address: str
-    """host:port of the TCPStore; "" if the time ran out."""
+    """host:port of the TCPStore. Empty after a time-out."""
     secret: str = field(default="", repr=False)
     """See StoreAddress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prune:
-    """POST /v1/prune, operator -> coordinator: delete these checkpoints from the object store,
-    manifests first. Reply PruneReply."""
+    """POST /v1/prune, operator -> coordinator; reply PruneReply. Deletes these checkpoints from the object
+    store, manifests first."""
 
     round: RestartRound
     checkpoints: tuple[RestorePoint, ...]
@@ -856,9 +892,9 @@ class PruneReply:
     deleted: tuple[RestorePoint, ...]
 
 
-# GET /v1/manifest?step=&round=[&jobUid=]  -> ManifestDocument (reads are for the operator and for
-# members of the round that is held)
 @dataclass(frozen=True, slots=True)
 class ManifestDocument:
+    """Reply of GET /v1/manifest?step=&round=[&jobUid=], for the operator and for members of the round."""
+
     manifest: Document
     layout: Document | None = None

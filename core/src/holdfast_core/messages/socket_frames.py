@@ -1,9 +1,9 @@
-"""Frames on the pod's Unix socket: u32 big-endian length, then JSON {type, id, body}, <= 1 MiB.
+"""Frames on the pod's Unix socket: u32 big-endian length, then JSON {type, id, body} of at most 1 MiB.
 
-One codec; asyncio reads and builds frames with `read_frame`/`write_frame`, threads use
-`receive_frame`/`send_frame`. A request has id > 0 and gets one reply with its id; a push has id 0.
-A push of a type that is not known here comes from a newer sender and is skipped; such a request is
-handed on as UnknownMessage, so that it can be refused.
+asyncio code reads and builds frames with `read_frame` and `write_frame`. Threads use `receive_frame` and
+`send_frame`. A request has id > 0 and gets one reply with the same id. A push has id 0 and gets none.
+A frame of an unknown type comes from a newer sender: a push is skipped, and a request is returned as
+UnknownMessage, so that the caller can refuse it.
 """
 
 from __future__ import annotations
@@ -55,25 +55,34 @@ MESSAGES: Mapping[str, type[Any]] = MappingProxyType(
         )
     }
 )
-"""Every type that may cross the socket, by its name on the wire."""
+"""Every message type that the socket carries, by its name on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownMessage:
-    """A request of a type that this release does not know."""
+    """A request of a type that this release does not support."""
 
     type: str
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
+    """One decoded frame."""
+
     id: int
-    """0: a push; otherwise a request, or the reply to it."""
+    """0 for a push. A reply has the id of its request."""
     message: Any
 
 
 def write_frame(message: Any, id: int = 0) -> bytes:
-    """The bytes of one frame. Raises FormatError for a type that may not cross, or over 1 MiB."""
+    """Return the bytes of one frame.
+
+    Args:
+        id: 0 for a push, otherwise the id of the request.
+
+    Raises:
+        FormatError: The socket does not carry this message type, or the body is larger than 1 MiB.
+    """
     name = type(message).__name__
     if MESSAGES.get(name) is not type(message):
         raise FormatError(f"{name} is no message of the socket")
@@ -85,7 +94,7 @@ def write_frame(message: Any, id: int = 0) -> bytes:
 
 
 def parse_body(body: bytes) -> Frame:
-    """The frame in `body`, without its length. Raises FormatError."""
+    """Parse the body of a frame, which follows its length. Raises FormatError."""
     value = parse_json(body, "frame", MAX_MESSAGE_BYTES)
     if not isinstance(value, dict):
         raise FormatError(f"frame: expected an object, found {type(value).__name__}")
@@ -99,7 +108,7 @@ def parse_body(body: bytes) -> Frame:
 
 
 Room = Callable[[int], AbstractAsyncContextManager[None]]
-"""Holds so many bytes of memory for the body of a frame."""
+"""Reserves that many bytes of memory for the body of a frame until its context ends."""
 
 
 async def read_frame(
@@ -109,14 +118,17 @@ async def read_frame(
     room: Room = lambda length: nullcontext(),
     body_seconds: float | None = None,
 ) -> Frame | None:
-    """The next frame; None where the peer closed between two frames.
+    """Read the next frame. Return None if the peer closed the connection between two frames.
 
     Args:
-        limit_bytes: Of the body.
-        room: Entered before the body is read.
-        body_seconds: From the length to the end of the body.
+        limit_bytes: Largest body.
+        room: Reserves memory for the body. It is entered before the body is read and left when the
+            frame is parsed.
+        body_seconds: Time-out for reserving memory and reading the body. None means no time-out.
 
-    Raises FormatError, UnavailableError (the connection broke, or the body took too long).
+    Raises:
+        FormatError: The frame is not valid.
+        UnavailableError: The connection broke, or the body took too long.
     """
     while True:
         try:
@@ -136,8 +148,11 @@ async def read_frame(
 
 
 def receive_frame(sock: socket.socket) -> Frame | None:
-    """`read_frame` for threads. A time-out of the socket raises UnavailableError; the connection is
-    then out of step and must be closed."""
+    """Read the next frame in a thread, like `read_frame`.
+
+    A time-out of the socket raises UnavailableError. It may leave a part of a frame unread, so the
+    caller must close the connection.
+    """
     while True:
         head = _receive(sock, _LENGTH.size)
         if head is None:
@@ -151,8 +166,10 @@ def receive_frame(sock: socket.socket) -> Frame | None:
 
 
 def send_frame(sock: socket.socket, message: Any, id: int = 0) -> None:
-    """Send one frame whole. Raises FormatError, UnavailableError. Callers in several threads need a
-    lock of their own."""
+    """Send one whole frame. Raises FormatError, UnavailableError.
+
+    Threads that share a socket must hold a lock around the call.
+    """
     data = write_frame(message, id)
     try:
         sock.sendall(data)

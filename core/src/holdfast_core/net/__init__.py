@@ -1,1 +1,1 @@
-"""Ports and logs that bound what strangers can use of them, and mutual TLS."""
+"""Mutual TLS, and ports and logs that limit what unauthenticated callers can use."""

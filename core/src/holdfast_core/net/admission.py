@@ -1,11 +1,12 @@
-"""Decide which connections a port keeps when more arrive than it can hold. Opens and closes nothing.
+"""Decide which connections a port keeps when more arrive than it can hold. No I/O.
 
-Until a caller has proven who it is, it may be anybody, and it can come from any number of addresses.
-Such a caller gets a place among few, and never for long: a new one is always let in, and takes the
-place of the oldest one of the address that holds most. An attacker therefore displaces its own
-connections first, and with many addresses must fill all places again within the milliseconds of an
-honest handshake. Callers that are known, and addresses at which a known caller was or is expected,
-have places of their own, which strangers cannot take.
+A stranger is a caller that is not authenticated yet. It may be an attacker with any number of addresses.
+Strangers share a small number of places. A new stranger always gets a place: if none is free, it replaces
+the oldest connection of the address that holds the most places. An attacker therefore displaces its own
+connections first. With many addresses it would have to fill all places again within the milliseconds that
+an honest handshake takes. Authenticated callers have places of their own, and so have strangers at an
+address that an authenticated caller has used or that a caller is expected from. Other strangers cannot
+take those places.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ _ADDRESSES_KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """How many connections of each kind a port holds at most."""
+    """Largest number of connections of each kind that a port holds."""
 
     strangers: int = 64
-    """Whose caller is not known yet."""
+    """Connections whose caller is not authenticated yet."""
     strangers_per_address: int = 16
     expected: int = 128
-    """The same, from addresses of known callers. One address may hold all of them: many pods share
-    one where a node translates addresses."""
+    """Connections that are not authenticated yet, from addresses of known callers. One address may hold all
+    of these places, because many pods share one address where a node translates addresses."""
     known: int = 4096
+    """Connections whose caller is authenticated."""
     known_per_name: int = 32
+    """Authenticated connections whose certificates have the same name."""
 
 
 @dataclass(slots=True)
@@ -45,8 +48,7 @@ class _Entry:
 
 
 class Admission(Generic[C]):
-    """Thread-safe. `close` is called without a lock held, for each connection that loses its place;
-    it may be called twice for one that ends at the same time."""
+    """Allocator of a port's places. Thread-safe."""
 
     def __init__(
         self,
@@ -55,24 +57,31 @@ class Admission(Generic[C]):
         *,
         expected: Callable[[], Container[str]] = frozenset,
     ) -> None:
-        """`expected`: addresses of callers that may come at any time."""
+        """
+        Args:
+            places: How many places there are.
+            close: Called for each connection that loses its place, without the lock held. It may be called
+                for a connection that is ending at the same time.
+            expected: Returns the addresses that callers are expected from.
+        """
         self._places = places
         self._close = close
         self._expected = expected
         self._lock = threading.Lock()
         self._open: dict[C, _Entry] = {}
-        """In the order in which they came."""
+        """Connections that have a place, oldest first."""
         self._names: Counter[str] = Counter()
+        """Number of authenticated connections for each name."""
         self._seen: OrderedDict[str, None] = OrderedDict()
-        """Addresses of which a caller was known."""
+        """Addresses that authenticated callers have used, least recently used first."""
         self.displaced = 0
-        """Connections that lost their place to others."""
+        """Number of connections that lost their place to others."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def enter(self, connection: C, address: str) -> None:
-        """Let a new connection in; another one may lose its place."""
+        """Give a new connection a place. Another connection may lose its place."""
         is_expected = address in self._expected()
         with self._lock:
             is_expected = is_expected or address in self._seen
@@ -82,7 +91,15 @@ class Admission(Generic[C]):
         self._end(loser)
 
     def is_known(self, connection: C, name: str) -> bool:
-        """The caller has proven its name. False: there is no place for it, and it must be closed."""
+        """Move an authenticated connection to a place for known callers.
+
+        Where those places are taken, the oldest connection without a request in progress loses its place,
+        if there is one: of the same name at that name's limit, otherwise of any name.
+
+        Returns:
+            False if there is no place, or the connection has lost its own meanwhile. Then the caller closes
+            it.
+        """
         with self._lock:
             entry = self._open.get(connection)
             if entry is None:
@@ -105,13 +122,13 @@ class Admission(Generic[C]):
         return loser is not None
 
     def leave(self, connection: C) -> None:
-        """It is closed. Does nothing for one that has lost its place."""
+        """Free the place of a closed connection. Do nothing if it has lost its place already."""
         with self._lock:
             self._forget(connection)
 
     @contextmanager
     def working(self, connection: C) -> Iterator[None]:
-        """A request of it is in work: it does not lose its place meanwhile."""
+        """Protect an authenticated connection from losing its place while a request is in progress."""
         with self._lock:
             entry = self._open.get(connection)
             if entry is not None:

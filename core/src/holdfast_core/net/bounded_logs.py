@@ -1,4 +1,4 @@
-"""A limit for the log lines that libraries write because of what strangers send."""
+"""Limit on the log lines that libraries write because of input from unauthenticated callers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from collections import Counter
 from holdfast_core.clock import Clock, SystemClock
 
 _LINES = 5
-"""Of one message of a library in a minute."""
+"""Log lines per minute of one message of a library."""
 _SUBJECTS = 100
+"""Different messages per minute, over all libraries. Further messages are dropped."""
 
 
 class BoundedLogs(logging.Filter):
-    """Let through all lines of one logger, and a few lines a minute of each message of the others.
+    """Log filter that passes all lines of one logger and a few lines a minute of each message of others.
 
-    A stranger can make a library log as often as it likes: aiohttp writes a traceback for each
-    request that is not HTTP. A container whose log fills its node's disk is evicted.
+    Without it an unauthenticated caller could fill the log: aiohttp writes a traceback for each request that
+    is not HTTP. A container whose log fills its node's disk is evicted.
     """
 
     def __init__(self, own: str, clock: Clock | None = None) -> None:
-        """`own`: name of the logger of this program, which limits itself."""
+        """
+        Args:
+            own: Name of this program's logger, which limits its own lines.
+        """
         super().__init__()
         self._own = own
         self._clock = clock or SystemClock()

@@ -1,8 +1,8 @@
-"""A TCP port of an asyncio server that strangers cannot fill.
+"""TCP port of an asyncio server that unauthenticated callers cannot block.
 
-asyncio's own servers accept everything, give each connection the buffers of a TLS session before
-its caller has said a word, and wait a minute for the handshake. Here a connection has a place
-(`Admission`) before anything is allocated for it, and a handshake ends within seconds.
+asyncio's own servers accept every connection, allocate the buffers of a TLS session before the caller has
+sent a byte, and wait up to a minute for the handshake. Here a connection needs a place (`Admission`) before
+such buffers are allocated, and a handshake has a time-out of seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from holdfast_core.net.admission import Admission, Places
 
 _BACKLOG = 1024
 _PAUSE_SECONDS = 0.1
-"""After a failed accept: out of descriptors is no reason to stop listening, nor to spin."""
+"""Pause after a failed accept. The listener continues when descriptors run out, but must not use a whole
+processor meanwhile."""
 _SHUTDOWN_SECONDS = 1.0
 
 
@@ -30,7 +31,7 @@ class ListenerLimits:
 
 
 class Listener:
-    """`start`, then `port`, then `close`. Each connection gets a protocol from `factory`."""
+    """TCP listener with bounded connections. Each one that has a place gets a protocol from `factory`."""
 
     def __init__(
         self,
@@ -43,8 +44,18 @@ class Listener:
         dropped: Callable[[str, str], None] = lambda port, reason: None,
         warn: Callable[..., None] = lambda reason, message, **fields: None,
     ) -> None:
-        """`dropped` is called with the name of the port and the reason for each connection that was
-        closed before its end, `warn` with the reason, a sentence and `port=`; it must log rarely."""
+        """
+        Args:
+            name: Name of the port, for `dropped` and `warn`.
+            factory: Makes the protocol of an admitted connection.
+            context: TLS settings. None serves without TLS, and then every caller counts as a stranger.
+            limits: Places and the time-out of the handshake.
+            expected: Returns the addresses that callers are expected from.
+            dropped: Called with the port's name and the reason for each connection that the listener closes
+                or cannot accept.
+            warn: Called in the same cases with the reason, a sentence and `port=`. It must limit its own
+                log lines.
+        """
         self._name = name
         self._factory = factory
         self._context = context
@@ -60,14 +71,14 @@ class Listener:
         self._warn = warn
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port bound. Raises OSError."""
+        """Listen, and return the bound port. Raises OSError."""
         self._listener = socket.create_server((host, port), backlog=_BACKLOG)
         self._listener.setblocking(False)
         self._acceptor = asyncio.create_task(self._accept(self._listener))
         return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
-        """Stop listening and end the handshakes. Requests are for the owner of `factory` to end."""
+        """Stop listening and cancel the handshakes. The owner of `factory` ends the requests."""
         tasks = [*self._handshakes, *([self._acceptor] if self._acceptor is not None else [])]
         for task in tasks:
             task.cancel()
@@ -77,12 +88,15 @@ class Listener:
 
     @property
     def open(self) -> int:
-        """Connections that have a place now."""
+        """Return the number of connections that have a place now."""
         return len(self._admission)
 
     @contextmanager
     def working(self, protocol: asyncio.BaseProtocol) -> Iterator[None]:
-        """A request of that connection is in work: it does not lose its place."""
+        """Protect the connection of `protocol` from losing its place while a request is in progress.
+
+        Without TLS, where no caller is authenticated, this has no effect.
+        """
         connection = self._connections.get(protocol)
         if connection is None:
             yield
@@ -122,7 +136,8 @@ class Listener:
             self._left(connection)
 
     def _made(self, connection: _Connection, transport: asyncio.Transport) -> bool:
-        """Whether the caller has a place. Without TLS a caller stays a stranger."""
+        """Return whether the connection has a place after its handshake. Without TLS its caller remains a
+        stranger."""
         if connection.is_displaced:
             return False
         if self._context is not None:
@@ -150,7 +165,7 @@ class Listener:
 
 
 class _Connection(asyncio.Protocol):
-    """Stands between a transport and the server's protocol, which gets a caller with a place only."""
+    """Protocol between a transport and the server's protocol, which is created after admission only."""
 
     def __init__(self, listener: Listener, sock: socket.socket) -> None:
         self.sock = sock
@@ -164,7 +179,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         else:
-            with contextlib.suppress(OSError):  # the handshake sees its connection end
+            with contextlib.suppress(OSError):  # this ends the handshake
                 self.sock.shutdown(socket.SHUT_RDWR)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

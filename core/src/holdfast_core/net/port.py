@@ -1,4 +1,4 @@
-"""An aiohttp application on a port that strangers cannot fill."""
+"""aiohttp application on a port that unauthenticated callers cannot block."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from aiohttp import web
 from holdfast_core.net.listener import Listener, ListenerLimits
 
 _LINGERING_SECONDS = 1.0
-"""How long the rest of a body that is not wanted is thrown away before the connection is closed."""
+"""Seconds for which the unread rest of a request body is discarded before the connection is closed."""
 
 
 class Port:
-    """An aiohttp application behind a Listener."""
+    """aiohttp application behind a Listener, whose arguments it takes. `idle_seconds` is the keep-alive
+    time-out."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Port:
             shutdown_timeout=1.0,
             keepalive_timeout=self._idle_seconds,
             lingering_time=_LINGERING_SECONDS,
-            # A compressed body may be a thousand times its size.
+            # A compressed body may expand to a thousand times its size.
             auto_decompress=False,
         )
         await self._runner.setup()

@@ -1,12 +1,12 @@
-"""Mutual TLS 1.3 between the pods of a job: contexts from a directory of certificates.
+"""TLS contexts for mutual TLS 1.3 between the pods of a job.
 
-Both sides always present a leaf of the job's CA. Callers connect to an address and verify the
-dNSName that the member list gives (contract.peer_dns_name); the server reads the caller's name from
-its certificate and asks its member list.
+Both sides always present a leaf certificate of the job's CA. A client connects to an address and verifies
+the dNSName that the member list gives (contract.peer_dns_name). A server reads the client's name from its
+certificate and looks it up in its member list.
 
-A pod verifies chain and name, and not the validity period (ADR 0041): only the operator can renew a
-leaf, so an operator that is away for long, or a node whose clock is wrong, would otherwise end saves
-and lock the operator out for good. What a leaf is good for is decided by the member list.
+A pod verifies the chain and the name, but not the validity period (ADR 0041). Only the operator can renew a
+leaf. Otherwise a long absence of the operator, or a wrong clock on a node, would stop saves and lock the
+operator out for good. The member list decides what the owner of a leaf may do.
 """
 
 from __future__ import annotations
@@ -22,32 +22,37 @@ from typing import Any, Self
 from holdfast_core.errors import AccessDeniedError, ConfigError
 
 _NO_CHECK_TIME = 0x200000
-"""X509_V_FLAG_NO_CHECK_TIME of OpenSSL's x509_vfy.h, for which Python's ssl module has no name."""
+"""X509_V_FLAG_NO_CHECK_TIME of OpenSSL's x509_vfy.h. Python's ssl module has no name for it."""
 OUT_OF_TIME = frozenset({9, 10})
-"""verify_code of ssl.SSLCertVerificationError for a certificate outside of its validity period:
+"""Values of ssl.SSLCertVerificationError.verify_code for a certificate outside its validity period:
 X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
+    """Paths of PEM files."""
+
     ca: Path
     certificate: Path
     key: Path
 
     @classmethod
     def in_directory(cls, directory: Path) -> Self:
-        """ca.crt, tls.crt, tls.key: the names of a Kubernetes TLS Secret."""
+        """Return the paths of a mounted Kubernetes TLS Secret: ca.crt, tls.crt and tls.key."""
         return cls(directory / "ca.crt", directory / "tls.crt", directory / "tls.key")
 
 
 def ignore_validity_period(context: ssl.SSLContext) -> None:
-    """Accept the peer's chain before and after its validity period. All else is still verified."""
+    """Make the context accept certificates outside their validity period. Other checks still apply."""
     context.verify_flags = ssl.VerifyFlags(context.verify_flags | _NO_CHECK_TIME)
 
 
 def load_leaf(context: ssl.SSLContext, certificate_pem: str, key_pem: str) -> None:
-    """Load a certificate and its key from memory. The standard library takes paths only, so the text
-    lies in anonymous memory for the moment, never on a disk. Raises ssl.SSLError, OSError."""
+    """Load a certificate and its key into the context. Raises ssl.SSLError, OSError.
+
+    The standard library accepts paths only, so the texts are written to anonymous memory files meanwhile,
+    never to a disk.
+    """
     with ExitStack() as stack:
         certificate = stack.enter_context(_in_memory(certificate_pem))
         key = stack.enter_context(_in_memory(key_pem))
@@ -55,23 +60,30 @@ def load_leaf(context: ssl.SSLContext, certificate_pem: str, key_pem: str) -> No
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Asks every client for a certificate of the same CA. Raises ConfigError."""
+    """Return a server context that requires a client certificate of the same CA. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # No session tickets: no client resumes, and one may take "readable" for "the server spoke".
+    # No client resumes a session, and a client that polls its socket would take a session ticket for a
+    # reply of the server.
     context.num_tickets = 0
     return _load(context, files)
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """Verifies the server's chain and its dNSName. Raises ConfigError."""
+    """Return a client context that verifies the server's chain and dNSName. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = True
     return _load(context, files)
 
 
 def peer_name(peer: ssl.SSLSocket | ssl.SSLObject | Mapping[str, Any]) -> str:
-    """The one dNSName of the peer's verified certificate (or of what getpeercert gave).
-    Raises AccessDeniedError if there is none or more than one."""
+    """Return the only dNSName of the peer's verified certificate.
+
+    Args:
+        peer: A socket after its handshake, or what getpeercert() has returned.
+
+    Raises:
+        AccessDeniedError: The certificate has no dNSName or more than one.
+    """
     certificate: Any = peer if isinstance(peer, Mapping) else peer.getpeercert()
     entries = (certificate or {}).get("subjectAltName", ())
     names = [value for kind, value in entries if kind == "DNS"]

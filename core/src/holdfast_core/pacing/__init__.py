@@ -1,3 +1,1 @@
-"""Speed control: a limit on background bytes, the gate for foreground copies, and the minimum
-rate of a peer.
-"""
+"""Rate control: a limit on background transfers, their pause during saves, and a peer's minimum rate."""

@@ -1,7 +1,7 @@
-"""Keeps background bytes from slowing a trainer down: its steps in, a shared limit out.
+"""Keep background transfers from slowing training, by a shared limit that follows the step times.
 
-One for each process that persists a trainer's saves. Movers of bytes call `take`; whoever hears of
-finished steps calls `step_done`, from one thread.
+Each process that persists a trainer's saves has one `Pacing`. Any thread that moves bytes calls `take`.
+One thread calls `step_done` for each finished step.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from holdfast_core.pacing.rate import Pace
 from holdfast_core.pacing.throttle import Throttle
 
 HEADROOM = 1.25
-"""A checkpoint is moved in this part of the time until the next one."""
+"""The lowest limit is this factor times the rate that finishes each checkpoint just as the next is due."""
 LEAST_BYTES_PER_SECOND = float(16 << 20)
-"""Also where nothing is due: what was asked for by hand must end."""
+"""The limit is never below this, even where no save is due, so that saves on request come to an end."""
 
 
 class Pacing:
-    """`slots_dir`: where the trainer copies to; `gave_way` hears each time how many seconds it took."""
+    """Rate limit of one process for background transfers."""
 
     def __init__(
         self,
@@ -30,6 +30,11 @@ class Pacing:
         sleep: Callable[[float], None] = time.sleep,
         gave_way: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        """
+        Args:
+            slots_dir: Directory of the slots that the trainer copies its saves into.
+            gave_way: Called after each wait for such a copy, with its seconds.
+        """
         self._throttle = Throttle(monotonic, sleep)
         self._giving_way = GivingWay(slots_dir, monotonic, sleep)
         self._gave_way = gave_way
@@ -38,18 +43,22 @@ class Pacing:
         self._last: float | None = None
         self._step: int | None = None
         self._blocked_since = 0.0
-        """What saves after the newest step have cost: not yet taken off a step."""
+        """Seconds for which saves after the newest step blocked training. The next step's time is reduced by
+        them."""
         self._moved = 0
         self._bytes_each_step = 0.0
         self._hurrying = False
 
     @property
     def limit(self) -> float | None:
-        """Bytes a second in force now; None: no limit."""
+        """Return the present limit in bytes per second. None means no limit."""
         return None if self._hurrying else self._pace.limit
 
     def take(self, byte_count: int) -> None:
-        """Returns when `byte_count` more bytes may be moved: the limit allows it, and no rank copies."""
+        """Block until `byte_count` more bytes may be moved: the limit allows them, and no rank copies a save.
+
+        GivingWay bounds the wait for a copy.
+        """
         self._throttle.take(byte_count)
         if not self._hurrying:
             seconds = self._giving_way.stand_aside()
@@ -57,26 +66,31 @@ class Pacing:
                 self._gave_way(seconds)
 
     def begin(self) -> None:
-        """A round starts: nothing is in a hurry, and the next step is the first one."""
+        """Start a round: apply the limit again, and count the next step as the first one."""
         self._hurrying = False
         self._last = self._step = None
         self._blocked_since = 0.0
         self._apply()
 
     def expect(self, bytes_each_step: float) -> None:
-        """What this process has to move, averaged over steps: the limit never falls below it."""
+        """Set how many bytes this process must move per step on average. The lowest limit follows from it."""
         self._bytes_each_step = bytes_each_step
 
     def hurry(self) -> None:
-        """Somebody waits for what is on its way, and no trainer runs that could suffer."""
+        """Remove the limit and the pauses until `begin`. Call it while no trainer runs and the transfers are
+        waited for."""
         self._hurrying = True
         self._apply()
 
     def step_done(self, step: int, blocked_seconds: float) -> None:
-        """`step` ended now, of which saving blocked so much (that is the save's cost, not ours).
+        """Record that `step` has ended now, and adapt the limit.
 
-        A step may be reported again, when a save after it has cost time: that is taken off the next
-        step, and is no step of its own.
+        Args:
+            blocked_seconds: Time of the step for which saving blocked training. It is subtracted, because
+                background transfers do not cause it.
+
+        The same step may be reported again after a save that follows it. Then its `blocked_seconds` are
+        subtracted from the next step.
         """
         if step == self._step:
             self._blocked_since += blocked_seconds
@@ -100,8 +114,14 @@ class Pacing:
 def bytes_each_step(
     payload_bytes: int, interval_steps: int, copies: int, object_every_steps: int | None
 ) -> float:
-    """What a rank's saves make its pod move, averaged over steps: to the node tier, to peers, to the
-    object store."""
+    """Return the bytes that a rank's saves move on average per step: to the node tier, to peers and to the
+    object store.
+
+    Args:
+        interval_steps: Steps between two saves. Below 1 nothing is saved.
+        copies: Copies of each shard on peers.
+        object_every_steps: Steps between two uploads. None means no uploads.
+    """
     if interval_steps < 1:
         return 0.0
     moved = payload_bytes * (1 + copies) / interval_steps

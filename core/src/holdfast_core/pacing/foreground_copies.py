@@ -1,8 +1,8 @@
-"""Saves come first: while a rank copies a step into its slot, what moves in the background stands aside.
+"""Pause background transfers while a rank copies a step into its slot.
 
-Training waits for that copy, and for nothing else that a checkpoint costs. Bytes that are written,
-digested or sent meanwhile share its memory bus and its processors; a copy is short and they are not,
-so they lose little by waiting for its end.
+Training waits for that copy and for no other part of a checkpoint. Writing, digesting and sending would
+compete with it for memory bandwidth and processors. They take much longer than the copy, so they lose
+little time by waiting for its end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from holdfast_core.shm.slot_file import SlotFile, list_slots
 from holdfast_core.shm.slot_header import SlotState
 
 LONGEST_SECONDS = 1.0
-"""For one copy. A rank that was killed while it copied leaves its slot as it was, and what was saved
-before is still to be written."""
+"""Longest wait for one copy. A rank that is killed during a copy leaves its slot in state FILLING, and
+earlier saves must still be written."""
 _POLL_SECONDS = 0.002
 
 
@@ -32,7 +32,7 @@ class _Copy:
 
 
 class GivingWay:
-    """Of one process. Any thread may call `stand_aside`; `slots_dir` need not exist yet."""
+    """Detector of running copies, one for each process. Thread-safe. `slots_dir` need not exist yet."""
 
     def __init__(
         self,
@@ -47,7 +47,8 @@ class GivingWay:
         self._seen_at: dict[_Copy, float] = {}
 
     def stand_aside(self) -> float:
-        """Returns when no copy is left that is worth waiting for; the seconds that this took."""
+        """Block while a rank copies a save, at most LONGEST_SECONDS for each copy. Return the seconds that
+        this took."""
         if not self._must_wait():
             return 0.0
         began = self._monotonic()
@@ -65,7 +66,8 @@ class GivingWay:
 
 
 def _copies(slots_dir: Path) -> list[_Copy]:
-    """Nothing is worth failing for: whoever moves bytes does so then."""
+    """Return the copies that run now. A slot that cannot be read counts as idle, because an error here must
+    not stop a transfer."""
     found: list[_Copy] = []
     try:
         names = list_slots(slots_dir)
@@ -75,14 +77,14 @@ def _copies(slots_dir: Path) -> list[_Copy]:
         try:
             slot = SlotFile.open(slots_dir, name)
         except HoldfastError:
-            continue  # its rank has taken it away
+            continue  # its rank has removed it
         try:
             header = slot.header()
-            # Without an identity it is a restore that fills it, and nobody trains.
+            # A slot without a step is being filled by a restore, during which no rank trains.
             if header.state is SlotState.FILLING and header.step is not None:
                 found.append(_Copy(name, header.round, header.step))
         except HoldfastError:
-            continue  # not written yet, or none: whoever stages it will say so
+            continue  # the header is not written yet or not valid; Stage reports the latter
         finally:
             slot.close()
     return found

@@ -1,6 +1,7 @@
-"""How slow a peer may be: an answer that only ever drips ends, however short its silences are.
+"""Minimum rate of a peer's answer.
 
-A time-out of the socket bounds one silence; this bounds the sum.
+The socket's time-out bounds one pause only. Without a minimum rate, a peer that sends a byte before each
+time-out could hold a caller for ever.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import UnavailableError
 
 SLOWEST_BYTES_PER_SECOND = 64 << 10
+"""Minimum rate, after the grace period."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """Of one answer: `grace_seconds`, and a second more for every 64 KiB of it."""
+    """Deadline of one answer: `grace_seconds`, and one more second for each 64 KiB received."""
 
     what: str
-    """For messages: which answer of whom."""
+    """The answer and its sender, for error texts."""
     clock: Clock
     began: float
+    """Monotonic time at which the answer began."""
     grace_seconds: float
     received_bytes: int = 0
 
     def left_seconds(self) -> float:
-        """Until more must have come. Raises UnavailableError when that time is over."""
+        """Return the seconds until more bytes must have arrived. Raises UnavailableError if none are left."""
         spent = self.clock.monotonic() - self.began
         left = self.grace_seconds + self.received_bytes / SLOWEST_BYTES_PER_SECOND - spent
         if left <= 0:
@@ -43,10 +46,19 @@ class Pace:
         read: Callable[[memoryview], int | None],
         buffer: memoryview,
     ) -> int | None:
-        """One `read` from `sock`, whose time-out is `idle_seconds` before and after. Raises
-        UnavailableError at the end of the pace, and what `read` raises."""
+        """Call `read` once, with a time-out on `sock` that respects the deadline.
+
+        Args:
+            idle_seconds: The time-out that `sock` has before the call and has again afterwards.
+            read: Reads from `sock` into the buffer and returns the number of bytes.
+
+        Raises:
+            UnavailableError: The deadline has passed.
+            Exception: What `read` raises.
+        """
         left = self.left_seconds()
-        # Two system calls saved a read: the end of the pace is nearly always further away.
+        # The deadline is nearly always further away than the idle time-out. Then the time-out need not be
+        # changed, which saves two system calls for each read.
         hurried = idle_seconds is None or left < idle_seconds
         try:
             if hurried:

@@ -1,8 +1,8 @@
-"""How fast bytes may move in the background without slowing the trainer down. Pure.
+"""Compute the rate at which background transfers do not slow training. No I/O.
 
-Each step of the trainer is an observation: how long it took, and how many bytes moved meanwhile.
-Steps without bytes tell what a step costs. Where steps with bytes cost more, the rate falls, but never
-below what keeps checkpoints from falling behind; where they do not, it rises until there is no limit.
+Each step is an observation: its duration and the bytes that were moved during it. Quiet steps, during
+which nothing was moved, show how long a step takes. If the other steps take longer, the rate falls, but
+never below the rate that checkpoints need. If they do not, it rises until there is no limit.
 """
 
 from __future__ import annotations
@@ -11,33 +11,34 @@ from collections import deque
 from statistics import median
 
 TOLERATED_SLOWDOWN = 0.03
-"""Share of a step; below it noise decides."""
+"""Accepted slowdown, as a share of a quiet step. Smaller differences are noise."""
 SLOWER, FASTER = 0.7, 1.25
+"""Factors by which the limit falls and rises."""
 OBSERVATIONS = 5
-"""Steps of a kind before anything is concluded from their median."""
+"""Number of quiet steps, and of busy steps, that a median needs."""
 NO_LIMIT_ABOVE = 4.0
-"""Times the rate that was seen without a limit: then the limit is none."""
+"""The limit is removed when it exceeds this many times the highest rate measured without a limit."""
 
 
 class Pace:
-    """The rate of one pod. Not thread-safe."""
+    """Rate limit of one pod. Not thread-safe."""
 
     def __init__(self) -> None:
         self.limit: float | None = None
-        """Bytes a second; None: as fast as it goes."""
+        """Bytes per second. None means no limit."""
         self.floor = 0.0
-        """Bytes a second that checkpoints need to be done before the next one."""
+        """Lowest limit in bytes per second: what checkpoints need to be finished before the next one."""
         self._quiet: deque[float] = deque(maxlen=32)
         self._busy: list[tuple[float, int]] = []
         self._unlimited = 0.0
 
     @property
     def quiet_step_seconds(self) -> float | None:
-        """What a step costs while nothing moves; None: not known yet."""
+        """Return the median duration of quiet steps. None until there are enough of them."""
         return median(self._quiet) if len(self._quiet) >= OBSERVATIONS else None
 
     def step(self, seconds: float, moved_bytes: int) -> None:
-        """A step took `seconds`, during which `moved_bytes` were moved. Sets `limit`."""
+        """Record a step of `seconds` during which `moved_bytes` were moved, and set `limit`."""
         if moved_bytes == 0:
             self._quiet.append(seconds)
             return

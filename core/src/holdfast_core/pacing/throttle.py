@@ -1,4 +1,4 @@
-"""A limit on bytes a second that all threads of a process share, and that may change at any time."""
+"""Limit in bytes per second that all threads of a process share and that may change at any time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 BURST_SECONDS = 0.05
-"""What was not used for so long may be used at once; more would be a burst that trainers feel."""
+"""Seconds of unused rate that a burst may use. A longer burst would slow training."""
 
 
 class Throttle:
-    """Call `take` before moving bytes. Without a limit it only counts."""
+    """Shared rate limit. Callers call `take` before they move bytes. Without a limit it only counts them."""
 
     def __init__(
         self,
@@ -27,17 +27,17 @@ class Throttle:
 
     @property
     def moved_bytes(self) -> int:
-        """Since the start of the process."""
+        """Return the bytes that were passed to `take` since this object was created."""
         with self._lock:
             return self._moved
 
     def set_limit(self, bytes_per_second: float | None) -> None:
-        """Who waits already waits by the old limit; at most for one piece."""
+        """Set the limit. None removes it. Calls of `take` that already wait still use the old limit."""
         with self._lock:
             self._limit = bytes_per_second
 
     def take(self, byte_count: int) -> None:
-        """Returns when `byte_count` more bytes may be moved."""
+        """Block until `byte_count` more bytes may be moved."""
         with self._lock:
             self._moved += byte_count
             if self._limit is None:

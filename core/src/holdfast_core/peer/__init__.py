@@ -1,1 +1,1 @@
-"""The bulk protocol: shards between sidecars, on connections of their own."""
+"""The bulk protocol, which moves shards between sidecars on its own connections."""

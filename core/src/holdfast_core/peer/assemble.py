@@ -1,7 +1,7 @@
-"""The receiving side of a copy takes from its own disk what it has there already.
+"""Fill a copy with chunks that other shards on the receiver's own disk contain.
 
-A copy stays a whole file that depends on no other: pruning, scrubbing and serving know nothing of
-where its bytes came from. What is saved is the network, and the sender's part of TLS.
+The copy is still a whole file that depends on no other, so pruning, scrubbing and serving treat it like any
+other. This saves network traffic and the sender's work for TLS.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
 
 
 class LocalChunks:
-    """Open shards of this node that may have chunks of one that is about to come. Close it."""
+    """Open shards of this node that may contain chunks of an incoming copy. The owner must close it.
+
+    Its truth value is whether there are such shards.
+    """
 
     def __init__(self, tier: NodeTier, ref: ShardRef) -> None:
         self._tier = tier
@@ -30,7 +33,7 @@ class LocalChunks:
         self._open = contextlib.ExitStack()
         self._readers: dict[ShardRef, ShardReader] = {}
         for source in likely_sources(tier.list_shards(), ref):
-            # One that is gone or bad is no source; whoever needs it will say so.
+            # A missing or corrupt shard is not used as a source. Its own readers report the error.
             with contextlib.suppress(HoldfastError, OSError):
                 self._readers[source] = self._open.enter_context(tier.open_shard(source))
 
@@ -38,7 +41,12 @@ class LocalChunks:
         return bool(self._readers)
 
     def runs(self, trailer: Trailer, offset: int) -> tuple[Run, ...]:
-        """What is here of the part of that shard's file from `offset` on."""
+        """Return the runs of chunks that this node has, of the part of the file from `offset` on.
+
+        Args:
+            trailer: Trailer of the incoming shard.
+            offset: Byte of the file that the copy has reached.
+        """
         header = trailer.record.header
         if not trailer.table.digests or header.chunk_bytes > MAX_DATA_BYTES:
             return ()
@@ -52,8 +60,13 @@ class LocalChunks:
         return tuple(run for run in found if run.chunks.start >= first)
 
     def take(self, record: ShardRecord, run: Run, writer: CopyWriter) -> None:
-        """The next bytes of the copy. Raises UnavailableError where the source turned out bad (it is
-        quarantined: the sender is asked again, for more), FormatError where the copy is elsewhere."""
+        """Append the chunks of `run` to the copy.
+
+        Raises:
+            UnavailableError: The source is corrupt. It is quarantined, so that the next attempt asks the
+                sender for these chunks.
+            FormatError: The copy has not reached the start of `run`, or is past it.
+        """
         span = chunk_span(record, run.chunks)
         if writer.offset != span.start:
             raise FormatError(
@@ -90,7 +103,7 @@ class LocalChunks:
 
 
 def chunks_of(runs: Sequence[Run]) -> tuple[range, ...]:
-    """As the wire names them: runs in a row are one, whatever their source."""
+    """Return the chunks of `runs` as a REPLY names them. Adjacent runs of different sources are joined."""
     joined: list[range] = []
     for run in runs:
         if joined and joined[-1].stop == run.chunks.start:

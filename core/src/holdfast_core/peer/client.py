@@ -1,7 +1,7 @@
-"""The calling side of the bulk wire: copies to peers, whole shards from peers. Ranges: peer.ranges.
+"""Client of the bulk protocol: send copies to peers and fetch whole shards. See peer.ranges for ranges.
 
-Blocking; call it from a bounded pool of threads. Each call opens one connection at a time, resumes
-where the last one broke, and gives up after a bounded number of attempts.
+The functions block, so call them in a bounded pool of threads. Each call opens one connection at a time,
+resumes where the last one broke, and fails after a bounded number of attempts.
 """
 
 from __future__ import annotations
@@ -59,12 +59,26 @@ def send_copy(
     *,
     options: BulkOptions | None = None,
 ) -> int:
-    """Copy a shard to a peer; returns when it is durable there, or was before: the bytes of the file
-    that were sent by the attempt that succeeded. What the peer has in other shards is left out.
+    """Copy a shard to a peer, and return when it is durable there. Chunks that the peer has are left out.
 
-    Raises StaleRoundError, RefusedError, CapacityError (full over there), CorruptionError (the
-    bytes were refused: verify the own shard), AccessDeniedError, UnavailableError after all
-    attempts.
+    Args:
+        address: The peer's IP address.
+        server_hostname: The dNSName that the peer's certificate must have.
+        round: The restart round of the sender.
+        reader: The shard. The caller keeps it open during the call.
+
+    Returns:
+        Bytes of the shard file that the successful attempt sent. 0 if the peer had the shard already.
+
+    Raises:
+        StaleRoundError: The peer is in a newer round.
+        RefusedError: The peer refuses the copy for another reason.
+        CapacityError: The peer has no room.
+        CorruptionError: The bytes are corrupt on this side, or the peer has refused them as corrupt. The
+            caller should verify its own shard.
+        AccessDeniedError: A side refuses the other's certificate.
+        FormatError: A side violates the protocol.
+        UnavailableError: All attempts failed.
     """
     peer = Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
     record = reader.record
@@ -83,15 +97,28 @@ def fetch_shard(
     *,
     options: BulkOptions | None = None,
 ) -> ShardRecord:
-    """Fetch a whole shard file into the writer that `open_writer` gives, and commit it.
+    """Fetch a whole shard file from a peer into a writer, and commit it.
 
-    Raises NotFoundError, CorruptionError (the peer's copy is bad: try another source),
-    RefusedError, CapacityError, AccessDeniedError, UnavailableError after all attempts. Nothing
-    stays behind.
+    Args:
+        address: The peer's IP address.
+        server_hostname: The dNSName that the peer's certificate must have.
+        round: The restart round of the caller.
+        open_writer: Returns the writer. It is called with the ref and the size of the file in bytes.
+
+    Raises:
+        NotFoundError: The peer does not have the shard.
+        CorruptionError: The peer's copy is corrupt. Another source may have a good one.
+        RefusedError: The peer refuses the request.
+        CapacityError: The shard does not fit on this node.
+        AccessDeniedError: A side refuses the other's certificate.
+        FormatError: The peer violates the protocol.
+        UnavailableError: All attempts failed.
+
+    After an error no part of the copy remains.
     """
     peer = Peer(address, port, server_hostname, ssl_context, options or BulkOptions())
     writer: CopyWriter | None = None
-    outside = False  # some of the writer's bytes came outside TLS
+    outside = False  # whether some of the writer's bytes were received outside TLS
 
     def attempt(plain: bool) -> ShardRecord:
         nonlocal writer, outside
@@ -149,7 +176,7 @@ def _put(peer: Peer, request: BulkFrame, reader: ShardReader) -> int:
 def _wanted(
     line: Line, peer: Peer, request: BulkFrame, reader: ShardReader, reply: BulkFrame
 ) -> tuple[Piece, ...]:
-    """What the peer asks for: the file from where it stands, without what it has got elsewhere."""
+    """Return the pieces that the peer lacks: the file from its offset, without chunks of its other shards."""
     have: tuple[range, ...] = ()
     if reply.table:
         send_table(line.sock, request, reader)
@@ -171,7 +198,7 @@ def _send_inside(
 
     def before(length: int) -> None:
         if early.poll(0):
-            # The receiver speaks before it has everything: it refuses the rest.
+            # The receiver sends a REPLY before it has all bytes only where it refuses the copy.
             expect_reply(sock, peer, request)
             raise FormatError(f"bulk: {peer} acknowledged {request.ref} before it was sent")
         peer.throttle(length)
@@ -184,7 +211,7 @@ def _send_inside(
 
 
 def _raise_last_words(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> None:
-    """A receiver that refuses closes while we still send; its REPLY may have come before that."""
+    """Raise the error of a REPLY that the receiver sent before it closed the connection, if there is one."""
     try:
         sock.settimeout(1.0)
         reply = receive_frame(sock)
@@ -197,7 +224,7 @@ def _raise_last_words(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> No
 def _receive_head(
     line: Line, paced: PacedLine, peer: Peer, request: BulkFrame, writer: CopyWriter
 ) -> None:
-    """What stays inside TLS before the rest goes outside."""
+    """Receive the head of the shard inside TLS, unless the writer has it already. Then leave TLS."""
     if writer.offset == 0:
         _receive_until(paced, peer, request, writer, 1)
     line.leave()
@@ -206,7 +233,7 @@ def _receive_head(
 def _receive_until(
     sock: PacedLine, peer: Peer, request: BulkFrame, writer: CopyWriter, stop: int
 ) -> None:
-    """DATA frames until the writer's offset is `stop` or more."""
+    """Receive DATA frames until the writer's offset is `stop` or more."""
     while writer.offset < stop:
         frame = expect_data(sock, peer, request)
         length = receive_piece(sock, frame, request, writer)

@@ -1,10 +1,10 @@
-"""One bulk connection: always begun with mutual TLS, of which a stretch may lie outside.
+"""One bulk connection. It starts with mutual TLS, and the payload may leave TLS (ADR 0020).
 
-For jobs that say `peer.encryption: None`. Both ends have proven who they are by the handshake on
-this very connection, so there is no token that somebody could take or repeat. What stays inside TLS:
-requests, replies, the head of the shard and the digest that its payload must have; what lies
-outside is only believed when it has that digest. Whoever sits on the wire can read the state and
-break a transfer, but can change nothing and acknowledge nothing.
+Payloads leave TLS only in jobs with `peer.encryption: None`. The handshake on the same connection has
+authenticated both ends, so there is no token that an attacker could steal or replay. Requests, replies, the
+head of the shard and the digest of its payload stay inside TLS. Bytes from outside are accepted only if they
+have that digest. An attacker on the network can read the training state and break a transfer, but cannot
+change or acknowledge anything.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from holdfast_core.errors import (
 from holdfast_core.net.tls import peer_name
 
 Wrap = Callable[[socket.socket], ssl.SSLSocket]
-"""Puts TLS around a socket, without the handshake."""
+"""Wraps a socket in TLS without the handshake."""
 
 
 class Line:
-    """`secure`, perhaps `leave` and `secure` again, `close`. Not thread-safe but for `interrupt`."""
+    """Connection that can leave TLS and return to it. Only `interrupt` is thread-safe.
+
+    Call `secure` first. After `leave`, another `secure` returns to TLS.
+    """
 
     def __init__(self, plain: socket.socket, wrap: Wrap) -> None:
         self._plain = plain
@@ -40,21 +43,27 @@ class Line:
 
     @property
     def sock(self) -> ssl.SSLSocket:
-        """Reads and writes TLS, or plain bytes after `leave`."""
+        """Return the socket: a TLS one, or one for plain bytes after `leave`. Raises FormatError before
+        `secure`."""
         if self._sock is None:
             raise FormatError("bulk: no TLS on this connection yet; call secure() first")
         return self._sock
 
     @property
     def outside(self) -> bool:
-        """Nothing that is read now was written by the peer for sure."""
+        """Return whether the connection is outside TLS now. Then received bytes are not authenticated."""
         return self.sock.version() is None
 
     def secure(self) -> str:
-        """Handshake; returns the peer's name. Raises OSError; AccessDeniedError where it has none,
-        or another one than at the first handshake."""
+        """Enter TLS with a handshake, and return the peer's dNSName.
+
+        Raises:
+            OSError: The handshake failed.
+            AccessDeniedError: The peer's certificate does not have exactly one dNSName, or has another one
+                than at the first handshake.
+        """
         self._sock = self._wrap(self._plain if self._sock is None else self._sock)
-        # Not within `_wrap`: until it returns, `interrupt` knows no socket that it could shut.
+        # The handshake is not part of `_wrap`, so that `interrupt` has a socket to shut down meanwhile.
         self._sock.do_handshake()
         name = peer_name(self._sock)
         if self._name not in (None, name):
@@ -63,12 +72,11 @@ class Line:
         return name
 
     def leave(self) -> None:
-        """Both sides say that TLS ends here; no byte after it is taken for a part of it. Raises
-        OSError."""
+        """End TLS. Both sides mark its end, so no later byte is taken for a part of it. Raises OSError."""
         self.sock.unwrap()
 
     def interrupt(self) -> None:
-        """Wake whoever waits for the peer, from another thread."""
+        """End the connection from another thread. A thread that waits for the peer gets an error."""
         for sock in (self._sock, self._plain):
             if sock is not None:
                 with contextlib.suppress(OSError):
@@ -93,9 +101,15 @@ class Line:
 
 @contextmanager
 def outside_tls(tried: str, outside: bool) -> Iterator[None]:
-    """Where bytes came or go `outside` TLS, what goes wrong may be anybody's doing and says nothing
-    about the peer or its shard: it is UnavailableError, and the next attempt stays inside and hears
-    the truth."""
+    """Turn errors into UnavailableError where bytes were sent or received `outside` TLS.
+
+    An attacker on the network may have caused such an error, so it shows nothing about the peer or its
+    shard. The next attempt stays inside TLS.
+
+    Args:
+        tried: What was tried, for the error text.
+        outside: If False, errors are not changed.
+    """
     try:
         yield
     except (OSError, FormatError, CorruptionError) as error:

@@ -1,7 +1,7 @@
-"""Copies on their way in: one writer a shard; one whose connection broke waits for its sender.
+"""Incoming copies: one writer for each shard. A copy whose connection broke is kept for its sender.
 
-The newest connection for a shard is the one that counts: a sender comes back before this side has
-noticed that its last connection is dead, which may take as long as a time-out.
+A new connection for a shard interrupts the older one and continues its copy. A sender may reconnect before
+this side has detected that the old connection is dead, which may take a whole time-out.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from holdfast_core.messages.schema import Refusal
 from holdfast_core.tiers.base import CopyWriter, NodeTier
 
 _TAKEOVER_SECONDS = 10.0
-"""For a connection that was interrupted to end: a write of its bytes, at most."""
+"""Longest wait for an interrupted connection to end. It may have to finish a write first."""
 
 
 class BrokenTransferError(UnavailableError):
-    """The connection failed, not the disk: what arrived is good."""
+    """The connection of a copy failed. The bytes received so far are good."""
 
 
 @dataclass(slots=True)
 class Copy:
-    """A copy on its way in."""
+    """One incoming copy."""
 
     writer: CopyWriter
     outside: bool = False
-    """Some of its bytes came outside TLS."""
+    """Whether some of its bytes were received outside TLS."""
 
 
 class Copies:
-    """Copies on their way in: at most one writer a shard, broken ones parked for their senders."""
+    """All incoming copies of a server. Copies with a broken connection are parked. Thread-safe."""
 
     def __init__(
         self, tier: NodeTier, clock: Clock, *, parked_copies: int, parked_seconds: float
@@ -46,12 +46,23 @@ class Copies:
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._active: dict[ShardRef, Callable[[], None]] = {}
-        """By what a connection that receives a shard is interrupted."""
+        """For each shard that is being received, the function that interrupts its connection."""
         self._parked: dict[tuple[ShardRef, int], tuple[Copy, float]] = {}
 
     def begin(self, ref: ShardRef, file_bytes: int, interrupt: Callable[[], None]) -> Copy:
-        """An older connection for this shard is interrupted, and its copy taken over. Raises
-        RefusedError Busy where it does not end; CapacityError."""
+        """Begin or resume a copy. An older connection for the same shard is interrupted first.
+
+        Args:
+            file_bytes: Size of the shard file. A parked copy of another size is not resumed.
+            interrupt: Ends the caller's connection. Another thread may call it.
+
+        Returns:
+            The copy. The caller must end it with `end`.
+
+        Raises:
+            RefusedError: The older connection does not end in time (Busy).
+            CapacityError: There is no room for the copy.
+        """
         with self._lock:
             self._expire()
             if (older := self._active.get(ref)) is not None:
@@ -73,10 +84,12 @@ class Copies:
         try:
             return self._tier.begin_copy(ref, file_bytes)
         except CapacityError:
-            self.drop_all()  # what nobody came back for must not keep a live copy out
+            self.drop_all()  # parked copies must not take the space of an active one
             return self._tier.begin_copy(ref, file_bytes)
 
     def end(self, ref: ShardRef, file_bytes: int, parked: Copy | None) -> None:
+        """End a copy that `begin` returned, and park it if `parked` is given. Otherwise the caller commits or
+        aborts its writer."""
         with self._lock:
             self._release(ref)
             if parked is not None:
@@ -88,6 +101,7 @@ class Copies:
         self._ended.notify_all()
 
     def drop_all(self) -> None:
+        """Abort all parked copies."""
         with self._lock:
             copies = [copy for copy, _ in self._parked.values()]
             self._parked.clear()

@@ -1,7 +1,7 @@
-"""The DATA of the bulk wire: a shard file cut into frames, out of a reader and into a writer.
+"""DATA frames of the bulk protocol: send a shard file from a reader, and receive it into a writer.
 
-A frame is whole chunks wherever chunks are small enough, so that its CRC follows from the chunk
-table's: damage on the sender's disk shows before the bytes leave it.
+A frame consists of whole chunks where they are small enough. Then the sender verifies the chunks with the
+chunk table while it computes the frame's CRC, and detects damage on its disk before it sends the bytes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ from holdfast_core.tiers.base import CopyWriter, ShardReader
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Of one DATA frame: bytes of the file, and the chunks that they are, if they are whole ones."""
+    """Part of the file that one DATA frame carries. `chunks` is empty unless it consists of whole chunks."""
 
     span: ByteRange
     chunks: range = range(0)
 
 
 def spans_without(record: ShardRecord, start: int, have: Sequence[range]) -> Iterator[ByteRange]:
-    """The file from byte `start` on without these chunks of its payload, which are in order.
-    Raises FormatError where there are no such chunks."""
+    """Yield the spans of the file from byte `start` on, without the chunks in `have`.
+
+    Args:
+        have: Runs of chunks of the payload, in order.
+
+    Raises:
+        FormatError: The shard does not have these chunks.
+    """
     position = start
     for run in have:
         held = chunk_span(record, run)
@@ -50,7 +56,7 @@ def spans_without(record: ShardRecord, start: int, have: Sequence[range]) -> Ite
 
 
 def chunk_span(record: ShardRecord, chunks: range) -> ByteRange:
-    """Where chunks in a row lie in the file. Raises FormatError."""
+    """Return the span of consecutive chunks in the file. Raises FormatError if the shard lacks them."""
     header = record.header
     first = head_bytes(header)
     start = chunks.start * header.chunk_bytes
@@ -61,8 +67,11 @@ def chunk_span(record: ShardRecord, chunks: range) -> ByteRange:
 
 
 def pieces(record: ShardRecord, span: ByteRange) -> Iterator[Piece]:
-    """A part of the file. Cut where the payload begins and ends, and at its chunks; as many of them
-    as MAX_DATA_BYTES hold."""
+    """Cut a span of the file into pieces for DATA frames.
+
+    The cuts are at the start and the end of the payload and between chunks. A piece has as many whole chunks
+    as fit into MAX_DATA_BYTES. A larger chunk is cut into several pieces.
+    """
     chunk_bytes = record.header.chunk_bytes
     together = MAX_DATA_BYTES // chunk_bytes
     payload = ByteRange(
@@ -95,9 +104,16 @@ def send_pieces(
     wanted: Sequence[Piece],
     before: Callable[[int], None],
 ) -> None:
-    """A DATA frame of each piece; the next one is read while one is sent. `before` is called with
-    the bytes of each. Raises CorruptionError where a chunk is not what the table says, TierError of
-    the own disk, OSError of the connection."""
+    """Send each piece as a DATA frame. The next piece is read while one is being sent.
+
+    Args:
+        before: Called with the number of bytes before each frame is sent.
+
+    Raises:
+        CorruptionError: A chunk does not match the chunk table, or the file is too short.
+        TierError: The shard cannot be read.
+        OSError: The connection failed.
+    """
     with closing(reader.read_file(piece.span for piece in wanted)) as views:
         for piece, view in zip(wanted, views, strict=True):
             if len(view) != piece.span.length_bytes:
@@ -111,7 +127,7 @@ def send_pieces(
 
 
 def _checked_crc(reader: ShardReader, request: BulkFrame, piece: Piece, view: memoryview) -> int:
-    """CRC of the whole frame, from those of its chunks: one pass over the bytes."""
+    """Verify the chunks of a piece, and return the CRC32C of the whole piece. It reads the bytes once."""
     chunk_bytes = reader.record.header.chunk_bytes
     whole = 0
     for start, chunk in zip(range(0, len(view), chunk_bytes), piece.chunks, strict=True):
@@ -130,8 +146,11 @@ def send_outside(
     wanted: Sequence[Piece],
     before: Callable[[int], None],
 ) -> None:
-    """Like `send_pieces`, and leaves TLS after the head (which the digest of the payload does not
-    cover) or, where the receiver has that already, at once."""
+    """Send pieces like `send_pieces`, outside TLS except for the head of the shard.
+
+    The digest of the payload does not cover the head, so the head stays inside TLS. If the receiver has it
+    already, all pieces are sent outside.
+    """
     head = 1 if wanted and wanted[0].span.start == 0 else 0
     send_pieces(line.sock, request, reader, wanted[:head], before)
     line.leave()
@@ -141,7 +160,12 @@ def send_outside(
 def send_data(
     sock: socket.socket, request: BulkFrame, offset: int, data: memoryview, crc: int
 ) -> None:
-    """One DATA frame of the shard that `request` names; `crc` is that of `data`."""
+    """Send one DATA frame of the shard that `request` names.
+
+    Args:
+        offset: Where `data` begins: in the payload for GET_RANGE, otherwise in the file.
+        crc: CRC32C of `data`.
+    """
     frame = BulkFrame(
         Kind.DATA,
         request.ref,
@@ -154,7 +178,10 @@ def send_data(
 
 
 def receive_piece(sock: Incoming, frame: BulkFrame, request: BulkFrame, writer: CopyWriter) -> int:
-    """The bytes of a DATA frame into the writer's room; they count after `writer.advance` of the
-    number that this returns. Raises what `receive_data` raises."""
+    """Read the bytes of a DATA frame into the writer's buffer, and return their number.
+
+    The caller passes the number to `writer.advance`, which appends the bytes. Raises what `receive_data`
+    raises.
+    """
     room = writer.room(min(frame.length, MAX_DATA_BYTES))
     return len(receive_data(sock, frame, request.ref, writer.offset, room))

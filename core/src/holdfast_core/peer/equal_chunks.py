@@ -1,8 +1,8 @@
-"""Which chunks of a shard are in other shards already, so that they need not be sent. Pure.
+"""Find the chunks of a shard that other shards contain, so that they need not be sent. No I/O.
 
-Chunks are compared where they lie, first with first: ranks that hold the same tensors have them at
-the same offsets, and so has a rank at its next step. An index of all digests would find more, and
-would cost memory with every shard that is held.
+Only chunks with the same number are compared. Ranks with the same tensors have them at the same offsets, and
+so does one rank at different steps. An index of all digests would find more equal chunks, but would need
+memory for each stored shard.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from holdfast_core.shards.chunk_table import DIGEST_BYTES, ChunkTable
 from holdfast_core.shards.record import ShardRecord
 
 MAX_SOURCES = 16
-"""Shards that one is compared with: the ranks of a pod, and what it keeps for others."""
+"""Largest number of shards that one shard is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Chunks in a row that are equal to the chunks of the same numbers in another shard."""
+    """Consecutive chunks that equal the chunks with the same numbers in the shard `source`."""
 
     chunks: range
     source: ShardRef
 
 
 def likely_sources(records: Iterable[ShardRecord], ref: ShardRef) -> tuple[ShardRef, ...]:
-    """Shards at hand that may have chunks of `ref`: those of the same checkpoint, then the newest
-    one that is older of the same rank. At most MAX_SOURCES."""
+    """Return the shards that are likely to contain chunks of `ref`, at most MAX_SOURCES.
+
+    These are the shards of the same checkpoint, then the newest one of the same rank from another checkpoint.
+    """
     same: list[ShardRecord] = []
     older: list[ShardRecord] = []
     for record in records:
@@ -46,7 +48,12 @@ def likely_sources(records: Iterable[ShardRecord], ref: ShardRef) -> tuple[Shard
 def equal_runs(
     table: ChunkTable, sources: Sequence[tuple[ShardRef, ChunkTable]], limit: int
 ) -> tuple[Run, ...]:
-    """Runs in order, none twice; of more than `limit` the longest. An earlier source wins."""
+    """Return the runs of chunks of `table` that the sources contain, in order and without overlap.
+
+    Args:
+        sources: Shards and their tables. If several have a chunk, the first one is used.
+        limit: Largest number of runs. If there are more, the longest are returned.
+    """
     missing = [range(len(table))]
     runs: list[Run] = []
     for ref, other in sources:
@@ -64,7 +71,10 @@ def equal_runs(
 
 
 def _equal(ours: bytes, theirs: bytes, span: range) -> Iterator[range]:
-    """Equal stretches of the two tables. Halves what differs: quick for long equal ones."""
+    """Yield the parts of `span` in which the tables are equal. Adjacent parts are not joined.
+
+    Parts that differ are halved and compared again, which is fast where long parts are equal.
+    """
     if not span:
         return
     start, stop = span.start * DIGEST_BYTES, span.stop * DIGEST_BYTES
@@ -77,6 +87,7 @@ def _equal(ours: bytes, theirs: bytes, span: range) -> Iterator[range]:
 
 
 def _joined(spans: Iterable[range]) -> Iterator[range]:
+    """Join adjacent spans."""
     current = range(0)
     for span in spans:
         if current and span.start == current.stop:

@@ -1,7 +1,7 @@
-"""The shard that a connection reads from: kept open between its requests.
+"""Cache of the open shard that a connection reads from.
 
-To open a shard is to read and check its chunk table: of 10 GiB as much work as to send half a
-range. A caller asks for many ranges of one shard.
+Opening a shard reads and verifies its chunk table. For a shard of 10 GiB this costs as much as sending half
+a range, and a caller requests many ranges of one shard.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from holdfast_core.tiers.base import ShardReader
 
 
 class KeptReader:
-    """Of one connection; one thread. Holds at most one shard open."""
+    """Reader of one connection that keeps the last shard open. Not thread-safe."""
 
     def __init__(self, open_shard: Callable[[ShardRef], ShardReader]) -> None:
         self._open = open_shard
         self._held: tuple[ShardRef, ShardReader] | None = None
 
     def of(self, ref: ShardRef) -> ShardReader:
-        """Do not close it. Raises what `open_shard` raises."""
+        """Return a reader of the shard. The caller must not close it. Raises what `open_shard` raises."""
         if self._held is not None and self._held[0] == ref:
             return self._held[1]
         self.close()

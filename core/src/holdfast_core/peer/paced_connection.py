@@ -1,7 +1,6 @@
-"""A bulk connection that is read at a pace: a peer that only ever drips is given up.
+"""Read a bulk connection with a minimum rate, so that a slow peer cannot hold a restore for ever.
 
-The connection's time-out bounds one silence, and a byte before each of its ends would hold a restore
-for ever. This bounds the sum.
+The connection's time-out bounds one pause only. A peer could send a byte before each time-out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from holdfast_core.peer.connection import Line
 
 
 class PacedLine:
-    """bulk.Incoming of a line, inside TLS or outside. `pace` is of one answer."""
+    """`protocol.Incoming` of a Line, inside TLS or outside, for one answer."""
 
     def __init__(self, line: Line, pace: Pace) -> None:
         self._line = line
@@ -19,16 +18,22 @@ class PacedLine:
         self._taken_bytes = 0
 
     def taken(self, length: int) -> None:
-        """So much of the payload was in the frame that ended here: heads of frames earn no time, else
-        frames of a byte each would be as good as whole ones."""
+        """Count the payload bytes of a frame that was received whole, without its header.
+
+        Callers that accept frames of any size call this after each frame. Otherwise a peer could extend the
+        deadline with the headers of very small frames.
+        """
         self._taken_bytes += length
         self._pace.received_bytes = self._taken_bytes
 
     def recv_into(self, buffer: memoryview, /) -> int:
-        """Raises UnavailableError where the peer is too slow, OSError."""
+        """Read into `buffer`, and return the number of bytes. 0 means that the peer closed the connection.
+
+        Raises UnavailableError if the peer is too slow, and OSError.
+        """
         sock = self._line.sock
         return self._pace.receive(sock, sock.gettimeout(), sock.recv_into, buffer) or 0
 
     def version(self) -> str | None:
-        """Of TLS; None outside."""
+        """Return the TLS version, or None outside TLS."""
         return self._line.sock.version()

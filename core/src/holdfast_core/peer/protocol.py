@@ -1,18 +1,18 @@
-"""The bulk wire: shards between sidecars, on connections of their own, begun with mutual TLS 1.3.
+"""Frames of the bulk protocol, which moves shards between sidecars. Connections start with mutual TLS 1.3.
 
-    frame     fixed binary header (network order), then `meta_bytes` of JSON, then for DATA `length`
+    frame     fixed binary header in network order, then `meta_bytes` of JSON, then, for DATA, `length`
               bytes of the shard
-    PUT_COPY  request -> REPLY ok with the offset to go on from, or have -> DATA... -> REPLY ok
-              (durable at the receiver) or an error. Where the first REPLY asks for the table: DATA
-              of the trailer -> REPLY ok with the chunks that the receiver has got from elsewhere,
-              which are then left out
-    GET_SHARD request with an offset -> REPLY ok with the file's length -> DATA... to its end
-    GET_RANGE request with a range of the payload -> REPLY ok -> DATA...
-    GET_TABLE request -> REPLY ok with the file's length -> DATA of the trailer
+    PUT_COPY  request -> REPLY OK with the offset to continue from, or HAVE -> DATA... -> REPLY OK
+              (durable at the receiver) or an error. If the first REPLY asks for the table: DATA of the
+              trailer -> REPLY OK with the chunks that the receiver has in other shards, which the
+              sender then leaves out
+    GET_SHARD request with an offset -> REPLY OK with the file's length -> DATA... to its end
+    GET_RANGE request with a range of the payload -> REPLY OK -> DATA...
+    GET_TABLE request -> REPLY OK with the file's length -> DATA of the trailer
 
-A connection carries one request after the other. An error in the middle ends it: the REPLY says
-what was wrong, then the connection is closed. Where request and first REPLY say `plain`, both sides
-leave TLS after the head of the shard (see bulk_line); outside, an error has no words.
+A connection carries one request after another. After an error the server sends a REPLY with the reason and
+closes the connection. If the request and the first REPLY have `plain` set, both sides leave TLS after the
+head of the shard (see peer.connection). Outside TLS the server closes the connection without a REPLY.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from holdfast_core.messages.schema import Refusal, Refused
 MAGIC = b"HFBK"
 VERSION = 1
 MAX_DATA_BYTES = 4 << 20
-"""Of one DATA frame."""
+"""Largest payload of one DATA frame."""
 _SEND_BYTES = 1 << 20
-"""Handed to the socket at once: larger slices make TLS no faster, and each must get through within
-the time-out."""
+"""Bytes of one call to the socket. Larger slices do not make TLS faster, and the socket's time-out applies to
+each slice."""
 MAX_META_BYTES = 64 << 10
 MAX_RUNS = 2000
-"""Of chunks that one frame names: what MAX_META_BYTES hold."""
+"""Largest number of runs of chunks in one frame. They fit into MAX_META_BYTES."""
 SOCKET_BUFFER_BYTES = 4 << 20
 
 _HEADER = struct.Struct("!4sBBHqqqqQQ32sII")
@@ -70,6 +70,8 @@ _OPTIONAL_META = frozenset({"refused", "plain", "table", "have"})
 
 
 class Kind(IntEnum):
+    """Kind of a frame."""
+
     PUT_COPY = 1
     GET_SHARD = 2
     GET_RANGE = 3
@@ -79,68 +81,71 @@ class Kind(IntEnum):
 
 
 class Status(IntEnum):
+    """Status of a REPLY."""
+
     OK = 0
     HAVE = 1
-    """The receiver of a PUT has this very shard, durable."""
+    """The receiver of a PUT_COPY has a durable copy of this shard already."""
     REFUSED = 2
-    """The meta is a Refused."""
+    """`refused` names the reason."""
     CORRUPT = 3
-    """The bytes were not what the ref names."""
+    """The received bytes, or the server's own copy, do not have the digest in the ref."""
     FAILED = 4
-    """The disk or the network of the other side; trying again may help."""
+    """The server's disk or network failed. Another attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BulkFrame:
-    """One header with its meta; DATA's bytes are read by `receive_data`."""
+    """Header and meta of one frame. `receive_data` reads the bytes of a DATA frame."""
 
     kind: Kind
     ref: ShardRef
     round: RestartRound
-    """Of the sender, now: the fence."""
+    """The caller's restart round. The server accepts copies only in its own round (R17)."""
     status: Status = Status.OK
     offset: int = 0
     length: int = 0
     crc32c: int = 0
     refused: Refused | None = None
     plain: bool = False
-    """In a request: the caller's job lets payloads travel outside TLS. In its first REPLY: so does
-    the server's, and this one does."""
+    """In a request: the caller allows the payload outside TLS. In the first REPLY: the server allows it, too,
+    and this payload is sent outside TLS."""
     table: bool = False
-    """In the REPLY to a PUT_COPY: send the trailer first."""
+    """In the first REPLY to a PUT_COPY: the sender must send the trailer first."""
     have: tuple[range, ...] = ()
-    """In the REPLY to that: chunks that need not be sent, in order, none twice."""
+    """In the REPLY to that trailer: chunks that the sender leaves out, in order and without overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class BulkOptions:
-    """How long a side waits and how often it tries; seconds."""
+    """Time-outs and other options of the calling side."""
 
     connect_seconds: float = 5.0
+    """Time-out of the TCP connection, and also of its first TLS handshake."""
     io_seconds: float = 30.0
-    """Without any byte of a DATA frame moving."""
+    """Time-out of each wait for the socket after that."""
     pace_seconds: float = 60.0
-    """For a run of chunks, a chunk table or a whole shard from a peer, and a second more for every
-    64 KiB of it."""
+    """Time for one answer: a run of chunks, a chunk table or a whole shard. One more second is added for
+    each 64 KiB of it."""
     reply_seconds: float = 120.0
-    """For the REPLY to a whole copy: the other side's fsync."""
+    """Time-out of the REPLY to a whole copy, which the receiver sends after its fsync."""
     attempts: int = 4
     plain: bool = False
-    """Let payloads travel outside TLS, if the other side's policy says so too. Only the first
-    attempt does; what fails is tried again inside."""
+    """Allow the payload outside TLS, if the other side's policy allows it, too. Only the first attempt leaves
+    TLS; later ones stay inside."""
     throttle: Callable[[int], None] | None = None
-    """Called with the bytes about to be sent or just received; blocks to bound the bandwidth."""
+    """Called with the number of bytes about to be sent or just received. It blocks to limit the rate."""
     clock: Clock = field(default_factory=SystemClock)
 
 
 class Incoming(Protocol):
-    """What is read of a connection: its socket, or paced_connection.PacedLine."""
+    """Readable side of a connection: its socket, or a paced_connection.PacedLine."""
 
     def recv_into(self, buffer: memoryview, /) -> int: ...
 
 
 def send_frame(sock: socket.socket, frame: BulkFrame, data: memoryview | None = None) -> None:
-    """Send a header and, for DATA, its bytes."""
+    """Send a header and, for a DATA frame, its bytes. Raises OSError."""
     meta = _meta(frame)
     header = _HEADER.pack(
         MAGIC,
@@ -164,7 +169,10 @@ def send_frame(sock: socket.socket, frame: BulkFrame, data: memoryview | None = 
 
 
 def receive_frame(sock: Incoming) -> BulkFrame | None:
-    """The next header; None where the peer closed before it. Raises FormatError, OSError."""
+    """Read the next header and meta. Return None if the peer closed the connection before them.
+
+    Raises FormatError, OSError.
+    """
     raw = bytearray(_HEADER.size)
     if not receive_into(sock, memoryview(raw), may_end=True):
         return None
@@ -206,8 +214,21 @@ def receive_frame(sock: Incoming) -> BulkFrame | None:
 def receive_data(
     sock: Incoming, frame: BulkFrame, ref: ShardRef, offset: int, buffer: memoryview
 ) -> memoryview:
-    """The bytes of a DATA frame, in `buffer`. Raises FormatError for anything but the next piece of
-    this shard, UnavailableError where the CRC does not match (the transfer goes on elsewhere)."""
+    """Read the bytes of a DATA frame into `buffer`.
+
+    Args:
+        frame: The header, from `receive_frame`.
+        ref: The expected shard.
+        offset: The expected offset.
+
+    Returns:
+        The filled part of `buffer`.
+
+    Raises:
+        FormatError: The frame is not the next DATA frame of this shard, or does not fit into `buffer`.
+        UnavailableError: The CRC32C does not match, so the bytes were damaged in transit.
+        OSError: The connection failed.
+    """
     if frame.kind is not Kind.DATA or frame.ref != ref or frame.offset != offset:
         raise FormatError(
             f"bulk: {frame.kind.name} of {frame.ref} at {frame.offset}, expected DATA of {ref} "
@@ -223,7 +244,14 @@ def receive_data(
 
 
 def receive_into(sock: Incoming, buffer: memoryview, *, may_end: bool = False) -> bool:
-    """Fill `buffer` wholly. False where the stream ends before its first byte and `may_end`."""
+    """Fill the whole `buffer`.
+
+    Args:
+        may_end: Return False if the stream ends before the first byte, instead of raising an error.
+
+    Raises:
+        OSError: The connection failed or ended early.
+    """
     filled = 0
     while filled < len(buffer):
         count = sock.recv_into(buffer[filled:])
@@ -236,7 +264,7 @@ def receive_into(sock: Incoming, buffer: memoryview, *, may_end: bool = False) -
 
 
 def tune(sock: socket.socket) -> None:
-    """Frames are written whole, and a fast link needs megabytes in flight."""
+    """Set the socket options of a bulk connection: no delay, large buffers for a fast network, keep-alive."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
@@ -244,7 +272,11 @@ def tune(sock: socket.socket) -> None:
 
 
 def connection_error(error: OSError, tried: str) -> HoldfastError:
-    """What a socket's error means: denied by a certificate, or try again."""
+    """Return AccessDeniedError if a side has refused the other's certificate, otherwise UnavailableError.
+
+    Args:
+        tried: What was tried, for the error text.
+    """
     if isinstance(error, ssl.SSLCertVerificationError):
         return AccessDeniedError(f"{tried}: certificate not accepted: {error.verify_message}")
     if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
@@ -253,7 +285,7 @@ def connection_error(error: OSError, tried: str) -> HoldfastError:
 
 
 def error_reply(request: BulkFrame, error: HoldfastError) -> BulkFrame:
-    """The REPLY that carries `error` to the other side."""
+    """Return the REPLY that carries `error` to the caller."""
     code: Refusal | None = None
     round_, version = request.round, 0
     match error:
@@ -277,7 +309,17 @@ def error_reply(request: BulkFrame, error: HoldfastError) -> BulkFrame:
 
 
 def raise_reply(reply: BulkFrame, tried: str) -> None:
-    """Raise what `error_reply` was given on the other side; nothing for OK and HAVE."""
+    """Raise the error that a REPLY carries. Do nothing for OK and HAVE.
+
+    Raises:
+        CorruptionError: The received bytes, or the server's own copy, are corrupt.
+        StaleRoundError: The caller's round is too old.
+        NotFoundError: The server does not have the shard.
+        CapacityError: The server has no room for the copy.
+        UnavailableError: The server is busy, or its disk or network failed.
+        RefusedError: Another refusal.
+        FormatError: The REPLY is a refusal without a reason.
+    """
     if reply.status in (Status.OK, Status.HAVE):
         return
     refused = reply.refused

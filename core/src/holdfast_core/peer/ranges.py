@@ -1,8 +1,8 @@
-"""Ranges of one peer's shard, on a connection that is kept: its chunk table once, then whole chunks.
+"""Read ranges of a peer's shard on one connection: first its chunk table, then whole chunks.
 
-Nothing is believed: the table is bound to the digest that the shard was asked for by (in shards of
-version 1 the caller compares it with the manifest's), and every chunk has to be what the table says.
-Always inside TLS: ranges are a restore's, and few beside the copies of every step.
+The peer is not trusted. The table is bound to the digest of the requested shard, and every chunk must match
+the table. (In shards of version 1 the caller compares the table's digest with the manifest's.) Ranges always
+stay inside TLS, because only restores read them, and they are few compared with the copies of every step.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from holdfast_core.shards.chunks import bad_chunks, payload_span
 from holdfast_core.shards.file import Trailer
 
 _AHEAD = 4
-"""Requests that the peer has before their turn: it reads the next one while one is on its way."""
+"""Largest number of requests sent ahead, so that the peer always has the next one."""
 
 
 class PeerShard:
-    """tiers.base.ShardSource at a peer. One thread at a time; close it."""
+    """A shard at a peer, as a tiers.base.ShardSource. Not thread-safe. The owner must close it."""
 
     def __init__(self, peer: Peer, round: RestartRound, ref: ShardRef) -> None:
         self._peer = peer
@@ -52,14 +52,25 @@ class PeerShard:
         self._connection: ExitStack | None = None
         self._line: Line | None = None
         self._asked = 0
-        """Of the runs that wait: asked for on this connection, not received."""
+        """Number of runs that were requested on this connection and are not received yet."""
         self._trailer: Trailer | None = None
         self._buffer = memoryview(b"")
 
     @classmethod
     def open(cls, peer: Peer, round: RestartRound, ref: ShardRef) -> Self:
-        """Raises NotFoundError, CorruptionError (the peer's copy is bad), RefusedError,
-        AccessDeniedError, UnavailableError after all attempts."""
+        """Connect to the peer and read the shard's trailer.
+
+        Args:
+            round: The restart round of the caller.
+
+        Raises:
+            NotFoundError: The peer does not have the shard.
+            CorruptionError: The peer's copy is corrupt.
+            RefusedError: The peer refuses the request.
+            AccessDeniedError: A side refuses the other's certificate.
+            FormatError: The peer violates the protocol.
+            UnavailableError: All attempts failed.
+        """
         shard = cls(peer, round, ref)
         try:
             with_attempts(peer, lambda _plain: shard._learn())
@@ -70,13 +81,17 @@ class PeerShard:
 
     @property
     def trailer(self) -> Trailer:
+        """See tiers.base.ShardSource."""
         if self._trailer is None:
             raise ValueError("PeerShard: use open()")
         return self._trailer
 
     def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
-        """See tiers.base.ShardSource. A connection that breaks is made again, as often in a row as
-        the options say, and goes on with the run that was not whole."""
+        """See tiers.base.ShardSource.
+
+        A broken connection is opened again, and the incomplete run is requested again. BulkOptions.attempts
+        limits the attempts for each run.
+        """
         source = iter(wanted)
         waiting: deque[range] = deque()
         try:
@@ -89,7 +104,7 @@ class PeerShard:
                 yield view
         finally:
             if self._asked:
-                self.close()  # answers to what was asked for ahead are still on their way
+                self.close()  # the connection still carries replies to requests sent ahead
 
     def close(self) -> None:
         connection, self._connection, self._line = self._connection, None, None
@@ -120,7 +135,7 @@ class PeerShard:
             self._trailer = receive_table(paced, request, reply.length)
 
     def _first_of(self, waiting: deque[range]) -> memoryview:
-        """The bytes of the first run; all of them are asked for."""
+        """Request all runs that are not requested yet, and return the bytes of the first one."""
         with self._conversation() as line:
             paced = self._peer.paced(line, f"bulk: chunks of {self._ref}")
             for chunks in tuple(waiting)[self._asked :]:
@@ -149,7 +164,7 @@ class PeerShard:
             room = view[position : position + MAX_DATA_BYTES]
             due = min(chunk_bytes - position % chunk_bytes, len(room))
             if frame.kind is Kind.DATA and frame.length < due:
-                # Nobody sends less than a chunk, and a frame a byte would keep this node busy.
+                # A correct peer sends whole chunks. Frames of a few bytes would keep this node busy.
                 raise FormatError(
                     f"bulk: {frame.length} bytes of {self._ref} from {self._peer} at "
                     f"{request.offset + position}, expected {due} or more"
@@ -168,8 +183,10 @@ class PeerShard:
 
     @contextlib.contextmanager
     def _conversation(self) -> Iterator[Line]:
-        """The connection that there is, or a new one; whatever goes wrong ends it, since nobody
-        knows what of it is still on its way."""
+        """Yield the present connection, or a new one.
+
+        Any error closes it, because replies to earlier requests may still arrive on it.
+        """
         try:
             if self._connection is None or self._line is None:
                 self._connection = ExitStack()

@@ -1,4 +1,4 @@
-"""One peer as the calling side of the bulk wire knows it: connections, replies, attempts."""
+"""Connections to one peer, its replies and repeated attempts, for clients of the bulk protocol."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ _BACKOFF_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Peer:
+    """Address of one peer's bulk server, and how to call it."""
+
     address: str
     port: int
     server_hostname: str
@@ -43,23 +45,33 @@ class Peer:
         return f"{self.server_hostname} ({self.address}:{self.port})"
 
     def throttle(self, length: int) -> None:
+        """Block until the throttle of the options allows `length` more bytes."""
         if self.options.throttle is not None:
             self.options.throttle(length)
 
     def paced(self, line: Line, what: str) -> PacedLine:
-        """To read one answer, which begins now."""
+        """Return a reader of one answer whose time starts now. `what` names the answer in error texts."""
         clock = self.options.clock
         grace_seconds = self.options.pace_seconds
         return PacedLine(line, Pace(f"{what} from {self}", clock, clock.monotonic(), grace_seconds))
 
     def wrap(self, plain: socket.socket) -> ssl.SSLSocket:
+        """Wrap a socket in TLS without the handshake."""
         return self.ssl_context.wrap_socket(
             plain, server_hostname=self.server_hostname, do_handshake_on_connect=False
         )
 
 
 def with_attempts(peer: Peer, attempt: Callable[[bool], T]) -> T:
-    """`attempt` hears whether it may leave TLS: the first one, where the options say so."""
+    """Call `attempt` until it succeeds, with a random back-off after each UnavailableError.
+
+    Args:
+        attempt: Its argument is whether it may leave TLS. Only the first call may, if the options allow it.
+
+    Raises:
+        UnavailableError: All attempts failed.
+        Exception: Any other error of `attempt`, without a further attempt.
+    """
     last: HoldfastError | None = None
     for number in range(peer.options.attempts):
         if number:
@@ -73,7 +85,8 @@ def with_attempts(peer: Peer, attempt: Callable[[bool], T]) -> T:
 
 @contextmanager
 def connect(peer: Peer) -> Iterator[Line]:
-    """A connection whose certificate was verified; OSErrors inside become errors of the tree."""
+    """Yield a connection to the peer after its TLS handshake. An OSError in the body is raised as an
+    AccessDeniedError or an UnavailableError (see connection_error)."""
     try:
         with socket.create_connection(
             (peer.address, peer.port), timeout=peer.options.connect_seconds
@@ -88,6 +101,7 @@ def connect(peer: Peer) -> Iterator[Line]:
 
 
 def expect_reply(sock: Incoming, peer: Peer, request: BulkFrame) -> BulkFrame:
+    """Read the REPLY to `request`. Raises FormatError, OSError, and the error that the REPLY carries."""
     reply = receive_frame(sock)
     if reply is None:
         raise ConnectionResetError("the other side closed before its reply")
@@ -98,6 +112,10 @@ def expect_reply(sock: Incoming, peer: Peer, request: BulkFrame) -> BulkFrame:
 
 
 def expect_data(sock: ssl.SSLSocket | PacedLine, peer: Peer, request: BulkFrame) -> BulkFrame:
+    """Read the header of the next frame. Inside TLS, raise the error of a REPLY that came instead of DATA.
+
+    Raises FormatError, OSError, and the error that the REPLY carries.
+    """
     frame = receive_frame(sock)
     if frame is None:
         raise ConnectionResetError("the other side closed within the shard")

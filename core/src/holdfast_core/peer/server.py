@@ -1,9 +1,9 @@
-"""The serving side of the bulk wire: takes peers' copies, gives shards to rehydrating members.
+"""Server of the bulk protocol: receive copies from peers, and send shards to members that restore.
 
-Decides nothing: who may put and get is the handler's. Connections are bounded and strangers cannot
-take the places of members (`admission`); requests are bounded apart from connections, so that one
-that is silent holds up nothing. Every wait has an end, and a copy whose connection broke waits a
-while for its sender to come back.
+The handler decides who may put and get shards. The number of connections is limited, and unauthenticated
+callers cannot take the places of members (net.admission). The number of requests in progress has a limit of
+its own, so that idle connections do not block requests. Every wait has a time-out. A copy whose connection
+broke is kept for a while for its sender.
 """
 
 from __future__ import annotations
@@ -56,49 +56,60 @@ from holdfast_core.shards.record import ShardRecord
 from holdfast_core.tiers.base import CopyWriter, NodeTier, ShardReader
 
 CONNECTION_THREAD = "bulk"
-"""Name of each thread that serves one connection."""
+"""Name of each thread that serves a connection."""
 _ENDING = 64
-"""Connections that have lost their place, and whose threads have not ended yet."""
+"""Number of threads allowed in addition to the places, for connections that have lost their place and are
+ending."""
 _DRAIN_BYTES = 16 << 20
 _DRAIN_SECONDS = 2.0
 
 
 class BulkHandler(Protocol):
-    """What the sidecar decides. Called in threads; must be quick and thread-safe."""
+    """Decisions of the sidecar. The methods are called in several threads and must not block."""
 
     def authorize_put(
         self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
     ) -> None:
-        """Called before a copy and again before it is committed. Raises RefusedError,
-        StaleRoundError."""
+        """Check whether the peer may put a copy. Called before the copy and again before its commit.
+
+        Raises RefusedError, StaleRoundError.
+        """
         ...
 
     def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
-        """Called before a read and again before each piece of it: a caller may cease to be a member
-        meanwhile. Raises RefusedError."""
+        """Check whether the peer may read a shard. Raises RefusedError.
+
+        Called before a read and again before each piece of it, because the caller may cease to be a member
+        meanwhile.
+        """
         ...
 
     def allows_plain(self) -> bool:
-        """The job lets payloads travel outside TLS; they do where the caller says so too."""
+        """Return whether the job allows payloads outside TLS. They leave it if the caller allows it, too."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BulkLimits:
+    """Limits of a bulk server."""
+
     places: Places = field(default_factory=lambda: Places(known=512))
     requests: int = 32
-    """In work at once; more wait for `io_seconds` at most."""
+    """Requests in progress at the same time. Others wait for at most `io_seconds` and are then refused."""
     handshake_seconds: float = 10.0
+    """Time-out of the first TLS handshake of a connection."""
     io_seconds: float = 30.0
+    """Time-out of each wait for the socket within a request."""
     idle_seconds: float = 60.0
-    """Between two requests of one connection."""
+    """Time-out between two requests on one connection."""
     parked_copies: int = 8
+    """Copies that are kept after their connection broke."""
     parked_seconds: float = 60.0
-    """How long a broken copy waits for its sender."""
+    """Time for which such a copy is kept for its sender."""
 
 
 class BulkServer:
-    """`start`, then `port`, then `close`. One thread accepts, one serves each connection."""
+    """Bulk server of a sidecar. One thread accepts connections, and one thread serves each of them."""
 
     def __init__(
         self,
@@ -113,8 +124,16 @@ class BulkServer:
         expected: Callable[[], Container[str]] = frozenset,
         dropped: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`expected`: addresses of members; `dropped` is called with the reason for each connection
-        that was closed before its end, by any thread."""
+        """
+        Args:
+            tier: Stores the copies and has the shards.
+            context: TLS settings, which require a client certificate.
+            host: Address to listen on. Empty means all addresses.
+            port: Port to listen on. 0 means any free port.
+            expected: Returns the addresses of members.
+            dropped: Called with the reason, in any thread, for each connection that the server closes for
+                lack of a place, cannot accept, or loses in the first handshake.
+        """
         self._handler = handler
         self._tier = tier
         self._context = context
@@ -138,7 +157,7 @@ class BulkServer:
         self._closing = threading.Event()
 
     def start(self) -> None:
-        """Listen. Raises ConfigError where the port is taken."""
+        """Start to listen. Raises ConfigError if that fails, for example if the port is in use."""
         try:
             self._listener = socket.create_server(self._address, backlog=128)
         except OSError as error:
@@ -148,16 +167,17 @@ class BulkServer:
 
     @property
     def port(self) -> int:
+        """Return the bound port. Raises ConfigError before `start`."""
         if self._listener is None:
             raise ConfigError("bulk server: not started")
         return int(self._listener.getsockname()[1])
 
     def drop_parked(self) -> None:
-        """Give up copies whose connections broke; their bytes are freed."""
+        """Abort the copies whose connections broke, and free their space."""
         self._copies.drop_all()
 
     def close(self) -> None:
-        """End all connections; copies that were on their way leave nothing behind."""
+        """End all connections, and abort incomplete copies."""
         self._closing.set()
         listener = self._listener
         if listener is not None:
@@ -183,7 +203,7 @@ class BulkServer:
             try:
                 sock, address = listener.accept()
             except OSError:
-                # Out of descriptors is no reason to stop listening; a closed listener is.
+                # Listen again after an error such as a lack of descriptors, but not after `close`.
                 if not self._closing.wait(0.1):
                     self._dropped("accept")
                 continue
@@ -197,14 +217,14 @@ class BulkServer:
             try:
                 thread.start()
             except RuntimeError:
-                # The trainer may have used up the pod's processes: no reason to stop listening.
+                # The trainer may have reached the pod's limit of processes. Continue to listen.
                 with self._lock:
                     self._open.pop(thread, None)
                 self._admission.leave(line)
                 sock.close()
                 self._dropped("accept")
             while len(self._open) >= most and not self._closing.wait(0.01):
-                continue  # until threads that lost their places have ended
+                continue  # wait for the threads of connections that lost their places
 
     def _displace(self, line: Line) -> None:
         self._dropped("room")
@@ -212,7 +232,7 @@ class BulkServer:
 
     @property
     def connections(self) -> int:
-        """How many are open now."""
+        """Return the number of connections whose threads have not ended."""
         return len(self._open)
 
     def _wrap(self, sock: socket.socket) -> ssl.SSLSocket:
@@ -234,7 +254,7 @@ class BulkServer:
                 with KeptReader(self._open_shard) as kept:
                     self._converse(line, peer, kept)
         except (OSError, HoldfastError):
-            # The caller sees its connection end and says why it cared; a stranger is not logged.
+            # A member logs the failure on its side. Errors of strangers must not fill this log.
             return
         finally:
             self._admission.leave(line)
@@ -253,7 +273,7 @@ class BulkServer:
                     self._answer(line, peer, request, kept)
             except HoldfastError as error:
                 if line.outside:
-                    return  # words outside TLS would not be believed; the caller asks again inside
+                    return  # the caller ignores a REPLY outside TLS and tries again inside
                 send_frame(line.sock, error_reply(request, error))
                 _drain(line.sock)
                 return
@@ -307,7 +327,7 @@ class BulkServer:
         parked = False
         try:
             if self._tier.find(request.ref) is not None:
-                # The connection that was taken over had all of it.
+                # The older connection, which was interrupted, has completed the copy.
                 have = BulkFrame(Kind.REPLY, request.ref, request.round, Status.HAVE)
                 send_frame(line.sock, have)
                 return
@@ -315,12 +335,12 @@ class BulkServer:
             self._handler.authorize_put(peer, request.round, request.ref, request.length)
             copy.writer.commit()
         except BrokenTransferError:
-            parked = True  # the bytes so far are good: the sender may come back for the rest
+            parked = True  # the bytes so far are good, and the sender may send the rest later
             raise
         except CorruptionError as error:
             if not copy.outside:
                 raise
-            # Anybody may have changed them: the sender's shard is not to blame.
+            # An attacker may have changed the bytes, so the sender's shard need not be corrupt.
             raise UnavailableError(f"bytes that came outside TLS: {error}") from error
         finally:
             self._copies.end(request.ref, request.length, copy if parked else None)
@@ -415,7 +435,7 @@ class BulkServer:
 
 
 class _Rest:
-    """What a copy still lacks: from the sender, and from this node's own shards."""
+    """Receiver of the rest of a copy, from the sender and from this node's own shards."""
 
     def __init__(self, request: BulkFrame, copy: Copy, local: LocalChunks) -> None:
         self._request = request
@@ -425,7 +445,7 @@ class _Rest:
         self._runs: tuple[Run, ...] = ()
 
     def leave_out(self, sock: socket.socket) -> None:
-        """Hear what the chunks are, and say which ones need not be sent."""
+        """Receive the trailer, and reply with the chunks that the sender leaves out."""
         request = self._request
         with _broken(request):
             trailer = receive_table(sock, request, request.length)
@@ -435,7 +455,7 @@ class _Rest:
             send_frame(sock, BulkFrame(Kind.REPLY, request.ref, request.round, have=have))
 
     def receive(self, sock: socket.socket) -> None:
-        """All of it, in order."""
+        """Receive the rest of the copy, in order, until it is complete."""
         request, writer = self._request, self._writer
         for run in self._runs:
             if self._record is None:
@@ -447,7 +467,7 @@ class _Rest:
 
 
 def _receive_until(sock: socket.socket, request: BulkFrame, writer: CopyWriter, stop: int) -> None:
-    """DATA frames until the writer's offset is `stop` or more."""
+    """Receive DATA frames until the writer's offset is `stop` or more."""
     while writer.offset < stop:
         with _broken(request):
             frame = receive_frame(sock)
@@ -459,6 +479,7 @@ def _receive_until(sock: socket.socket, request: BulkFrame, writer: CopyWriter, 
 
 @contextmanager
 def _broken(request: BulkFrame) -> Iterator[None]:
+    """Raise errors of the connection as BrokenTransferError."""
     try:
         yield
     except (OSError, UnavailableError) as error:
@@ -468,7 +489,7 @@ def _broken(request: BulkFrame) -> Iterator[None]:
 
 
 def _drain(sock: ssl.SSLSocket) -> None:
-    """Read what the caller still sends, or the reset that close causes would eat our REPLY."""
+    """Read what the caller still sends. Otherwise closing the connection resets it and may lose our REPLY."""
     sock.settimeout(_DRAIN_SECONDS)
     buffer = bytearray(64 << 10)
     left = _DRAIN_BYTES

@@ -1,7 +1,8 @@
-"""The trailer of a shard on the bulk wire, alone: what its chunks must be, before any of them travels.
+"""Send and receive the trailer of a shard, which has its chunk table, before any of its chunks.
 
-The table is bound to the payload's digest, so that who asks for a shard by its digest believes it
-from anybody. (In shards of version 1 it is not: the manifest names its digest.)
+The table is bound to the payload's digest. A caller that requests a shard by its digest can therefore trust
+the table of any peer. In shards of version 1 it is not bound: the caller compares the table's digest with
+the manifest's.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from holdfast_core.shards.stream import check_ref
 from holdfast_core.tiers.base import ShardReader
 
 MAX_TRAILER_BYTES = 256 << 20
-"""Of a payload of 1.8 TiB. More is refused, whatever a peer announces."""
+"""Largest trailer that is accepted. It suffices for a payload of 1.8 TiB."""
 
 
 def send_table(sock: socket.socket, request: BulkFrame, reader: ShardReader) -> None:
-    """DATA of the trailer, at its place in the file."""
+    """Send the trailer as DATA frames, with their offsets in the file. Raises OSError."""
     header = reader.record.header
     data = memoryview(pack_trailer(header, reader.record.blake3, reader.table))
     start = trailer_offset(header)
@@ -37,8 +38,17 @@ def send_table(sock: socket.socket, request: BulkFrame, reader: ShardReader) -> 
 
 
 def receive_table(sock: Incoming, request: BulkFrame, file_bytes: int) -> Trailer:
-    """The trailer of the shard that `request` names, whose file has so many bytes. Raises
-    CorruptionError (not that shard's), FormatError, UnavailableError, OSError."""
+    """Receive the trailer of the shard that `request` names.
+
+    Args:
+        file_bytes: Size of the shard file, which the peer has announced.
+
+    Raises:
+        CorruptionError: It is not the trailer of that shard or of a file of that size.
+        FormatError: The frames or the trailer are not valid.
+        UnavailableError: The bytes were damaged in transit, or the peer is too slow.
+        OSError: The connection failed.
+    """
     found = bytearray()
     start = 0
     while not found or start + len(found) < file_bytes:
@@ -54,7 +64,7 @@ def receive_table(sock: Incoming, request: BulkFrame, file_bytes: int) -> Traile
                 )
         due = min(MAX_DATA_BYTES, file_bytes - start - len(found))
         if frame.length < due:
-            # Nobody sends it in smaller pieces, and each would cost the buffer of a whole one.
+            # Each frame needs a buffer, so frames that are smaller than a correct peer's are refused.
             raise FormatError(
                 f"bulk: {frame.length} bytes of the trailer of {request.ref}, expected {due}"
             )

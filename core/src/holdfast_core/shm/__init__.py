@@ -1,3 +1,1 @@
-"""Shared memory between a rank and its sidecar: slot files, their header, and files that an
-untrusted process may change.
-"""
+"""Shared memory between a rank and its sidecar: slot files, and files in a shared volume."""

@@ -1,12 +1,11 @@
 """Open, create and replace files in a directory that an untrusted process may change at any time.
 
-The trainer can rename, replace and truncate everything in the volume that it shares with the
-sidecar. A path that is resolved twice may mean two files, a symbolic link may lead into the
-sidecar's own volume, and opening a FIFO waits for a writer that never comes. Every access therefore
-goes through a directory descriptor, follows no link, never waits, and accepts regular files only.
+The trainer can rename, replace and truncate every file in the volume that it shares with the sidecar.
+The same path may resolve to two different files, a symbolic link may point into the sidecar's own
+volume, and opening a FIFO may block for ever. Every access therefore goes through a directory
+descriptor, follows no link, never blocks, and accepts regular files only.
 
-The parent of each directory that is named here must be a path that the untrusted process cannot
-replace, such as a mount point.
+Callers must pass directories whose parent the untrusted process cannot replace, such as a mount point.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _KINDS = {
 
 @contextmanager
 def opened_directory(path: Path) -> Iterator[int]:
-    """Yield a descriptor of the directory; its last component may not be a symbolic link.
+    """Yield a descriptor of the directory. Its last component must not be a symbolic link.
 
     Raises:
-        OSError: There is no such directory, or something else has its name.
+        OSError: The directory does not exist, or the name belongs to something else.
     """
     descriptor = os.open(path, _DIRECTORY)
     try:
@@ -48,10 +47,10 @@ def opened_directory(path: Path) -> Iterator[int]:
 
 @contextmanager
 def own_directory(parent: Path, name: str) -> Iterator[int]:
-    """Yield a descriptor of a directory of this process's user that no other user may write to.
+    """Yield a descriptor of a directory that this process's user owns and no other user may write to.
 
-    It is created where it is missing. Anything else with that name is moved aside, never followed:
-    a trainer that renames or replaces the directory loses what was in it and reaches nothing else.
+    A missing directory is created. Anything else with that name is renamed to a hidden name and never
+    followed, so a trainer that replaces the directory loses its contents and gains nothing.
 
     Raises:
         OSError: `parent` cannot be opened or written to.
@@ -88,14 +87,17 @@ def _is_own(descriptor: int) -> bool:
 
 
 def open_regular(directory: int, name: str, flags: int) -> int:
-    """Open an existing regular file of the directory, without waiting and without following a link.
+    """Open an existing regular file of the directory without blocking and without following a link.
 
-    A file that is opened for writing must have no second name: a hard link could make it one of the
-    sidecar's own files.
+    A file that is opened for writing must have only one name, because a hard link could make it one of
+    the sidecar's own files.
+
+    Returns:
+        The descriptor, which the caller closes.
 
     Raises:
-        FormatError: The name belongs to something else.
-        OSError: It cannot be opened.
+        FormatError: The name is not a regular file, or a file to be written has several hard links.
+        OSError: The file cannot be opened.
     """
     descriptor = os.open(name, flags | _FILE, dir_fd=directory)
     found = os.fstat(descriptor)
@@ -113,13 +115,13 @@ def read_regular(directory: int, name: str, limit_bytes: int) -> bytes:
     """Read a whole file of at most `limit_bytes`.
 
     Raises:
-        FormatError: It is larger, or no regular file.
-        OSError: It cannot be opened or read.
+        FormatError: The file is larger, or is not a regular file.
+        OSError: The file cannot be opened or read.
     """
     descriptor = open_regular(directory, name, os.O_RDONLY)
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
-        # A sparse file may claim any size: it is refused before anything is allocated for it.
+        # A sparse file may claim any size, so the size is checked before memory is allocated.
         document = file.read(limit_bytes + 1) if size <= limit_bytes else b""
     if size > limit_bytes or len(document) > limit_bytes:
         raise FormatError(f"{name}: more than {limit_bytes} bytes")
@@ -127,12 +129,12 @@ def read_regular(directory: int, name: str, limit_bytes: int) -> bytes:
 
 
 def replace_file(directory: int, name: str, data: bytes, *, mode: int = 0o600) -> None:
-    """Put a new file in place of whatever has the name, which is neither opened nor followed.
+    """Write a new file and rename it to `name`. What had that name is neither opened nor followed.
 
-    The temporary name cannot be guessed, so nothing can lie in wait there.
+    The temporary name is random, so another process cannot create it first.
 
     Raises:
-        OSError: The volume is full, or a directory has the name.
+        OSError: The volume is full, or `name` is a directory.
     """
     temporary = _hidden(name)
     descriptor = os.open(
@@ -150,7 +152,7 @@ def replace_file(directory: int, name: str, data: bytes, *, mode: int = 0o600) -
 
 
 def remove(directory: int, name: str) -> None:
-    """Remove the name if it is there. Raises OSError (IsADirectoryError for a directory)."""
+    """Remove the name if it exists. Raises OSError (IsADirectoryError for a directory)."""
     try:
         os.unlink(name, dir_fd=directory)
     except FileNotFoundError:
@@ -158,15 +160,21 @@ def remove(directory: int, name: str) -> None:
 
 
 def move_aside(directory: int, name: str) -> None:
-    """Give whatever has the name another, hidden one. Raises OSError."""
+    """Rename `name` to a random hidden name, whatever it is. Raises OSError."""
     os.rename(name, _hidden(name), src_dir_fd=directory, dst_dir_fd=directory)
 
 
 def listen_unix(directory: Path, name: str, *, mode: int) -> socket.socket:
-    """Listen on a new Unix socket that takes the place of whatever has the name.
+    """Listen on a new Unix socket, which replaces anything that has the name.
 
-    Both the address and the change of mode go through descriptors: a long path does not exceed the
-    107 bytes of an address, and a link that takes the name meanwhile is not followed.
+    The socket is bound and its mode is changed through descriptors. Thus a long path does not exceed the
+    107 bytes of an address, and a link that replaces the socket meanwhile is not followed.
+
+    Args:
+        mode: Permissions of the socket.
+
+    Returns:
+        The non-blocking listener, which the caller closes.
 
     Raises:
         OSError: `directory` cannot be opened or written to.
@@ -194,7 +202,7 @@ def listen_unix(directory: Path, name: str, *, mode: int) -> socket.socket:
 
 
 def connect_unix(directory: Path, name: str, *, timeout_seconds: float) -> socket.socket:
-    """Connect to a Unix socket of the directory. Raises OSError."""
+    """Connect to a Unix socket of the directory. The time-out stays set on the socket. Raises OSError."""
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         client.settimeout(timeout_seconds)

@@ -1,4 +1,4 @@
-"""Whether a slot of shared memory still holds a shard: what a restore asks before it reads a disk."""
+"""Check whether a slot of shared memory still holds a shard, so that a restore need not read a disk."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.tiers.base import NodeTier, ShardReader
 
 _CACHED_BYTES = 512 << 10
-"""Read at once, so that its digest finds it in the processor's cache."""
+"""Bytes of one read. They fit into the processor's cache, where the checksum reads them again."""
 _TWO_THREADS_FROM_CHUNKS = 4
+"""Number of chunks from which two threads verify a slot."""
 
 
 def slot_holds(slot: SlotFile, node: NodeTier, ref: ShardRef, payload_bytes: int) -> bool:
-    """Every byte of the payload is compared: with the shard's chunk table where the node tier has it
-    (four times as fast), else by BLAKE3. Raises what `SlotFile.read_into` raises."""
+    """Return whether the slot's payload is that of the shard `ref`.
+
+    Every byte is verified: against the shard's chunk table where the node tier has the shard (four times
+    as fast), otherwise with BLAKE3. Raises what `SlotFile.read_into` raises.
+    """
     try:
         with node.open_shard(ref) as reader:
             return _agrees(slot, reader)

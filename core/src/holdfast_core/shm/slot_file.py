@@ -1,8 +1,8 @@
-"""Slots of shared memory as their reader sees them: files read by pread and written by pwrite.
+"""Access to slots of shared memory with pread and pwrite.
 
-Never mmap: the trainer may truncate a file at any moment, which must be an error here and not a
-SIGBUS. Names come from the trainer and are hostile until they match the pattern; files are opened as
-`shared_files` does it.
+Slots are never mapped, because the trainer may truncate a file at any moment. That must cause an error
+here and not SIGBUS. Names come from the trainer and are untrusted until they match the pattern. Files
+are opened through `shared_files`.
 """
 
 from __future__ import annotations
@@ -28,32 +28,38 @@ from holdfast_core.shm.slot_header import (
 )
 
 MAX_SLOTS = 1024
-"""Of one volume. A pod has a few ranks with a few slots each."""
+"""Largest number of slots in one volume. A pod has a few ranks with a few slots each."""
 _MAX_ENTRIES = 16 * MAX_SLOTS
 _READ_BYTES = 4 << 20
 _NAME = re.compile(r"rank(\d{6})\.(\d{1,3})\.slot")
 
 
 def rank_of_slot(name: str) -> Rank | None:
-    """The rank a slot's name speaks of; None when it is no slot name at all."""
+    """Return the rank in a slot's file name. None if it is not a slot name."""
     match = _NAME.fullmatch(name)
     return Rank(int(match.group(1))) if match else None
 
 
 @dataclass(slots=True)
 class SlotFile:
-    """An open slot. Close it; it holds a descriptor of the trainer's memory."""
+    """An open slot. The caller must close it, because its descriptor keeps the trainer's memory in use."""
 
     name: str
     fd: int
     throttle: Callable[[int], object] | None = None
-    """Asked before the payload is read for the node tier: it paces the write."""
+    """Called with the number of bytes before each read of the payload. It limits the rate of a write."""
     bytes_read: int = 0
-    """How far a reader got: whether a write that takes long still moves."""
+    """Payload bytes read so far. It shows whether a slow write still makes progress."""
 
     @classmethod
     def open(cls, directory: Path, name: str) -> SlotFile:
-        """Raises FormatError for a bad name, NotFoundError, UnavailableError."""
+        """Open a slot for reading and writing.
+
+        Raises:
+            FormatError: The name is not a slot name, or is not a regular file with one hard link.
+            NotFoundError: The slot does not exist.
+            UnavailableError: It cannot be opened.
+        """
         if rank_of_slot(name) is None:
             raise FormatError(f"slot name {name!r}: expected rank<6 digits>.<index>.slot")
         try:
@@ -66,13 +72,19 @@ class SlotFile:
         return cls(name, fd)
 
     def header(self) -> SlotHeader:
-        """Raises FormatError when it is torn, or promises more than the file holds."""
+        """Read the header.
+
+        Raises:
+            FormatError: The header is torn, names another rank than the file name, or claims more bytes
+                than the file or its volume has.
+            UnavailableError: It cannot be read.
+        """
         header = SlotHeader.unpack(self._read_head())
         held_bytes = os.fstat(self.fd).st_size - HEADER_BYTES
         volume = os.fstatvfs(self.fd)
         volume_bytes = volume.f_blocks * volume.f_frsize
         if 0 < volume_bytes < header.capacity_bytes:
-            # A sparse file costs its writer nothing and its reader every byte that it claims.
+            # A sparse file needs no memory, but its reader would read every byte that it claims.
             raise FormatError(
                 f"slot {self.name}: header says {header.capacity_bytes} bytes, the volume has "
                 f"{volume_bytes}"
@@ -91,11 +103,13 @@ class SlotFile:
             raise UnavailableError(f"reading the header of slot {self.name}: {error}") from error
 
     def set_state(self, state: SlotState) -> None:
-        """Raises UnavailableError: the trainer truncated the file, and its volume is full."""
+        """Write the state word. Raises UnavailableError if the write fails: after the trainer has truncated
+        the file, the write needs memory, and the volume may be full."""
         self._write(STATE_OFFSET, pack_state(state))
 
     def write_header(self, header: SlotHeader) -> None:
-        """State last and alone, as the slot's contract wants it. Raises as `set_state` does."""
+        """Write the header, and its state last in a write of its own (see slot_header). Until then the state
+        is FILLING. Raises what `set_state` raises."""
         packed = bytearray(header.pack())
         state = pack_state(header.state)
         packed[STATE_OFFSET : STATE_OFFSET + len(state)] = pack_state(SlotState.FILLING)
@@ -103,7 +117,7 @@ class SlotFile:
         self._write(STATE_OFFSET, state)
 
     def write_payload(self, offset: int, data: memoryview) -> None:
-        """Raises as `set_state` does."""
+        """Write `data` at byte `offset` of the payload. Raises what `set_state` raises."""
         self._write(HEADER_BYTES + offset, data)
 
     def _write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
@@ -116,7 +130,12 @@ class SlotFile:
             raise UnavailableError(f"writing into slot {self.name}: {error}") from error
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """PayloadSource: raises FormatError when the file ends too early."""
+        """Fill `buffer` from byte `offset` of the payload, after the throttle has allowed it.
+
+        Raises:
+            FormatError: The file ends too early.
+            UnavailableError: It cannot be read.
+        """
         if self.throttle is not None:
             self.throttle(len(buffer))
         done = 0
@@ -134,8 +153,11 @@ class SlotFile:
         self.bytes_read += done
 
     def pieces(self, start: int, stop: int, piece_bytes: int = _READ_BYTES) -> Iterator[memoryview]:
-        """The payload from byte `start` to `stop`, in order. A piece is valid until the next one is asked
-        for. Raises what `read_into` raises."""
+        """Yield the payload from byte `start` to `stop` in order.
+
+        All pieces share one buffer, so a piece is valid only until the next one is requested. Raises what
+        `read_into` raises.
+        """
         buffer = memoryview(bytearray(min(piece_bytes, max(stop - start, 1))))
         for position in range(start, stop, len(buffer)):
             piece = buffer[: min(len(buffer), stop - position)]
@@ -143,7 +165,8 @@ class SlotFile:
             yield piece
 
     def payload_digest(self, payload_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Digest:
-        """What identifies the payload's first bytes as a shard's. Raises what `read_into` raises."""
+        """Return the digest that a shard with the first `payload_bytes` of the payload has. Raises what
+        `read_into` raises."""
         digest = TableDigester(chunk_bytes)
         for piece in self.pieces(0, payload_bytes):
             digest.update(piece)
@@ -154,11 +177,11 @@ class SlotFile:
 
 
 def list_slots(directory: Path) -> tuple[str, ...]:
-    """Names of slot files, sorted; other entries are left out.
+    """Return the sorted names of slot files. Other entries are ignored.
 
-    A directory that is missing or cannot be listed (its owner may replace it or take its rights away
-    at any time) holds no slots: a seal must not fail because of it. At most `MAX_SLOTS` names are
-    returned, since every one of them is opened.
+    A directory that is missing or cannot be listed counts as empty: its owner may replace it or remove its
+    permissions at any time, and a seal must not fail because of that. At most `MAX_SLOTS` names are
+    returned, because callers open each of them.
     """
     names: list[str] = []
     try:

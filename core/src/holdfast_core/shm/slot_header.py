@@ -1,14 +1,14 @@
-"""The header of a shared-memory slot: who may touch the file, and what lies in it.
+"""Header of a shared-memory slot: its state, which says who may write to it, and the shard in it.
 
-A slot is a file in the pod's tmpfs: HEADER_BYTES of header, then the payload. The rank allocates
-and pre-faults it, so its pages are charged to the trainer container. The sidecar uses pread/pwrite,
-never mmap: a truncated file must give it an error, not SIGBUS.
+A slot is a file in the pod's tmpfs: HEADER_BYTES of header, then the payload. The rank allocates and
+prefaults it, so its pages are charged to the trainer container. The sidecar uses pread and pwrite and
+never mmap, because a truncated file must cause an error in the sidecar and not SIGBUS.
 
-States and who sets them (the state word is written last, alone, 4 bytes aligned):
-  FREE -> FILLING (rank, before the copy) -> FULL (rank, after it) -> OWNED (sidecar, on Stage)
-  -> FREE (sidecar, when the shard is durable on the node tier, or given up for a newer one). After a
-  restore the sidecar leaves a filled slot FREE with its identity set: it can serve the same restore
-  again.
+These processes set the states. The state word is written last, in a 4-byte aligned write of its own.
+  FREE -> FILLING (rank, before the copy) -> FULL (rank, after the copy) -> OWNED (sidecar, on Stage)
+  -> FREE (sidecar, when the shard is durable on the node tier, or dropped for a newer one).
+After a restore the sidecar leaves the slot FREE with its identity set, so that it can serve the same
+restore again.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _NONE = -1
 
 
 class SlotState(IntEnum):
+    """State of a slot. The module's docstring lists who sets which state."""
+
     FREE = 0
     FILLING = 1
     FULL = 2
@@ -38,6 +40,8 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
+    """Decoded header. Without `round` and `step` the slot names no shard of a checkpoint."""
+
     state: SlotState
     rank: Rank
     capacity_bytes: int
@@ -46,6 +50,7 @@ class SlotHeader:
     payload_bytes: int = 0
 
     def pack(self) -> bytes:
+        """Return the header's bytes, which are fewer than HEADER_BYTES."""
         return _LAYOUT.pack(
             MAGIC,
             self.state,
@@ -59,7 +64,7 @@ class SlotHeader:
 
     @classmethod
     def unpack(cls, data: bytes) -> SlotHeader:
-        """Raises FormatError when the bytes are no slot header, or contradict themselves."""
+        """Parse a header. Raises FormatError if the bytes are not a slot header or are inconsistent."""
         if len(data) < _LAYOUT.size:
             raise FormatError(f"slot header: {len(data)} bytes, expected {_LAYOUT.size}")
         magic, state, _, round_, step, rank, payload, capacity = _LAYOUT.unpack_from(data)
@@ -82,7 +87,7 @@ class SlotHeader:
 
 
 def pack_state(state: SlotState) -> bytes:
-    """The state word alone, for a write at STATE_OFFSET."""
+    """Return the state word, for a write at STATE_OFFSET."""
     return _STATE.pack(state)
 
 
