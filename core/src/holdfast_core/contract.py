@@ -1,8 +1,8 @@
 """Environment, paths and ports that the operator, which renders pods, agrees on with their containers.
 
 `PodContract` is the environment of the trainer container, `SidecarContract` that of the sidecar. The
-operator renders them with `to_env`; the container parses them with `from_env`. Apart from them, only
-the sidecar's settings read single variables of these, for processes that have only a part of them.
+operator renders them with `to_env`; the container parses them with `from_env`. The sidecar's settings
+also read single variables for processes that need no more: probes, hooks and pods that probe a store.
 """
 
 from __future__ import annotations

@@ -69,7 +69,10 @@ class UnavailableError(TierError):
 
 
 class StaleRoundError(HoldfastError):
-    """The request carries an older restart round than the receiver's (docs/guarantees.md R17)."""
+    """A request has an older restart round than its receiver (docs/guarantees.md R17).
+
+    `own_round` and `own_version` are the receiver's restart round and its ROUND message's version.
+    """
 
     def __init__(self, message: str, *, own_round: int, own_version: int = 0) -> None:
         super().__init__(message)

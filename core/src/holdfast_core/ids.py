@@ -40,7 +40,7 @@ class Level(StrEnum):
     LOCAL = "local"
     """Each rank's shard and the manifest are durable on the node's disk."""
     REPLICATED = "replicated"
-    """As many other nodes as the job has peer copies hold each shard durably."""
+    """Each shard is also durable on as many other nodes as the job has peer copies."""
     PERSISTED = "persisted"
     """The shards and the manifest are in the object store."""
 

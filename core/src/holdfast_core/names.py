@@ -1,9 +1,9 @@
 """Names of the objects that the operator creates for a job.
 
 Each name contains a digest of the job's uid. A job that is deleted and created again under the same
-name therefore cannot collide with pods, Services, Secrets or Checkpoints that are left of the first
-one. Names are deterministic: a create request that is repeated, or that two operators send, addresses
-the same object.
+name therefore cannot collide with pods, Services, Secrets or Checkpoints that remain of the first job.
+Names are deterministic: a create request that is repeated, or that two operators send, addresses the
+same object.
 """
 
 from __future__ import annotations

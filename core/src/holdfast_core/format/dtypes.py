@@ -43,7 +43,8 @@ def element_bytes(dtype: str, path: str) -> int:
 def tensor_bytes(dtype: str, shape: Sequence[int], path: str) -> int:
     """Return the size of a dense tensor in bytes.
 
-    Raises FormatError for an unknown dtype or a size above MAX_TENSOR_BYTES, before numbers get huge.
+    Raises FormatError for an unknown dtype or a size above MAX_TENSOR_BYTES. The size is compared after
+    each dimension, so that a shape such as 2^63 x 2^63 is refused early.
     """
     size = element_bytes(dtype, path)
     if 0 in shape:

@@ -79,9 +79,8 @@ def plan_payload(
 ) -> PayloadPlan:
     """Plan a payload with the given tensors and room for the objects.
 
-    Tensors are ordered by element size, largest first, then by name. Each one then starts at a multiple
-    of its element size without gaps, which safetensors does not allow. The order of the input does not
-    matter.
+    Tensors are ordered by element size, largest first, then by name. Each one thus starts at a multiple
+    of its element size without gaps, as safetensors requires. The order of the input does not matter.
 
     Args:
         tensors: (name, safetensors dtype, shape of the local slice) of each tensor.

@@ -55,15 +55,15 @@ def scan(
 ) -> ScanResult:
     """Read head and trailer of every shard below `root`, and remove temporary files of dead writers.
 
-    Payloads are not read. A file that another process removes meanwhile is skipped. Every directory is
-    synced first: a process that was killed between a rename and the fsync of its directory leaves a
-    name that a power cut could still remove.
+    Payloads are not read. A file that another process removes meanwhile is skipped. First, fsync is
+    called on every directory: a process that was killed between a rename and that fsync leaves a name
+    that a power cut could still remove.
 
     Args:
         root: Directory of the tier.
         reserved: Names below `root` that are not job directories.
         buffers: Pool of the read buffers.
-        read_only: Change nothing on the disk and sync nothing.
+        read_only: Change nothing on the disk and call no fsync.
     """
     shards: list[FoundShard] = []
     torn: list[TornShard] = []

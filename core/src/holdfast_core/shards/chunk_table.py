@@ -1,8 +1,9 @@
 """The chunk table of a shard: a CRC32C and a BLAKE3 for each chunk of its payload. Pure.
 
-Reads are verified by the CRCs, and object stores' checksums are combined from them. Equal BLAKE3
-digests mean equal bytes, so a chunk may be taken from any shard that has one with its digest. The
-payload's digest is the BLAKE3 of the chunks' digests, so that chunks can be verified in any order.
+Reads from the node's disk are verified by the CRCs, and the checksums of uploads are combined from them.
+Equal BLAKE3 digests mean equal bytes, so a chunk may be taken from any shard that has one with its
+digest. The payload's digest is the BLAKE3 of the chunks' digests, so that chunks can be verified in any
+order.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ LEAST_SHARE = 8
 """A pack must leave out at least one chunk in this many. Less is not worth the objects it keeps alive."""
 
 _RANK_LOCAL = re.compile(r"@rank\d+(~\d+)?\Z")
-"""Names of tensors that belong to one rank alone."""
+"""Matches the names of tensors that belong to one rank alone."""
 
 
 @dataclass(frozen=True, slots=True)
