@@ -169,7 +169,10 @@ def trailer_bytes_of(footer: bytes) -> int:
 
 
 def unpack_trailer(data: bytes) -> Trailer:
-    """Parse `data`, which is exactly the trailer. Raises CorruptionError if it is damaged."""
+    """Parse `data`, which is exactly the trailer.
+
+    Raises CorruptionError if the trailer is damaged, and also if a newer release wrote it.
+    """
     size, payload_bytes, crc = _unpack_footer(data[-FOOTER.size :])
     if size != len(data) or len(data) < FOOTER.size + _TRAILER_PREFIX.size:
         raise CorruptionError(f"shard trailer: {len(data)} bytes, expected {size}")

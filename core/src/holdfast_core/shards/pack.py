@@ -233,7 +233,8 @@ def index_bytes_of(footer: bytes) -> int:
 def unpack_index(data: bytes, pack_bytes: int) -> PackIndex:
     """Parse `data`, which is exactly the index of a pack of `pack_bytes` bytes.
 
-    Raises CorruptionError if the index is damaged or does not fit the pack.
+    Raises CorruptionError if the index is damaged or does not fit the pack, and also if a newer release
+    wrote it.
     """
     size, stored_bytes, crc = _unpack_footer(data[-FOOTER.size :])
     if size != len(data) or stored_bytes + size != pack_bytes:
