@@ -1,4 +1,4 @@
-"""What at least two parts of Holdfast share: ids, errors, API models, formats, tiers, messages.
+"""Code that at least two parts of Holdfast share: ids, errors, API models, formats, tiers, messages.
 
-Needs neither torch nor Kubernetes.
+It depends on neither torch nor a Kubernetes client.
 """

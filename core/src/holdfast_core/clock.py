@@ -1,6 +1,6 @@
-"""The only place that reads a clock. Monotonic for durations, UTC for stamps that people read.
+"""The only module that reads a clock: monotonic for durations, UTC for time stamps that people read.
 
-No decision of order uses a wall clock (docs/guarantees.md R30).
+No decision about order uses a wall clock (docs/guarantees.md R30).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Injected wherever time matters, so that tests advance it by hand."""
+    """Source of time that is injected, so that tests can replace it."""
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary point; never goes back."""
+        """Return the seconds since an arbitrary point. The value never decreases."""
         ...
 
     def utc_now(self) -> datetime:
-        """Aware UTC time, for stamps only."""
+        """Return the time-zone-aware UTC time. Use it for time stamps only."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...
@@ -37,7 +37,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when a test says so; sleepers wake in order of their deadlines."""
+    """Clock for tests that moves only in `advance`. Sleepers wake in order of their deadlines."""
 
     def __init__(self, start: float = 1000.0) -> None:
         self._now = start
@@ -63,5 +63,5 @@ class ManualClock:
 
 
 def stamp(moment: datetime) -> str:
-    """RFC 3339 with seconds, as Kubernetes writes it."""
+    """Format `moment` as RFC 3339 in UTC with whole seconds, as Kubernetes does."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

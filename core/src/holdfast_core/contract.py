@@ -1,7 +1,8 @@
-"""The contract between the operator, which renders pods, and what runs in them: environment, paths, ports.
+"""Environment, paths and ports that the operator, which renders pods, agrees on with their containers.
 
-One dataclass for the trainer container, one for the sidecar; each has `to_env` and `from_env` and a
-round-trip test. Nothing else reads these variables.
+`PodContract` is the environment of the trainer container, `SidecarContract` that of the sidecar. The
+operator renders them with `to_env`; the container parses them with `from_env`. The sidecar's settings
+also read single variables for processes that need no more: probes, hooks and pods that probe a store.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from holdfast_core.ids import JobUid, RestartRound, Worker
 PREFIX = "HOLDFAST_"
 
 SHARED_DIR = "/holdfast/shared"
-"""tmpfs volume of trainer and sidecar: the socket, the slots, the launcher's round file."""
+"""tmpfs volume that trainer and sidecar share. It holds the socket, the slots, the rank layouts and
+the launcher's round file."""
 
 NODE_DIR = "/holdfast/node"
-"""The node tier: the sidecar's alone, mode 0700."""
+"""Volume of the node tier, mode 0700. Only the sidecar mounts it."""
 
 CERTS_DIR = "/holdfast/certs"
-"""ca.crt, tls.crt, tls.key of this pod (mounted from the round's Secret by items)."""
+"""ca.crt, tls.crt and tls.key of this pod, mounted as single items from the Secret of its birth round."""
 
 STORE_DIR = "/holdfast/store"
-"""accessKey, secretKey and optionally sessionToken, ca.crt: mounted from the store's Secret."""
+"""accessKey, secretKey and optionally sessionToken and ca.crt, mounted from the store's Secrets."""
 
 SOCKET_NAME = "holdfast.sock"
 SLOTS_DIR = "slots"
@@ -36,23 +38,23 @@ LAYOUTS_DIR = "layouts"
 LAUNCHER_ROUND_FILE = "launcher-round.json"
 
 CONTROL_PORT = 7070
-"""HTTPS with mutual TLS: operator -> sidecar and sidecar -> sidecar words."""
+"""HTTPS with mutual TLS, for messages from the operator and from other sidecars."""
 BULK_PORT = 7071
-"""Framed bytes between sidecars (mutual TLS)."""
+"""Framed shard transfers between sidecars, with mutual TLS."""
 METRICS_PORT = 7072
-"""Plain HTTP: /healthz and /metrics (kubelet and Prometheus have no client certificate)."""
+"""Plain HTTP for /healthz and /metrics, because kubelet and Prometheus have no client certificate."""
 
 TRAINER_CONTAINER = "trainer"
 SIDECAR_CONTAINER = "holdfast-sidecar"
 
 
 def peer_dns_name(pod: str, job_uid: str) -> str:
-    """The dNSName in a pod's certificate, and the server name that its callers verify."""
+    """Return the dNSName of a pod's certificate. Clients verify it as the server name."""
     return f"{pod}.{job_uid}.holdfast"
 
 
 def operator_dns_name(job_uid: str) -> str:
-    """The dNSName in the operator's client certificate for one job."""
+    """Return the dNSName of the operator's client certificate for one job."""
     return f"operator.{job_uid}.holdfast"
 
 
@@ -60,7 +62,7 @@ _ENDPOINT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::([1-9][0-9]{0,4
 
 
 def is_endpoint(text: object) -> bool:
-    """Whether it is `host`, `host:port` or `[v6]:port`, or names the directory of a folder's store."""
+    """Return whether `text` is `host`, `host:port` or `[v6]:port`, or a `file://` directory."""
     if not isinstance(text, str):
         return False
     if text.startswith("file://"):
@@ -71,10 +73,10 @@ def is_endpoint(text: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where the object tier lives; everything but the keys. Travels as JSON in one variable."""
+    """Configuration of the object tier without its credentials, passed as JSON in one variable."""
 
     endpoint: str
-    """host:port, without a scheme."""
+    """`host` or `host:port` without a scheme, or `file://` and a directory. See `is_endpoint`."""
     secure: bool
     bucket: str
     prefix: str
@@ -82,7 +84,7 @@ class StoreConfig:
     part_size_mib: int = 32
     max_concurrency: int = 4
     conditional_put: bool = True
-    """False where the probe saw that the server ignores If-None-Match."""
+    """False if the probe found that the server ignores If-None-Match."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -122,7 +124,10 @@ class PodContract:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Self | None:
-        """None outside of a pod (no HOLDFAST_JOB_UID); ConfigError if only a part is there."""
+        """Return the contract, or None outside of a pod, where HOLDFAST_JOB_UID is not set.
+
+        Raises ConfigError if HOLDFAST_JOB_UID is set and another variable is missing or wrong.
+        """
         source = os.environ if env is None else env
         if f"{PREFIX}JOB_UID" not in source:
             return None
@@ -144,11 +149,12 @@ class SidecarContract:
     pod_ip: str
     node_dir: str
     node_capacity_bytes: int
-    """sizeLimit of the node volume; the sidecar keeps to 85 % of it. 0: the file system's size."""
+    """sizeLimit of the node volume, of which the sidecar uses at most 85 %. 0 means the size of the
+    file system."""
     certs_dir: str
     store_dir: str
     store: str
-    """StoreConfig as JSON, or "" where the job has no object tier."""
+    """StoreConfig as JSON, or "" if the job has no object tier."""
     control_port: int = CONTROL_PORT
     bulk_port: int = BULK_PORT
     metrics_port: int = METRICS_PORT

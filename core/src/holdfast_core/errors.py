@@ -1,6 +1,7 @@
-"""The one tree of errors. Every message says what was tried on what, what was expected and found.
+"""Exception hierarchy of Holdfast.
 
-`retryable` belongs to the class: the one retry wrapper (tiers.retry) reads it, nobody else does.
+Every message states the operation, its object, and the expected and the actual result. `retryable`
+is an attribute of the class. The object store's client reads it to decide about a retry.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class ConfigError(HoldfastError):
 
 
 class FormatError(HoldfastError):
-    """Bytes are not what their format says: refused before anything is used."""
+    """Bytes do not conform to their format. They are refused before any part of them is used."""
 
 
 class CorruptionError(FormatError):
@@ -27,45 +28,51 @@ class CorruptionError(FormatError):
 
 
 class UnsupportedStateError(HoldfastError):
-    """A state dict holds something that cannot be saved; the message names its path."""
+    """A state dict contains a value that cannot be saved; the message names its path."""
 
 
 class StateDictError(HoldfastError):
-    """The state_dict() of a part of the state raised; the message names its path and the error."""
+    """The state_dict() method of an object in the state raised; the message names path and error."""
 
 
 class StateMismatchError(HoldfastError):
-    """A restored state does not fit the one that is there (missing key, shape, dtype)."""
+    """A checkpoint does not fit the state it is restored into (missing key, shape, dtype)."""
 
 
 class CapacityError(HoldfastError):
-    """Not enough room (shared memory, node volume, memory limit); says needed and available bytes."""
+    """Space is exhausted (shared memory, node volume, memory limit, store).
+
+    The message states the needed and the available bytes where they are known.
+    """
 
 
 class TierError(HoldfastError):
-    """A tier could not do what was asked."""
+    """A tier could not execute an operation."""
 
 
 class NotFoundError(TierError):
-    """The shard, manifest, layout or bucket is not there."""
+    """The shard, manifest, layout or bucket does not exist."""
 
 
 class AlreadyExistsError(TierError):
-    """put-if-absent found something else under this key."""
+    """A put-if-absent found different content under this key."""
 
 
 class AccessDeniedError(TierError):
-    """The store refused the credentials; carries the server's words."""
+    """The store refused the credentials; the message contains the server's reply."""
 
 
 class UnavailableError(TierError):
-    """Refused, reset, timed out, 5xx: trying again may help."""
+    """A temporary failure (connection refused or reset, time-out, HTTP 5xx). A retry may succeed."""
 
     retryable = True
 
 
 class StaleRoundError(HoldfastError):
-    """The request carries an older restart round than the receiver's (docs/guarantees.md R17)."""
+    """A request has an older restart round than its receiver (docs/guarantees.md R17).
+
+    `own_round` and `own_version` are the receiver's restart round and its ROUND message's version.
+    """
 
     def __init__(self, message: str, *, own_round: int, own_version: int = 0) -> None:
         super().__init__(message)
@@ -74,8 +81,7 @@ class StaleRoundError(HoldfastError):
 
 
 class RefusedError(HoldfastError):
-    """A well-formed request that the receiver must not serve now; `code` is one of the refusal
-    codes of transfer.messages."""
+    """The receiver refused a well-formed request; `code` is a value of messages.schema.Refusal."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -83,12 +89,12 @@ class RefusedError(HoldfastError):
 
 
 class DeviceError(HoldfastError):
-    """An accelerator refused or failed a copy; carries its own words."""
+    """A copy to or from an accelerator failed; the message contains the accelerator's error."""
 
 
 class SaveFailedError(HoldfastError):
-    """A save did not reach the level that was waited for."""
+    """A save did not reach the level that the caller waited for."""
 
 
 class StoppedError(HoldfastError):
-    """The gang was asked to stop; raised only where the caller asked to wait."""
+    """A wait ended because the gang was asked to stop."""

@@ -1,7 +1,7 @@
-"""Named places where a test may stop, slow or fail this process. Without a hook they do nothing.
+"""Named places where a test can stop, delay or fail this process. Without a hook they do nothing.
 
-The hook is installed only by `tests.support.crash.failpoints`, which no production module
-imports: in a release there is nothing that could turn a failpoint on.
+Only `tests.support.crash.failpoints` installs a hook. No production module imports it, so a release
+cannot activate a failpoint.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ _hook: Hook | None = None
 
 
 def failpoint(name: str) -> None:
-    """Mark a step of a protocol, e.g. `node.after_rename`. The hook may raise, sleep, or exit."""
+    """Call the hook, if one is set, with a step of a protocol, e.g. `node.after_rename`.
+
+    The hook may raise, sleep or end the process.
+    """
     if _hook is not None:
         _hook(name)
 
 
 def set_hook(hook: Hook | None) -> None:
-    """Install or remove the hook; for `tests.support.crash.failpoints` only."""
+    """Install the hook, or remove it with None. Only `tests.support.crash.failpoints` calls this."""
     global _hook
     _hook = hook

@@ -1,6 +1,6 @@
-"""The identities that every part speaks of, as types of their own.
+"""Types for the identities that all parts of Holdfast use.
 
-May import the standard library only.
+This module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -16,36 +16,45 @@ Step = NewType("Step", int)
 """Optimizer step, >= 0, counted once for the whole gang."""
 
 Rank = NewType("Rank", int)
-"""0..world_size-1, the index of a training process in the gang."""
+"""Index of a training process in the gang, 0..world_size-1."""
 
 Worker = NewType("Worker", int)
-"""0..workers-1, the index of a pod in the gang."""
+"""Index of a pod in the gang, 0..workers-1."""
 
 RestartRound = NewType("RestartRound", int)
-""">= 0, +1 each time the gang restarts: the fencing token."""
+"""Number of restarts of the gang, >= 0. It is the fencing token (docs/guarantees.md R17)."""
 
 Digest = NewType("Digest", str)
-"""`b3:` and 64 hex characters: BLAKE3 of some bytes."""
+"""BLAKE3 digest, written as `b3:` and 64 lower-case hex characters."""
 
 
 class Level(StrEnum):
-    """How much a committed step survives; each level includes the ones before it."""
+    """Durability level of a committed step. Each level includes the levels before it.
+
+    docs/guarantees.md lists when each level is reached and what it survives.
+    """
 
     MEMORY = "memory"
-    """Each rank's shard is digested, in its pod's shared memory or on its node: survives processes,
-    not pods."""
+    """Each rank's shard is digested and lies in its pod's shared memory or on its node. The step
+    survives the end of processes, but not the loss of a pod."""
     LOCAL = "local"
+    """Each rank's shard and the manifest are durable on the node's disk."""
     REPLICATED = "replicated"
+    """Each shard is also durable on as many other nodes as the job has peer copies."""
     PERSISTED = "persisted"
+    """The shards and the manifest are in the object store."""
 
     def includes(self, other: Level) -> bool:
-        """This is `other`, or above it. `<` and `>` compare names, as with every string."""
+        """Return whether this level is `other` or a higher one.
+
+        Do not compare levels with `<` and `>`: those compare the names as strings.
+        """
         order = tuple(Level)
         return order.index(self) >= order.index(other)
 
 
 class TierName(StrEnum):
-    """Where a shard can be read, in the order in which a restore tries them."""
+    """Tier that a shard can be read from, in the order in which a restore tries them."""
 
     MEMORY = "memory"
     NODE = "node"
@@ -66,7 +75,7 @@ class CheckpointId:
 
 @dataclass(frozen=True, slots=True)
 class ShardRef:
-    """Names exactly one shard's bytes; enough to find it in every tier."""
+    """Identity of one shard and of its payload's bytes. It suffices to find the shard in any tier."""
 
     job_uid: JobUid
     step: Step
@@ -81,7 +90,7 @@ class ShardRef:
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Half-open range of bytes: start <= position < stop."""
+    """Half-open byte range: start <= position < stop."""
 
     start: int
     stop: int
@@ -96,10 +105,10 @@ class ByteRange:
 
 
 def ranks_of(worker: Worker, procs_per_worker: int) -> range:
-    """Ranks that run in the pod of `worker`."""
+    """Return the ranks that run in the pod of `worker`."""
     return range(worker * procs_per_worker, (worker + 1) * procs_per_worker)
 
 
 def worker_of(rank: Rank, procs_per_worker: int) -> Worker:
-    """The worker whose pod runs `rank`."""
+    """Return the worker whose pod runs `rank`."""
     return Worker(rank // procs_per_worker)

@@ -1,9 +1,9 @@
 """Names of the objects that the operator creates for a job.
 
-Each name holds a digest of the job's uid. A job that was deleted and created again under the same
-name therefore never meets the pods, Services, Secrets or Checkpoints of the job before it, in
-whatever state those still are. The same job and round give the same name, so a create that was
-repeated, or that two operators make, meets its own object.
+Each name contains a digest of the job's uid. A job that is deleted and created again under the same
+name therefore cannot collide with pods, Services, Secrets or Checkpoints that remain of the first job.
+Names are deterministic: a create request that is repeated, or that two operators send, addresses the
+same object.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from functools import lru_cache
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
 
 DIGEST_CHARACTERS = 6
-"""30 bits. A job's name has at most 40 characters, so that a pod's name stays below 63, the limit of
-a host name."""
+"""Length of the uid's digest in names: 30 bits. With a job name of at most 40 characters, a pod's name
+stays within 63 characters, the limit of a host name."""
 
 _POD_SUFFIX = re.compile(r"-(0|[1-9][0-9]{0,4})-r(0|[1-9][0-9]{0,8})")
 
 
 @lru_cache(maxsize=4096)
 def job_digest(uid: str) -> str:
-    """Lower-case letters and digits that stand for this uid in names."""
+    """Return the digest of `uid` in names, in lower-case letters and digits."""
     digest = hashlib.blake2b(uid.encode(), digest_size=5).digest()
     return base64.b32encode(digest).decode().lower()[:DIGEST_CHARACTERS]
 
 
 def job_prefix(job: str, uid: JobUid) -> str:
-    """What the name of every object of this job begins with."""
+    """Return the prefix of the names of all objects of this job."""
     return f"{job}-{job_digest(uid)}"
 
 
@@ -39,7 +39,7 @@ def pod_name(job: str, uid: JobUid, worker: int, birth_round: int) -> str:
 
 
 def parse_pod_name(job: str, uid: JobUid, name: str) -> tuple[Worker, RestartRound] | None:
-    """Worker and birth round of a pod of this job; None where the job gives no pod that name."""
+    """Return the worker and the birth round in a pod's name, or None if it is not a name of this job."""
     prefix = job_prefix(job, uid)
     if not name.startswith(prefix):
         return None
@@ -48,15 +48,15 @@ def parse_pod_name(job: str, uid: JobUid, name: str) -> tuple[Worker, RestartRou
 
 
 def service_name(job: str, uid: JobUid) -> str:
-    """The headless Service of the gang, also the pods' subdomain."""
+    """Return the name of the gang's headless Service, which is also the pods' subdomain."""
     return f"{job_prefix(job, uid)}-gang"
 
 
 def certificates_secret_name(job: str, uid: JobUid, birth_round: int) -> str:
-    """Secret with the leaves of the pods that are born in that round."""
+    """Return the name of the Secret with the leaf certificates of the pods created in `birth_round`."""
     return f"{job_prefix(job, uid)}-certs-r{birth_round}"
 
 
 def checkpoint_name(job: str, uid: JobUid, checkpoint: CheckpointId) -> str:
-    """The Checkpoint object that records a commit of the object tier."""
+    """Return the name of the Checkpoint object that records a commit to the object tier."""
     return f"{job_prefix(job, uid)}-{checkpoint}"

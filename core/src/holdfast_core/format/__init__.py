@@ -1,1 +1,1 @@
-"""The documents of a checkpoint: manifest, layouts, references, payload headers and keys. Pure."""
+"""Documents of a checkpoint: manifest, layouts, references, payload headers and keys. Pure."""

@@ -1,7 +1,8 @@
-"""Canonical JSON: one value has exactly one spelling, so that digests of documents mean something.
+"""Canonical JSON: each value has exactly one encoding, so that equal documents have equal digests.
 
-Keys sorted by code point, no whitespace, UTF-8 unescaped, integers exact, NaN and infinities
-refused. Reading is strict: duplicate keys, NaN, a byte-order mark and too much depth are FormatErrors.
+Keys are sorted by code point, there is no whitespace, text is unescaped UTF-8, integers are exact, and
+NaN and infinities are refused. The parser is strict: duplicate keys, NaN, infinities, a byte-order mark
+and too deep nesting raise FormatError.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any, NoReturn
 from holdfast_core.errors import FormatError
 
 MAX_DOCUMENT_BYTES = 64 << 20
-"""Of a layout or manifest."""
+"""Maximum length of a layout or manifest."""
 
 
 def dumps_canonical(value: Any) -> bytes:
-    """The one spelling of a JSON value. Raises FormatError for what JSON cannot say exactly."""
+    """Encode a JSON value canonically. Raises FormatError if JSON cannot represent it exactly."""
     try:
         text = json.dumps(
             value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
@@ -29,7 +30,10 @@ def dumps_canonical(value: Any) -> bytes:
 
 
 def loads_strict(data: bytes, what: str, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
-    """Parse JSON of any spelling; `what` names the document in errors."""
+    """Parse JSON that need not be canonical. `what` names the document in errors.
+
+    Raises FormatError if the document is longer than `limit_bytes` or is not strict JSON.
+    """
     if len(data) > limit_bytes:
         raise FormatError(f"{what}: {len(data)} bytes, at most {limit_bytes} are accepted")
     try:
@@ -40,7 +44,7 @@ def loads_strict(data: bytes, what: str, *, limit_bytes: int = MAX_DOCUMENT_BYTE
 
 
 def loads_canonical(data: bytes, what: str, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
-    """Parse JSON and refuse every spelling but the canonical one."""
+    """Parse canonical JSON. Raises FormatError like `loads_strict`, and if it is not canonical."""
     value = loads_strict(data, what, limit_bytes=limit_bytes)
     if dumps_canonical(value) != data:
         raise FormatError(f"{what}: not in canonical form (sorted keys, no whitespace)")
@@ -48,7 +52,10 @@ def loads_canonical(data: bytes, what: str, *, limit_bytes: int = MAX_DOCUMENT_B
 
 
 def _check_keys(value: Any) -> None:
-    """json.dumps turns 1 and True into text. It has proved that the value is no cycle."""
+    """Raise FormatError for a key that is not a string: json.dumps would convert 1 and True to text.
+
+    The value has no cycles: json.dumps has checked that before.
+    """
     stack = [value]
     while stack:
         item = stack.pop()

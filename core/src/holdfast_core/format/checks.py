@@ -1,4 +1,7 @@
-"""Typed reads from a parsed JSON value, with the path in every error, for this package's parsers."""
+"""Typed access to parsed JSON values for the parsers of documents.
+
+Each function returns the value, or raises FormatError with `path`, the value's place in the document.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ MAX_INT = (1 << 63) - 1
 
 
 def expect_object(value: Any, path: str, fields: frozenset[str]) -> dict[str, Any]:
-    """An object with exactly these fields."""
+    """Return an object that has exactly these fields."""
     found = expect_map(value, path)
     if found.keys() != fields:
         missing = sorted(fields - found.keys())
@@ -25,8 +28,10 @@ def expect_object(value: Any, path: str, fields: frozenset[str]) -> dict[str, An
 def expect_document(
     value: Any, path: str, fields: frozenset[str], *, version: int
 ) -> dict[str, Any]:
-    """An object with exactly these fields, `formatVersion` among them, which is looked at first: a newer
-    version may have others."""
+    """Return an object that has exactly these fields, `formatVersion` among them.
+
+    The version is checked first, because a newer version may have other fields.
+    """
     if isinstance(value, dict) and "formatVersion" in value:
         expect_version(value["formatVersion"], f"{path}.formatVersion", version)
     return expect_object(value, path, fields)
@@ -68,7 +73,7 @@ def expect_ints(value: Any, path: str, *, limit: int = 64) -> tuple[int, ...]:
 
 
 def expect_range(value: Any, path: str) -> ByteRange:
-    """`[start, stop]`, ordered."""
+    """Return the byte range of a list `[start, stop]` with start <= stop."""
     numbers = expect_ints(value, path, limit=2)
     if len(numbers) != 2 or numbers[0] > numbers[1]:
         raise FormatError(f"{path}: {list(numbers)} is no byte range [start, stop)")
@@ -76,7 +81,7 @@ def expect_range(value: Any, path: str) -> ByteRange:
 
 
 def expect_checkpoint(entry: dict[str, Any], path: str) -> CheckpointId:
-    """`step` and `restartRound` of an object that has them."""
+    """Return the checkpoint of an object with the fields `step` and `restartRound`."""
     return CheckpointId(
         Step(expect_int(entry["step"], f"{path}.step", high=MAX_STEP)),
         RestartRound(expect_int(entry["restartRound"], f"{path}.restartRound", high=MAX_ROUND)),

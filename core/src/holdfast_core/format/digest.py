@@ -1,4 +1,4 @@
-"""The two digests of the format: CRC32C of chunks, BLAKE3 of documents and payloads."""
+"""The two checksums of the format: CRC32C of chunks, and BLAKE3 of chunks, payloads and documents."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ Buffer = bytes | bytearray | memoryview
 
 
 def crc32c(data: Buffer, value: int = 0) -> int:
-    """CRC32C (Castagnoli) of `data`, going on from `value`. Releases the GIL for large buffers."""
+    """Return the CRC32C (Castagnoli) of `data`, continued from `value`.
+
+    Releases the GIL for large buffers.
+    """
     return int(_crc32c.crc32c(data, value))
 
 
 def append_crc(crc_a: int, crc_b: int, length_b: int) -> int:
-    """CRC32C of A followed by B, from their CRCs and the length of B in bytes.
+    """Return the CRC32C of A followed by B, from their CRCs and the length of B in bytes.
 
-    Quick for few different lengths: what appending so many bytes does to a CRC is kept.
+    The map for each of the last 16 lengths is cached, so calls with few different lengths are fast.
     """
     if length_b < 0:
         raise ValueError(f"length {length_b} is negative")
@@ -41,8 +44,8 @@ def append_crc(crc_a: int, crc_b: int, length_b: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _shift_map(length_bytes: int) -> tuple[int, ...]:
-    # The CRC of A moves linearly over GF(2) when bytes are appended: 32 columns say all. Bit 31 is
-    # the polynomial 1, and each bit below is x times the one above it.
+    # Appending zero bytes is a linear map of the CRC over GF(2), so 32 columns define it. Bit 31 is the
+    # polynomial 1, and each lower bit is x times the bit above it.
     columns = [_append_zeros(1 << 31, length_bytes)]
     for _ in range(31):
         last = columns[-1]
@@ -51,7 +54,7 @@ def _shift_map(length_bytes: int) -> tuple[int, ...]:
 
 
 def _append_zeros(crc: int, length_bytes: int) -> int:
-    """Repeated squaring of the map of one zero bit: logarithmic in the length."""
+    """Return the CRC after `length_bytes` zero bytes, by repeated squaring of the map of one zero bit."""
     square = [_POLYNOMIAL, *(1 << bit for bit in range(31))]
     for _ in range(3):
         square = [_times(square, column) for column in square]
@@ -77,12 +80,12 @@ def _times(matrix: list[int], vector: int) -> int:
 
 
 def digest_of(data: Buffer) -> Digest:
-    """BLAKE3 of a whole buffer."""
+    """Return the BLAKE3 of a buffer."""
     return Digest(PREFIX + blake3(data).hexdigest())
 
 
 def chunk_digest(data: Buffer) -> bytes:
-    """BLAKE3 of a chunk, 32 bytes."""
+    """Return the BLAKE3 of a chunk as 32 bytes."""
     return bytes(blake3(data).digest())
 
 
@@ -101,12 +104,15 @@ class Blake3:
         return Digest(PREFIX + self._hasher.hexdigest())
 
     def raw(self) -> bytes:
-        """The same as 32 bytes."""
+        """Return the digest as 32 bytes."""
         return bytes(self._hasher.digest())
 
 
 def parse_digest(text: object, what: str) -> Digest:
-    """Raises FormatError unless `text` is `b3:` and 64 lower-case hex characters."""
+    """Check that `text` is `b3:` and 64 lower-case hex characters. Raises FormatError.
+
+    `what` names the value in the error.
+    """
     if not isinstance(text, str) or _DIGEST.match(text) is None:
         shown = text if isinstance(text, str) and len(text) <= 80 else type(text).__name__
         raise FormatError(f"{what}: {shown!r} is no digest, expected b3: and 64 hex characters")
@@ -114,5 +120,5 @@ def parse_digest(text: object, what: str) -> Digest:
 
 
 def hex_of(digest: Digest) -> str:
-    """The 64 hex characters, for keys and file names. Raises FormatError."""
+    """Return the 64 hex characters of a digest, for keys and file names. Raises FormatError."""
     return parse_digest(digest, "digest")[len(PREFIX) :]

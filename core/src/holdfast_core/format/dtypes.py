@@ -1,4 +1,4 @@
-"""Element types of tensors by their safetensors names, and the sizes that follow from shapes."""
+"""Element types of tensors by their safetensors names, and sizes of tensors in bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_TENSOR_BYTES = 1 << 50
 
 
 def element_bytes(dtype: str, path: str) -> int:
-    """Bytes of one element. Raises FormatError for a name that safetensors does not have."""
+    """Return the size of one element in bytes. Raises FormatError for an unknown dtype."""
     size = DTYPE_BYTES.get(dtype)
     if size is None:
         raise FormatError(f"{path}: dtype {dtype[:40]!r} is not one of {', '.join(DTYPE_BYTES)}")
@@ -41,7 +41,11 @@ def element_bytes(dtype: str, path: str) -> int:
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int], path: str) -> int:
-    """Bytes of a dense tensor; multiplies with a bound, so that 2^63 x 2^63 is refused early."""
+    """Return the size of a dense tensor in bytes.
+
+    Raises FormatError for an unknown dtype or a size above MAX_TENSOR_BYTES. The size is compared after
+    each dimension, so that a shape such as 2^63 x 2^63 is refused early.
+    """
     size = element_bytes(dtype, path)
     if 0 in shape:
         return 0

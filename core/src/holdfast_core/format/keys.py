@@ -1,7 +1,7 @@
-"""Names of everything that belongs to a job, relative to it: the same on disk and in the store.
+"""Names of a job's files and objects, relative to the job. They are the same on disk and in the store.
 
-Names are made from numbers and digests only, never from text that a user or a peer chose; parsing
-refuses everything that `*_key` would not have written (traversal, NUL, other widths).
+Names consist of numbers and digests only, never of text that a user or a peer chose. The parser refuses
+every name that the `*_key` functions do not produce (path traversal, NUL, other widths).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class ShardKey:
     blake3_prefix: str
     """First 16 hex characters of the payload's BLAKE3."""
     packed: bool = False
+    """Whether the object is a pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,44 +56,47 @@ class ReferencesKey:
 
 
 def shard_key(ref: ShardRef) -> str:
-    """`shards/s<step>/r<round>/rank<rank>-<16 hex>.shard`. Raises FormatError."""
+    """Return `shards/s<step>/r<round>/rank<rank>-<16 hex>.shard`. Raises FormatError."""
     return f"{_of_rank(ref)}.shard"
 
 
 def pack_key(ref: ShardRef) -> str:
-    """The same name that ends in `.pack`: what of this shard is stored here, and where the rest is."""
+    """Return the name of the shard's pack, which ends in `.pack`. Raises FormatError."""
     return f"{_of_rank(ref)}.pack"
 
 
 def shards_prefix(checkpoint: CheckpointId) -> str:
-    """`shards/s<step>/r<round>/`, with the slash: all shards of one checkpoint."""
+    """Return `shards/s<step>/r<round>/`, the prefix of all shards of one checkpoint, with the slash."""
     return f"{SHARDS}/{_checkpoint(checkpoint)}/"
 
 
 def layout_key(digest: Digest) -> str:
-    """`layouts/<64 hex>.json`."""
+    """Return `layouts/<64 hex>.json`."""
     return f"{LAYOUTS}/{hex_of(digest)}.json"
 
 
 def manifest_key(checkpoint: CheckpointId) -> str:
-    """`manifests/s<step>/r<round>.json`."""
+    """Return `manifests/s<step>/r<round>.json`."""
     return f"{MANIFESTS}/{_checkpoint(checkpoint)}.json"
 
 
 def references_key(checkpoint: CheckpointId) -> str:
-    """`references/s<step>/r<round>.json`."""
+    """Return `references/s<step>/r<round>.json`."""
     return f"{REFERENCES}/{_checkpoint(checkpoint)}.json"
 
 
 def job_prefix(namespace: str, job_uid: JobUid) -> str:
-    """`<namespace>/<job uid>/`, with the slash: everything of one job in the store."""
+    """Return `<namespace>/<job uid>/`, the prefix of all objects of one job in the store, with the slash.
+
+    Raises FormatError if the namespace or the uid is not valid.
+    """
     if _NAMESPACE.fullmatch(namespace) is None:
         raise FormatError(f"namespace {namespace!r} is no DNS label: refused in an object key")
     return f"{namespace}/{checked_job_uid(job_uid)}/"
 
 
 def checked_job_uid(job_uid: JobUid) -> JobUid:
-    """Raises FormatError unless the uid is safe as one path component."""
+    """Return `job_uid`. Raises FormatError unless it is safe as one path component."""
     if _JOB_UID.fullmatch(job_uid) is None:
         shown = job_uid[:140]
         raise FormatError(f"job uid {shown!r}: expected letters, digits, - and _, at most 128")
@@ -100,7 +104,7 @@ def checked_job_uid(job_uid: JobUid) -> JobUid:
 
 
 def parse_key(key: str) -> ShardKey | LayoutKey | ManifestKey | ReferencesKey:
-    """The reverse of the `*_key` functions. Raises FormatError for any other name."""
+    """Parse a name that a `*_key` function produced. Raises FormatError for any other name."""
     if match := _SHARD.fullmatch(key):
         step, round_, rank, prefix, kind = match.groups()
         checkpoint = CheckpointId(Step(int(step)), RestartRound(int(round_)))

@@ -1,7 +1,7 @@
 """The layout of a whole checkpoint: which rank's shard holds which slice of which tensor.
 
-Merged from the ranks' layouts by a pure function, so that every coordinator writes the same bytes.
-Rewritten only when the structure changes; manifests name it by its BLAKE3.
+`merge_layouts` builds it from the ranks' layouts and is deterministic, so that every coordinator writes
+the same bytes. Manifests name a layout by its BLAKE3: checkpoints with the same structure share one.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _OBJECT_FIELDS = frozenset({"rank", "byteRange"})
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What the layout says of one rank as a whole."""
+    """Entry of one rank in the layout."""
 
     layout: Digest
-    """Of the rank's own layout document; its shards' headers carry the same."""
+    """Digest of the rank's own layout document, which the headers of its shards contain."""
     payload_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedSlice:
-    """A box of a tensor and the bytes of one rank's payload that hold it."""
+    """A box of a tensor, and the byte range of one rank's payload that holds it."""
 
     rank: Rank
     offsets: tuple[int, ...]
@@ -68,7 +68,7 @@ class PlacedSlice:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """A global tensor. Slices are in order of rank; replicated tensors have equal slices."""
+    """A global tensor. Slices are in order of rank; those of a replicated tensor are equal boxes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -77,21 +77,23 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class PlacedObject:
+    """The byte range of one rank's payload that holds an object."""
+
     rank: Rank
     byte_range: ByteRange
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All ranks' layouts in one. `ranks` is indexed by rank."""
+    """The layouts of all ranks. `ranks` is indexed by rank."""
 
     ranks: tuple[RankPart, ...]
     tensors: dict[str, TensorLayout]
     objects: dict[str, tuple[PlacedObject, ...]]
-    """Every rank that holds an object of this name, in order of rank."""
+    """By name, the places of the object in all ranks that hold it, in order of rank."""
 
     def to_bytes(self) -> bytes:
-        """The canonical document. Raises FormatError for what `parse_layout` would refuse."""
+        """Return the canonical document. Raises FormatError if `parse_layout` would refuse it."""
         data = dumps_canonical(
             {
                 "formatVersion": FORMAT_VERSION,
@@ -114,9 +116,10 @@ class Layout:
 
 
 def merge_layouts(documents: Iterable[bytes]) -> Layout:
-    """One layout from the documents of all ranks, in any order.
+    """Merge the layout documents of all ranks, which may be in any order.
 
-    Raises FormatError if a rank is missing or there twice, or if two ranks disagree about a tensor.
+    Raises FormatError if a document is not valid, a rank is missing or occurs twice, or two ranks have
+    different dtypes or shapes of a tensor.
     """
     parsed: dict[Rank, tuple[Digest, RankLayout]] = {}
     for document in documents:
@@ -155,7 +158,7 @@ def merge_layouts(documents: Iterable[bytes]) -> Layout:
 
 
 def rank_layout_of(layout: Layout, rank: Rank) -> RankLayout:
-    """What `merge_layouts` was given by this rank: its document has the digest that `ranks` says."""
+    """Return the layout of one rank, whose document has the digest in `layout.ranks[rank]`."""
     return RankLayout(
         rank=rank,
         tensors={
@@ -177,7 +180,10 @@ def rank_layout_of(layout: Layout, rank: Rank) -> RankLayout:
 
 
 def parse_layout(document: bytes) -> Layout:
-    """Raises FormatError, with the path, unless every size and offset fits every other."""
+    """Parse a layout document and check that its sizes and offsets fit each other.
+
+    Raises FormatError with the path of the wrong value.
+    """
     what = "layout"
     root = expect_document(loads_canonical(document, what), what, _FIELDS, version=FORMAT_VERSION)
     ranks = tuple(

@@ -1,4 +1,7 @@
-"""The manifest: the document whose existence makes a checkpoint exist. Deterministic and strict."""
+"""The manifest: a checkpoint exists if and only if its manifest does.
+
+The encoding is canonical, and the parser accepts canonical documents only.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,8 @@ _SHARD_FIELDS = frozenset({"rank", "bytes", "blake3", "chunkTable"})
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
+    """The job that a checkpoint belongs to."""
+
     namespace: str
     name: str
     uid: JobUid
@@ -48,26 +53,28 @@ class JobIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ManifestShard:
-    """What a manifest says of one rank's shard."""
+    """Entry of one rank's shard in a manifest."""
 
     rank: Rank
     payload_bytes: int
     blake3: Digest
+    """Digest of the payload."""
     chunk_table: Digest
+    """BLAKE3 of the packed chunk table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One checkpoint. `shards` holds every rank once, in order."""
+    """Manifest of one checkpoint. `shards` holds every rank once, in order."""
 
     job: JobIdentity
     step: Step
     restart_round: RestartRound
     world_size: int
     parent: Digest | None
-    """Manifest that the round restored from; None if it started from the beginning."""
+    """Digest of the manifest that the round restored from; None if the round restored nothing."""
     layout: Digest
-    """Of the layout document of all ranks."""
+    """Digest of the layout document of all ranks."""
     shards: tuple[ManifestShard, ...]
 
     @property
@@ -76,17 +83,18 @@ class Manifest:
 
     @property
     def payload_bytes(self) -> int:
+        """Total size of all payloads."""
         return sum(shard.payload_bytes for shard in self.shards)
 
     def ref(self, rank: Rank) -> ShardRef:
-        """Raises FormatError for a rank outside of the world."""
+        """Return the identity of a rank's shard. Raises FormatError if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise FormatError(f"manifest {self.checkpoint}: no rank {rank} among {self.world_size}")
         shard = self.shards[rank]
         return ShardRef(self.job.uid, self.step, self.restart_round, shard.rank, shard.blake3)
 
     def to_bytes(self) -> bytes:
-        """The canonical document. Raises FormatError for what `parse_manifest` would refuse."""
+        """Return the canonical document. Raises FormatError if `parse_manifest` would refuse it."""
         data = dumps_canonical(
             {
                 "formatVersion": FORMAT_VERSION,
@@ -116,12 +124,16 @@ class Manifest:
 
 
 def manifest_digest(document: bytes) -> Digest:
-    """The checkpoint's digest: BLAKE3 of the document."""
+    """Return the digest of a checkpoint, which is the BLAKE3 of its manifest document."""
     return digest_of(document)
 
 
 def parse_manifest(document: bytes) -> Manifest:
-    """Raises FormatError, with the path, for anything that `Manifest.to_bytes` does not write."""
+    """Parse a manifest document.
+
+    Raises FormatError, with the path of the wrong value, for anything that `Manifest.to_bytes` does not
+    produce.
+    """
     what = "manifest"
     root = expect_document(loads_canonical(document, what), what, _FIELDS, version=FORMAT_VERSION)
     job = expect_object(root["job"], f"{what}.job", _JOB_FIELDS)
@@ -150,11 +162,12 @@ def parse_manifest(document: bytes) -> Manifest:
 def parse_manifest_of(
     document: bytes, job_uid: JobUid, checkpoint: CheckpointId, *, namespace: str | None = None
 ) -> Manifest:
-    """Parse a manifest that was read under a name.
+    """Parse the manifest that was stored under the name of this job and checkpoint.
 
-    Raises FormatError as `parse_manifest`; CorruptionError where the document is of another job (or
-    namespace, if one is given), step or round than its name says: it was renamed, copied or
-    misdirected, and restoring it would continue from another step without a word.
+    Raises:
+        FormatError: The document is not a valid manifest.
+        CorruptionError: The document is of another job, step, round or, if one is given, namespace. It
+            was renamed or copied, and a restore would silently continue from another step.
     """
     manifest = parse_manifest(document)
     found = (manifest.job.uid, manifest.checkpoint)
@@ -167,8 +180,10 @@ def parse_manifest_of(
 
 
 def misnamed(document: bytes, job_uid: JobUid, checkpoint: CheckpointId) -> str | None:
-    """Why a document that was read under a name is another checkpoint's; None where it is this one's, or
-    cannot be parsed (it may be of a newer format)."""
+    """Return why a document does not belong to the job and checkpoint under whose name it was stored.
+
+    Returns None if it does, or if it cannot be parsed: it may have a newer format.
+    """
     try:
         parse_manifest_of(document, job_uid, checkpoint)
     except CorruptionError as error:

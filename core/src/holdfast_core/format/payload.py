@@ -1,8 +1,9 @@
-"""The payload of a shard is a whole safetensors file: this module plans and parses its header.
+"""Plans and parses the header of a payload. A payload is a complete safetensors file. Pure.
 
-u64 little-endian header length, JSON header padded by spaces so that data starts on a block,
-tensors, and last a uint8 tensor `__holdfast_objects__`: the canonical JSON of all state that is no
-tensor, padded by spaces to its capacity. Pure; no torch, no numpy.
+It consists of the header length as little-endian u64, the JSON header, padded with spaces so that the
+data starts on a block boundary, the tensors, and a last uint8 tensor `__holdfast_objects__`. That one is
+the canonical JSON of all state that is not a tensor, padded with spaces to its capacity. The module
+needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from holdfast_core.ids import ByteRange
 OBJECTS_NAME = "__holdfast_objects__"
 METADATA_NAME = "__metadata__"
 ALIGNMENT_BYTES = 64
-"""Where the data of any payload starts: at a multiple of it."""
+"""The parser requires that the data starts at a multiple of this."""
 _WRITTEN_ALIGNMENT_BYTES = 4096
-"""Where it starts in what is written now. Ranks that hold the same tensors have names that differ by
-some digits; with the data in the same place their chunks are the same too."""
+"""The data of a new payload starts at a multiple of this. Headers of ranks that hold equal tensors may
+differ by some digits in names; with the data at the same offset their chunks are still equal."""
 MAX_HEADER_BYTES = 64 << 20
 LENGTH_BYTES = 8
-"""The head of a payload whose length `header_bytes` needs."""
+"""Number of first bytes of a payload that `header_bytes` needs."""
 
 _METADATA = {"format": "pt", "holdfast": "1"}
-"""`format: pt` is what readers of the safetensors ecosystem ask for."""
+"""Readers of the safetensors ecosystem expect `format: pt`."""
 _LENGTH = struct.Struct("<Q")
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadTensor:
-    """A tensor as the payload's header lists it; `byte_range` counts from the payload's start."""
+    """A tensor in a payload's header. `byte_range` counts from the payload's start."""
 
     fqn: str
     dtype: str
@@ -54,16 +55,17 @@ class PayloadTensor:
 
 @dataclass(frozen=True, slots=True)
 class PayloadPlan:
-    """Where everything lies. `tensors` is in order of position."""
+    """Positions of header, tensors and objects in a payload. `tensors` is in order of position."""
 
     header: bytes
-    """The first bytes of the payload: length and padded JSON."""
+    """First bytes of the payload: length and padded JSON."""
     tensors: tuple[PayloadTensor, ...]
     objects: ByteRange
     total_bytes: int
+    """Length of the payload."""
 
     def byte_range(self, fqn: str) -> ByteRange:
-        """Raises KeyError."""
+        """Return the byte range of a tensor. Raises KeyError."""
         for tensor in self.tensors:
             if tensor.fqn == fqn:
                 return tensor.byte_range
@@ -75,13 +77,19 @@ def plan_payload(
     objects_capacity_bytes: int,
     last: Container[str] = (),
 ) -> PayloadPlan:
-    """Place (fqn, safetensors dtype, shape of the local slice) and the objects.
+    """Plan a payload with the given tensors and room for the objects.
 
-    Tensors are placed by element size, largest first, then by name: each starts at a multiple of
-    its element size without gaps (safetensors allows none); the order of the input is irrelevant.
-    Names in `last` come after the others of their size: what does not change between two steps lies
-    together, so that few chunks hold bytes of both kinds.
-    Raises FormatError for unknown dtypes, double or reserved names.
+    Tensors are ordered by element size, largest first, then by name. Each one thus starts at a multiple
+    of its element size without gaps, as safetensors requires. The order of the input does not matter.
+
+    Args:
+        tensors: (name, safetensors dtype, shape of the local slice) of each tensor.
+        objects_capacity_bytes: Bytes reserved for the objects' JSON.
+        last: Names that are placed behind the others of their element size. Tensors that do not change
+            between steps are kept apart from those that do, so that few chunks hold bytes of both.
+
+    Raises:
+        FormatError: A dtype is unknown, a name occurs twice or is reserved, or a size is out of bounds.
     """
     ordered = sorted(
         ((fqn, dtype, tuple(shape)) for fqn, dtype, shape in tensors),
@@ -113,7 +121,10 @@ def plan_payload(
 
 
 def header_bytes(head: bytes | bytearray | memoryview, payload_bytes: int) -> int:
-    """Bytes of length and JSON, from the first 8 bytes. Raises FormatError."""
+    """Return the length of the header, from the payload's first 8 bytes. Raises FormatError.
+
+    The result includes the 8 bytes of the length field.
+    """
     if len(head) < LENGTH_BYTES:
         raise FormatError(f"payload: {len(head)} bytes are too few for a safetensors header")
     (length,) = _LENGTH.unpack_from(head)
@@ -126,8 +137,10 @@ def header_bytes(head: bytes | bytearray | memoryview, payload_bytes: int) -> in
 
 
 def parse_payload(head: bytes, payload_bytes: int) -> PayloadPlan:
-    """Parse the header in `head` (which may go on behind it). Strict: what a stranger wrote is
-    either exactly a payload of Holdfast or a FormatError."""
+    """Parse the header at the start of `head`, which may be longer than the header.
+
+    Raises FormatError for anything that is not a payload of Holdfast, also for other safetensors files.
+    """
     size = header_bytes(head, payload_bytes)
     if len(head) < size:
         raise FormatError(f"payload: {len(head)} bytes of a header of {size}")
@@ -164,7 +177,10 @@ def parse_payload(head: bytes, payload_bytes: int) -> PayloadPlan:
 
 
 def pack_objects(value: Any, capacity_bytes: int) -> bytes:
-    """Canonical JSON of all state that is no tensor, padded to its capacity. Raises FormatError."""
+    """Encode the state that is not a tensor as canonical JSON, padded to the capacity.
+
+    Raises FormatError if JSON cannot represent it or it exceeds the capacity.
+    """
     text = dumps_canonical(value)
     if len(text) > capacity_bytes:
         raise FormatError(
@@ -175,7 +191,7 @@ def pack_objects(value: Any, capacity_bytes: int) -> bytes:
 
 
 def unpack_objects(data: bytes) -> Any:
-    """The reverse of `pack_objects`. Raises FormatError."""
+    """Parse the bytes that `pack_objects` returned. Raises FormatError."""
     return loads_strict(data, "objects", limit_bytes=max(len(data), 1))
 
 

@@ -1,4 +1,4 @@
-"""Where one rank's shard keeps which slice of which tensor; written by the rank."""
+"""The layout of one rank: which slice of which tensor its payload holds, and where. The rank writes it."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ _OBJECT_FIELDS = frozenset({"byteRange"})
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A box of a tensor: in each dimension of `shape`, `lengths` elements from `offsets`."""
+    """A box of a tensor: in each dimension of `shape`, `lengths` elements from `offsets` on."""
 
     dtype: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     byte_range: ByteRange
-    """Within the rank's payload."""
+    """Bytes of the box within the rank's payload."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Fully qualified names -> slices and byte ranges of one rank's payload."""
+    """Layout of one rank's payload, by fully qualified names of tensors and objects."""
 
     rank: Rank
     tensors: dict[str, TensorSlice]
     objects: dict[str, ByteRange]
-    """Where the JSON that holds this object lies; several objects may share one range."""
+    """Bytes of the JSON that contains the object. Several objects may share one range."""
     payload_bytes: int
 
     def to_bytes(self) -> bytes:
-        """The canonical document. Raises FormatError for what `parse_rank_layout` would refuse."""
+        """Return the canonical document. Raises FormatError if `parse_rank_layout` would refuse it."""
         data = dumps_canonical(
             {
                 "formatVersion": FORMAT_VERSION,
@@ -69,7 +69,10 @@ class RankLayout:
 
 
 def parse_rank_layout(document: bytes) -> RankLayout:
-    """Raises FormatError, with the path, unless every size and offset fits every other."""
+    """Parse a rank's layout document and check that its sizes and offsets fit each other.
+
+    Raises FormatError with the path of the wrong value.
+    """
     what = "layout of a rank"
     root = expect_document(loads_canonical(document, what), what, _FIELDS, version=FORMAT_VERSION)
     payload_bytes = expect_int(root["payloadBytes"], f"{what}.payloadBytes", high=MAX_TENSOR_BYTES)
@@ -118,7 +121,11 @@ def expect_shape(value: Any, path: str) -> tuple[int, ...]:
 
 
 def check_slice(item: TensorSlice, path: str) -> TensorSlice:
-    """Dimensions agree, the box lies within the shape, and the bytes are exactly the box."""
+    """Return `item`. Raises FormatError if its fields contradict each other.
+
+    The dimensions must agree, the box must lie within the shape, and the byte range must be as long as
+    the box.
+    """
     element_bytes(item.dtype, f"{path}.dtype")
     if not len(item.shape) == len(item.offsets) == len(item.lengths):
         raise FormatError(f"{path}: shape, offsets and lengths differ in their dimensions")
@@ -141,7 +148,10 @@ def check_slice(item: TensorSlice, path: str) -> TensorSlice:
 def check_ranges(
     exclusive: Iterable[ByteRange], shared: Iterable[ByteRange], payload_bytes: int, path: str
 ) -> None:
-    """No two ranges overlap and all lie within the payload."""
+    """Raise FormatError if two ranges overlap or one does not lie within the payload.
+
+    `exclusive` are the ranges of tensors; `shared` are the distinct ranges of objects.
+    """
     end = 0
     for item in sorted(
         (r for r in (*exclusive, *shared) if r.length_bytes), key=lambda r: (r.start, r.stop)
@@ -158,7 +168,7 @@ def range_json(item: ByteRange) -> list[int]:
 
 
 def slice_json(item: TensorSlice) -> dict[str, Any]:
-    """The part of a slice that differs by rank."""
+    """Return the JSON of the fields of a slice that differ by rank."""
     return {
         "offsets": list(item.offsets),
         "lengths": list(item.lengths),

@@ -1,7 +1,8 @@
-"""The references of a checkpoint: which earlier ones store bytes that it needs. Deterministic and strict.
+"""The references of a checkpoint: the earlier checkpoints whose objects store bytes that it needs.
 
-Written before the manifest and only where there are any. Whoever deletes keeps the objects of a
-checkpoint as long as a document names it.
+The document is written before the manifest, and only if there are references. The objects of a
+checkpoint are not deleted while a references document of another checkpoint names it. The encoding is
+canonical, and the parser accepts canonical documents only.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ _ENTRY_FIELDS = frozenset({"bytes", "restartRound", "step"})
 
 @dataclass(frozen=True, slots=True)
 class References:
+    """References document of one checkpoint."""
+
     checkpoint: CheckpointId
     bytes_in: Mapping[CheckpointId, int]
     """Payload bytes that each earlier checkpoint stores for this one."""
 
     def to_bytes(self) -> bytes:
-        """The canonical document. Raises FormatError for what `parse_references` would refuse."""
+        """Return the canonical document. Raises FormatError if `parse_references` would refuse it."""
         data = dumps_canonical(
             {
                 "formatVersion": FORMAT_VERSION,
@@ -50,14 +53,19 @@ class References:
         return data
 
     def most_needed(self, limit: int) -> tuple[CheckpointId, ...]:
-        """Those that store the most, of equal ones the newest."""
+        """Return at most `limit` earlier checkpoints, those that store the most bytes first.
+
+        Of two that store equally many, the newer one comes first.
+        """
         order = sorted(self.bytes_in, key=lambda c: (self.bytes_in[c], c), reverse=True)
         return tuple(order[:limit])
 
 
 def parse_references_of(document: bytes, checkpoint: CheckpointId) -> References:
-    """Parse references that were read under a name. Raises FormatError, also where they say that they
-    are another checkpoint's."""
+    """Parse the references that were stored under the name of `checkpoint`.
+
+    Raises FormatError if the document is not valid or belongs to another checkpoint.
+    """
     references = parse_references(document)
     if references.checkpoint != checkpoint:
         raise FormatError(f"references of {checkpoint}: say they are {references.checkpoint}'s")
@@ -65,7 +73,11 @@ def parse_references_of(document: bytes, checkpoint: CheckpointId) -> References
 
 
 def parse_references(document: bytes) -> References:
-    """Raises FormatError, with the path, for anything that `References.to_bytes` does not write."""
+    """Parse a references document.
+
+    Raises FormatError, with the path of the wrong value, for anything that `References.to_bytes` does not
+    produce.
+    """
     what = "references"
     root = expect_document(loads_canonical(document, what), what, _FIELDS, version=FORMAT_VERSION)
     own = expect_checkpoint(root, what)

@@ -1,1 +1,1 @@
-"""The node tier: shards, manifests and layouts on the node's own disk, durable and verified."""
+"""The node tier: durable, verified shards, manifests and layouts on the node's disk."""

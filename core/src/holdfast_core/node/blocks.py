@@ -1,4 +1,4 @@
-"""Blocks on their way to a file: while the caller fills one, the others are digested and written."""
+"""Pipeline of blocks to a file: while the caller fills one, the others are digested and written."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
 
 Put = Callable[[int, memoryview, int], None]
-"""Brings bytes into an open file, at an offset. Raises OSError."""
+"""Function (fd, data, offset) that stores all of `data` in an open file. It raises OSError."""
 
 
 class BlockPipe:
-    """Blocks in turn, one thread that digests and two that write: a disk that is given one thing at a
-    time waits in between. Not thread-safe.
+    """Ring of blocks with one thread that digests and two that write. Not thread-safe.
 
-    1. `begin` gives a block. 2. The caller fills it; `digest` may start on a part that is filled.
-    3. `write` sends it off. 4. `finish` waits for all. 5. `close`, always, before the file is
-    closed: it waits for the threads, which use its descriptor.
+    Two writes are in progress at a time, because a disk is idle between single writes. The caller
+
+    1. gets a block with `begin`,
+    2. fills it, and may pass filled parts to `digest`,
+    3. passes it to `write`, and begins the next block,
+    4. waits for all blocks with `finish`, and
+    5. always calls `close` before it closes the file, whose descriptor the threads use.
     """
 
     def __init__(self, fd: int, blocks: Sequence[memoryview]) -> None:
@@ -32,26 +35,26 @@ class BlockPipe:
         self._writes = ThreadPoolExecutor(2, "holdfast-node-write")
 
     def begin(self) -> memoryview:
-        """The next block, as soon as nobody uses it. Raises what went wrong with it before:
-        OSError."""
+        """Return the next block after its earlier use has ended. Raises the OSError of that use."""
         self._wait(self._turn)
         return self._blocks[self._turn]
 
     def digest(self, update: Callable[[memoryview], None], data: memoryview) -> None:
-        """Call `update` with `data`, a part of the current block, after all earlier ones."""
+        """Call `update` with `data`, a part of the current block, in the order of the calls."""
         self._busy[self._turn].append(self._digests.submit(update, data))
 
     def write(self, data: memoryview, offset: int, put: Put = write_at) -> None:
-        """Write `data`, the filled part of the current block, and turn to the next one."""
+        """Start the write of `data`, the filled part of the current block, and move to the next block."""
         self._busy[self._turn].append(self._writes.submit(put, self._fd, data, offset))
         self._turn = (self._turn + 1) % len(self._blocks)
 
     def finish(self) -> None:
-        """All is digested and handed to the disk. Raises OSError."""
+        """Wait until all blocks are digested and written. Raises OSError."""
         for turn in range(len(self._blocks)):
             self._wait(turn)
 
     def close(self) -> None:
+        """Wait for the running calls and cancel the others."""
         for threads in (self._digests, self._writes):
             threads.shutdown(cancel_futures=True)
 
@@ -62,8 +65,7 @@ class BlockPipe:
 
 
 class PipedDigester:
-    """Digester whose work is done by the pipe's thread; what it is given lies in the pipe's current
-    block."""
+    """Digester that works in the pipe's thread. The data that it gets lies in the pipe's current block."""
 
     def __init__(self, pipe: BlockPipe, header: ShardHeader) -> None:
         self._pipe = pipe

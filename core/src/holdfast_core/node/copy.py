@@ -1,4 +1,4 @@
-"""A peer's or the store's copy of a shard on its way to the node's disk, verified as it comes."""
+"""Writer of a shard that is received from a peer or the store, verified while it is received."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Publish = Callable[[TempFile, Trailer], ShardRecord]
 
 
 class DiskCopyWriter:
-    """CopyWriter of the node tier: one half of `buffer` is filled while the other is digested and
-    written to the temporary file. What is wrong with the disk shows one half later.
+    """CopyWriter of the node tier. Not thread-safe.
 
-    Not thread-safe. `cleanup` gives the reserved bytes back and is run by commit and abort.
+    One half of `buffer` is filled while the other is digested and written to the temporary file. An
+    error of the disk is therefore raised one half later.
     """
 
     def __init__(
@@ -33,6 +33,16 @@ class DiskCopyWriter:
         buffer: memoryview,
         cleanup: ExitStack,
     ) -> None:
+        """Create a writer.
+
+        Args:
+            ref: The shard that the bytes must be.
+            file_bytes: Length of the shard file.
+            temp: The temporary file, which the writer owns.
+            publish: Function that makes the verified file durable under its name.
+            buffer: Memory for the two blocks.
+            cleanup: Releases the buffer and the reserved bytes. Closed by commit and abort.
+        """
         self._ref = ref
         self._file_bytes = file_bytes
         self._temp = temp
@@ -54,7 +64,7 @@ class DiskCopyWriter:
     def room(self, length: int) -> memoryview:
         self._expect_open()
         left = len(self._block) - self._filled
-        # A piece that does not end with the block is received apart and copied.
+        # A piece that exceeds the block is received in a separate buffer and copied.
         self._aside = None if length <= left else memoryview(bytearray(length))
         if self._aside is not None:
             return self._aside
@@ -82,7 +92,7 @@ class DiskCopyWriter:
     def commit(self) -> ShardRecord:
         self._expect_open()
         try:
-            # The last bytes go to the disk while those before them are digested.
+            # Write the last bytes while earlier ones are still being digested.
             self._flush()
             with self._disk_errors():
                 trailer = self._stream.finish()
@@ -92,14 +102,14 @@ class DiskCopyWriter:
             self._close()
 
     def abort(self) -> None:
-        """Leave nothing behind. May be called at any time, also after commit."""
+        """Remove the temporary file. May be called at any time, also after commit."""
         self._close()
 
     def _take(self, length: int) -> None:
-        """So many bytes of the block are new."""
+        """Take over the next `length` bytes of the current block, and write the block if it is full."""
         self._stream.feed(self._block[self._filled : self._filled + length])
         self._filled += length
-        # Blocks begin with the payload, then, so that whole chunks lie in one block.
+        # The head is a block of its own, so that each chunk of the payload lies in one block.
         if self._filled == len(self._block) or self._stream.at_payload:
             self._flush()
             with self._disk_errors():
@@ -131,7 +141,7 @@ class DiskCopyWriter:
         if self._open:
             self._open = False
             try:
-                self._pipe.close()  # before the descriptor: its threads write to it
+                self._pipe.close()  # before the descriptor is closed, because the threads write to it
                 self._temp.discard()
             finally:
                 self._cleanup.close()

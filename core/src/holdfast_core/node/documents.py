@@ -1,7 +1,8 @@
-"""Manifests, layouts and the round on the node's disk: small files, each with its own digest.
+"""Manifests, layouts and the restart round as small files on the node's disk.
 
-A manifest or layout file is the document, a newline, the document's digest and a newline: bits that
-flip on the disk show, although nothing else on this node knows what the document was.
+A manifest or layout file is the document, a newline, the document's digest and a newline. The digest
+shows a document that was damaged on the disk; the node has no other record of its contents. The round
+file is canonical JSON without a digest.
 """
 
 from __future__ import annotations
@@ -28,13 +29,20 @@ _MAX_ROUND_BYTES = 4096
 
 
 def stored_bytes(document: bytes) -> int:
-    """Length of the file that holds `document`."""
+    """Return the length of the file of `document` in bytes."""
     return len(document) + _DIGEST_BYTES
 
 
 def write_document(path: Path, document: bytes, directories: Directories) -> bool:
-    """put-if-absent, durable. False where the same document is there. Raises AlreadyExistsError
-    for another one, CorruptionError where the one that is there is damaged."""
+    """Write the document durably, put-if-absent.
+
+    Returns:
+        False if the same document exists already.
+
+    Raises:
+        AlreadyExistsError: Another document exists at `path`.
+        CorruptionError: The document at `path` is damaged.
+    """
     digest = digest_of(document)
     if _is_there(path, digest):
         return False
@@ -54,22 +62,24 @@ def write_document(path: Path, document: bytes, directories: Directories) -> boo
 
 
 def _is_there(path: Path, digest: Digest) -> bool:
-    """Whether the document is there; durable when the answer is yes. Raises AlreadyExistsError,
-    CorruptionError."""
+    """Return whether the document exists, and make its name durable if it does.
+
+    Raises AlreadyExistsError, CorruptionError.
+    """
     try:
         found = digest_of(read_document(path))
     except NotFoundError:
         return False
     if found != digest:
         raise AlreadyExistsError(f"{path}: holds the document {found}, refused to put {digest}")
-    # Whoever wrote it may not have come to this yet, or have died before.
+    # Its writer may still be before this fsync, or may have died before it.
     with disk_errors(f"fsync of {path.parent}"):
         fsync_directory(path.parent)
     return True
 
 
 def read_document(path: Path) -> bytes:
-    """Raises NotFoundError, CorruptionError."""
+    """Return the document without its digest. Raises NotFoundError, CorruptionError."""
     data = _read(path)
     document, mark = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     try:
@@ -82,7 +92,7 @@ def read_document(path: Path) -> bytes:
 
 
 def write_round(path: Path, round_: RestartRound, version: int, directories: Directories) -> None:
-    """Durable when it returns. Raises StaleRoundError where a newer (round, version) is there."""
+    """Write (round, version) durably. Raises StaleRoundError if the file holds a newer pair."""
     held = read_round(path)
     if held is not None and held > (round_, version):
         raise StaleRoundError(
@@ -104,7 +114,7 @@ def write_round(path: Path, round_: RestartRound, version: int, directories: Dir
 
 
 def read_round(path: Path) -> tuple[RestartRound, int] | None:
-    """None where no round was ever written. Raises CorruptionError."""
+    """Return (round, version), or None if no round was ever written. Raises CorruptionError."""
     try:
         data = _read(path)
     except NotFoundError:

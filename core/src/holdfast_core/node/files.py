@@ -1,6 +1,6 @@
-"""Durable file primitives of the node tier: what a crash or a bad disk may not break.
+"""Durable file primitives of the node tier. They do not depend on the shard format.
 
-Temporary file under a lock -> fsync -> rename -> fsync of the directory. Nothing here knows shards.
+A file is written to a locked temporary file, then fsync, rename, and fsync of the directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_full(error: OSError) -> bool:
 
 
 def disk_error(error: OSError, tried: str) -> HoldfastError:
-    """The error of the tree for what the kernel said; `tried` says what on which path."""
+    """Return the Holdfast error for an OSError. `tried` names the operation and the path."""
     words = f"{tried}: {error.strerror or error}"
     if is_full(error):
         return CapacityError(f"{words} (no room on the volume; needed and available are unknown)")
@@ -44,7 +44,7 @@ def disk_error(error: OSError, tried: str) -> HoldfastError:
 
 @contextmanager
 def disk_errors(tried: str) -> Iterator[None]:
-    """OSErrors inside become errors of the tree."""
+    """Convert an OSError in the context to a Holdfast error. `tried` names the operation and the path."""
     try:
         yield
     except OSError as error:
@@ -52,8 +52,10 @@ def disk_errors(tried: str) -> Iterator[None]:
 
 
 class PoisonedError(TierError):
-    """fsync or the read-back failed: the file must be written again from memory, never fsynced
-    again (the kernel may have dropped the dirty pages and report success the second time)."""
+    """fsync or the read-back failed. The contents must be written again, to a new file.
+
+    A second fsync proves nothing: the kernel may have dropped the dirty pages and report success.
+    """
 
 
 def fsync_directory(path: Path) -> None:
@@ -65,31 +67,33 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directories(path: Path, mode: int = 0o777) -> None:
-    """Make `path` and the parents that are missing, as mkdir(parents=True) does, and make their names
-    durable: a power cut would take everything below a name that is not."""
+    """Create `path` and its missing parents and make their names durable.
+
+    A power cut can remove a directory whose name is not durable, with everything below it.
+    """
     missing = []
     while not path.is_dir():
         missing.append(path)
         path = path.parent
-    with suppress(PermissionError):  # not ours to look into, and not made by us
-        fsync_directory(path.parent)  # whoever made `path` may have died before this
+    with suppress(PermissionError):  # a parent that we may not open was not created by us
+        fsync_directory(path.parent)  # the creator of `path` may have died before its fsync
     for directory in reversed(missing):
         directory.mkdir(mode=mode, exist_ok=True)
         fsync_directory(directory.parent)
 
 
 class Directories:
-    """Makes directories, 0700 by default, and makes their names durable, once in this process."""
+    """Creator of directories with durable names. It makes each name durable once per process."""
 
     def __init__(self, root: Path, mode: int = 0o700) -> None:
         self._root = root
         self._mode = mode
         self._durable: set[Path] = set()
         self.lock = threading.RLock()
-        """Held while a file is created in a directory or an empty one is removed."""
+        """Held while a file is created in a directory and while empty directories are removed."""
 
     def ensure(self, path: Path) -> None:
-        """Make `path` (at or below the root) and fsync every parent whose entry may be new."""
+        """Create `path`, the root or a directory below it, and fsync each parent that may have changed."""
         with self.lock:
             if path in self._durable:
                 return
@@ -109,7 +113,7 @@ class Directories:
             self._durable.add(path)
 
     def create(self, path: Path, flags: int) -> int:
-        """Open a new file in a directory that is made where it is missing. Raises OSError."""
+        """Open a new file and create its directory if it is missing. Raises OSError."""
         with self.lock:
             self.ensure(path.parent)
             try:
@@ -119,15 +123,17 @@ class Directories:
                 return os.open(path, flags, 0o600)
 
     def _make_again(self, path: Path, error: OSError) -> None:
-        """Another program removed `path`. The root may be a file system that was unmounted, so it is not made
-        again: raises `error`."""
+        """Create a directory again that another program removed.
+
+        Raises `error` for the root: its file system may be unmounted, so it must not be created again.
+        """
         if path == self._root:
             raise error
         self._durable.discard(path)
         self.ensure(path)
 
     def remove_if_empty(self, path: Path) -> None:
-        """Remove `path` and its parents up to the root as far as they are empty."""
+        """Remove `path` and its parents below the root, as far as they are empty."""
         with self.lock:
             while path != self._root:
                 try:
@@ -139,10 +145,10 @@ class Directories:
 
 
 class TempFile:
-    """A temporary file next to its final name, locked while its writer lives.
+    """Temporary file in the directory of its final name, locked while its writer lives.
 
-    The lock tells `remove_dead_temp` of any process whether the writer is gone; process ids mean
-    nothing across containers.
+    `remove_dead_temp` of another process tests the lock to find out whether the writer is dead. Process
+    ids are not usable for that, because containers have separate ones.
     """
 
     def __init__(self, directory: Path, directories: Directories) -> None:
@@ -154,7 +160,7 @@ class TempFile:
             try:
                 fd = directories.create(path, flags)
             except FileExistsError:
-                continue  # of a dead process with the same id: open() removes it
+                continue  # left by a dead process with the same id; the tier's open() removes it
             self.path = path
             self.fd = fd
             self._closed = False
@@ -165,11 +171,14 @@ class TempFile:
             except OSError:
                 self.discard()
                 raise
-            self._close()  # a scan took it for a dead one between open and lock
+            self._close()  # a scan removed the file between its open and its lock
         failpoint("node.after_create")
 
     def preallocate(self, size: int) -> None:
-        """ENOSPC before any data is written. Not every file system can; the budget still guards."""
+        """Allocate `size` bytes, so that a full disk fails before any data is written.
+
+        Has no effect on file systems without fallocate. Raises OSError.
+        """
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as error:
@@ -177,11 +186,11 @@ class TempFile:
                 raise
 
     def use_direct_io(self) -> bool:
-        """Bypass the page cache from now on where the file system can."""
+        """Switch to O_DIRECT. Return False if the file system does not support it."""
         return set_direct(self.fd, True)
 
     def sync(self) -> None:
-        """Raises PoisonedError: after any error of fsync the file is worthless."""
+        """Call fsync. Raises PoisonedError, after which the file must not be used."""
         failpoint("node.before_fsync")
         try:
             failpoint("node.fsync")
@@ -191,7 +200,7 @@ class TempFile:
         failpoint("node.after_fsync")
 
     def publish(self, final: Path) -> None:
-        """Rename to `final`, in the same directory, and make the name durable."""
+        """Rename the file to `final` in the same directory, and make the name durable."""
         self.path.rename(final)
         failpoint("node.after_rename")
         fsync_directory(self._directory)
@@ -199,7 +208,7 @@ class TempFile:
         self._close()
 
     def publish_if_absent(self, final: Path) -> bool:
-        """Like `publish`, but False and nothing changed where `final` is there."""
+        """Like `publish`, but return False and change nothing if `final` exists."""
         try:
             os.link(self.path, final)
         except FileExistsError:
@@ -212,10 +221,10 @@ class TempFile:
         return True
 
     def discard(self) -> None:
-        """Remove what was not published. May be called twice, and after publish.
+        """Remove the file if it was not published. May be called more than once, and after publish.
 
-        What the disk refuses to remove stays for the next start, unlocked: the error that led here
-        is the one to be told.
+        A file that cannot be removed stays, unlocked, until the next start. The error is suppressed, so
+        that it does not hide the error that led to this call.
         """
         if not self._closed:
             with suppress(OSError):
@@ -229,7 +238,7 @@ class TempFile:
 
 
 def remove_dead_temp(path: Path) -> bool:
-    """Remove a temporary file whose writer is gone; False where the writer lives."""
+    """Remove a temporary file whose writer is dead. Return False if the writer lives."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -245,7 +254,7 @@ def remove_dead_temp(path: Path) -> bool:
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Switch O_DIRECT; False where the file system refuses."""
+    """Switch O_DIRECT on or off. Return False if the file system does not support it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     wanted = flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
     try:
@@ -262,7 +271,10 @@ def _is_direct(fd: int) -> bool:
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data`; what is not aligned after a short write takes the page cache."""
+    """Write all of `data` at `offset`. Raises OSError.
+
+    After a short write that is not aligned, the rest goes through the page cache.
+    """
     failpoint("node.write")
     written = 0
     while written < len(data):
@@ -281,7 +293,10 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def read_at(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` as far as the file goes; returns the bytes read."""
+    """Fill `buffer` from `offset` as far as the file reaches. Return the number of bytes read.
+
+    Raises OSError.
+    """
     failpoint("node.read")
     filled = 0
     while filled < len(buffer):
@@ -301,11 +316,11 @@ def read_at(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 class BufferPool:
-    """Page-aligned buffers that are kept, because the first touch of new pages costs more than the
-    copy into them. At most `keep` stay while nobody uses them.
+    """Pool of page-aligned buffers. Thread-safe.
 
-    `limit_bytes` holds for those who `take_if_room`. What must go on (own writes and reads, few
-    at a time) is always given a buffer.
+    Buffers are kept for reuse, because the first access to new pages costs more than the copy into them.
+    At most `keep` unused buffers are kept. `limit_bytes` applies to `take_if_room` only: own writes and
+    reads, of which few run at a time, always get a buffer from `take`.
     """
 
     def __init__(self, size_bytes: int, keep: int, limit_bytes: int | None = None) -> None:
@@ -318,7 +333,7 @@ class BufferPool:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of all buffers, in use or kept."""
+        """Memory of all buffers, both in use and kept."""
         with self._lock:
             return (self._taken + len(self._free)) * self.size_bytes
 
@@ -326,7 +341,7 @@ class BufferPool:
         return self._lend(None)
 
     def take_if_room(self) -> AbstractContextManager[memoryview]:
-        """Raises UnavailableError where the limit is reached: try again later."""
+        """Like `take`, but raise UnavailableError if `limit_bytes` would be exceeded."""
         return self._lend(self.limit_bytes)
 
     @contextmanager

@@ -1,6 +1,6 @@
-"""What the node tier holds in memory: its shards, and the bytes they and everything else take.
+"""The node tier's state in memory: the index of its shards, and its space budget. Thread-safe.
 
-Thread-safe. The disk is the truth; the index is built from it by a scan and follows each change.
+The disk is authoritative. The index is built by a scan and updated with each change.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ VOLUME_ADVICE = "raise spec.checkpoint.node.volume.emptyDir.sizeLimit, or keep f
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
+    """A shard on the disk."""
+
     record: ShardRecord
     path: Path
 
 
 class NodeIndex:
+    """Index of the shards on the disk. Thread-safe."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[ShardRef, IndexEntry] = {}
 
     def add(self, entry: IndexEntry) -> bool:
-        """False where the shard was known already."""
+        """Add or replace an entry. Return False if the shard was in the index already."""
         with self._lock:
             known = entry.record.ref in self._entries
             self._entries[entry.record.ref] = entry
@@ -44,7 +48,7 @@ class NodeIndex:
             return self._entries.get(ref)
 
     def same_identity(self, header: ShardHeader) -> tuple[IndexEntry, ...]:
-        """Shards of this (job, step, round, rank), whatever their payload."""
+        """Return the shards with this (job, step, round, rank) and any payload."""
         wanted = (header.job_uid, header.step, header.round, header.rank)
         with self._lock:
             return tuple(
@@ -62,7 +66,7 @@ class NodeIndex:
             )
 
     def records(self) -> tuple[ShardRecord, ...]:
-        """In order of job, step, round, rank."""
+        """Return all records in order of job, step, round and rank."""
         with self._lock:
             entries = tuple(self._entries.values())
         return tuple(
@@ -74,10 +78,10 @@ class NodeIndex:
 
 
 class Budget:
-    """Bytes that the tier takes and may take: durable files and temporaries that are being written.
+    """Account of the bytes that the tier uses and may use. Thread-safe.
 
-    The limit is a part of the volume, because a node volume over its size limit evicts the pod
-    instead of refusing the write.
+    The limit is below the volume's size, because Kubernetes evicts a pod whose volume exceeds its size
+    limit instead of refusing the write.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Budget:
         self._reserved = 0
 
     def add(self, size: int) -> None:
-        """`size` is negative for what was deleted."""
+        """Add the size of a published file; a negative `size` for a deleted one."""
         with self._lock:
             self._used += size
 
@@ -106,7 +110,7 @@ class Budget:
             return self._free()
 
     def take(self, size: int, what: str) -> None:
-        """Hold `size` bytes while a file is written, until `give_back`. Raises CapacityError."""
+        """Reserve `size` bytes until `give_back`, while a file is written. Raises CapacityError."""
         with self._lock:
             free = self._free()
             if size > free:
@@ -132,7 +136,7 @@ class Budget:
         volume = os.statvfs(self._root)
         available = volume.f_bavail * volume.f_frsize
         if self._capacity_bytes == 0:
-            # The whole file system is ours to fill, less what others keep free of it.
+            # Without a size limit the whole file system counts: the share above the limit stays free.
             keep_free = volume.f_blocks * volume.f_frsize - self._limit()
             return max(0, available - keep_free - self._reserved)
         return max(0, min(self._limit() - self._used - self._reserved, available))

@@ -1,4 +1,4 @@
-"""What a process remembers of the last shard that it wrote for a rank, to write and check the next one."""
+"""Record of the last shard that this process wrote for a rank. It decides how the next one is written."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from holdfast_core.shards.record import ShardRecord
 
 READ_BACK_EVERY = 64
 _WORTH_CLONING = 8
-"""One chunk of so many: fewer equal ones do not pay for a second digest of all of them."""
+"""One chunk of this many must repeat. Fewer do not pay for a second digest of all chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastWrite:
+    """The last shard that this process wrote for a rank."""
+
     ref: ShardRef
     crcs: array[int]
+    """CRC32C of each chunk."""
     number: int
-    """Of this process's writes for the rank, from 0."""
+    """Number of the write among this process's writes for the rank, from 0."""
     repeats: bool
-    """Whether at least an eighth of its chunks were those of the write before."""
+    """Whether at least an eighth of the chunks equalled those of the write before (compared by CRC)."""
 
     @classmethod
     def after(cls, before: LastWrite | None, record: ShardRecord, table: ChunkTable) -> LastWrite:
@@ -35,8 +38,11 @@ class LastWrite:
 
 
 def to_read_back(last: LastWrite | None, chunks: int) -> range:
-    """All chunks of a rank's first write, then one in 64. Within 64 writes each chunk has its turn: the
-    bytes of one that is cloned at each write are never written again, and they may rot."""
+    """Return the chunks that are read back after a write: all of a rank's first write, then one in 64.
+
+    Within 64 writes each chunk is read once. A chunk that is cloned at each write is not written again,
+    so that only the read-back finds bytes that decay on the disk (ADR 0051).
+    """
     if last is None:
         return range(chunks)
     return range((last.number + 1) % READ_BACK_EVERY, chunks, READ_BACK_EVERY)

@@ -1,4 +1,4 @@
-"""Reads of a file that stay ahead of whoever uses the bytes. Nothing here knows shards."""
+"""Reads of a file that run ahead of their consumer. Independent of the shard format."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from holdfast_core.node.files import BufferPool, read_at, set_direct
 from holdfast_core.shards.file import BLOCK_BYTES, align
 
 _PARTS = 3
-"""Of a buffer: the caller uses one, two are read. A disk that is asked for one thing at a time waits
-between the answers."""
+"""Parts of a buffer: the caller uses one while two are read. A disk is idle between single reads."""
 
 
 def read_ahead(fd: int, ranges: Iterable[ByteRange], buffers: BufferPool) -> Iterator[memoryview]:
-    """The bytes of each range, in order: the next two are read while the caller uses this one.
+    """Yield the bytes of each range in order, and read the next two while the caller uses one.
 
-    A view is shorter where the file ends, and valid until the next one is asked for. A range,
-    grown to whole blocks, is at most a third of a buffer long (see `pieces`). Past the page cache
-    where the file system can: shards are written past it and read once. Raises OSError.
+    A view is shorter if the file ends within its range, and it is valid until the next one is requested.
+    The reads bypass the page cache where the file system can, as the writes do: a shard is read once.
+
+    Args:
+        fd: The file.
+        ranges: Byte ranges. Each, extended to whole blocks, is at most a third of a buffer (see
+            `pieces`).
+        buffers: Pool that one buffer is taken from.
+
+    Raises:
+        OSError: The disk failed.
     """
     with ExitStack() as stack:
         buffer = stack.enter_context(buffers.take())
@@ -40,7 +47,7 @@ def read_ahead(fd: int, ranges: Iterable[ByteRange], buffers: BufferPool) -> Ite
 
 
 def pieces(span: ByteRange, buffers: BufferPool) -> Iterator[ByteRange]:
-    """`span`, which begins at a block, cut for `read_ahead`."""
+    """Cut `span`, which begins on a block boundary, into ranges for `read_ahead`."""
     step = _part_bytes(buffers)
     for start in range(span.start, span.stop, step):
         yield ByteRange(start, min(start + step, span.stop))
@@ -52,8 +59,10 @@ def _part_bytes(buffers: BufferPool) -> int:
 
 @contextmanager
 def _direct(fd: int) -> Iterator[int]:
-    """A descriptor of the same open file with flags of its own: others send from `fd` meanwhile.
-    The file may have lost its name."""
+    """Open the same file again with O_DIRECT, because other threads may send from `fd` meanwhile.
+
+    The path under /proc also works for a file that was deleted.
+    """
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         set_direct(own, True)

@@ -1,4 +1,4 @@
-"""What a process finds on the node's disk when it starts: whole shards, torn ones, leftovers."""
+"""Scan of the node's disk when a process starts: whole shards, torn shards, dead temporary files."""
 
 from __future__ import annotations
 
@@ -23,37 +23,47 @@ from holdfast_core.shards.record import ShardRecord
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:
+    """A shard file whose head, trailer, length and name match."""
+
     path: Path
     record: ShardRecord
 
 
 @dataclass(frozen=True, slots=True)
 class TornShard:
+    """A shard file that is damaged or misplaced."""
+
     path: Path
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ScanResult:
+    """Result of `scan`."""
+
     shards: tuple[FoundShard, ...]
     torn: tuple[TornShard, ...]
     removed_temporaries: int
     skipped: tuple[str, ...]
-    """Files that are not ours to judge: other names, or a newer format version."""
+    """Path and reason of each shard file with an unknown name or a newer format version."""
     other_bytes: int
-    """Of documents and skipped files."""
+    """Total size of documents and skipped files."""
 
 
 def scan(
     root: Path, reserved: frozenset[str], buffers: BufferPool, *, read_only: bool = False
 ) -> ScanResult:
-    """Read head and trailer of every shard below the jobs' directories of `root`; remove temporary
-    files whose writers are gone. Payloads are not read. With `read_only` nothing is changed, and a shard
-    that another process removes meanwhile is passed over.
+    """Read head and trailer of every shard below `root`, and remove temporary files of dead writers.
 
-    Without `read_only`, what is found is durable when this returns: a process that was killed between
-    a rename and the fsync of its directory leaves a name that everybody sees and that a power cut takes
-    away.
+    Payloads are not read. A file that another process removes meanwhile is skipped. First, fsync is
+    called on every directory: a process that was killed between a rename and that fsync leaves a name
+    that a power cut could still remove.
+
+    Args:
+        root: Directory of the tier.
+        reserved: Names below `root` that are not job directories.
+        buffers: Pool of the read buffers.
+        read_only: Change nothing on the disk and call no fsync.
     """
     shards: list[FoundShard] = []
     torn: list[TornShard] = []
@@ -76,7 +86,7 @@ def scan(
                 continue
             shards.append(FoundShard(path, read_shard(root, path, buffers)))
         except FileNotFoundError:
-            continue  # pruned by another process meanwhile
+            continue  # another process has pruned it
         except CorruptionError as error:
             torn.append(TornShard(path, str(error)))
         except FormatError as error:
@@ -86,7 +96,7 @@ def scan(
 
 
 def list_manifests(root: Path, reserved: frozenset[str]) -> Iterator[tuple[JobUid, CheckpointId]]:
-    """Names alone; a document may still prove to be damaged."""
+    """Yield the manifests by their names. The documents are not read and may be damaged."""
     for job in sorted(root.iterdir()) if root.is_dir() else ():
         if job.name in reserved or not job.is_dir():
             continue
@@ -100,7 +110,14 @@ def list_manifests(root: Path, reserved: frozenset[str]) -> Iterator[tuple[JobUi
 
 
 def read_shard(root: Path, path: Path, buffers: BufferPool) -> ShardRecord:
-    """What the file says of itself. Raises FileNotFoundError, OSError, CorruptionError, FormatError."""
+    """Read the record of a shard file and compare it with the file's name.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        OSError: The disk failed.
+        CorruptionError: The file is damaged, or was renamed.
+        FormatError: The name is not a shard's, or a newer release wrote the file.
+    """
     parts = path.relative_to(root).parts
     key = parse_key("/".join(parts[1:]))
     if not isinstance(key, ShardKey) or key.packed:
@@ -120,7 +137,7 @@ def _make_durable(directory: Path) -> None:
         try:
             fsync_directory(directory)
         except FileNotFoundError:
-            return  # pruned by another process meanwhile
+            return  # another process has pruned it
 
 
 def _directories(root: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""One pass of a payload to a file, and the reader that verifies it. Used by the node tier alone."""
+"""Writes a shard file in one pass over its payload, and reads and verifies it."""
 
 from __future__ import annotations
 
@@ -45,16 +45,31 @@ from holdfast_core.shards.stream import PayloadDigester, check_ref, check_same
 from holdfast_core.tiers.base import PayloadSource
 
 WRITE_BYTES = 16 << 20
-"""Of one O_DIRECT write: measured as the size from which larger ones are no faster."""
+"""Size of one O_DIRECT write. Larger writes were measured to be no faster."""
 _BLOCKS = 3
-"""Two are written, as many as a disk needs to be busy, and one is filled."""
+"""Buffers of a write: two are being written, which keeps a disk busy, while one is filled."""
 
 
 def write_payload(
     fd: int, header: ShardHeader, source: PayloadSource, buffers: BufferPool, put: Put = write_at
 ) -> tuple[ShardRecord, ChunkTable]:
-    """Write head, payload and trailer. While one block is read, two others are digested and on their
-    way to the disk, by `put`. Raises OSError of the disk and whatever `source` raises."""
+    """Write head, payload and trailer of a shard file, without fsync.
+
+    While one block is read from `source`, two others are digested and written.
+
+    Args:
+        fd: The file.
+        header: Identity of the shard.
+        source: The payload.
+        buffers: Pool of the blocks.
+        put: Function that writes a block of the payload.
+
+    Returns:
+        The shard's record and chunk table.
+
+    Raises:
+        OSError: The disk failed.
+    """
     start = head_bytes(header)
     _write_small(fd, pack_head(header), 0, buffers)
     with ExitStack() as stack:
@@ -79,8 +94,10 @@ def write_payload(
 def read_back(
     fd: int, record: ShardRecord, table: ChunkTable, chunks: range, buffers: BufferPool
 ) -> None:
-    """Read head, trailer and these chunks from the disk, past the page cache, and compare.
-    Raises PoisonedError."""
+    """Read head, trailer and `chunks` from the disk, without the page cache, and compare them.
+
+    Raises PoisonedError.
+    """
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     header = record.header
     try:
@@ -99,7 +116,7 @@ def read_back(
 
 
 def read_small(fd: int, offset: int, length: int, buffers: BufferPool) -> bytes:
-    """Bytes through an aligned buffer, so that O_DIRECT descriptors work too; short at the end."""
+    """Read through an aligned buffer, as O_DIRECT requires. The result is shorter if the file ends."""
     parts: list[bytes] = []
     with buffers.take() as buffer:
         while length > 0:
@@ -136,14 +153,16 @@ def _chunk_crc(fd: int, header: ShardHeader, chunk: int, buffers: BufferPool) ->
 
 
 def read_record(fd: int, path: Path, buffers: BufferPool) -> Trailer:
-    """Head and trailer of an open file, compared with each other and with its length. Raises
-    CorruptionError; FormatError where a newer release wrote it."""
+    """Read head and trailer of an open file and compare them with each other and with its length.
+
+    Raises CorruptionError; FormatError if a newer release wrote the file.
+    """
     size = os.fstat(fd).st_size
     if size < 2 * BLOCK_BYTES or size % BLOCK_BYTES:
         raise CorruptionError(f"shard {path.name}: {size} bytes are no whole shard file")
     with disk_errors(f"reading shard {path}"):
         first = read_small(fd, 0, BLOCK_BYTES, buffers)
-        # The prefix is checked before its length is believed.
+        # Check the prefix before its length is used.
         from_head = _checked_head_bytes(first, size)
         head = first if from_head == BLOCK_BYTES else read_small(fd, 0, from_head, buffers)
         header = unpack_head(head)
@@ -164,7 +183,7 @@ def _checked_head_bytes(first: bytes, size: int) -> int:
 
 
 class DiskShardReader:
-    """An open shard file. The descriptor stays valid when the file is pruned meanwhile."""
+    """ShardReader of a shard file. The descriptor stays valid if the file is deleted meanwhile."""
 
     def __init__(self, fd: int, path: Path, trailer: Trailer, buffers: BufferPool) -> None:
         self._fd = fd
@@ -172,12 +191,15 @@ class DiskShardReader:
         self._trailer = trailer
         self._buffers = buffers
         self.payload_start = head_bytes(trailer.record.header)
-        """In the file."""
+        """Offset of the payload in the file, in bytes."""
         self._closed = False
 
     @classmethod
     def open(cls, path: Path, ref: ShardRef, buffers: BufferPool) -> Self:
-        """Raises NotFoundError; CorruptionError if head, tail or identity are not of `ref`."""
+        """Open the file and verify its head, trailer and identity.
+
+        Raises NotFoundError; CorruptionError if the file is damaged or is not the shard `ref`.
+        """
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -256,8 +278,10 @@ class DiskShardReader:
         check_same(record, table, self._trailer)
 
     def _payload(self, length: int) -> Iterator[memoryview]:
-        """So many bytes from the payload's first one, read ahead, none checked but for their
-        number."""
+        """Yield `length` bytes of the file from the payload's start, read ahead and unverified.
+
+        Raises CorruptionError if the file ends before.
+        """
         span = ByteRange(self.payload_start, self.payload_start + length)
         wanted = tuple(pieces(span, self._buffers))
         for piece, view in zip(wanted, self.read_file(wanted), strict=True):
@@ -269,7 +293,10 @@ class DiskShardReader:
             yield view
 
     def _expect_chunks(self, found: Sequence[int], first: int) -> int:
-        """A bad chunk ends a read where it lies, and not hundreds of gigabytes later."""
+        """Compare the CRCs from chunk `first` on and return how many chunks were compared in all.
+
+        This check while reading ends the read at a bad chunk, not at the end of a long payload.
+        """
         for chunk in range(first, len(found)):
             if found[chunk] != self.table.crcs[chunk]:
                 raise CorruptionError(f"shard {self._path}: CRC32C of chunk {chunk} does not match")

@@ -1,8 +1,8 @@
-"""The node tier: shards of this pod's ranks and peers' copies on the node's own disk.
+"""The node tier: shards of this pod's ranks and copies of other pods' shards on the node's disk.
 
-Owns the order of every durable change (docs/guarantees.md R1, R16): temporary file, preallocation, data,
-fsync, read-back, rename, fsync of the directory; manifests go last and leave first. It decides
-nothing about rounds and nothing about what may be pruned.
+This module owns the order of every durable change (docs/guarantees.md R1, R16): temporary file,
+preallocation, data, fsync, read-back, rename, fsync of the directory. A manifest is written after its
+shards and deleted before them. The module does not decide about rounds or about what may be pruned.
 """
 
 from __future__ import annotations
@@ -59,34 +59,34 @@ QUARANTINE = "quarantine"
 LAYOUTS = "layouts"
 ROUND_FILE = "round.json"
 QUARANTINE_KEPT = 8
-"""Bad copies that stay for people to look at; older ones are removed when one is added."""
+"""Maximum number of quarantined files, which are kept for inspection. The oldest are removed first."""
 _RESERVED = frozenset({QUARANTINE, LAYOUTS, ROUND_FILE})
 _WRITE_ATTEMPTS = 2
 _KEPT_BUFFERS = 6
 _BUFFER_LIMIT_BYTES = 512 << 20
-"""Half of what a sidecar may use: copies that come in beyond it are refused and come back."""
+"""Half of the memory that a sidecar may use. Further incoming copies are refused; their senders retry."""
 _WRITE_LOCKS = 64
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenReport:
-    """What `open` found."""
+    """Result of `DiskNodeTier.open`."""
 
     shards: int
     shard_bytes: int
     removed_temporaries: int
     quarantined: tuple[str, ...]
-    """Reason of each torn or misdirected file."""
+    """The reason for each torn or misplaced file. With `read_only` the files are not moved."""
     skipped: tuple[str, ...]
-    """Files of a newer format version or a strange name: left alone, not listed."""
+    """Files with a newer format version or an unknown name. They stay in place and are not indexed."""
 
 
 class DiskNodeTier:
-    """NodeTier over a directory, thread-safe. `capacity_bytes` 0: the file system's size.
+    """NodeTier in a directory. Thread-safe.
 
-    Files lie under `<root>/<job_uid>/` by `format.keys`; layouts, which carry no job, under
-    `<root>/layouts/`. Call `open` before anything else.
+    Files lie under `<root>/<job_uid>/` with the names of holdfast_core.format.keys, and layouts, which
+    belong to no job, under `<root>/layouts/`. `open` must be called first.
     """
 
     def __init__(
@@ -100,9 +100,18 @@ class DiskNodeTier:
         advice: str = VOLUME_ADVICE,
         clone: Clone = clone_range,
     ) -> None:
-        """`read_only`: a volume that cannot be written, or must not be. Nothing is made, removed or
-        quarantined then. `name` and `advice` stand in messages: what this is, and what to do where it is
-        full."""
+        """Create a closed tier.
+
+        Args:
+            root: Directory of the tier. `open` creates it.
+            capacity_bytes: Size of the volume; 0 means the size of the file system.
+            fill_limit: Share of the capacity that the tier may use.
+            read_only: The volume cannot or must not be written: `open` and `quarantine` create, remove
+                and move no file.
+            name: Name of the tier in messages.
+            advice: What the user can do when the tier is full, for messages.
+            clone: Function that clones a range of a file.
+        """
         if not 0 < fill_limit <= 1 or capacity_bytes < 0:
             raise ConfigError(
                 f"{name} {root}: fill limit {fill_limit} of {capacity_bytes} bytes; expected "
@@ -125,8 +134,10 @@ class DiskNodeTier:
         self._read_only = read_only
 
     def open(self) -> OpenReport:
-        """Make the directories, remove temporaries of dead processes, index what is whole,
-        quarantine what is torn. Once, before other calls."""
+        """Create the directories and index the shards that the disk holds. Call it once, first.
+
+        Temporary files of dead processes are removed, and torn shards are quarantined.
+        """
         if self._opened:
             raise TierError(f"{self._name} {self._root}: is open already")
         with disk_errors(f"opening the {self._name} {self._root}"):
@@ -154,11 +165,18 @@ class DiskNodeTier:
     # ------------------------------------------------------------------ shards
 
     def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
-        """See NodeTier. Raises AlreadyExistsError where another payload of the same identity is
-        there; TierError when the disk failed twice."""
+        """See NodeTier.
+
+        A write that fails in fsync or read-back is repeated once, to a new file.
+
+        Raises:
+            CapacityError: There is no room for the shard.
+            AlreadyExistsError: The tier holds another payload with this identity.
+            TierError: The disk failed.
+        """
         self._expect_open()
         check_header(header)
-        # Two writers of one identity take turns; the second finds the first one's shard.
+        # Two writers of one identity run one after the other; the second finds the first one's shard.
         with self._write_locks[header.rank % _WRITE_LOCKS]:
             existing = self._existing(header, source)
             if existing is not None:
@@ -168,8 +186,10 @@ class DiskNodeTier:
                 return self._write_twice(header, source, size)
 
     def begin_copy(self, ref: ShardRef, file_bytes: int) -> DiskCopyWriter:
-        """See NodeTier. The bytes are reserved until commit or abort. Raises UnavailableError where
-        too many copies are on their way."""
+        """See NodeTier. The bytes stay reserved until commit or abort.
+
+        Raises UnavailableError if too many copies are being received at the same time.
+        """
         self._expect_open()
         path = self.shard_path(ref)
         what = f"copy of rank {ref.rank} step {ref.step}"
@@ -190,8 +210,10 @@ class DiskNodeTier:
         return None if entry is None else entry.record
 
     def look_up(self, ref: ShardRef) -> ShardRecord | None:
-        """`find`, also for what another process has written here since `open`. Raises CorruptionError,
-        FormatError."""
+        """Like `find`, but also look on the disk for a shard that another process wrote since `open`.
+
+        Raises CorruptionError, FormatError.
+        """
         self._expect_open()
         found = self.find(ref)
         if found is not None:
@@ -224,7 +246,7 @@ class DiskNodeTier:
             raise
 
     def delete_shard(self, ref: ShardRef) -> None:
-        """Tolerates absence. Durable when it returns."""
+        """Delete the shard durably. An absent shard is not an error."""
         self._expect_open()
         entry = self._index.find(ref)
         if entry is None:
@@ -236,7 +258,7 @@ class DiskNodeTier:
         self._directories.remove_if_empty(entry.path.parent)
 
     def quarantine(self, ref: ShardRef, reason: str) -> None:
-        """See NodeTier. Tolerates absence."""
+        """See NodeTier. An absent shard is not an error. With `read_only` the file stays in place."""
         self._expect_open()
         entry = self._index.remove(ref)
         if entry is not None and not self._read_only:
@@ -253,8 +275,10 @@ class DiskNodeTier:
     # ------------------------------------------------------------------ documents
 
     def put_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, document: bytes) -> Digest:
-        """See NodeTier. A damaged document in its place, or one of another checkpoint, is quarantined
-        first."""
+        """See NodeTier.
+
+        A document at this place that is damaged or belongs to another checkpoint is quarantined first.
+        """
         self._expect_open()
         path = self._manifest_path(job_uid, checkpoint)
         try:
@@ -267,7 +291,7 @@ class DiskNodeTier:
         return digest_of(document)
 
     def get_manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
-        """Raises NotFoundError; CorruptionError where its bits have changed on the disk."""
+        """Return the document. Raises NotFoundError; CorruptionError if it is damaged on the disk."""
         return read_document(self._manifest_path(job_uid, checkpoint))
 
     def list_manifests(self) -> tuple[tuple[JobUid, CheckpointId], ...]:
@@ -281,7 +305,7 @@ class DiskNodeTier:
         return digest
 
     def get_layout(self, digest: Digest) -> bytes:
-        """Raises NotFoundError; CorruptionError where the document is not what its name says."""
+        """Return the document. Raises NotFoundError; CorruptionError if it does not match its name."""
         path = self._root / layout_key(digest)
         document = read_document(path)
         if digest_of(document) != digest:
@@ -289,7 +313,7 @@ class DiskNodeTier:
         return document
 
     def delete_checkpoint(self, job_uid: JobUid, checkpoint: CheckpointId) -> None:
-        """1. the manifest, durably: the checkpoint is gone. 2. its shards. 3. empty directories."""
+        """Delete the manifest durably, then the shards, then empty directories. See NodeTier."""
         self._expect_open()
         path = self._manifest_path(job_uid, checkpoint)
         with disk_errors(f"deleting checkpoint {checkpoint} from {self._root}"):
@@ -300,7 +324,7 @@ class DiskNodeTier:
                 fsync_directory(path.parent)
                 self._budget.add(-size)
             except FileNotFoundError:
-                pass  # deleted before, perhaps by a process that died between 1 and 2
+                pass  # an earlier delete may have been interrupted after the manifest
             failpoint("node.after_tombstone")
             for entry in self._index.of_checkpoint(job_uid, checkpoint):
                 failpoint("node.before_delete")
@@ -309,11 +333,11 @@ class DiskNodeTier:
                 self._directories.remove_if_empty(path.parent)
 
     def read_round(self) -> tuple[RestartRound, int] | None:
-        """The newest (round, version) that was written; None where none was."""
+        """Return the newest (round, version) that was written, or None if none was."""
         return read_round(self._root / ROUND_FILE)
 
     def write_round(self, round: RestartRound, version: int) -> None:
-        """Durable when it returns. Raises StaleRoundError where a newer one is held."""
+        """Write (round, version) durably. Raises StaleRoundError if a newer pair is stored."""
         self._expect_open()
         with self._round_lock:
             write_round(self._root / ROUND_FILE, round, version, self._directories)
@@ -324,17 +348,21 @@ class DiskNodeTier:
         return self._budget.free_bytes()
 
     def buffer_bytes(self) -> tuple[int, int]:
-        """Memory of the buffers that payloads pass through, and its limit."""
+        """Return the memory of the payload buffers and its limit, in bytes."""
         return self._buffers.held_bytes, _BUFFER_LIMIT_BYTES
 
     def used_bytes(self) -> int:
-        """Shards, documents, quarantined files and what is being written now."""
+        """Return the size of all files, of quarantined ones too, and of the reservations of writes."""
         return self._budget.used_bytes
 
     # ------------------------------------------------------------------ inside
 
     def _existing(self, header: ShardHeader, source: PayloadSource) -> ShardRecord | None:
-        """The record of an earlier write of this very shard: digested again, not written again."""
+        """Return the record of an earlier write of the same shard, or None.
+
+        The source is digested and compared, not written again. Raises AlreadyExistsError if the tier
+        holds only other payloads with this identity.
+        """
         entries = self._index.same_identity(header)
         if not entries:
             return None
@@ -363,7 +391,7 @@ class DiskNodeTier:
                     raise
                 _LOG.warning("%s: the whole shard is written once more, to a new file", error)
             except CapacityError as error:
-                # A quota, or what others write, is not in the budget.
+                # The budget does not cover quotas and files of other programs.
                 if attempt + 1 < _WRITE_ATTEMPTS and self._empty_quarantine():
                     continue
                 raise CapacityError(
@@ -396,14 +424,17 @@ class DiskNodeTier:
     def _cloning(
         self, last: LastWrite | None, header: ShardHeader, stack: ExitStack
     ) -> CloningWriter | None:
-        """Where the file system can clone, and the last shard of the rank had much of the one before it. A
-        state that changes everywhere is written without a look at the last shard."""
+        """Return a cloning writer if a clone is possible and likely to save writes, else None.
+
+        It is likely if the rank's last shard repeated many chunks of the one before. A state that
+        changes everywhere is written without a comparison with the last shard.
+        """
         aligned = self._buffers.size_bytes % header.chunk_bytes == 0
         if not self._can_clone or last is None or not last.repeats or not aligned:
             return None
         try:
             earlier = stack.enter_context(self.open_shard(last.ref))
-        except HoldfastError:  # pruned, quarantined or damaged since then
+        except HoldfastError:  # it was pruned, quarantined or damaged since then
             return None
         if earlier.record.header.chunk_bytes != header.chunk_bytes:
             return None
@@ -440,8 +471,11 @@ class DiskNodeTier:
 
     @contextmanager
     def _reserve(self, size: int, what: str) -> Iterator[None]:
-        """Hold bytes of the budget. Bad copies, which are kept for people only, go before a write fails
-        for lack of room. Raises CapacityError."""
+        """Reserve bytes of the budget within the context. Raises CapacityError.
+
+        If the room does not suffice, the quarantine is emptied first: its files are kept for inspection
+        only.
+        """
         with disk_errors(f"reserving {size} bytes of {self._root} for {what}"):
             try:
                 self._budget.take(size, what)
@@ -455,7 +489,7 @@ class DiskNodeTier:
             self._budget.give_back(size)
 
     def _empty_quarantine(self) -> bool:
-        """False where there was nothing."""
+        """Remove all quarantined files. Return False if there were none."""
         directory = self._root / QUARANTINE
         with self._lock, disk_errors(f"emptying {directory}"):
             held = [p for p in directory.iterdir() if not p.name.endswith(".reason")]
@@ -512,5 +546,5 @@ class DiskNodeTier:
 
 
 def manifests_in(root: Path) -> tuple[tuple[JobUid, CheckpointId], ...]:
-    """The manifests of a node tier that another process has opened. Reads names and changes nothing."""
+    """Return the manifests of a node tier that another process may have opened. Reads names only."""
     return tuple(list_manifests(root, _RESERVED))

@@ -1,1 +1,1 @@
-"""Decisions that several parts take: when a save is due, which checkpoints may be pruned. Pure."""
+"""Rules for when a save is due and which checkpoints may be pruned. Pure."""

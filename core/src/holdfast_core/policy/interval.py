@@ -1,4 +1,4 @@
-"""Whether a step is to be saved, and whether it goes to the object store. Pure."""
+"""Rules for which steps are saved, and which of them are uploaded to the object store. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from holdfast_core.ids import Step
 
 
 def save_due(step: Step, interval_steps: int) -> bool:
-    """True where `step`, just finished, is a multiple of the interval; step 0 never is."""
+    """Return whether a save is due after `step`. It is at multiples of the interval, except step 0."""
     return _multiple(step, interval_steps, "interval_steps")
 
 
 def object_due(step: Step, object_every_steps: int | None) -> bool:
-    """True where a committed `step` is to be persisted. None: there is no object tier."""
+    """Return whether a committed `step` is to be uploaded. None means that there is no object tier."""
     if object_every_steps is None:
         return False
     return _multiple(step, object_every_steps, "object_every_steps")
 
 
 def next_save(step: Step, interval_steps: int) -> Step:
-    """The first step after `step` at which a save is due."""
+    """Return the first step after `step` at which a save is due."""
     if interval_steps < 1:
         raise ConfigError(f"interval_steps is {interval_steps}, expected at least 1")
     return Step((step // interval_steps + 1) * interval_steps)

@@ -1,12 +1,13 @@
-"""Which committed checkpoints may leave the node and peer tiers. Pure; every answer has a reason.
+"""Rules for which committed checkpoints may be pruned from the node and peer tiers. Pure.
 
-The caller deletes manifests before shards. What this policy never names: anything while the current
-round has not committed at the level that protects it, the newest `keep_last` (at least two), the
-restore point, the newest persisted one, held steps, and steps on their way to the object store.
+Every verdict has a reason. The caller deletes manifests before shards. While the current round has not
+committed at the level that protects the job, or fewer than two checkpoints have that level, nothing is
+pruned. After that the policy keeps the newest `keep_last` checkpoints (at least two), the restore point,
+the newest persisted checkpoint, pinned steps, and steps that are being uploaded.
 
-Where a node has no room for another shard (`pressed`), fewer are kept, but never less than the newest
-checkpoint that protects the job: otherwise a volume with room for `keep_last` checkpoints and not for one
-more would never take a save again.
+If a node has no room for another shard (`pressed`), fewer are kept, but always the newest checkpoint that
+protects the job, pinned steps and uploads. Otherwise a volume with room for only `keep_last` checkpoints
+could never take another save.
 """
 
 from __future__ import annotations
@@ -17,28 +18,31 @@ from enum import StrEnum
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step
 
 MIN_KEPT = 2
-"""One is not enough: the newest may prove unreadable when it is needed."""
+"""Minimum number of checkpoints to keep. With only one, the newest may prove unreadable."""
 
 
 class Reason(StrEnum):
-    """Why a checkpoint stays or goes."""
+    """Reason why a checkpoint is kept or pruned."""
 
     NOT_PROTECTED_YET = "NotProtectedYet"
-    """Nothing of this round has reached the level that protects the job: nothing is pruned."""
+    """Kept: no checkpoint of this round, or only one at all, has the level that protects the job."""
     NEWER_THAN_KEPT = "NewerThanKept"
+    """Kept: it is newer than one of `keep_last` but does not have the protecting level yet."""
     KEEP_LAST = "KeepLast"
     RESTORE_POINT = "RestorePoint"
     HELD = "Held"
+    """Kept: the user has pinned its step."""
     UPLOADING = "Uploading"
     NEWEST_PERSISTED = "NewestPersisted"
     NO_ROOM = "NoRoom"
-    """It would be kept, but a node has no room for the next one."""
+    """Pruned: another reason would keep it, but a node has no room for another shard."""
     SUPERSEDED = "Superseded"
+    """Pruned: no reason keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A checkpoint that has a manifest, and how far it got."""
+    """A checkpoint that has a manifest, and its level."""
 
     checkpoint: CheckpointId
     level: Level
@@ -46,49 +50,53 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class RetentionState:
-    """Everything that retention looks at."""
+    """Input of `plan_retention`."""
 
     committed: tuple[Committed, ...]
-    """On the lineage, in any order."""
+    """Committed checkpoints on the lineage, in any order."""
     round: RestartRound
-    """The current one."""
+    """The current restart round."""
     keep_last: int
     protecting_level: Level = Level.REPLICATED
-    """Level at which the job survives what it is meant to: LOCAL where there are no peer copies."""
+    """Level at which a checkpoint protects the job: REPLICATED, or LOCAL without peer copies."""
     restore_point: CheckpointId | None = None
-    """That the current round started from."""
+    """Checkpoint that the current round restored from."""
     holds: frozenset[Step] = frozenset()
+    """Steps that the user has pinned."""
     uploading: frozenset[CheckpointId] = frozenset()
+    """Checkpoints that are being uploaded to the object store."""
     newest_persisted: CheckpointId | None = None
     pressed: bool = False
-    """A node has no room for another shard."""
+    """Whether a node has no room for another shard."""
     restored: bool = False
-    """Every rank has trained from the restore point: it could be read."""
+    """Whether every rank has trained from the restore point, which shows that it is readable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """The reason why one checkpoint is kept or pruned."""
+
     checkpoint: CheckpointId
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPlan:
-    """Every committed checkpoint once; both newest first."""
+    """Verdicts on all committed checkpoints. Each occurs once; both tuples are newest first."""
 
     prune: tuple[Verdict, ...]
     keep: tuple[Verdict, ...]
 
     @property
     def prune_steps(self) -> tuple[Step, ...]:
-        """Steps whose every checkpoint may go: a step that one round keeps is not among them."""
+        """Steps of which all rounds' checkpoints may be pruned, in order."""
         kept = {verdict.checkpoint.step for verdict in self.keep}
         steps = {verdict.checkpoint.step for verdict in self.prune}
         return tuple(sorted(steps - kept))
 
 
 def plan_retention(state: RetentionState) -> RetentionPlan:
-    """Judge every committed checkpoint. Deterministic; the order of the input does not matter."""
+    """Return a verdict on every committed checkpoint. The order of the input does not matter."""
     newest_first = sorted(state.committed, key=lambda c: c.checkpoint, reverse=True)
     protected = [c.checkpoint for c in newest_first if c.level.includes(state.protecting_level)]
     in_this_round = [p for p in protected if p.round == state.round]
@@ -107,7 +115,7 @@ def plan_retention(state: RetentionState) -> RetentionPlan:
 
 
 def _anchor(state: RetentionState, in_this_round: list[CheckpointId]) -> CheckpointId | None:
-    """The newest checkpoint that protects the job now."""
+    """Return the newest checkpoint that is known to protect the job, or None."""
     if in_this_round:
         return in_this_round[0]
     return state.restore_point if state.restored else None
@@ -116,8 +124,11 @@ def _anchor(state: RetentionState, in_this_round: list[CheckpointId]) -> Checkpo
 def _without_room(
     kept: list[Verdict], anchor: CheckpointId | None, state: RetentionState
 ) -> list[Verdict]:
-    """The older half, at least one, of those that the job can do without: half of them, because a
-    volume that needs room for one need not lose all."""
+    """Return the kept checkpoints that are pruned for lack of room.
+
+    These are the older half, rounded up, of those that are older than the anchor, not pinned and not being
+    uploaded. It is only half, because room for one shard may already suffice.
+    """
     if not state.pressed or anchor is None:
         return []
     spare = sorted(
@@ -146,7 +157,7 @@ def _reason(
     if checkpoint in last:
         return Reason.KEEP_LAST
     if checkpoint > min(last):
-        # Committed, but not yet at the level that protects: it is on its way there.
+        # It does not have the protecting level yet, but may still reach it.
         return Reason.NEWER_THAN_KEPT
     if checkpoint == state.restore_point:
         return Reason.RESTORE_POINT

@@ -1,5 +1,5 @@
-"""A checkpoint of N ranks as payloads of M ranks: which bytes of which shards, read in whole chunks.
+"""Conversion of a checkpoint of N ranks to payloads of M ranks (ADR 0021).
 
-Pure but for `assemble`, which reads through a reader and writes through a target that it is given.
-Knows layouts and byte ranges; no slots, no sockets, no tensors.
+The package works on layouts and byte ranges, and is independent of slots, sockets and tensors. It is
+pure except for `assemble`, which reads from a source and writes to a target that the caller supplies.
 """

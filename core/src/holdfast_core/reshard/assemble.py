@@ -1,4 +1,7 @@
-"""Executes a plan for one old rank's shard: verified chunks in, pieces out. Blocks; no retries."""
+"""Executes a plan for one old rank's shard: reads verified chunks and writes their pieces.
+
+The calls block and do not retry.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from holdfast_core.shards.record import ShardRecord
 
 
 class Source(Protocol):
-    """What is needed of a tiers.base.ShardSource."""
+    """The part of tiers.base.ShardSource that this module needs."""
 
     @property
     def trailer(self) -> Trailer: ...
@@ -30,28 +33,45 @@ class Source(Protocol):
 class Target(Protocol):
     """The new payload."""
 
-    def write_payload(self, offset: int, data: memoryview) -> None: ...
+    def write_payload(self, offset: int, data: memoryview) -> None:
+        """Write `data` at payload offset `offset`."""
+        ...
 
 
 class Copying:
-    """What a payload still lacks of one old rank's shard. `take` from one source after another: each
-    goes on where the one before it failed."""
+    """Copy of the parts of one old rank's shard that a new payload needs.
+
+    If `take` fails, the caller may call it with another source of the same shard, which continues
+    where the first one failed.
+    """
 
     def __init__(self, moves: Sequence[Move], limit_bytes: int = READ_BYTES) -> None:
-        """Moves of one old rank, in order of start; what is read at once, but one chunk at least."""
+        """Create a copy.
+
+        Args:
+            moves: Moves of one old rank, in order of start.
+            limit_bytes: Maximum length of one read. A read is at least one chunk.
+        """
         self._moves = moves
         self._limit_bytes = limit_bytes
         self._left: Iterator[Read] = iter(())
         self._chunk_bytes: int | None = None
         self.read_bytes = 0
-        """Of payloads, by all sources so far: whole chunks, each of which was verified."""
+        """Payload bytes read so far from all sources, in whole verified chunks."""
 
     def take(self, source: Source, target: Target) -> None:
-        """All of it is in the target when this returns. Raises what source and target raise; what
-        was written until then is of verified chunks."""
+        """Copy all bytes that are left from `source` to `target`.
+
+        After an error, all bytes that were written come from verified chunks.
+
+        Raises:
+            CorruptionError: The source yields other bytes than requested.
+            HoldfastError: An error of the source or the target.
+        """
         header = source.trailer.record.header
         if header.chunk_bytes != self._chunk_bytes:
-            # The first source, or one before it lied: what is left lies on the chunks of its table.
+            # This is the first source, or an earlier source stated a wrong chunk size. Read from the
+            # start in this source's chunks.
             self._chunk_bytes = header.chunk_bytes
             self._left = reads_of(
                 self._moves, header.payload_bytes, header.chunk_bytes, self._limit_bytes
@@ -79,14 +99,16 @@ class Copying:
         finally:
             self._left = itertools.chain(asked, self._left)
         if (missed := next(self._left, None)) is not None:
-            # A payload with a hole must not look whole, whatever a source does.
+            # A source that ends too early must not leave an unnoticed gap in the payload.
             self._left = itertools.chain((missed,), self._left)
             raise CorruptionError(f"{source.trailer.record.ref}: no bytes came for {missed.span}")
 
 
 def check_source(record: ShardRecord, shard: ManifestShard, part: RankPart) -> None:
-    """The open shard is the one that manifest and layout speak of: a range is read without reading
-    the whole, so its chunk table is what has to be right. Raises CorruptionError."""
+    """Raise CorruptionError if an open shard is not the one in the manifest and the layout.
+
+    Reads of ranges do not verify the payload's digest, so the chunk table must be the manifest's.
+    """
     header = record.header
     found = (header.rank, header.payload_bytes, header.layout, record.blake3, record.chunk_table)
     expected = (shard.rank, shard.payload_bytes, part.layout, shard.blake3, shard.chunk_table)
@@ -98,5 +120,5 @@ def check_source(record: ShardRecord, shard: ManifestShard, part: RankPart) -> N
 
 
 def _chunks_of(span: ByteRange, chunk_bytes: int) -> range:
-    """`span` begins on a chunk and ends on one or at the payload's end."""
+    """Return the chunks of `span`, which begins and ends on chunk boundaries or at the payload's end."""
     return range(span.start // chunk_bytes, -(-span.stop // chunk_bytes))

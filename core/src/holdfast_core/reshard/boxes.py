@@ -1,7 +1,7 @@
-"""Boxes of a tensor: what two have in common, what one leaves of another, and as which bytes.
+"""Boxes of a tensor: their intersection, their difference, and the runs of elements of a part. Pure.
 
-A tensor's bytes are in row-major order, so a part of a box is one run of bytes for every index of
-the dimensions before the first one that is cut.
+Elements are in row-major order. A part of a box is therefore one run of consecutive elements for every
+index of the dimensions before the last one that is cut.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """In each dimension `lengths` elements from `offsets`. No dimensions: one element."""
+    """In each dimension, `lengths` elements from `offsets` on. Without dimensions, one element."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -22,9 +22,11 @@ class Box(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Elements that lie next to each other in both boxes, as often as `times` says, at equal distances.
+    """`times` runs of `length` elements that are consecutive in both boxes, at equal distances.
 
-    Positions and steps count elements, from each box's first."""
+    `source` and `target` are the positions of the first run, and the steps are the distances between
+    runs, in elements from the first element of each box.
+    """
 
     source: int
     target: int
@@ -35,7 +37,7 @@ class Run(NamedTuple):
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """None where they have no element in common."""
+    """Return the box of the common elements, or None if there are none."""
     offsets, lengths = [], []
     for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True):
         start, stop = max(a, b), min(a + n, b + m)
@@ -47,7 +49,7 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 def subtract(whole: Box, part: Box) -> list[Box]:
-    """What is left of `whole` without `part`, which lies within it: boxes without an overlap."""
+    """Return disjoint boxes that cover `whole` without `part`. `part` lies within `whole`."""
     left: list[Box] = []
     offsets, lengths = list(whole.offsets), list(whole.lengths)
     for axis, (start, length) in enumerate(zip(part.offsets, part.lengths, strict=True)):
@@ -65,11 +67,11 @@ def subtract(whole: Box, part: Box) -> list[Box]:
 
 
 def runs(part: Box, source: Box, target: Box) -> list[Run]:
-    """The elements of `part`, which lies within both, in order of its rows."""
+    """Return the runs of the elements of `part`, which lies within both boxes, in row-major order."""
     cut = len(part.lengths)
     while cut and part.lengths[cut - 1] == source.lengths[cut - 1] == target.lengths[cut - 1]:
         cut -= 1
-    # Everything behind `cut - 1` is whole in both, so a run goes on over that dimension.
+    # The dimensions after `cut - 1` are whole in both boxes, so a run covers dimension `cut - 1`.
     outer = max(0, cut - 1)
     length = math.prod(part.lengths[outer:])
     starts = [(_position(part, source), _position(part, target))]
@@ -91,7 +93,7 @@ def runs(part: Box, source: Box, target: Box) -> list[Run]:
 
 
 def _position(part: Box, within: Box) -> int:
-    """Of the first element of `part`, counted from the first of `within`."""
+    """Return the position of the first element of `part` in `within`, in elements."""
     position = 0
     for start, offset, length in zip(part.offsets, within.offsets, within.lengths, strict=True):
         position = position * length + start - offset

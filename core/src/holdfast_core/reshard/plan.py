@@ -1,8 +1,8 @@
-"""Which bytes of which old ranks' payloads make a new rank's payload. Pure.
+"""Plan of which bytes of the old ranks' payloads make up a new rank's payload. Pure.
 
-A source is any shard whose layout covers a part of a wanted box, whichever rank wrote it. Where
-several hold the same box, the new rank r takes that of its home, the old rank r mod N; if that one
-does not hold it, the holder at r mod their number: so equal copies serve about equally many ranks.
+Any shard whose layout covers a part of a wanted box can be its source. If several shards hold the same
+box, the new rank r takes that of its home, the old rank r mod N. If its home does not hold the box, it
+takes holder number r mod the number of holders. Equal copies thus serve about equally many ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from holdfast_core.reshard.boxes import Box, intersect, runs, subtract
 
 
 class Move(NamedTuple):
-    """Bytes of one old rank's payload and where they begin in the new one.
+    """Bytes of one old rank's payload and their position in the new payload.
 
-    `times` runs of `length_bytes` each, `start_step` apart in the old payload and `target_step` in
-    the new one: a tensor that is cut along its columns is one move, not one for every row."""
+    A move is `times` runs of `length_bytes` each, `start_step` bytes apart in the old payload and
+    `target_step` in the new one. A tensor that is cut along its columns is thus one move instead of one
+    for each row.
+    """
 
     source: Rank
     start: int
@@ -39,23 +41,29 @@ class Move(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """End of the last run in the old payload."""
+        """End offset of the last run in the old payload."""
         return self.start + (self.times - 1) * self.start_step + self.length_bytes
 
 
 def home_of(rank: Rank, old_world_size: int) -> Rank:
-    """The old rank whose objects (all that is no tensor) the new `rank` takes: its own where there
-    was one, else r mod N."""
+    """Return the old rank whose objects (all state that is not a tensor) the new `rank` takes: r mod N."""
     return Rank(rank % old_world_size)
 
 
 def plan(wanted: RankLayout, source: Layout, *, avoid: Collection[Rank] = ()) -> tuple[Move, ...]:
-    """Moves that fill every wanted box, and the objects, exactly once; in order of source and start,
-    neighbours joined. The payload's header is not among them: see `payload_plan`.
+    """Return the moves that fill every wanted box and the objects exactly once.
 
-    `avoid`: old ranks whose shards cannot be read.
-    Raises StateMismatchError naming every tensor that is missing, of another dtype or shape, or not
-    covered by the shards that may be read.
+    Moves are in order of source and start, and adjacent ones are joined. They do not cover the payload's
+    header: see `payload_plan`.
+
+    Args:
+        wanted: Layout of the new rank's payload.
+        source: Layout of the checkpoint.
+        avoid: Old ranks whose shards cannot be read.
+
+    Raises:
+        StateMismatchError: Tensors or objects are missing, have another dtype, shape or length, or are
+            not covered by the readable shards. The message names all of them.
     """
     problems = mismatches(wanted, source)
     moves: list[Move] = []
@@ -78,7 +86,7 @@ def plan(wanted: RankLayout, source: Layout, *, avoid: Collection[Rank] = ()) ->
 
 
 def mismatches(wanted: RankLayout, source: Layout) -> list[str]:
-    """A line for every wanted tensor that is missing, or has another dtype or shape."""
+    """Return a line for every wanted tensor that is missing or has another dtype or shape."""
     problems: list[str] = []
     for fqn, item in sorted(wanted.tensors.items()):
         found = source.tensors.get(fqn)
@@ -91,8 +99,10 @@ def mismatches(wanted: RankLayout, source: Layout) -> list[str]:
 
 
 def payload_plan(wanted: RankLayout) -> PayloadPlan:
-    """The payload that `wanted` describes; its header is what no old shard holds.
-    Raises FormatError unless tensors and objects lie where a payload has them."""
+    """Return the plan of the payload that `wanted` describes, with its header, which no old shard holds.
+
+    Raises FormatError if tensors or objects are not where `plan_payload` places them.
+    """
     places = set(wanted.objects.values())
     if len(places) > 1:
         raise FormatError(f"layout of rank {wanted.rank}: objects in {len(places)} places, not 1")
@@ -118,7 +128,7 @@ def _tensor(
     home: Rank,
     avoid: Collection[Rank],
 ) -> tuple[list[Move], list[Box]]:
-    """Moves for one wanted box, and what no shard covers."""
+    """Return the moves for one wanted box, and the parts of the box that no shard covers."""
     target = Box(item.offsets, item.lengths)
     if not target.elements:
         return [], []

@@ -1,6 +1,6 @@
-"""Moves of one source as reads of whole chunks: only whole chunks can be verified. Pure.
+"""Conversion of moves to reads of whole chunks, because only whole chunks can be verified. Pure.
 
-Chunks that several moves touch are read once; chunks that no move touches are not read.
+A chunk that several moves need is read once. Chunks that no move needs are not read.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from holdfast_core.ids import ByteRange, Rank
 from holdfast_core.reshard.plan import Move
 
 READ_BYTES = 8 << 20
-"""At most in one read, in whole chunks: the buffer that a reader needs, and what is asked of a peer
-or a store at once."""
+"""Maximum length of one read, in whole chunks. It bounds the reader's buffer and one request to a peer or
+a store."""
 
 
 class Piece(NamedTuple):
-    """Bytes of a read (of a payload), from its first byte, and where they go in the new payload."""
+    """Bytes of a read or an old payload, and their offset in the new payload.
+
+    `start` counts from the first byte of the read or of the old payload.
+    """
 
     start: int
     length_bytes: int
@@ -28,14 +31,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`span` of the source's payload: from a chunk boundary, to one or to the payload's end."""
+    """One read of whole chunks: `span` of the source's payload, and the pieces of it that are needed."""
 
     span: ByteRange
     pieces: tuple[Piece, ...]
 
 
 def by_source(moves: Iterable[Move]) -> dict[Rank, list[Move]]:
-    """In order of start."""
+    """Return the moves of each old rank, in order of start."""
     found: dict[Rank, list[Move]] = {}
     for move in sorted(moves):
         found.setdefault(move.source, []).append(move)
@@ -45,8 +48,14 @@ def by_source(moves: Iterable[Move]) -> dict[Rank, list[Move]]:
 def reads_of(
     moves: Sequence[Move], payload_bytes: int, chunk_bytes: int, limit_bytes: int = READ_BYTES
 ) -> Iterator[Read]:
-    """Reads for the moves of one source, which are in order of start. Each is of at most
-    `limit_bytes`, but of one chunk at least."""
+    """Yield the reads for the moves of one source.
+
+    Args:
+        moves: Moves of one old rank, in order of start.
+        payload_bytes: Length of the old rank's payload.
+        chunk_bytes: Chunk size of the old rank's shard.
+        limit_bytes: Maximum length of one read. A read is at least one chunk.
+    """
     limit_bytes = max(limit_bytes // chunk_bytes, 1) * chunk_bytes
     start = stop = 0
     pieces: list[Piece] = []
@@ -68,7 +77,7 @@ def reads_of(
 
 
 def bytes_read(moves: Iterable[Move], payload_bytes: Sequence[int], chunk_bytes: int) -> int:
-    """What a plan costs: `payload_bytes` is indexed by old rank."""
+    """Return how many payload bytes a plan reads. `payload_bytes` is indexed by old rank."""
     return sum(
         read.span.length_bytes
         for rank, group in by_source(moves).items()
@@ -77,8 +86,10 @@ def bytes_read(moves: Iterable[Move], payload_bytes: Sequence[int], chunk_bytes:
 
 
 def _runs(moves: Sequence[Move]) -> Iterator[Piece]:
-    """The single runs of moves, in order of their start. Moves that lie within each other's rows
-    are merged; others are not mixed, so that there are never many open."""
+    """Yield the single runs of moves in order of start.
+
+    Only moves whose ranges overlap are merged, so that few iterators are open at a time.
+    """
     first = 0
     while first < len(moves):
         last, stop = first + 1, moves[first].stop

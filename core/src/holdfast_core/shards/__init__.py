@@ -1,3 +1,4 @@
-"""The bytes of a shard file and of a pack: chunks, their tables, digests and compression. Pure:
-buffers only.
+"""The bytes of shard files and packs: chunks, chunk tables, digests and compression.
+
+Pure: the modules work on buffers and do no I/O.
 """

@@ -1,4 +1,4 @@
-"""Chunks of a shard's payload: where they lie, and whether bytes are they. Pure."""
+"""Position and verification of the chunks of a shard's payload. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from holdfast_core.shards.record import ShardHeader
 
 
 def payload_span(header: ShardHeader, chunks: range) -> ByteRange:
-    """Bytes of the payload that chunks in a row are. Raises FormatError where it has no such ones."""
+    """Return the byte range of consecutive chunks in the payload.
+
+    Raises FormatError if `chunks` is empty or not within the payload.
+    """
     if chunks.step != 1 or not 0 <= chunks.start < chunks.stop <= chunk_count(header):
         raise FormatError(
             f"shard of rank {header.rank} step {header.step}: no chunks {chunks} among "
@@ -21,14 +24,14 @@ def payload_span(header: ShardHeader, chunks: range) -> ByteRange:
 
 
 def file_span(header: ShardHeader, chunks: range) -> ByteRange:
-    """Like `payload_span`, in the shard file."""
+    """Return the byte range of consecutive chunks in the shard file. Raises FormatError."""
     span = payload_span(header, chunks)
     start = head_bytes(header)
     return ByteRange(start + span.start, start + span.stop)
 
 
 def bad_chunks(trailer: Trailer, chunks: range, data: memoryview) -> list[int]:
-    """Those of `chunks`, which `data` shall be, whose bytes are not what the table says, by BLAKE3."""
+    """Return those of `chunks`, whose bytes are in `data`, that do not match their BLAKE3 in the table."""
     size = trailer.record.header.chunk_bytes
     return [
         chunk

@@ -1,15 +1,15 @@
-"""How a chunk is stored compressed: its byte planes, each a zstd frame or as it is. Pure.
+"""Compression of single chunks: byte planes, each stored as a zstd frame or uncompressed. Pure.
 
-Elements of `width` bytes are taken apart: plane i holds byte i of every element, in order, so that
-exponents stand beside exponents; with width 1 there is one plane, the chunk. What is stored:
+A chunk of elements of `width` bytes is split: plane i holds byte i of every element, in order, so that
+the exponents of floats lie together. With width 1 the only plane is the chunk. The stored form is
 
-    u32 a plane, little-endian: its stored length
-    the planes: a zstd frame that says its content's length, or, where the stored length is the
-    plane's own, the plane as it is
+    for each plane, its stored length as little-endian u32
+    for each plane, a zstd frame that states its content size, or the plane itself if the stored length
+    equals the plane's length
 
-A chunk that would not become shorter is stored as it is: its width is PLAIN. Each chunk stands
-alone, so that a run of chunks is a range of the object. Nothing here believes what it decodes: how
-much comes out is known before a byte is decoded, and whoever asks compares with the chunk table.
+A chunk that would not become shorter is stored unchanged with width PLAIN. Each chunk is coded on its
+own, so that a run of chunks is a range of the object. The decoder does not trust its input: the
+decoded length is known before decoding, and the caller verifies the bytes with the chunk table.
 """
 
 from __future__ import annotations
@@ -33,40 +33,41 @@ from holdfast_core.shards.record import ShardHeader
 PLAIN = 0
 WIDTHS = (1, 2, 4, 8)
 LEVEL = 1
-"""Of zstd. Level 3 gains nothing on planes of floats, and is slower."""
+"""zstd level. Level 3 is slower and does not compress planes of floats better."""
 _LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How chunks in a row are stored."""
+    """Stored lengths and widths of consecutive chunks."""
 
     starts: array[int]
-    """Unsigned 64 bit, one a chunk and one more: where each begins in the object, counted from
-    anywhere, and where the last ends. A chunk that is stored elsewhere has no bytes."""
+    """Unsigned 64-bit offset of each chunk in the object, and the end of the last chunk. Only
+    differences are meaningful: the origin is arbitrary. A chunk that is stored elsewhere has length 0."""
     widths: bytes
-    """One a chunk: PLAIN, or one of WIDTHS."""
+    """Width of each chunk: PLAIN or one of WIDTHS."""
 
     @classmethod
     def of(cls, lengths: Iterable[int], widths: bytes) -> Self:
-        """By the stored bytes of each chunk."""
+        """Return the coding of chunks with these stored lengths in bytes."""
         return cls(array("Q", accumulate(lengths, initial=0)), widths)
 
     @property
     def lengths(self) -> list[int]:
+        """Stored length of each chunk in bytes."""
         return [stop - start for start, stop in pairwise(self.starts)]
 
     def cut(self, start: int, stop: int) -> Coding:
-        """Of the chunks at these positions."""
+        """Return the coding of the chunks at positions start..stop-1."""
         return Coding(self.starts[start : stop + 1], self.widths[start:stop])
 
     def stored_bytes(self, start: int, stop: int) -> int:
-        """Of the chunks at these positions."""
+        """Return the stored length of the chunks at positions start..stop-1 in bytes."""
         return self.starts[stop] - self.starts[start]
 
 
 def check_stored(length: int, width: int, chunk_bytes: int) -> None:
-    """A chunk of so many bytes can be stored so. Raises FormatError."""
+    """Check a chunk's stored length and width. Raises FormatError if the encoder cannot produce them."""
     if width == PLAIN:
         possible = length == chunk_bytes
     else:
@@ -78,17 +79,19 @@ def check_stored(length: int, width: int, chunk_bytes: int) -> None:
 
 
 class ChunkEncoder:
-    """Compresses chunks, one after the other. One thread at a time."""
+    """Compressor of chunks. Not thread-safe."""
 
     def __init__(self) -> None:
         self._frames = zstandard.ZstdCompressor(level=LEVEL)
 
     def encode(self, chunk: bytes, width: int) -> bytes | None:
-        """What is stored; None where that would not be shorter than the chunk."""
+        """Return the stored form of `chunk`, or None if it is not shorter than the chunk.
+
+        `width` is one of WIDTHS.
+        """
         stored = []
         for number in range(width):
-            # Slices of bytes with a step are copied by a loop in C; those of a memoryview are seven
-            # times slower.
+            # A strided slice of bytes is seven times faster than one of a memoryview.
             plane = chunk[number::width]
             frame = self._frames.compress(plane)
             stored.append(frame if len(frame) < len(plane) else plane)
@@ -98,14 +101,19 @@ class ChunkEncoder:
 
 
 class ChunkDecoder:
-    """The reverse. One thread at a time."""
+    """Decompressor of chunks. Not thread-safe."""
 
     def __init__(self) -> None:
         self._frames = zstandard.ZstdDecompressor(max_window_size=MAX_CHUNK_BYTES)
 
     def decode(self, stored: memoryview, width: int, place: memoryview) -> None:
-        """Fills `place`, which is as long as the chunk, and nothing else: a frame that says another
-        length is not decoded. Raises CorruptionError. The bytes are not verified."""
+        """Decode a chunk into `place`, which has the chunk's length.
+
+        A frame that states another content size is not decoded. The decoded bytes are not verified.
+
+        Raises:
+            CorruptionError: `stored` is not the stored form of a chunk of this length and width.
+        """
         if width == PLAIN:
             if len(stored) != len(place):
                 raise CorruptionError(f"{len(stored)} bytes stored of {len(place)}, as they are")
@@ -145,8 +153,11 @@ class ChunkDecoder:
 
 
 def chunk_widths(layout: Layout, rank: Rank, header: ShardHeader) -> bytes:
-    """The width for each chunk of a rank's payload: the element size that most of its bytes have.
-    Bytes of no tensor count as elements of one byte. The writer's choice: the index says it."""
+    """Return a width for each chunk of a rank's payload: the element size of most of its bytes.
+
+    Bytes outside of tensors count as one-byte elements. The choice is the writer's alone; readers take
+    the widths from the pack's index.
+    """
     size, count = header.chunk_bytes, chunk_count(header)
     held = {width: [0] * count for width in WIDTHS}
     for fqn, tensor in layout.tensors.items():

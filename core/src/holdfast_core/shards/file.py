@@ -5,8 +5,9 @@
     trailer  magic HFTRAIL1, u32 length, u32 count, JSON {blake3, chunkTable, header}, chunk table,
              zeros, footer of 32 bytes at the very end
 
-The identity stands in head and trailer: a torn head, a torn tail and a renamed file all show. The
-size of the file follows from the head alone; the trailer is found from either end.
+Integers are little-endian. Head and trailer both hold the identity, so that a torn head, a torn trailer
+and a renamed file are detected. The head determines the size of the file; the trailer can be found from
+the head or from the end of the file.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from holdfast_core.shards.record import ShardHeader, ShardRecord
 
 FORMAT_VERSION = 1
 BLOCK_BYTES = 4096
-"""O_DIRECT needs offsets, lengths and memory in multiples of this."""
+"""O_DIRECT requires offsets, lengths and memory addresses in multiples of this."""
 MAX_HEADER_BYTES = 16 << 20
 MAX_CHUNK_BYTES = 64 << 20
 MAX_CHUNKS = 1 << 24
@@ -46,7 +47,7 @@ FOOTER_MAGIC = b"HFSHEND1"
 HEAD_PREFIX = struct.Struct("<8sII")
 _TRAILER_PREFIX = struct.Struct("<8sII")
 FOOTER = struct.Struct("<QQII8s")
-"""trailer bytes, payload bytes, CRC of the trailer before the footer, CRC of these 20 bytes, magic"""
+"""Trailer bytes, payload bytes, CRC of the trailer before the footer, CRC of these 20 bytes, magic."""
 
 _HEADER_FIELDS = frozenset(
     {
@@ -68,14 +69,14 @@ _ANY_DIGEST = Digest("b3:" + "0" * 64)
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """What the end of a shard says."""
+    """The parsed trailer of a shard file."""
 
     record: ShardRecord
     table: ChunkTable
 
 
 def align(size: int) -> int:
-    """`size` rounded up to whole blocks."""
+    """Round `size` up to whole blocks."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -84,7 +85,7 @@ def chunk_count(header: ShardHeader) -> int:
 
 
 def head_bytes(header: ShardHeader) -> int:
-    """Offset of the payload in the file."""
+    """Return the length of the head, which is the payload's offset in the file."""
     return align(HEAD_PREFIX.size + len(_identity(header)))
 
 
@@ -99,12 +100,12 @@ def trailer_bytes(header: ShardHeader) -> int:
 
 
 def file_bytes(header: ShardHeader) -> int:
-    """Length of the whole file, known before its bytes are."""
+    """Return the length of the whole file in bytes. It does not depend on the payload's contents."""
     return trailer_offset(header) + trailer_bytes(header)
 
 
 def check_header(header: ShardHeader) -> ShardHeader:
-    """Raises FormatError where a field is out of bounds or contradicts another."""
+    """Return `header`. Raises FormatError if a field is out of bounds or contradicts another."""
     return parse_identity(identity_json(header), "shard header")
 
 
@@ -113,14 +114,14 @@ def record_of(header: ShardHeader, blake3: Digest, table: ChunkTable) -> ShardRe
 
 
 def pack_head(header: ShardHeader) -> bytes:
-    """Whole blocks. Raises FormatError."""
+    """Return the head, padded to whole blocks. Raises FormatError if the header is not valid."""
     text = _identity(check_header(header))
     head = HEAD_PREFIX.pack(HEAD_MAGIC, len(text), crc32c(text)) + text
     return head.ljust(head_bytes(header), b"\0")
 
 
 def head_bytes_of(prefix: bytes | bytearray | memoryview) -> int:
-    """Length of the head from its first 16 bytes. Raises CorruptionError."""
+    """Return the length of the head from its first 16 bytes. Raises CorruptionError."""
     if len(prefix) < HEAD_PREFIX.size:
         raise CorruptionError(f"shard head: {len(prefix)} bytes, expected {HEAD_PREFIX.size}")
     magic, length, _ = HEAD_PREFIX.unpack_from(prefix)
@@ -132,7 +133,10 @@ def head_bytes_of(prefix: bytes | bytearray | memoryview) -> int:
 
 
 def unpack_head(data: bytes) -> ShardHeader:
-    """`data` starts with the whole head. Raises CorruptionError if any of its bits is wrong."""
+    """Parse the head at the start of `data`.
+
+    Raises CorruptionError if the head is incomplete or damaged; FormatError for a newer version.
+    """
     size = head_bytes_of(data)
     if len(data) < size:
         raise CorruptionError(f"shard head: {len(data)} bytes of {size} are there")
@@ -145,7 +149,7 @@ def unpack_head(data: bytes) -> ShardHeader:
 
 
 def pack_trailer(header: ShardHeader, blake3: Digest, table: ChunkTable) -> bytes:
-    """Whole blocks. Raises FormatError when the table does not fit the payload."""
+    """Return the trailer, padded to whole blocks. Raises FormatError if the table has a wrong length."""
     packed = table.pack()
     expected = table_bytes(chunk_count(header))
     if len(packed) != expected:
@@ -159,13 +163,16 @@ def pack_trailer(header: ShardHeader, blake3: Digest, table: ChunkTable) -> byte
 
 
 def trailer_bytes_of(footer: bytes) -> int:
-    """Length of the trailer from the last 32 bytes of a file. Raises CorruptionError."""
+    """Return the length of the trailer from the last 32 bytes of a file. Raises CorruptionError."""
     size, _, _ = _unpack_footer(footer)
     return size
 
 
 def unpack_trailer(data: bytes) -> Trailer:
-    """`data` is exactly the trailer. Raises CorruptionError if any of its bits is wrong."""
+    """Parse `data`, which is exactly the trailer.
+
+    Raises CorruptionError if the trailer is damaged, and also if a newer release wrote it.
+    """
     size, payload_bytes, crc = _unpack_footer(data[-FOOTER.size :])
     if size != len(data) or len(data) < FOOTER.size + _TRAILER_PREFIX.size:
         raise CorruptionError(f"shard trailer: {len(data)} bytes, expected {size}")
@@ -196,7 +203,7 @@ def unpack_trailer(data: bytes) -> Trailer:
 
 
 def check_trailer(header: ShardHeader, trailer: Trailer, length: int) -> Trailer:
-    """Head, trailer and length of the file belong together. Raises CorruptionError."""
+    """Return `trailer`. Raises CorruptionError if head, trailer and file length do not match."""
     if trailer.record.header != header:
         raise CorruptionError(
             f"shard: head says {header}, tail says {trailer.record.header}: torn or spliced"
@@ -221,7 +228,15 @@ def _unpack_footer(footer: bytes) -> tuple[int, int, int]:
 
 
 def unpack_footer(footer: bytes, expected: bytes, what: str) -> tuple[int, int, int]:
-    """What ends with it, what that says of the bytes in front, its CRC. Raises CorruptionError."""
+    """Parse a footer with the magic `expected`.
+
+    Returns:
+        Length of the part that ends with the footer, length of the data before that part (for a
+        trailer: of the payload), and CRC of the part without the footer.
+
+    Raises:
+        CorruptionError: The footer is damaged.
+    """
     if len(footer) != FOOTER.size:
         raise CorruptionError(f"{what}: {len(footer)} bytes, expected {FOOTER.size}")
     size, other_bytes, crc, own_crc, magic = FOOTER.unpack(footer)
@@ -233,7 +248,7 @@ def unpack_footer(footer: bytes, expected: bytes, what: str) -> tuple[int, int, 
 
 
 def identity_json(header: ShardHeader) -> dict[str, Any]:
-    """The identity as its JSON value, for documents that carry it."""
+    """Return the identity as a JSON value."""
     return {
         "formatVersion": FORMAT_VERSION,
         "jobUid": header.job_uid,
@@ -258,7 +273,10 @@ def _trailer_text(header: ShardHeader, blake3: Digest, chunk_table: Digest) -> b
 
 
 def _as_corruption(text: bytes, what: str) -> ShardHeader:
-    """A wrong field is corruption; a newer version is not: the file is good, only not for us."""
+    """Parse an identity. Raises CorruptionError for a wrong field, FormatError for a newer version.
+
+    A file of a newer version is not damaged, so it must not be quarantined.
+    """
     try:
         value = loads_canonical(text, what, limit_bytes=MAX_HEADER_BYTES)
         version = expect_int(expect_map(value, what).get("formatVersion"), f"{what}.formatVersion")
@@ -272,7 +290,7 @@ def _as_corruption(text: bytes, what: str) -> ShardHeader:
 
 
 def parse_identity(value: Any, path: str) -> ShardHeader:
-    """The reverse. Raises FormatError."""
+    """Parse the JSON value of `identity_json`. Raises FormatError."""
     if isinstance(value, dict) and "formatVersion" in value:
         expect_version(value["formatVersion"], f"{path}.formatVersion", FORMAT_VERSION)
     root = expect_object(value, path, _HEADER_FIELDS)

@@ -1,14 +1,18 @@
-"""The pack: those chunks of one rank's payload that are stored here, and where each other chunk is. Pure.
+"""The pack: a stored object with a part of a payload's chunks and an index of all of them (ADR 0025). Pure.
 
-    chunks   stored here, in the order of the payload, without gaps
-    index    magic HFPACKI1, u32 length, u32 count, canonical JSON {base, blake3, chunkTable,
-             formatVersion, header, sources}, the chunk table of the whole payload, u16 a chunk: 0 is
-             here, n is the n-th source; u32 a chunk: stored bytes; u8 a chunk: width, 0 for a chunk
-             that is not compressed; footer of 32 bytes at the very end
+    chunks   the stored chunks, in the order of the payload, without gaps
+    index    magic HFPACKI1, u32 length, u32 count
+             canonical JSON {base, blake3, chunkTable, formatVersion, header, sources}
+             the chunk table of the whole payload
+             u16 for each chunk: its place, 0 for this pack, n for the n-th source
+             u32 for each chunk: its stored bytes, 0 if it is in a source
+             u8 for each chunk: its width, 0 if it is not compressed
+             footer of 32 bytes at the very end
 
-An index says everything that the shard file has besides its payload, so that the file is rebuilt bit
-for bit and each chunk is verified wherever it comes from. A source is a shard of the same job: of
-another rank at the same step, or one that stores the chunk itself at an earlier one.
+Integers are little-endian. The index contains everything that the shard file has besides its payload,
+so that the file can be rebuilt bit for bit and each chunk can be verified wherever it comes from. A
+source is a shard of the same job: that of another rank at the same step, or a shard of an earlier step
+whose object stores the chunk itself.
 """
 
 from __future__ import annotations
@@ -51,9 +55,10 @@ from holdfast_core.shards.record import ShardHeader
 
 FORMAT_VERSION = 1
 MAX_EARLIER = 4
-"""Earlier checkpoints that one pack may need: what retention keeps alive for it is bounded."""
+"""Maximum number of earlier checkpoints that one pack refers to. It bounds what retention must keep."""
 MAX_SOURCES = 1024
 HERE = 0
+"""Place of a chunk that is stored in the pack itself."""
 
 _INDEX_MAGIC = b"HFPACKI1"
 _FOOTER_MAGIC = b"HFPKEND1"
@@ -70,26 +75,30 @@ _BASE_FIELDS = frozenset({"restartRound", "step"})
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Chunks in a row that are in one place."""
+    """Consecutive chunks with the same place."""
 
     chunks: range
     place: int
     offset: int
-    """Where the first of them begins in the pack; of another source's chunks: where they are left out."""
+    """Offset of the first chunk in the pack. For chunks of a source, the offset at which they would be."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackIndex:
+    """Index of a pack: identity of the shard, chunk table, and the place of each chunk."""
+
     header: ShardHeader
     blake3: Digest
     table: ChunkTable
+    """Chunk table of the whole payload."""
     base: CheckpointId | None
-    """The checkpoint that this one was compared with."""
+    """The earlier checkpoint that this one was compared with, if any."""
     sources: tuple[ShardRef, ...]
+    """In the order of `source_order`."""
     places: array[int]
-    """Unsigned 16 bit, one a chunk: HERE, or the number of a source, from 1."""
+    """Unsigned 16-bit place of each chunk: HERE, or the number of a source, from 1."""
     coding: Coding | None = None
-    """None: no chunk is compressed."""
+    """Stored lengths and widths of the chunks. None if no chunk is compressed."""
 
     @property
     def ref(self) -> ShardRef:
@@ -98,23 +107,25 @@ class PackIndex:
 
     @property
     def trailer(self) -> Trailer:
-        """What the shard file ends with."""
+        """Contents of the shard file's trailer."""
         return Trailer(record_of(self.header, self.blake3, self.table), self.table)
 
     @property
     def stored_bytes(self) -> int:
+        """Length of the stored chunks in the pack, without the index."""
         return sum(self.stored(run.chunks) for run in self.runs() if run.place == HERE)
 
     @property
     def payload_bytes_here(self) -> int:
-        """What the stored chunks are before they are compressed."""
+        """Length of the stored chunks before compression."""
         return sum(self._bytes(run.chunks) for run in self.runs() if run.place == HERE)
 
     def source(self, place: int) -> ShardRef | None:
+        """Return the source with this place, or None for HERE."""
         return None if place == HERE else self.sources[place - 1]
 
     def earlier(self) -> dict[CheckpointId, int]:
-        """Payload bytes that earlier checkpoints store for this one."""
+        """Return how many payload bytes each earlier checkpoint stores for this shard."""
         found: dict[CheckpointId, int] = {}
         for run in self.runs():
             source = self.source(run.place)
@@ -124,6 +135,7 @@ class PackIndex:
         return found
 
     def runs(self) -> Iterator[Run]:
+        """Yield the runs of all chunks in order."""
         offset = start = 0
         for chunk in range(1, len(self.places) + 1):
             if chunk == len(self.places) or self.places[chunk] != self.places[start]:
@@ -134,7 +146,7 @@ class PackIndex:
                 start = chunk
 
     def stored(self, chunks: range) -> int:
-        """Bytes that chunks in a row take here."""
+        """Return the bytes that consecutive chunks take in the pack. All of them have the place HERE."""
         if self.coding is None:
             return self._bytes(chunks)
         return self.coding.stored_bytes(chunks.start, chunks.stop)
@@ -145,6 +157,8 @@ class PackIndex:
 
 
 class Stretch(Protocol):
+    """Anything that covers consecutive chunks."""
+
     @property
     def chunks(self) -> range: ...
 
@@ -153,7 +167,7 @@ S = TypeVar("S", bound=Stretch)
 
 
 def overlapping(stretches: Sequence[S], chunks: range) -> Iterator[tuple[S, range]]:
-    """Those of `stretches` (in order) that cover `chunks`, each with the chunks it is asked for."""
+    """Yield those of the ordered `stretches` that overlap `chunks`, each with the common chunks."""
     at = bisect_right(stretches, chunks.start, key=lambda stretch: stretch.chunks.start) - 1
     while at < len(stretches) and stretches[at].chunks.start < chunks.stop:
         there = stretches[at].chunks
@@ -165,15 +179,23 @@ def overlapping(stretches: Sequence[S], chunks: range) -> Iterator[tuple[S, rang
 def runs_within(
     runs: Sequence[Run], chunks: range, stored: Callable[[range], int]
 ) -> Iterator[Run]:
-    """Those of `runs` (all of an index) that cover `chunks`, cut to them. `stored`: bytes that chunks
-    take where they are stored here."""
+    """Yield the runs of `chunks`.
+
+    Args:
+        runs: All runs of an index.
+        chunks: The requested chunks.
+        stored: Function that returns the stored bytes of chunks with the place HERE.
+    """
     for run, cut in overlapping(runs, chunks):
         skipped = stored(range(run.chunks.start, cut.start)) if run.place == HERE else 0
         yield Run(cut, run.place, run.offset + skipped)
 
 
 def pack_index(index: PackIndex) -> bytes:
-    """What follows the stored chunks. Raises FormatError for what `unpack_index` would refuse."""
+    """Return the index as bytes, which follow the stored chunks.
+
+    Raises FormatError for an index that `unpack_index` would refuse.
+    """
     _check(index)
     packed = index.table.pack()
     text = dumps_canonical(
@@ -203,14 +225,17 @@ def pack_index(index: PackIndex) -> bytes:
 
 
 def index_bytes_of(footer: bytes) -> int:
-    """Length of the index from the last 32 bytes of a pack. Raises CorruptionError."""
+    """Return the length of the index from the last 32 bytes of a pack. Raises CorruptionError."""
     size, _, _ = _unpack_footer(footer)
     return size
 
 
 def unpack_index(data: bytes, pack_bytes: int) -> PackIndex:
-    """`data` is exactly the index of a pack of so many bytes. Raises CorruptionError if any of its
-    bits is wrong."""
+    """Parse `data`, which is exactly the index of a pack of `pack_bytes` bytes.
+
+    Raises CorruptionError if the index is damaged or does not fit the pack, and also if a newer release
+    wrote it.
+    """
     size, stored_bytes, crc = _unpack_footer(data[-FOOTER.size :])
     if size != len(data) or stored_bytes + size != pack_bytes:
         raise CorruptionError(
@@ -276,8 +301,11 @@ def _parse(body: bytes, start: int, count: int) -> PackIndex:
 
 
 def _check(index: PackIndex) -> None:
-    """What makes a pack more than a list: the table is the payload's, every place exists, no chunk is
-    said to be where it cannot be, and what is kept alive is bounded."""
+    """Check that the fields of an index fit each other and its bounds. Raises FormatError.
+
+    The table must be the payload's, every place must exist, no source may be this pack or of another
+    job, and the number of earlier checkpoints is bounded.
+    """
     header, own = index.header, index.ref
     if len(index.table) != chunk_count(header) or len(index.places) != len(index.table):
         raise FormatError(
@@ -304,7 +332,7 @@ def _check(index: PackIndex) -> None:
 
 
 def _uncompressed(index: PackIndex) -> Coding:
-    """Each chunk that is here takes as many bytes as it has."""
+    """Return the coding of an index without compression."""
     lengths = (
         index.stored(range(chunk, chunk + 1)) if place == HERE else 0
         for chunk, place in enumerate(index.places)
@@ -313,8 +341,11 @@ def _uncompressed(index: PackIndex) -> Coding:
 
 
 def _check_coding(index: PackIndex, coding: Coding) -> None:
-    """No chunk is stored longer than it is, and none that is elsewhere takes a byte: so a range of the
-    object is never longer than what it is decoded into."""
+    """Check the stored lengths and widths. Raises FormatError.
+
+    No stored form may be longer than its chunk, and a chunk of a source must have no stored bytes. A
+    range of the object is therefore never longer than the chunks that it is decoded into.
+    """
     header, count = index.header, len(index.places)
     lengths = coding.lengths
     if len(lengths) != count or len(coding.widths) != count:
@@ -335,7 +366,7 @@ def _check_coding(index: PackIndex, coding: Coding) -> None:
 
 
 def unshared_index(trailer: Trailer) -> PackIndex | None:
-    """All chunks here. None for a shard without a payload."""
+    """Return an index with all chunks in the pack, or None for a shard without a payload."""
     record, table = trailer.record, trailer.table
     if not len(table):
         return None
@@ -344,7 +375,7 @@ def unshared_index(trailer: Trailer) -> PackIndex | None:
 
 
 def source_order(ref: ShardRef) -> tuple[Step, RestartRound, Rank]:
-    """Sources stand in this order."""
+    """Return the sort key of sources in an index."""
     return ref.step, ref.round, ref.rank
 
 

@@ -1,17 +1,15 @@
-"""Which chunks of a rank's payload are stored, and which are left out because they are stored elsewhere.
-Pure.
+"""Plan of a pack: which chunks of a payload are stored, and which are references to other objects. Pure.
 
-Ranks that hold the same boxes of the same tensors form a group; each block of chunks has one owner in
-it, the same for all. A rank leaves out a chunk
+Ranks that hold the same boxes of the same tensors form a group. Each block of chunks has one owner in
+the group, on which all ranks agree. A rank leaves a chunk out if
 
-1. that the owner has, byte for byte: the owner stores it at this step or says where it is;
-2. that it owns itself, or that differs from the owner's, and that is stored in an object of its own
-   since an earlier checkpoint.
+1. the owner has the same chunk: the owner's object stores it or refers to an earlier one that does;
+2. otherwise, if an object of an earlier checkpoint stores the chunk for this rank.
 
-A chunk that was the owner's in the earlier checkpoint is not taken from there: it would have to be
-looked for at a third place, and what a checkpoint needs would no longer be what its packs name. So
-every reference to an earlier checkpoint names an object that stores the chunk, one to the same step an
-object that stores it or names one that does: two hops at most, and no cycle.
+A chunk that another rank's object held in the earlier checkpoint is stored again. A reference to it
+would need a third object, and a checkpoint would need objects that its packs do not name. Hence a
+reference to an earlier checkpoint names an object that stores the chunk, and a reference within the
+step names an object that stores it or refers to one that does: at most two hops, and no cycle.
 """
 
 from __future__ import annotations
@@ -29,28 +27,30 @@ from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import HERE, PackIndex, source_order
 
 BLOCK_CHUNKS = 16
-"""Chunks in a row with the same owner: 4 MiB, so that a restore asks for few long ranges. All ranks of
-a step must use the same number, as they must make the same groups."""
+"""Consecutive chunks with the same owner: 4 MiB, so that a restore requests few long ranges. All ranks of
+a step must use the same number, because they must agree on the owners."""
 MAX_GROUP = 64
-"""Ranks that share: each asks each other one for its chunk table."""
+"""Maximum ranks in a group. Each rank requests the chunk tables of all others."""
 LEAST_SHARE = 8
-"""A pack that leaves out less than an eighth is not worth what it keeps alive."""
+"""A pack must leave out at least one chunk in this many. Less is not worth the objects it keeps alive."""
 
 _RANK_LOCAL = re.compile(r"@rank\d+(~\d+)?\Z")
-"""Names of tensors that belong to one rank alone."""
+"""Matches the names of tensors that belong to one rank alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """This rank's shard in an earlier checkpoint, as the store has it."""
+    """This rank's shard in an earlier checkpoint, as it is stored."""
 
     trailer: Trailer
     index: PackIndex | None
-    """None: it is stored whole."""
+    """Index of its pack. None if the shard is stored whole."""
 
     def stored_in(self, chunk: int) -> ShardRef | None:
-        """The object that stores a chunk of it; None where another rank's object would have to be
-        asked."""
+        """Return the shard whose object stores the chunk.
+
+        Returns None if the chunk is a reference to another rank's object of that earlier step.
+        """
         own = self.trailer.record.ref
         source = None if self.index is None else self.index.source(self.index.places[chunk])
         if source is None:
@@ -59,8 +59,11 @@ class Earlier:
 
 
 def replica_groups(layout: Layout) -> tuple[tuple[Rank, ...], ...]:
-    """Ranks that hold the same boxes of the gang's tensors at the same bytes. In order of their first
-    ranks, at most MAX_GROUP in a group. What belongs to one rank alone, and objects, may differ."""
+    """Return the groups of ranks that hold the same boxes of tensors at the same payload bytes.
+
+    Groups are in order of their first ranks and have at most MAX_GROUP ranks. Tensors that belong to one
+    rank alone, and objects, may differ within a group.
+    """
     digests = [Blake3() for _ in layout.ranks]
     sharing = [False] * len(layout.ranks)
     for fqn in sorted(layout.tensors):
@@ -84,19 +87,20 @@ def replica_groups(layout: Layout) -> tuple[tuple[Rank, ...], ...]:
 
 
 def owner(group: Sequence[Rank], chunk: int) -> Rank:
+    """Return the rank of the group that owns the chunk."""
     return group[chunk // BLOCK_CHUNKS % len(group)]
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Chunks that another rank of the group owns at this step, and that are the same here."""
+    """Chunks that another rank of the group owns and that have the same bytes in this rank's shard."""
 
     ref: ShardRef
     chunks: tuple[range, ...]
 
 
 def shared_with(trailer: Trailer, group: Sequence[Rank], other: Trailer) -> Shared:
-    """What of `trailer`'s shard the rank of `other` stores for it."""
+    """Return the chunks of `trailer`'s shard that the rank of `other` owns and has with the same bytes."""
     own, theirs = trailer.table, other.table
     rank = other.record.header.rank
     header = trailer.record.header
@@ -120,9 +124,14 @@ def plan_pack(
     allowed: Collection[CheckpointId],
     base: CheckpointId | None,
 ) -> PackIndex | None:
-    """The pack of a shard; None where it is to be stored whole.
+    """Return the index of a shard's pack, or None if the shard is to be stored whole.
 
-    `earlier`: the own shard in `base`. `allowed`: earlier checkpoints that may be referred to.
+    Args:
+        trailer: The shard.
+        shared: Chunks that other ranks of the group own, from `shared_with`.
+        earlier: This rank's shard in `base`, if there is one.
+        allowed: Earlier checkpoints that the pack may refer to.
+        base: The earlier checkpoint to compare with.
     """
     record, table = trailer.record, trailer.table
     if not len(table):

@@ -1,4 +1,4 @@
-"""What identifies a shard and what one pass over its payload yields. Values only."""
+"""Identity of a shard, and the record of a shard whose payload has been digested."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, ShardRef, Step
 
 CHUNK_BYTES = 256 << 10
-"""Payload bytes that one CRC32C of the chunk table covers: the least that can be read and verified.
-Measured: a write costs as much CPU as with chunks of 4 MiB, a verified read 5 % more."""
+"""Chunk size in bytes, the smallest unit that can be read and verified. Measured against chunks of
+4 MiB, a write costs the same CPU time and a verified read 5 % more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """Identity of a shard, known before its bytes are read; stored in its head and its tail."""
+    """Identity of a shard. Head and trailer of the shard file both store it."""
 
     job_uid: JobUid
     round: RestartRound
@@ -28,13 +28,14 @@ class ShardHeader:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A durable shard: its header and the digests of one pass over its payload."""
+    """A shard's header and the digests of its payload."""
 
     header: ShardHeader
     blake3: Digest
     chunk_table: Digest
     """BLAKE3 of the packed chunk table."""
     file_bytes: int
+    """Length of the shard file."""
 
     @property
     def ref(self) -> ShardRef:

@@ -1,4 +1,4 @@
-"""Digests of a payload, and verification of a shard file while its bytes go by. Pure, one pass."""
+"""Digests of a payload, and verification of a shard file, in one pass over a stream. Pure."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from holdfast_core.shards.file import (
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 
 _CACHED_BYTES = 512 << 10
-"""Both digests of a slice before the next: the second finds it in the processor's cache."""
+"""Slice size for digests. Both digests process a slice before the next, so that the second one finds it
+in the processor's cache."""
 
 
 class Digester(Protocol):
-    """Digests a payload that arrives in order, in pieces of any size."""
+    """Digester of a payload that arrives in order, in pieces of any size."""
 
     def update(self, data: memoryview) -> None: ...
 
     def finish(self) -> tuple[ShardRecord, ChunkTable]:
-        """Called once, after the last piece."""
+        """Return record and chunk table. Called once, after the last piece."""
         ...
 
 
 class ChunkCrcs:
-    """CRC32C of each chunk of bytes that arrive in order, in pieces of any size."""
+    """Digester that computes the CRC32C of each chunk. Pieces arrive in order and have any size."""
 
     __slots__ = ("_chunk_bytes", "_current", "_filled", "complete")
 
@@ -47,7 +48,7 @@ class ChunkCrcs:
         self._current = 0
         self._filled = 0
         self.complete: list[int] = []
-        """One of each chunk that has passed wholly."""
+        """CRCs of the chunks that have arrived completely."""
 
     def update(self, data: memoryview) -> None:
         position = 0
@@ -60,7 +61,7 @@ class ChunkCrcs:
                 self._close_chunk()
 
     def finish(self) -> tuple[int, ...]:
-        """All of them; the last chunk may be shorter."""
+        """Return the CRCs of all chunks. The last chunk may be shorter."""
         if self._filled:
             self._close_chunk()
         return tuple(self.complete)
@@ -72,14 +73,14 @@ class ChunkCrcs:
 
 
 class TableDigester:
-    """The chunk table of bytes that arrive in order, in pieces of any size, and their digest."""
+    """Digester that computes a chunk table. Pieces arrive in order and have any size."""
 
     __slots__ = ("_blake3", "_chunk_bytes", "_crcs", "_digests", "_filled")
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
         self._blake3 = Blake3()
-        """Of the current chunk."""
+        """State of the current chunk."""
         self._crcs = ChunkCrcs(chunk_bytes)
         self._digests = bytearray()
         self._filled = 0
@@ -98,11 +99,11 @@ class TableDigester:
 
     @property
     def complete_crcs(self) -> Sequence[int]:
-        """Of the chunks that have passed wholly."""
+        """CRCs of the chunks that have arrived completely."""
         return self._crcs.complete
 
     def finish(self) -> tuple[Digest, ChunkTable]:
-        """Called once, after the last piece."""
+        """Return the payload's digest and the chunk table. Called once, after the last piece."""
         if self._filled:
             self._close_chunk()
         table = ChunkTable(self._crcs.finish(), bytes(self._digests))
@@ -115,7 +116,7 @@ class TableDigester:
 
 
 class PayloadDigester:
-    """What one pass over the payload of a shard yields."""
+    """Digester of a shard's payload."""
 
     __slots__ = ("_header", "_table")
 
@@ -128,7 +129,7 @@ class PayloadDigester:
 
     @property
     def complete_crcs(self) -> Sequence[int]:
-        """Of the chunks that have passed wholly."""
+        """CRCs of the chunks that have arrived completely."""
         return self._table.complete_crcs
 
     def finish(self) -> tuple[ShardRecord, ChunkTable]:
@@ -137,11 +138,10 @@ class PayloadDigester:
 
 
 class ShardStream:
-    """Verifies a shard file that arrives in order: identity as soon as the head is there, digests
-    when it is whole. Every error is a CorruptionError and means: this copy is bad.
+    """Verifier of a shard file that arrives in order, in pieces of any size.
 
-    `digester` makes what digests the payload; it may work on the pieces after `feed` has returned,
-    until `finish`.
+    The identity is verified when the head is complete, the digests when the file is. A CorruptionError
+    means that this copy is bad; a FormatError means that a newer release wrote it.
     """
 
     __slots__ = (
@@ -161,6 +161,14 @@ class ShardStream:
         expected_bytes: int,
         digester: Callable[[ShardHeader], Digester] = PayloadDigester,
     ) -> None:
+        """Create a verifier.
+
+        Args:
+            ref: The shard that the file must be.
+            expected_bytes: Length of the file that the sender announced.
+            digester: Creates the digester of the payload. The digester may use a piece after `feed` has
+                returned, until `finish`.
+        """
         self._ref = ref
         self._expected_bytes = expected_bytes
         self._held = bytearray()
@@ -172,16 +180,16 @@ class ShardStream:
 
     @property
     def position(self) -> int:
-        """Bytes of the file taken so far."""
+        """Number of bytes of the file received so far."""
         return self._position
 
     @property
     def at_payload(self) -> bool:
-        """The head is whole and nothing of the payload has come."""
+        """Whether the head is complete and no byte of the payload has arrived."""
         return self._header is not None and self._position == self._stop
 
     def feed(self, data: memoryview) -> None:
-        """The next bytes of the file, of any number."""
+        """Take the next bytes of the file. Raises CorruptionError, FormatError."""
         if self._position + len(data) > self._expected_bytes:
             raise CorruptionError(
                 f"shard of {self._ref}: more than the {self._expected_bytes} bytes announced"
@@ -194,7 +202,7 @@ class ShardStream:
                 taken += self._feed_body(self._header, self._digester, data[taken:])
 
     def finish(self) -> Trailer:
-        """Raises CorruptionError unless the file is whole and is what the ref names."""
+        """Return the trailer. Raises CorruptionError unless the file is complete and is the shard."""
         if self._header is None or self._digester is None:
             raise CorruptionError(f"shard of {self._ref}: ends within its head")
         if self._position != self._expected_bytes:
@@ -246,7 +254,7 @@ class ShardStream:
 
 
 def check_identity(header: ShardHeader, ref: ShardRef) -> None:
-    """The head is of the shard that was asked for; a renamed or misdirected file is refused."""
+    """Raise CorruptionError if the header is not that of `ref`, as in a renamed or misdirected file."""
     found = (header.job_uid, header.step, header.round, header.rank)
     expected = (ref.job_uid, ref.step, ref.round, ref.rank)
     if found != expected:
@@ -256,13 +264,14 @@ def check_identity(header: ShardHeader, ref: ShardRef) -> None:
 
 
 def check_ref(record: ShardRecord, ref: ShardRef) -> None:
+    """Raise CorruptionError if the record is not the shard `ref`."""
     check_identity(record.header, ref)
     if record.blake3 != ref.blake3:
         raise CorruptionError(f"shard of {ref}: the file says its payload is {record.blake3}")
 
 
 def check_same(record: ShardRecord, table: ChunkTable, trailer: Trailer) -> None:
-    """What was computed is what the trailer says."""
+    """Raise CorruptionError if the computed digests differ from those of the trailer."""
     if table.crcs != trailer.table.crcs:
         pairs = zip(table.crcs, trailer.table.crcs, strict=True)
         bad = [i for i, (a, b) in enumerate(pairs) if a != b]

@@ -1,1 +1,1 @@
-"""The contract of the tiers, and the local commit that is written once above any node tier."""
+"""The interfaces of the tiers, and the local commit, which works on any node tier."""

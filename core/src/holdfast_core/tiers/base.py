@@ -1,8 +1,9 @@
-"""The contract of the tiers: what the sidecar and the standalone SDK program against.
+"""Interfaces of the tiers that the sidecar and the standalone SDK use.
 
-All calls block (disk or network); callers in asyncio use a bounded executor. Methods raise only
-errors of holdfast_core.errors. Every method that writes is durable when it returns and idempotent:
-after an unknown outcome the caller repeats it.
+All calls block on disk or network; asyncio code calls them in a bounded executor. Methods raise errors
+of holdfast_core.errors only, except where an argument violates the method's contract. What a method
+wrote is durable when it returns. Writes are idempotent: after an unknown outcome the caller repeats
+the call.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ __all__ = [
 
 
 class PayloadSource(Protocol):
-    """Random access to payload bytes that do not change while they are read."""
+    """Random access to a payload. Its bytes must not change while they are read."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` wholly from payload offset `offset`."""
+        """Fill all of `buffer` with the payload's bytes from `offset` on."""
         ...
 
 
 class ShardReader(Protocol):
-    """An open shard. Reads are verified against the chunk table as they go."""
+    """An open shard. Payload reads are verified against the chunk table."""
 
     @property
     def record(self) -> ShardRecord: ...
@@ -50,29 +51,49 @@ class ShardReader(Protocol):
 
     @property
     def fd(self) -> int:
-        """Descriptor of the whole shard file (file_bytes long), to sendfile or send in slices."""
+        """Descriptor of the whole shard file, `record.file_bytes` long, for sendfile or pread."""
         ...
 
     def read_payload_into(self, offset: int, buffer: memoryview) -> None:
-        """Chunk-verified read; offset on a chunk boundary, length whole chunks or up to the end.
-        Raises CorruptionError."""
+        """Fill `buffer` from payload offset `offset` and verify the CRC32C of each chunk.
+
+        Args:
+            offset: Payload offset in bytes, on a chunk boundary.
+            buffer: As long as whole chunks, or as the rest of the payload.
+
+        Raises:
+            CorruptionError: A chunk does not match the chunk table. The buffer must not be used.
+            ValueError: `offset` or the length is not on a chunk boundary.
+        """
         ...
 
     def read_payload(self) -> Generator[memoryview]:
-        """The payload in order, in pieces of some MiB. A piece is valid until the next one is asked
-        for; meanwhile it is digested and the next one is read. Each chunk's CRC is compared with the
-        table when it has passed, and the payload's BLAKE3 after the last one.
-        Raises CorruptionError: nothing that came before is to be used. Close it, if not read to
-        its end."""
+        """Yield the payload in order, in pieces of some MiB.
+
+        A piece is valid until the next one is requested. Meanwhile it is digested and the next one is
+        read. The CRC32C of each chunk is compared with the chunk table after the chunk was yielded,
+        and the payload's BLAKE3 after the last piece. The caller closes the generator if it does not
+        read to the end.
+
+        Raises:
+            CorruptionError: A digest does not match. No piece that was yielded may be used.
+        """
         ...
 
     def read_file(self, ranges: Iterable[ByteRange]) -> Generator[memoryview]:
-        """Like `read_payload`, for ranges of the whole file of at most 4 MiB each, unverified. A
-        view is shorter where the file ends."""
+        """Yield the bytes of each range of the shard file, in order and unverified.
+
+        A range is at most 4 MiB long. A view is shorter if the file ends within its range, and it is
+        valid until the next one is requested. The caller closes the generator if it does not read to
+        the end.
+        """
         ...
 
     def verify(self) -> None:
-        """Read everything: chunk CRCs and the BLAKE3 of the payload. Raises CorruptionError."""
+        """Read the whole shard and compare chunk CRCs and the payload's BLAKE3.
+
+        Raises CorruptionError.
+        """
         ...
 
     def close(self) -> None: ...
@@ -88,19 +109,32 @@ class ShardReader(Protocol):
 
 
 class ShardSource(Protocol):
-    """A shard that is read in ranges of whole chunks, wherever it lies. One thread at a time."""
+    """A shard in any tier that is read in ranges of whole chunks. Not thread-safe."""
 
     @property
     def trailer(self) -> Trailer:
-        """Identity and chunk table. Bound to the digest in the ref that was opened; in shards of
-        version 1 it is not: compare `chunk_table` with the manifest's."""
+        """Identity and chunk table of the shard.
+
+        The chunks' BLAKE3 digests are verified against the ref that was opened. The CRCs of the table
+        are not part of that digest: compare `record.chunk_table` with the manifest's.
+        """
         ...
 
     def read(self, wanted: Iterable[range]) -> Generator[memoryview]:
-        """The bytes of each run of chunks, in order; every chunk is what the table says. A view is
-        valid until the next one is asked for. Runs are taken from `wanted` some ahead, and what is
-        read ahead is bounded: in runs, so ask for runs of some MiB. Close it, if not read to its
-        end. Raises CorruptionError (the copy is bad), NotFoundError, UnavailableError."""
+        """Yield the bytes of each run of chunks, in order, verified against the chunk table.
+
+        A view is valid until the next one is requested. The source reads ahead: it takes later runs
+        from `wanted` before they are requested. The caller closes the generator if it does not read
+        to the end.
+
+        Args:
+            wanted: Runs of consecutive chunks, of some MiB each, because whole runs are read ahead.
+
+        Raises:
+            CorruptionError: This copy is bad.
+            NotFoundError: The copy does not exist any more.
+            UnavailableError: The tier cannot be reached now.
+        """
         ...
 
     def close(self) -> None: ...
@@ -116,136 +150,196 @@ class ShardSource(Protocol):
 
 
 class CopyWriter(Protocol):
-    """Receives the bytes of a whole shard file, in order, into a temporary file."""
+    """Writer of a copy: takes the bytes of a whole shard file, in order, into a temporary file."""
 
     @property
     def offset(self) -> int:
-        """Bytes received so far."""
+        """Number of bytes of the file written so far."""
         ...
 
     def room(self, length: int) -> memoryview:
-        """Where the next `length` bytes (at most 4 MiB) may be received into, without a copy. They
-        count only after `advance(length)`; until then the room may be asked for again."""
+        """Return a buffer into which the caller can receive the next `length` bytes, at most 4 MiB.
+
+        The bytes are taken over by `advance(length)`. Before that, `room` may be called again.
+        """
         ...
 
     def advance(self, length: int) -> None:
-        """The room that was given last, of this length, is filled. Raises what `write` raises."""
+        """Take over the buffer of the last `room(length)`, which the caller has filled.
+
+        Raises the errors of `write`.
+        """
         ...
 
     def write(self, data: memoryview | bytes) -> None:
-        """Raises CorruptionError as soon as the bytes cannot be the shard; the copy is gone."""
+        """Append the next bytes of the file.
+
+        Raises CorruptionError as soon as the bytes cannot belong to the shard. After any error the copy
+        is aborted.
+        """
         ...
 
     def commit(self) -> ShardRecord:
-        """Verify identity, chunk CRCs and BLAKE3 against the ref that was asked for, then make it
-        durable under its name. Raises CorruptionError (and leaves nothing behind)."""
+        """Verify identity, chunk CRCs and BLAKE3 against the ref, then publish the file durably.
+
+        Raises CorruptionError. After any error the temporary file is removed.
+        """
         ...
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """Remove the temporary file. Has no effect after commit or abort."""
+        ...
 
 
 class NodeTier(Protocol):
-    """Shards of this pod's ranks and peers' copies on the node's disk."""
+    """Tier on the node's disk: the shards of this pod's ranks and copies of other pods' shards."""
 
     def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
-        """One pass over the payload: chunk CRC32C, BLAKE3, write, fsync, rename, fsync directory.
-        Raises CapacityError before any byte is written when it would not fit."""
+        """Digest and write the payload in one pass, and publish the shard durably.
+
+        If the same shard exists already, it is digested and compared, not written again.
+
+        Raises:
+            CapacityError: The budget or the volume has no room for the shard. It is not published.
+            AlreadyExistsError: The tier holds another payload with this identity.
+        """
         ...
 
     def begin_copy(self, ref: ShardRef, file_bytes: int) -> CopyWriter:
-        """Raises CapacityError. A shard that is there already: see `find` first."""
+        """Reserve `file_bytes` and return the writer of a copy.
+
+        The caller checks with `find` first: a copy that exists already is replaced. Raises
+        CapacityError.
+        """
         ...
 
-    def find(self, ref: ShardRef) -> ShardRecord | None: ...
+    def find(self, ref: ShardRef) -> ShardRecord | None:
+        """Return the record of the shard, or None if the tier does not hold it."""
+        ...
 
     def list_shards(self) -> tuple[ShardRecord, ...]: ...
 
     def open_shard(self, ref: ShardRef) -> ShardReader:
-        """Raises NotFoundError, CorruptionError (identity in the file is not that of the ref)."""
+        """Open a shard. The payload is verified when it is read.
+
+        Raises:
+            NotFoundError: The tier does not hold the shard.
+            CorruptionError: Head or trailer is damaged or has another identity than `ref`.
+        """
         ...
 
     def put_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, document: bytes) -> Digest:
-        """put-if-absent. Raises AlreadyExistsError if another document is there."""
+        """Write the manifest, put-if-absent, and return its digest.
+
+        Raises AlreadyExistsError if a different manifest of this checkpoint exists.
+        """
         ...
 
     def get_manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
-        """Raises NotFoundError."""
+        """Return the document. Raises NotFoundError, CorruptionError."""
         ...
 
     def list_manifests(self) -> tuple[tuple[JobUid, CheckpointId], ...]: ...
 
-    def put_layout(self, document: bytes) -> Digest: ...
-
-    def get_layout(self, digest: Digest) -> bytes: ...
-
-    def delete_checkpoint(self, job_uid: JobUid, checkpoint: CheckpointId) -> None:
-        """Manifest first (tombstone), then shards. Tolerates absence."""
+    def put_layout(self, document: bytes) -> Digest:
+        """Write the layout unless it exists, and return its digest."""
         ...
 
-    def delete_shard(self, ref: ShardRef) -> None: ...
+    def get_layout(self, digest: Digest) -> bytes:
+        """Return the document. Raises NotFoundError, CorruptionError."""
+        ...
+
+    def delete_checkpoint(self, job_uid: JobUid, checkpoint: CheckpointId) -> None:
+        """Delete the manifest durably, then the shards. Absent files are not an error."""
+        ...
+
+    def delete_shard(self, ref: ShardRef) -> None:
+        """Delete the shard durably. An absent shard is not an error."""
+        ...
 
     def quarantine(self, ref: ShardRef, reason: str) -> None:
-        """Rename the bad copy away: kept for people, never read again."""
+        """Move a bad copy to quarantine. It is kept for inspection and is not read again."""
         ...
 
     def quarantine_manifest(self, job_uid: JobUid, checkpoint: CheckpointId, reason: str) -> None:
-        """The same for a manifest: the checkpoint does not exist here until it is put again. Tolerates
-        absence."""
+        """Move a bad manifest to quarantine. Its checkpoint does not exist here until it is put again.
+
+        An absent manifest is not an error.
+        """
         ...
 
     def quarantine_layout(self, digest: Digest, reason: str) -> None:
-        """The same for a layout."""
+        """Move a bad layout to quarantine. An absent layout is not an error."""
         ...
 
     def free_bytes(self) -> int:
-        """What may still be written within the budget."""
+        """Return how many bytes may still be written within the budget."""
         ...
 
 
 class ObjectTier(Protocol):
-    """The object store. Keys: format.keys. `namespace` and `job_uid`: whose checkpoint it is."""
+    """Tier in an object store. `namespace` and `job_uid` identify the job that owns the checkpoint.
+
+    Object keys are those of holdfast_core.format.keys. The implementation retries temporary failures.
+    """
 
     def upload_shard(self, namespace: str, reader: ShardReader) -> None:
-        """Multipart or single PUT with signed CRC32C, HEAD after. Idempotent. Retries inside."""
+        """Upload a shard in one or more parts with signed CRC32Cs, and verify it with HEAD (R20)."""
         ...
 
     def download_shard(self, namespace: str, ref: ShardRef, open_writer: OpenWriter) -> ShardRecord:
-        """Ranged, resumed GETs into the writer of `open_writer(ref, file_bytes)`; commits it."""
+        """Download a shard into the writer of `open_writer(ref, file_bytes)` and commit the writer.
+
+        The download uses ranged GETs, so that an interrupted one resumes where it stopped.
+        """
         ...
 
     def open_shard(self, namespace: str, ref: ShardRef) -> ShardSource:
-        """Its chunk table is here when this returns; ranges are fetched as they are read. Raises
-        NotFoundError, CorruptionError, UnavailableError."""
+        """Fetch a shard's trailer and return its source, which fetches ranges when they are read.
+
+        Raises NotFoundError, CorruptionError, UnavailableError.
+        """
         ...
 
     def put_manifest(
         self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId, document: bytes
     ) -> Digest:
-        """put-if-absent; AlreadyExistsError if another document is there."""
+        """Write the manifest, put-if-absent, and return its digest.
+
+        Raises AlreadyExistsError if a different manifest of this checkpoint exists.
+        """
         ...
 
-    def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes: ...
+    def get_manifest(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> bytes:
+        """Return the document as stored. Raises NotFoundError."""
+        ...
 
     def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]: ...
 
-    def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest: ...
+    def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
+        """Write the layout unless it exists, and return its digest."""
+        ...
 
-    def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes: ...
+    def get_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> bytes:
+        """Return the document. Raises NotFoundError, CorruptionError."""
+        ...
 
     def list_layouts(
         self, namespace: str, job_uid: JobUid, older_than: timedelta
     ) -> frozenset[Digest]:
-        """Layouts that were written so long ago by the store's own clock."""
+        """Return the layouts that were written at least `older_than` ago by the store's own clock."""
         ...
 
     def delete_layout(self, namespace: str, job_uid: JobUid, digest: Digest) -> None:
-        """Tolerates absence."""
+        """Delete a layout. An absent layout is not an error."""
         ...
 
     def delete_checkpoint(self, namespace: str, job_uid: JobUid, checkpoint: CheckpointId) -> None:
-        """Manifest first, then its shards."""
+        """Delete the manifest, then the shards that no other checkpoint needs."""
         ...
 
 
 class OpenWriter(Protocol):
+    """Function that opens the writer of a download."""
+
     def __call__(self, ref: ShardRef, file_bytes: int) -> CopyWriter: ...

@@ -1,6 +1,6 @@
-"""The local commit, written once above any node tier: used by coordinator and standalone SDK.
+"""The local commit on any node tier. The coordinator and the standalone SDK use it.
 
-A checkpoint exists when its manifest is durable. No pointer to a "latest" one is kept or trusted.
+A checkpoint exists when its manifest is durable. There is no pointer to the latest checkpoint.
 """
 
 from __future__ import annotations
@@ -29,10 +29,17 @@ def build_manifest(
     parent: Digest | None,
     layout: bytes,
 ) -> bytes:
-    """The manifest of the shards of one (step, round), in any order of ranks.
+    """Return the manifest document of the shards of one (step, round).
 
-    Raises FormatError if a rank is missing or there twice, or if shards differ in job, step, round
-    or world size, or are not of the layout.
+    Args:
+        job: Identity of the job.
+        records: The shards of all ranks, in any order.
+        parent: Digest of the manifest that the round restored from, or None.
+        layout: The layout document of all ranks.
+
+    Raises:
+        FormatError: A rank is missing or occurs twice, the shards differ in job, step, round or world
+            size, or a shard does not match the layout.
     """
     ordered = sorted(records, key=lambda record: record.header.rank)
     if not ordered:
@@ -69,10 +76,16 @@ def build_manifest(
 
 
 def commit_local(tier: NodeTier, layout: bytes, manifest: bytes) -> Digest:
-    """Make a checkpoint exist on `tier`: 1. the layout, durably; 2. the manifest, put-if-absent.
+    """Write the layout, then the manifest, which makes the checkpoint exist on `tier`. Idempotent.
 
-    The caller has made the shards durable before. Idempotent; returns the manifest's digest. Raises
-    AlreadyExistsError where another manifest of this (step, round) is there: an alarm.
+    The caller has made the shards durable before.
+
+    Returns:
+        The manifest's digest.
+
+    Raises:
+        AlreadyExistsError: Another manifest of this (step, round) exists, which violates I3.
+        FormatError: A document is not valid, or the manifest names another layout.
     """
     parsed = parse_manifest(manifest)
     if parsed.layout != digest_of(layout):

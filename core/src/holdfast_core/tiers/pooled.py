@@ -1,4 +1,4 @@
-"""What is handed to a tier's pool of threads, also when the tier is closed meanwhile."""
+"""Submission to a tier's thread pool that is safe while another thread closes the tier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLOSING = "the tier is being closed"
 def submit(
     workers: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> Future[T]:
-    """Raises UnavailableError where the pool takes nothing any more."""
+    """Submit the call to the pool. Raises UnavailableError if the pool is shut down."""
     try:
         return workers.submit(call, *args, **kwargs)
     except RuntimeError as error:
@@ -26,8 +26,11 @@ def submit(
 
 
 def wait_all(futures: Iterable[Future[Any]]) -> None:
-    """Returns when all have ended, or were cancelled. `concurrent.futures.wait` never returns for one
-    that `shutdown(cancel_futures=True)` took out of the queue: it hears of that from a worker only."""
+    """Wait until each future has ended or is cancelled. Errors of the futures are ignored.
+
+    `concurrent.futures.wait` is not usable here: it never returns for a future that
+    `shutdown(cancel_futures=True)` took out of the queue, because only a worker thread would notify it.
+    """
     for future in futures:
         with contextlib.suppress(CancelledError):
             future.exception()

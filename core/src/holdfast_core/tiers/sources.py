@@ -1,4 +1,4 @@
-"""base.ShardSource over an open shard file: a node tier's, or a store's that is a directory."""
+"""ShardSource over an open shard file. A store that is a directory uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast_core.tiers.base import ShardReader
 
 
 class ReaderSource:
-    """Owns the reader. Chunks are verified by CRC32C, as the own disk is always read."""
+    """ShardSource that reads from a ShardReader and owns it. Chunks are verified by CRC32C only."""
 
     def __init__(self, reader: ShardReader) -> None:
         self._reader = reader
