@@ -126,7 +126,7 @@ class Outbox:
             self._tasks.spawn(self._serve(worker), f"outbox of worker {worker}")
 
     def update(self, message: Round) -> None:
-        """Take over a higher version of the ROUND. A pod that replaced a member's has received nothing yet."""
+        """Take over a higher version of the ROUND. A member whose pod was replaced gets everything again."""
         before = self._message
         self._message = message
         pods = {} if before is None else {m.worker: m.pod for m in before.members}
