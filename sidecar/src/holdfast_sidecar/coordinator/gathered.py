@@ -1,4 +1,4 @@
-"""Sum of the members' reports: the coordinator's view of everything but steps. There is no I/O here."""
+"""Combined reports of the members: the coordinator's view of everything but steps. There is no I/O here."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class StepEntry:
 
 
 class Conflict(Exception):
-    """A message names another digest for a known shard or manifest. The known one is never overwritten."""
+    """Error: a message names another digest for a known shard or manifest, which is never overwritten."""
 
 
 class Ledger:

@@ -44,12 +44,12 @@ class _Told:
     levels: dict[Step, Level] = field(default_factory=dict)
     persists: dict[Step, PersistRequest] = field(default_factory=dict)
     pruned: int = 0
-    """Number of entries of `Outbox._prunes`."""
+    """Number of acknowledged entries of `Outbox._prunes`."""
     memory: int = 0
-    """Number of entries of `Outbox._memory`."""
+    """Number of acknowledged entries of `Outbox._memory`."""
     chosen: Step | None = None
     asks: int = 0
-    """Number of entries of `Outbox._asks`."""
+    """Number of acknowledged entries of `Outbox._asks`."""
     released: bool = False
     layouts: set[bytes] = field(default_factory=set)
     """Layout documents that were sent with a manifest."""

@@ -171,7 +171,7 @@ class Uploads:
             except AlreadyExistsError as error:
                 self._note(entry, error)
                 self._ledger.upload_ended(entry.step, persisted=False)
-            except Exception as error:  # noqa: BLE001 - else uploads stop and nothing reports it
+            except Exception as error:  # noqa: BLE001 - otherwise uploads stop silently
                 self._note(entry, error)
                 await self._clock.sleep(backoff.next_seconds())
             else:
@@ -225,8 +225,8 @@ class Uploads:
         """Put references, layout and manifest of a step whose shards are all in the store.
 
         Returns:
-            False if a checkpoint that vouches for the references is gone, so that the shards that have any
-            must be uploaded whole.
+            False if the references cannot be used, so that the shards that have any must be uploaded whole: a
+            checkpoint that vouches for them is gone, or an earlier attempt has stored fewer references.
         """
         namespace, job_uid = self._contract.namespace, self._contract.job_uid
         layout = entry.layout

@@ -1,4 +1,4 @@
-"""Detects that training continues while no step is committed. It uses no I/O and no clock.
+"""Detection of training that continues while no step is committed. It uses no I/O and no clock.
 
 Each part of the sidecar reports its own failures. The watchdog finds what no part reports: saves that never
 arrive, or that a part delays without an error.
@@ -16,7 +16,7 @@ class Overdue:
     """No step was committed for too long."""
 
     since: float
-    """Monotonic seconds of the last commit or, before it, of the first step of the round."""
+    """Monotonic seconds of the last commit or, if there is none, of the first step of the round."""
     seconds: float
     steps: int
     """Steps that every rank has finished since then."""

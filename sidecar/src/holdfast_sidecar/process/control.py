@@ -290,7 +290,7 @@ class Control:
         self._drop(frozenset(message.prune), message.chosen)
 
     def drop(self, steps: frozenset[Step]) -> None:
-        """Delete steps that this pod still holds in memory and that the coordinator has pruned."""
+        """Delete steps that this pod holds in memory and that the coordinator's reply to HOLDING drops."""
         self._drop(steps, self._parts.stager.chosen)
 
     def _drop(self, steps: frozenset[Step], chosen: Step | None) -> None:
@@ -377,7 +377,7 @@ class Control:
         return protected_steps(held, [c for job, c in found if job == uid])
 
     def _is_over(self, held: Round) -> bool:
-        """Return whether a newer round was sealed since. It may need the files, which its inventory lists."""
+        """Return whether a newer round was sealed since. Its inventory may list the shards to be deleted."""
         state = self.state
         return state.held is None or state.round != held.round
 

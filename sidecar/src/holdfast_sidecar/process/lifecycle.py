@@ -6,7 +6,7 @@ On SEAL, the sidecar
 3. stops everything that works for the old round;
 4. ends the ranks;
 5. waits for the writes of slots that were handed over, then writes slots held in memory whose step is
-   committed;
+   committed, both within time limits;
 6. replies with the inventory.
 
 On ROUND, it records the round and version durably and takes them into its state. If the round is new, it

@@ -107,8 +107,8 @@ class Local:
         refused = fence(self.state, message.round)
         if refused is not None:
             raise RefusedError(refused.code, refused.message)
-        # The ranks have exited, but their last Progress may still be unread on their own connections. The
-        # operator reads no state after the one that reports `finished`, so that state must contain it.
+        # The ranks have exited, but their last Progress may still be unread on their own connections. It must
+        # be in the state that reports `finished`, because the operator takes that state as the last one.
         if not await self.parts.intake.ranks_ended(_LAST_WORDS_SECONDS):
             logs.warning("a rank's connection outlives it", seconds=_LAST_WORDS_SECONDS)
         refused = fence(self.state, message.round)

@@ -82,8 +82,8 @@ class BulkServing:
 
         Raises:
             StaleRoundError: The copy is of an older round.
-            RefusedError: The round is not the current one, or the shard is not of a rank of a member that is
-                assigned to copy to this worker.
+            RefusedError: The round is not the current one, the caller is not a member that is assigned to
+                copy to this worker, or the shard is not of one of the caller's ranks.
         """
         state = self._current()
         caller = self._caller(peer_dns_name)

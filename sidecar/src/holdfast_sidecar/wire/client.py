@@ -31,7 +31,7 @@ from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
 T = TypeVar("T")
 
 Dispatch = Callable[[Caller, str, Any], Awaitable[Any]]
-"""(caller, path, message) -> reply; raises RefusedError or StaleRoundError."""
+"""Handler of a message from (caller, path, message), which returns the reply or raises a HoldfastError."""
 
 
 def raise_refused(refused: Refused) -> None:
@@ -101,6 +101,8 @@ class Peers:
         self, worker: Worker, message: Any, reply: type[T], *, path: str | None = None
     ) -> T:
         """Send a message to a member by POST and return its reply.
+
+        A message to the own worker is dispatched without a request and raises what its handler raises.
 
         Args:
             path: The path if it is not the one of the message's type.

@@ -13,7 +13,7 @@ _BUNDLE_SECONDS = 1.0
 
 
 class Versioned:
-    """Version number that grows with each change, and those who wait for it."""
+    """Version number that grows with each change and that callers can wait for."""
 
     def __init__(self) -> None:
         self.version = 1
