@@ -1,9 +1,9 @@
-"""Entry point: the sidecar itself and the commands that the pod's probes and hooks run.
+"""Entry point: the sidecar itself, and the commands that probes and hooks run.
 
-holdfast-sidecar [serve]      run (SIGTERM: flush, then leave)
-holdfast-sidecar healthz      exit 0 iff the socket accepts (startupProbe)
-holdfast-sidecar pre-stop     wait until everything handed over is safe, bounded
-holdfast-sidecar probe-store  probe the object store, leave the report for the kubelet
+holdfast-sidecar [serve]      run the sidecar (SIGTERM: flush, then exit)
+holdfast-sidecar healthz      exit 0 if the pod's socket accepts connections (startupProbe)
+holdfast-sidecar pre-stop     wait for a limited time until everything handed over is safe (preStop)
+holdfast-sidecar probe-store  probe the object store and write the report for the kubelet
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast_sidecar.process.hooks import healthz, pre_stop
 
 
 def _serve() -> int:
-    # Half a second of imports that the pod's hooks need not spend.
+    # These imports take half a second, which probes and hooks do not need to spend.
     import asyncio
 
     from holdfast_sidecar.process.app import serve
@@ -40,7 +40,7 @@ def _serve() -> int:
     )
     status = asyncio.run(serve(settings))
     if status:
-        # A thread that hangs in a disk or a network must not keep a process that does not work.
+        # A thread that hangs on a disk or a network must not keep the failed process alive.
         logs.flush()
         os._exit(status)
     return status
@@ -53,7 +53,7 @@ def _probe_store() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code of the command; 2 for a wrong environment, with what is wrong on stderr."""
+    """Run a command and return its exit code. 2 means a HoldfastError, whose text is on stderr."""
     parser = argparse.ArgumentParser(prog="holdfast-sidecar")
     parser.add_argument(
         "command",

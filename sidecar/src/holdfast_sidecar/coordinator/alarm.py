@@ -1,5 +1,7 @@
-"""The coordinator's alarm for a gang that trains on without commits: a failure in its state, a log line
-and a metric, from watchdog's verdict.
+"""The coordinator's alarm for a gang that trains without commits.
+
+While `CommitWatch` finds commits overdue, the coordinator's state lists a failure, the log has one line,
+and a metric gives the seconds without a commit.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ _SHOWN_RANKS = 8
 
 
 class CommitAlarm:
+    """Alarm that is active while commits are overdue."""
+
     def __init__(
         self,
         settings: Settings,
@@ -38,14 +42,18 @@ class CommitAlarm:
             intervals=settings.no_commit_intervals, seconds=settings.no_commit_seconds
         )
         self.seconds = 0.0
-        """Since the last commit, while commits are overdue; 0 while they come as expected."""
+        """Seconds since the last commit or the round's first step while commits are overdue, else 0."""
 
     @property
     def failures(self) -> tuple[Failure, ...]:
         return self._failures.current
 
     def look(self, interval_steps: int) -> None:
-        """Call after each report of a member."""
+        """Update the alarm from the current reports and commits. Call this after each report of a member.
+
+        Args:
+            interval_steps: Steps between two saves.
+        """
         gathered, newest = self._gathered, self._ledger.newest(Level.LOCAL)
         finished = min((p.step for p in gathered.progress), default=None)
         overdue = None
@@ -72,7 +80,7 @@ class CommitAlarm:
         )
 
     def _missing(self, newest: StepEntry | None) -> str:
-        """What the newest step that is not committed still waits for."""
+        """Describe what the newest uncommitted step waits for."""
         floor = -1 if newest is None else newest.step
         waiting = [e for e in self._ledger.steps.values() if e.step > floor and not e.local]
         entry = max(waiting, key=lambda e: e.step, default=None)

@@ -1,7 +1,7 @@
-"""Which step that lies in shared memory is written to the node tiers next, and which give way. Pure.
+"""Choose which step in shared memory is written to the node tiers next, and which steps are dropped.
 
-One coordinator chooses for all: ranks that chose each on its own would seldom choose the same step, and
-a step is local only when every rank has written it.
+These functions are pure. The coordinator chooses for all ranks, because a step is local only when every
+rank has written it, and ranks that chose independently would seldom choose the same step.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from holdfast_sidecar.coordinator.ledger import Ledger, StepEntry
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """The held step to write next, and the steps to drop."""
+
     chosen: Step | None
     dropped: tuple[Step, ...]
-    """In order, oldest first; never the chosen one."""
+    """Steps to drop, oldest first."""
 
 
 def choose(ledger: Ledger, slots: int) -> Choice:
-    """What follows from what the members said so far; asked again after every word. `slots`: of a
-    rank."""
+    """Return the choice that follows from the messages received so far.
+
+    Args:
+        slots: Number of slots of each rank.
+    """
     chosen = _chosen(ledger)
     stuck = _stuck(ledger, slots)
     newest = ledger.newest(Level.MEMORY)
@@ -44,12 +49,15 @@ def choose(ledger: Ledger, slots: int) -> Choice:
 
 
 def _chosen(ledger: Ledger) -> Step | None:
-    """The earlier choice as long as it can become local. Else the newest step at level memory, once no
-    rank that holds it writes another: a choice that a busy rank has to keep takes a slot from it, which
-    it needs for the steps to come."""
+    """Return the step to write next.
+
+    An earlier choice is kept as long as it can become local. Otherwise this is the newest step at level
+    memory, once no rank that holds it is writing another step: a busy rank would have to keep the chosen
+    step in a slot that it needs for later saves.
+    """
     earlier = None if ledger.chosen is None else ledger.steps.get(ledger.chosen)
     if earlier is None:
-        # Another life of the coordinator chose it.
+        # A held step that is being written was chosen by an earlier instance of the coordinator.
         under_way = [e for e in ledger.steps.values() if _is_open(e) and _is_written(e, ledger)]
         earlier = max(under_way, key=lambda e: e.step, default=None)
     if (
@@ -65,19 +73,25 @@ def _chosen(ledger: Ledger) -> Step | None:
 
 
 def _is_open(entry: StepEntry) -> bool:
-    """It is held somewhere, and every such rank may still write it."""
+    """Return whether a rank holds the step in memory only and the step can still become local."""
     return bool(entry.held) and not (entry.local or entry.lost or entry.failed)
 
 
 def _is_written(entry: StepEntry, ledger: Ledger) -> bool:
-    """By a rank that held it. One that was written at once was chosen by nobody."""
+    """Return whether a rank that holds the step is writing it.
+
+    A rank that writes a step without holding it first does not count: no coordinator chose that step.
+    """
     return any(ledger.writing.get(rank) == entry.step for rank in entry.held)
 
 
 def _stuck(ledger: Ledger, slots: int) -> frozenset[Step]:
-    """Ranks that found no slot skipped steps that others hold, each rank other ones. Nothing of that
-    ever becomes complete, so nothing is written: a rank that has all its slots full of it would never
-    save again. The oldest such step of each such rank."""
+    """Return the steps to drop so that ranks whose slots are all occupied can save again.
+
+    A rank without a free slot skips a step that other ranks hold. If each rank skips different steps, no
+    step becomes complete, none is written, and a rank whose slots are full of such steps never saves
+    again. The result has the oldest skipped step of each such rank.
+    """
     found = set[Step]()
     for rank, named in ledger.named.items():
         entries = [ledger.steps[s] for s in named if s in ledger.steps]
@@ -89,7 +103,7 @@ def _stuck(ledger: Ledger, slots: int) -> frozenset[Step]:
 
 
 def _is_skipped(entry: StepEntry, ledger: Ledger) -> bool:
-    """A rank has saved a newer one, and this one not: ranks save in order."""
+    """Return whether a rank has saved a newer step but not this one. It never will: ranks save in order."""
     newer = [e for e in ledger.steps.values() if e.step > entry.step]
     for number in range(entry.world_size):
         rank = Rank(number)

@@ -1,12 +1,16 @@
-"""The coordinator of a round: decides that a step is committed, and at which level.
+"""The coordinator of a round, which decides that a step is committed and at which level.
 
-1. PREPARED by every rank -> manifest (deterministic: any coordinator writes the same bytes).
-2. Manifest durable on the own node tier, then on every member's: level local; level memory while
-   a shard is in shared memory only (choice.py says which of those steps is written next).
-3. REPLICATED by every rank: level replicated; older steps may be pruned.
-4. UPLOADED by every rank -> layout, then manifest, put-if-absent in the store: level persisted.
-It decides nothing about rounds. Its memory can be rebuilt: members repeat what they said when they
-see a new life of it (`instance`), and inventories show which manifests exist.
+1. Every rank has sent PREPARED or HOLDING: the coordinator builds the manifest. It is deterministic, so
+   any coordinator of the round builds the same bytes.
+2. The manifest is durable on the coordinator's own node tier, then on every member's: the step is at level
+   local, or at level memory while a shard is in shared memory only. `choice.py` chooses which of those
+   steps is written next.
+3. Every rank has sent REPLICATED: the step is at level replicated, and older steps may be pruned.
+4. Every rank has sent UPLOADED: the layout and then the manifest are put into the store if absent, and the
+   step is at level persisted.
+
+The operator decides about rounds. A new coordinator can rebuild this state: members repeat their messages
+when they see a new `instance`, and inventories list the manifests that exist.
 """
 
 from __future__ import annotations
@@ -65,11 +69,11 @@ from holdfast_sidecar.wire.versioned import Versioned
 
 _SHOWN_STEPS = 16
 _PRESSED_EVERY_SECONDS = 1.0
-"""Between two times that committed steps are pruned for lack of room: the nodes delete meanwhile."""
+"""Interval of pruning while a node has no room. It gives the nodes time to delete what was pruned."""
 
 
 class Coordinator:
-    """Lives while this sidecar is named coordinator in the round that is held."""
+    """Coordinator of one round. It exists while the current ROUND names this sidecar as coordinator."""
 
     def __init__(
         self,
@@ -102,12 +106,13 @@ class Coordinator:
         self._builder = Builder(self._contract, message)
         self._alarm = CommitAlarm(settings, self._ledger, self._gathered, clock, self._changed)
         self._older: set[CheckpointId] = set()
-        """Committed in older rounds, on this round's lineage: what retention counts besides."""
+        """Checkpoints of older rounds on this round's lineage, and of this round where a member lacks its
+        shard. Retention counts them besides the ledger's steps."""
         self._done_at: float | None = None
         self._finished_version: int | None = None
         self._gave_up = False
         self._pressed = asyncio.Event()
-        """A report said that a node has no room."""
+        """Set when a report contains a failure for lack of room on a node."""
         self._versioned = Versioned()
         self.instance = secrets.token_hex(8)
         self._dropped = 0
@@ -142,7 +147,7 @@ class Coordinator:
             uploading=self._uploading,
         )
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ life cycle
 
     def start(self) -> None:
         self._outbox.start(self._message)
@@ -161,7 +166,7 @@ class Coordinator:
         self._tasks.spawn(self._finish_loop(), "finish")
 
     def update(self, message: Round) -> None:
-        """A higher version of the same round."""
+        """Take over a higher version of the same ROUND."""
         complete = all(m.address for m in message.members)
         if complete and not all(m.address for m in self._message.members):
             self._gathered.started = self._clock.monotonic()
@@ -173,7 +178,7 @@ class Coordinator:
 
     @property
     def idle(self) -> bool:
-        """Nothing is on its way to a level that it can still reach by itself."""
+        """Whether no step can reach a higher level without another save."""
         return not self._ledger.pending and not self._ledger.on_way_to_store
 
     async def close(self) -> None:
@@ -181,10 +186,17 @@ class Coordinator:
         await self._outbox.close()
         self._versioned.close()
 
-    # ------------------------------------------------------------------ what members say
+    # ------------------------------------------------------------------ messages of members
 
     def prepared(self, message: Prepared) -> PreparedReply:
-        """Raises RefusedError: CONFLICT for another digest, BAD_REQUEST for an old step."""
+        """Record that a rank's shard is durable on its node tier.
+
+        Raises:
+            RefusedError: CONFLICT if this rank reported another digest for the step; BAD_REQUEST if the
+                step is not above the restore point.
+            FormatError: The rank layout in the message is not valid.
+            CorruptionError: The rank layout does not have the digest that the message names.
+        """
         base = self._message.restore_point.step
         if base is not None and message.step <= base:
             raise RefusedError(
@@ -208,7 +220,11 @@ class Coordinator:
         return PreparedReply(committed=entry.manifest_digest)
 
     def holding(self, message: Holding) -> HoldingReply:
-        """What a member has in memory only. Raises FormatError, CorruptionError (a layout)."""
+        """Record all shards that a member holds in shared memory.
+
+        Raises:
+            FormatError: A layout in the message is not a rank layout.
+        """
         for text in message.layouts:
             self._builder.learn(digest_of(text.encode()), text)
         layouts = {s.layout for r in message.ranks for s in r.shards}
@@ -262,7 +278,11 @@ class Coordinator:
         return Ok(message.round, self.instance)
 
     def ask(self, path: str, message: Ask) -> Ok:
-        """Save-now and stop; told to the sidecar of rank 0. A token counts once."""
+        """Queue a save-now or stop request for worker 0, which runs rank 0.
+
+        The same request with the same token has an effect only once. The first step that is committed above
+        the ranks' present progress is persisted.
+        """
         if self._outbox.ask(path, message):
             steps = [p.step for p in self._gathered.progress] or [Step(-1)]
             base = self._message.restore_point.step
@@ -270,7 +290,12 @@ class Coordinator:
         return Ok(message.round, self.instance)
 
     async def prune(self, message: Prune) -> PruneReply:
-        """Deletes from the object store, manifests first. Raises RefusedError (PROTECTED)."""
+        """Delete checkpoints from the object store, each manifest before its other objects.
+
+        Raises:
+            RefusedError: PROTECTED if one of them must stay, in which case none is deleted; NOT_FOUND if
+                the job has no object store.
+        """
         if self._store is None:
             raise RefusedError(Refusal.NOT_FOUND, "this job has no object store")
         for point in message.checkpoints:
@@ -300,12 +325,16 @@ class Coordinator:
                 "way to the store, or another job's",
             )
 
-    # ------------------------------------------------------------------ what the operator sees
+    # ------------------------------------------------------------------ state for the operator
 
     async def state(
         self, since: int, timeout_seconds: float, *, acknowledges: bool
     ) -> CoordinatorState:
-        """The state once it is newer than `since`, or after the time-out."""
+        """Return the state once its version is above `since`, or after the time-out.
+
+        Args:
+            acknowledges: The caller has durably recorded every version up to `since`.
+        """
         if acknowledges:
             self._versioned.acknowledge(since)
             self._release()
@@ -316,7 +345,7 @@ class Coordinator:
         return state
 
     def levels(self) -> dict[Level, Step | None]:
-        """Newest step of this round at each level, or at one above it."""
+        """Return the newest step of this round that has reached each level."""
         newest = {level: self._ledger.newest(level) for level in Level}
         return {level: None if e is None else e.step for level, e in newest.items()}
 
@@ -331,7 +360,7 @@ class Coordinator:
             last_persisted=self._uploads.last,
             last_persisted_bytes=self._uploads.last_bytes,
             dead=gathered.dead,
-            # What scripts report is for each pod's own metrics page.
+            # The metrics that scripts report are shown on each pod's own metrics page only.
             progress=tuple(replace(p, metrics={}) for p in gathered.progress),
             tiers=gathered.tiers,
             failures=self._all_failures(),
@@ -345,7 +374,8 @@ class Coordinator:
         )
 
     def _all_failures(self) -> tuple[Failure, ...]:
-        """Those of node tiers first, which explain why nothing is committed; then that it is not."""
+        """Return all failures: those of node tiers, which explain missing commits, then the commit alarm,
+        then the others."""
         own = (replace(f, worker=self._contract.worker) for f in self._failures.current)
         found = tuple(dict.fromkeys((*self._gathered.failures, *own)))
         nodes = tuple(f for f in found if f.tier is TierName.NODE)
@@ -363,7 +393,7 @@ class Coordinator:
     # ------------------------------------------------------------------ commit
 
     def _commit(self, entry: StepEntry) -> None:
-        """All ranks are prepared: build the manifest; members get it from the outbox."""
+        """Build the manifest of a step whose shards are all known. The outbox sends it to the members."""
         try:
             built = self._builder.build(entry)
         except HoldfastError as error:
@@ -377,13 +407,13 @@ class Coordinator:
         logs.info("manifest built", step=entry.step, round=entry.round, manifest=built.digest)
 
     def _acknowledged(self, step: Step, worker: Worker) -> None:
-        """A member has the manifest on its disk."""
+        """Record that a member has the manifest on its disk."""
         if step not in self._ledger.steps:
             return
         self._risen(step, self._ledger.acknowledged(step, worker))
 
     def _risen(self, step: Step, level: Level | None) -> None:
-        """What follows from a step's new level; None: it has not risen."""
+        """Act on the level that a step has just reached; None if its level did not change."""
         if level is Level.MEMORY:
             logs.info("committed in memory", step=step, round=self._message.round)
             self._outbox.in_memory(step)
@@ -400,7 +430,7 @@ class Coordinator:
         self._changed()
 
     def _weigh(self) -> None:
-        """Which held step is written next, and which give way."""
+        """Choose again which held step is written next, and drop those that are no longer needed."""
         choice = choose(self._ledger, self._message.policy.slots)
         self._ledger.chosen = choice.chosen
         if choice.dropped:
@@ -410,14 +440,16 @@ class Coordinator:
             self._outbox.prune(choice.dropped)
 
     def _retain(self) -> None:
-        """A step has all its copies: name what may be pruned now."""
+        """Prune what the retention policy no longer keeps. Call this when a step has all its copies."""
         gone = steps_to_prune(self._ledger, self._message, self._older, self._uploads.last)
         self._forget(gone)
 
     async def _make_room(self) -> None:
-        """Prune steps that the job can do without while a node is full: as soon as a report says so, and
-        again each second, because the next commit may let another step go and need not be followed by a
-        report."""
+        """Prune steps that the job can do without while a node has no room.
+
+        This starts with the first report of the lack of room and repeats every second, because a commit may
+        allow another step to be pruned without a report that follows it.
+        """
         while True:
             await self._pressed.wait()
             if not self._gathered.pressed:
@@ -452,8 +484,11 @@ class Coordinator:
         return uploading(self._ledger)
 
     def _lost(self, step: Step) -> None:
-        """A member has not the shard that a manifest of this round names: it was pruned there
-        before this coordinator lived. Left to retention, never announced again."""
+        """Handle a member's reply that it lacks its shard of a manifest of this round.
+
+        If the step is held in memory anywhere, it is lost. Otherwise the member pruned its shard before this
+        coordinator started: the step is not sent to members again and is left to retention.
+        """
         entry = self._ledger.steps.get(step)
         if entry is not None and entry.held:
             entry.lost = True
@@ -465,7 +500,7 @@ class Coordinator:
             self._changed()
 
     def _found(self, inventory: Inventory) -> None:
-        """What a member has from before this coordinator lived."""
+        """Record the checkpoints of older rounds that a member's inventory lists."""
         base = self._message.restore_point.step
         for found in inventory.manifests:
             if found.round < self._message.round and base is not None and found.step <= base:
@@ -473,8 +508,13 @@ class Coordinator:
         self._changed()
 
     def _adopt(self, step: Step, digest: Digest, document: ManifestDocument) -> None:
-        """A manifest of this round that an earlier life (or another coordinator) wrote. Raises
-        FormatError, CorruptionError where it is not that step's."""
+        """Take over a manifest of this round that an earlier coordinator wrote.
+
+        Raises:
+            FormatError: The document is not a manifest.
+            CorruptionError: It is the manifest of another job or checkpoint.
+            RefusedError: CONFLICT if another manifest of this step is known.
+        """
         if self._ledger.is_forgotten(step):
             return
         manifest = document.manifest.encode()
@@ -493,8 +533,11 @@ class Coordinator:
     # ------------------------------------------------------------------ finish
 
     async def _finish_loop(self) -> None:
-        """All ranks returned 0: get the newest step to every level it is to reach, say so, and
-        release the pods once the operator has recorded it."""
+        """Finish the job after all ranks have returned 0.
+
+        The newest step is brought to every level that it is to reach, then the state reports `finished`.
+        `_release` releases the pods once the operator has acknowledged that state.
+        """
         while self._finished_version is None:
             await self._versioned.wait_tick(at_most_seconds=5.0)
             if not self._gathered.done:
@@ -511,8 +554,8 @@ class Coordinator:
                 logs.info("finished", round=self._message.round)
 
     def _newest_that_stays(self) -> StepEntry | None:
-        """The newest local step; None while a newer one in memory can still become local, since that is
-        the one to be uploaded."""
+        """Return the newest local step, or None while a newer one in memory can still become local, since
+        that one is to be uploaded."""
         newest, local = self._ledger.newest(Level.MEMORY), self._ledger.newest(Level.LOCAL)
         waits = newest is not None and not newest.local and not newest.failed
         return None if waits else local
@@ -530,7 +573,8 @@ class Coordinator:
 
 
 def _expects_copies(message: Round) -> bool:
-    """Without an assignment (one worker, or 0 copies asked for) local implies replicated."""
+    """Return whether steps are copied to peers. If not (one worker, or `peer_copies` 0), local implies
+    replicated."""
     return message.policy.peer_copies > 0 and bool(message.copies)
 
 
@@ -539,7 +583,7 @@ def _point(entry: StepEntry | None) -> RestorePoint | None:
 
 
 class _Conflicts:
-    """Turns the ledger's alarm into the refusal of the protocol."""
+    """Context manager that turns the ledger's `Conflict` into RefusedError (CONFLICT)."""
 
     def __enter__(self) -> None:
         return None

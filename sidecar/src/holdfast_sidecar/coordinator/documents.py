@@ -1,7 +1,7 @@
-"""Manifests and layouts as the sidecar builds, checks and lists them. No I/O.
+"""Manifests and layouts as the sidecar builds, checks and lists them. This module does no I/O.
 
-Both documents follow from what the ranks prepared and nothing else: a coordinator that restarts, or
-another one, writes the same bytes.
+Both documents depend only on the job, the ROUND and what the ranks report about their shards, so every
+coordinator of a round builds the same bytes, also after a restart.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from holdfast_core.messages.schema import ManifestInfo, ManifestPut, Round, Shar
 from holdfast_sidecar.coordinator.ledger import StepEntry
 
 _MAX_RANK_LAYOUTS_BYTES = 256 << 20
-"""Kept in memory by a coordinator; more is asked for again when a step needs it."""
+"""Bytes of rank layouts that a coordinator keeps in memory. It asks again for a layout that was evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
+    """The manifest of a step, the layout that it names, and the shards of all ranks in order."""
+
     manifest: bytes
     digest: Digest
     layout: bytes
@@ -38,7 +40,7 @@ class Built:
 
 
 class Builder:
-    """Collects the ranks' layouts of one round and writes manifests."""
+    """Collector of the ranks' layouts of one round, from which it builds manifests."""
 
     def __init__(self, contract: SidecarContract, message: Round) -> None:
         self._job = JobIdentity(contract.namespace, contract.job, contract.job_uid)
@@ -50,7 +52,12 @@ class Builder:
         return layout in self._rank_layouts
 
     def learn(self, layout: Digest, text: str) -> None:
-        """Raises FormatError (not a rank's layout), CorruptionError (another digest)."""
+        """Store a rank's layout.
+
+        Raises:
+            FormatError: The text is not a rank layout.
+            CorruptionError: Its digest is not `layout`.
+        """
         document = text.encode()
         found = digest_of(document)
         if found != layout:
@@ -62,7 +69,11 @@ class Builder:
         self._rank_layouts[layout] = document
 
     def build(self, entry: StepEntry) -> Built:
-        """The manifest of a step that every rank has prepared. Raises FormatError."""
+        """Build the manifest and the layout of a step whose shards are known for every rank.
+
+        Raises:
+            FormatError: A rank's layout is not known, or the layouts do not fit together.
+        """
         ranks = [Rank(r) for r in range(entry.world_size)]
         layout = self._layout(tuple(entry.layouts[r] for r in ranks))
         manifest = Manifest(
@@ -98,7 +109,7 @@ class Builder:
 
 
 def shard_infos(document: bytes) -> tuple[ShardInfo, ...]:
-    """Raises FormatError."""
+    """Return the shards that a manifest names. Raises FormatError."""
     return tuple(
         ShardInfo(s.rank, s.payload_bytes, s.blake3, s.chunk_table)
         for s in parse_manifest(document).shards
@@ -106,7 +117,12 @@ def shard_infos(document: bytes) -> tuple[ShardInfo, ...]:
 
 
 def manifest_info(document: bytes, job_uid: JobUid, checkpoint: CheckpointId) -> ManifestInfo:
-    """How an inventory lists the manifest of that name. Raises FormatError, CorruptionError."""
+    """Return the inventory entry of the manifest of a checkpoint.
+
+    Raises:
+        FormatError: The document is not a manifest.
+        CorruptionError: It is the manifest of another job or checkpoint.
+    """
     manifest = parse_manifest_of(document, job_uid, checkpoint)
     return ManifestInfo(
         manifest.step,
@@ -118,8 +134,12 @@ def manifest_info(document: bytes, job_uid: JobUid, checkpoint: CheckpointId) ->
 
 
 def check_put(message: ManifestPut, contract: SidecarContract) -> Manifest:
-    """What a coordinator wants stored is a manifest of this job, this round and that step, and its
-    layout is the one it names. Raises FormatError."""
+    """Parse the manifest that a coordinator sent to be stored.
+
+    Raises:
+        FormatError: The manifest is not valid, it is of another job, round or step than this sidecar and
+            the message name, or the layout in the message is not the one that the manifest names.
+    """
     manifest = parse_manifest(message.manifest.encode())
     said = (manifest.job.uid, manifest.restart_round, manifest.step)
     wanted = (contract.job_uid, message.round, message.step)

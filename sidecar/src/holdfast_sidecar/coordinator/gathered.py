@@ -1,4 +1,4 @@
-"""What the members' reports add up to: the coordinator's view of everything but steps. No I/O."""
+"""Combined reports of the members: the coordinator's view of everything but steps. There is no I/O here."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ _MAX_FAILURES = 64
 
 @dataclass(slots=True)
 class Gathered:
-    """Newest report of every worker of the round, and when the round's milestones were passed."""
+    """Newest report of every worker of the round, and the times of the round's milestones."""
 
     workers: frozenset[Worker]
     world_size: int
     started: float
-    """Monotonic seconds when the ROUND with every address was held."""
+    """Monotonic seconds at which this coordinator first had the addresses of all members."""
     reports: dict[Worker, WorkerReport] = field(default_factory=dict)
     barrier_at: float | None = None
     first_step_at: float | None = None
 
     def heard(self, report: WorkerReport, now: float) -> bool:
-        """True if the report changed anything that is urgent (more than progress)."""
+        """Store a member's report. Return whether it changes anything urgent, which is more than progress.
+
+        Args:
+            now: Monotonic seconds.
+        """
         before = self.reports.get(report.worker)
         self.reports[report.worker] = report
         if self.barrier_at is None and self._all(lambda r: r.barrier_open):
@@ -45,7 +49,11 @@ class Gathered:
         return _urgent(before) != _urgent(report)
 
     def saves(self, instance: str) -> dict[Rank, RankSaves]:
-        """Of workers that have told this coordinator (`instance`) everything that they had to tell."""
+        """Return the saves of the ranks whose worker has sent this coordinator everything it had to send.
+
+        Args:
+            instance: Identity of this coordinator, which such a report names in `told`.
+        """
         return {
             said.rank: said
             for report in self.reports.values()
@@ -55,7 +63,7 @@ class Gathered:
 
     @property
     def pressed(self) -> bool:
-        """A node has no room for another shard, or for a copy."""
+        """Whether a node has no room for another shard or copy."""
         return any(f.reason in FULL for r in self.reports.values() for f in r.failures)
 
     @property

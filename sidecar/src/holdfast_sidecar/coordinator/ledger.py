@@ -1,9 +1,10 @@
-"""The coordinator's memory of one round, without I/O: which rank got how far with which step, what
-may be committed, uploaded and pruned.
+"""The coordinator's record of one round: how far each rank is with each step, and what may be committed,
+uploaded and pruned. There is no I/O here.
 
-Steps of a round advance: prepared by all ranks -> manifest -> acknowledged by every member (memory;
-local once every rank's shard is on its node tier) -> replicated by all ranks -> uploaded by all
-ranks (persisted). Each method is idempotent: senders repeat themselves after every reconnect.
+A step advances in this order: all ranks have prepared or hold their shards; the manifest exists; every
+member has acknowledged it (level memory, or local once every rank's shard is on its node tier); all ranks
+have replicated it; all ranks have uploaded it and its manifest is in the store (persisted). Each method is
+idempotent, because senders repeat their messages after every reconnect.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from holdfast_sidecar.save.plan import StoredAs
 
 MAX_WAITING_UPLOADS = 2
 MAX_UNREPLICATED = 4
-"""Committed steps that may wait for their copies before those in the middle are given up."""
+"""Committed steps that may wait for their copies. Beyond that, those in the middle are given up."""
 
 
 @dataclass(slots=True)
@@ -30,13 +31,14 @@ class StepEntry:
     shards: dict[Rank, ShardInfo] = field(default_factory=dict)
     layouts: dict[Rank, Digest] = field(default_factory=dict)
     durable: set[Rank] = field(default_factory=set)
-    """Said that its shard is on its node tier. Never inferred: an acknowledged manifest proves none."""
+    """Ranks that reported their shard as stored on their node tier. This is never inferred: an acknowledged
+    manifest does not prove it."""
     held: set[Rank] = field(default_factory=set)
-    """Said that its shard is in shared memory only."""
+    """Ranks that reported their shard as held in shared memory only."""
     failed: bool = False
-    """A held shard could not be written: the step may serve a seal, but nobody waits for it."""
+    """A held shard could not be written. A seal may still write it, but nothing waits for the step."""
     lost: bool = False
-    """A held shard is gone, and with it the step."""
+    """A held shard is gone, so the step can no longer become local."""
     manifest: bytes | None = None
     manifest_digest: Digest | None = None
     layout: bytes | None = None
@@ -44,7 +46,7 @@ class StepEntry:
     replicated: set[Rank] = field(default_factory=set)
     uploaded: dict[Rank, StoredAs] = field(default_factory=dict)
     whole: bool = False
-    """What the shards referred to is gone from the store: they are uploaded without references."""
+    """An object that the shards referred to is gone from the store: they are uploaded without references."""
     memory: bool = False
     local: bool = False
     copied: bool = False
@@ -52,8 +54,8 @@ class StepEntry:
 
     @property
     def level(self) -> Level | None:
-        """The highest level reached from local on; persisted is one whether or not the copies are
-        there. Level memory is told apart from these (`memory`): it is no promise."""
+        """The highest level reached, from local on. A persisted step need not be replicated. Level memory is
+        in `memory`, because it is no promise."""
         if self.persisted:
             return Level.PERSISTED
         if self.local and self.copied:
@@ -62,6 +64,7 @@ class StepEntry:
 
     @property
     def complete(self) -> bool:
+        """Whether the shards of all ranks are known."""
         return len(self.shards) == self.world_size
 
     @property
@@ -86,11 +89,11 @@ class StepEntry:
 
 
 class Conflict(Exception):
-    """Another digest for a shard or manifest that is known already: an alarm, never overwritten."""
+    """Error: a message names another digest for a known shard or manifest, which is never overwritten."""
 
 
 class Ledger:
-    """All steps of one round. `expects_copies` False: local implies replicated."""
+    """All steps of one round. If `expects_copies` is False, local implies replicated."""
 
     def __init__(
         self,
@@ -109,13 +112,13 @@ class Ledger:
         self.waiting_uploads: list[Step] = []
         self._forgotten = Forgotten()
         self.writing: dict[Rank, Step] = {}
-        """What the ranks that hold something write now."""
+        """The step that each rank writes now, as its last HOLDING reported."""
         self.named: dict[Rank, frozenset[Step]] = {}
-        """What waits in each rank's slots, digested or not."""
+        """The steps in each rank's slots that are not on its node tier, digested or not."""
         self.chosen: Step | None = None
-        """The held step that is to be written next, or is."""
+        """The held step that is written next or is being written."""
 
-    # ------------------------------------------------------------------ what members say
+    # ------------------------------------------------------------------ messages of members
 
     def entry(self, step: Step) -> StepEntry:
         if step not in self.steps:
@@ -123,8 +126,11 @@ class Ledger:
         return self.steps[step]
 
     def prepared(self, step: Step, shard: ShardInfo, layout: Digest) -> StepEntry:
-        """Durable on the rank's node tier. Raises Conflict when this rank said something else about
-        this step before."""
+        """Record that a shard is durable on its rank's node tier.
+
+        Raises:
+            Conflict: The rank reported another digest for this step before.
+        """
         entry = self._take(step, shard, layout)
         entry.durable.add(shard.rank)
         entry.held.discard(shard.rank)
@@ -143,9 +149,17 @@ class Ledger:
         return entry
 
     def holds(self, said: RankHolding, base: Step | None = None) -> tuple[Step, ...]:
-        """All that a rank holds in memory now: what it held before and does not name is lost, unless
-        it is durable. Returns what it is to drop: steps that were pruned or are not above `base`, and
-        those that contradict what is known of them (they are lost)."""
+        """Record all shards that a rank holds in memory now.
+
+        A step that the rank held before and does not name now is lost, unless its shard is durable.
+
+        Args:
+            base: The step of the restore point.
+
+        Returns:
+            The steps that the rank is to drop: those that are forgotten or not above `base`, and those whose
+            digest differs from the known one, which are lost.
+        """
         drop: list[Step] = []
         for shard in said.shards:
             if self.is_forgotten(shard.step) or (base is not None and shard.step <= base):
@@ -178,7 +192,11 @@ class Ledger:
     def committed(
         self, step: Step, manifest: bytes, digest: Digest, shards: tuple[ShardInfo, ...]
     ) -> StepEntry:
-        """A manifest of this round that exists already (built now, or found on a node tier)."""
+        """Record a manifest of this round that was built now or found on a node tier.
+
+        Raises:
+            Conflict: Another manifest of this step is known.
+        """
         entry = self.entry(step)
         if entry.manifest_digest not in (None, digest):
             raise Conflict(
@@ -190,12 +208,12 @@ class Ledger:
         return entry
 
     def acknowledged(self, step: Step, worker: Worker) -> Level | None:
-        """A member has the manifest. See `rise`."""
+        """Record that a member has the manifest on its disk. Return what `rise` returns."""
         self.entry(step).acknowledged.add(worker)
         return self.rise(step)
 
     def rise(self, step: Step) -> Level | None:
-        """MEMORY or LOCAL if the step has reached that level now, by what was said of it."""
+        """Raise the step to level memory or local if its conditions are met. Return the new level if so."""
         entry = self.steps[step]
         if entry.local or entry.lost or not self.workers <= entry.acknowledged:
             return None
@@ -210,13 +228,18 @@ class Ledger:
         return Level.MEMORY
 
     def replicated(self, step: Step, rank: Rank, blake3: Digest) -> bool:
-        """True if all ranks are there now (and the step is local): level replicated."""
+        """Record that all copies of a rank's shard exist. Return whether the step is replicated by this.
+
+        Raises:
+            Conflict: The rank prepared another digest.
+        """
         entry = self.entry(step)
         self._same(entry, rank, blake3)
         entry.replicated.add(rank)
         return self.settle_replicated(step)
 
     def settle_replicated(self, step: Step) -> bool:
+        """Raise a local step to level replicated if all ranks have their copies. Return whether it rose."""
         entry = self.steps[step]
         if entry.copied or not entry.local or len(entry.replicated) < entry.world_size:
             return False
@@ -226,12 +249,16 @@ class Ledger:
     def uploaded(
         self, step: Step, rank: Rank, blake3: Digest, stored_as: StoredAs | None = None
     ) -> bool:
-        """True if every shard is in the store now and the manifest may follow."""
+        """Record that a rank's shard is in the store. Return whether the manifest may follow now.
+
+        Raises:
+            Conflict: The rank prepared another digest.
+        """
         entry = self.entry(step)
         self._same(entry, rank, blake3)
         stored_as = stored_as or StoredAs()
         if entry.whole and stored_as.references:
-            return False  # said before it was asked to store the shard whole
+            return False  # sent before the member was asked to upload the shard without references
         entry.uploaded[rank] = stored_as
         return entry.manifest is not None and len(entry.uploaded) == entry.world_size
 
@@ -245,8 +272,12 @@ class Ledger:
     # ------------------------------------------------------------------ uploads
 
     def request_upload(self, step: Step) -> Step | None:
-        """Queue a committed step for the store. Returns the step that had to give way, if one did:
-        the oldest waiting one (never the one that is being uploaded)."""
+        """Queue a committed step for the store.
+
+        Returns:
+            The oldest waiting step if the queue was full: it is dropped. The step that is being uploaded is
+            never dropped.
+        """
         entry = self.steps[step]
         if entry.persisted or step == self.uploading or step in self.waiting_uploads:
             return None
@@ -257,10 +288,11 @@ class Ledger:
         return None
 
     def next_upload(self) -> Step | None:
-        """Starts the oldest waiting step if nothing is being uploaded."""
+        """Return the step that is being uploaded. If there is none, start with the oldest waiting step."""
         if self.uploading is None and self.waiting_uploads:
             self.uploading = self.waiting_uploads[0]
-            del self.waiting_uploads[0]  # after it: a sweep's thread must see the step somewhere
+            # Removed last: a sweep in another thread must find the step in one of the two places.
+            del self.waiting_uploads[0]
         return self.uploading
 
     def upload_ended(self, step: Step, *, persisted: bool) -> None:
@@ -270,13 +302,16 @@ class Ledger:
             self.uploading = None
 
     def upload_whole(self, step: Step) -> None:
-        """What its shards referred to is gone: those are uploaded once more."""
+        """Require that shards with references are uploaded again without them.
+
+        An object that they refer to is gone from the store.
+        """
         entry = self.steps[step]
         entry.whole = True
         entry.uploaded = {r: s for r, s in entry.uploaded.items() if not s.references}
 
     def give_up_uploads(self) -> tuple[Step, ...]:
-        """Forget everything that is on its way to the store; returns which steps that were."""
+        """Drop all steps that are being uploaded or wait for it. Return them."""
         given_up = ([] if self.uploading is None else [self.uploading]) + self.waiting_uploads
         self.uploading = None
         self.waiting_uploads = []
@@ -287,9 +322,11 @@ class Ledger:
         waiting = frozenset(self.waiting_uploads)
         return waiting if self.uploading is None else waiting | {self.uploading}
 
-    # ------------------------------------------------------------------ what holds
+    # ------------------------------------------------------------------ queries
 
     def newest(self, level: Level) -> StepEntry | None:
+        """Return the newest step that has reached this level, if there is one."""
+
         def reached(entry: StepEntry) -> bool:
             match level:
                 case Level.MEMORY:
@@ -306,7 +343,7 @@ class Ledger:
 
     @property
     def pending(self) -> tuple[Step, ...]:
-        """Steps that can still get further without anybody saving again."""
+        """Complete steps that can still reach level local or replicated without another save."""
         return tuple(
             s
             for s, e in self.steps.items()
@@ -314,17 +351,28 @@ class Ledger:
         )
 
     def overtaken(self, *, pressed: bool = False) -> tuple[Step, ...]:
-        """Committed steps whose copies fall behind: given up between the one being copied and the
-        newest two, so that a slow peer does not fill the node volumes (docs/guarantees.md I7). `pressed`: a
-        node has no room for a copy, so that all but the one being copied go."""
+        """Return the committed steps to give up because their copies are late.
+
+        If more than `MAX_UNREPLICATED` steps wait for copies, these are all but the oldest, which is being
+        copied, and the newest two. This keeps a slow peer from filling the node volumes (docs/guarantees.md
+        I7).
+
+        Args:
+            pressed: A node has no room for a copy: all but the oldest are given up.
+        """
         behind = sorted(s for s, e in self.steps.items() if e.local and not e.copied)
         if pressed:
             return tuple(behind[1:])
         return tuple(behind[1:-2]) if len(behind) > MAX_UNREPLICATED else ()
 
     def forget(self, steps: tuple[Step, ...], *, pruned: bool = True) -> None:
-        """A sender that repeats itself later must not bring them back. What is on its way to the store
-        stays. `pruned`: their shards are deleted."""
+        """Remove steps, and remember them so that a repeated message does not bring them back.
+
+        Steps on their way to the store stay.
+
+        Args:
+            pruned: Their shards are to be deleted wherever they still appear.
+        """
         for step in sorted(set(steps) - self.on_way_to_store):
             entry = self.steps.pop(step, None)
             if entry is not None:
@@ -337,10 +385,10 @@ class Ledger:
         return self._forgotten.manifest(step)
 
     def is_pruned(self, step: Step) -> bool:
-        """It is gone, and what is left of it anywhere is to be deleted."""
+        """Return whether the step is forgotten and its remaining shards are to be deleted."""
         return step not in self.steps and self._forgotten.is_pruned(step)
 
     def states(self, limit: int) -> tuple[StepState, ...]:
-        """Newest steps, oldest first."""
+        """Return the states of the newest `limit` steps, oldest first."""
         newest = sorted(self.steps)[-limit:]
         return tuple(self.steps[s].state() for s in newest)

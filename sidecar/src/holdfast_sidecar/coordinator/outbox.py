@@ -1,6 +1,8 @@
-"""What the coordinator still has to tell each member. Level-triggered, one message at a time for
-each member: a hung one holds up nobody else, and after a failure the same rules say
-what is missing.
+"""Messages that the coordinator still has to send to each member.
+
+Each member has its own task, which sends one message at a time, so a member that hangs delays no other. The
+next message follows from what the member has not acknowledged yet. A message that failed is therefore sent
+again if it is still needed.
 """
 
 from __future__ import annotations
@@ -37,17 +39,20 @@ _RETOLD_PRUNES = 64
 
 @dataclass(slots=True)
 class _Told:
-    """What one member has acknowledged."""
+    """Record of what one member has acknowledged."""
 
     levels: dict[Step, Level] = field(default_factory=dict)
     persists: dict[Step, PersistRequest] = field(default_factory=dict)
     pruned: int = 0
+    """Number of acknowledged entries of `Outbox._prunes`."""
     memory: int = 0
+    """Number of acknowledged entries of `Outbox._memory`."""
     chosen: Step | None = None
     asks: int = 0
+    """Number of acknowledged entries of `Outbox._asks`."""
     released: bool = False
     layouts: set[bytes] = field(default_factory=set)
-    """Layout documents that it got with a manifest."""
+    """Layout documents that were sent with a manifest."""
 
     def asked(self) -> None:
         self.asks += 1
@@ -57,12 +62,14 @@ class _Told:
 
 
 class Recent:
-    """A list that only grows and of which only the newest entries are kept: a member that lacks older
-    ones has been away for very long."""
+    """Append-only list that keeps its newest `_MAX_RECENT` entries and counts all of them.
+
+    A member that has not acknowledged the older entries does not receive them any more.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        """Entries that were ever added."""
+        """Number of entries that were ever added."""
         self._kept: deque[Step] = deque(maxlen=_MAX_RECENT)
 
     def add(self, step: Step) -> None:
@@ -70,12 +77,14 @@ class Recent:
         self._kept.append(step)
 
     def after(self, count: int) -> tuple[Step, ...]:
-        """What was added since there were `count` entries."""
+        """Return the kept entries that were added after the first `count`."""
         new = min(self.count - count, len(self._kept))
         return tuple(self._kept)[len(self._kept) - new :]
 
 
 class Outbox:
+    """Sender of the coordinator's messages to all members of the round."""
+
     def __init__(
         self,
         settings: Settings,
@@ -85,6 +94,12 @@ class Outbox:
         on_manifest: Callable[[Step, Worker], None],
         on_lost: Callable[[Step], None],
     ) -> None:
+        """Create the sender; `start` begins to send.
+
+        Args:
+            on_manifest: Called when a member has stored the manifest of a step.
+            on_lost: Called when a member answers that it lacks its shard of a step.
+        """
         self._settings = settings
         self._own = settings.contract.worker
         self._peers = peers
@@ -111,7 +126,7 @@ class Outbox:
             self._tasks.spawn(self._serve(worker), f"outbox of worker {worker}")
 
     def update(self, message: Round) -> None:
-        """A higher version: a member's pod may be another one, which has heard nothing."""
+        """Take over a higher version of the ROUND. A member whose pod was replaced gets everything again."""
         before = self._message
         self._message = message
         pods = {} if before is None else {m.worker: m.pod for m in before.members}
@@ -127,10 +142,10 @@ class Outbox:
         for event in self._wakes.values():
             event.set()
 
-    # ------------------------------------------------------------------ what is to be told
+    # ------------------------------------------------------------------ what is to be sent
 
     def ask(self, path: str, message: Ask) -> bool:
-        """False for a token that was asked before in this round."""
+        """Queue a request for worker 0. Return False if the same one was queued before in this round."""
         if (path, message) in self._asks:
             return False
         self._asks.append((path, message))
@@ -138,6 +153,7 @@ class Outbox:
         return True
 
     def prune(self, steps: tuple[Step, ...]) -> None:
+        """Forget these steps and have members delete them, except for those on their way to the store."""
         going = [step for step in steps if step not in self._ledger.on_way_to_store]
         if not going:
             return
@@ -151,26 +167,27 @@ class Outbox:
         self.wake()
 
     def in_memory(self, step: Step) -> None:
-        """It has reached level memory."""
+        """Have members notified that the step has reached level memory."""
         self._memory.add(step)
         self.wake()
 
     def persist(self, request: PersistRequest) -> None:
-        """Another request for the same step takes the place of the one before."""
+        """Send this request to all members. It replaces an earlier one for the same step."""
         if self._persist.get(request.step) != request:
             self._persist[request.step] = request
             self.wake()
 
     def release(self) -> None:
+        """Notify all members that their pods may end, the own pod last."""
         if not self._released:
             self._released = True
             self._released_at = self._clock.monotonic()
             self.wake()
 
     def repeat(self, worker: Worker) -> None:
-        """A new life of this member: it has forgotten everything but what is on its disk."""
+        """Send everything again to a member whose sidecar has restarted and has only the data on its disk."""
         told = _Told()
-        # It hears again what was pruned last: it may have ended before it had deleted that.
+        # The last prunes are sent again: the sidecar may have ended before it had deleted those steps.
         told.pruned = max(0, self._told[worker].pruned - _RETOLD_PRUNES)
         told.memory = self._told[worker].memory
         self._told[worker] = told
@@ -206,7 +223,7 @@ class Outbox:
                 self.wake()
 
     async def _wait(self, worker: Worker) -> None:
-        """The own release waits for a time, so only then a timer is needed besides the events."""
+        """Wait until there may be something to send. The release of the own pod also depends on time."""
         limit = 0.5 if self._released and worker == self._own else None
         try:
             async with asyncio.timeout(limit):
@@ -215,8 +232,12 @@ class Outbox:
             return
 
     def _next(self, worker: Worker) -> tuple[Any, str | None, Callable[[], None]] | None:
-        """The next message for this member, its path if not the usual one, and what its
-        acknowledgement changes."""
+        """Return the next message for this member, or None if nothing is missing.
+
+        Returns:
+            The message, its path if it is not the default for its type, and a function to call when the
+            message is acknowledged.
+        """
         told = self._told[worker]
         if worker == 0 and told.asks < len(self._asks):
             path, ask = self._asks[told.asks]
@@ -241,7 +262,10 @@ class Outbox:
         return None
 
     def _manifest_for(self, worker: Worker, entry: StepEntry) -> ManifestPut | None:
-        """The own node tier first: a manifest that anybody else has is surely here too."""
+        """Return the manifest of a step if this member is to receive it now.
+
+        The own node tier stores it first, so that a manifest that any member has also exists here.
+        """
         if entry.manifest is None or worker in entry.acknowledged:
             return None
         if worker != self._own and self._own not in entry.acknowledged:
@@ -281,7 +305,10 @@ class Outbox:
         return notice, None, acknowledged
 
     def _hold_notice(self, worker: Worker) -> tuple[HoldNotice, None, Callable[[], None]] | None:
-        """Also what is pruned while no step is local yet, which a LevelNotice would have to name."""
+        """Return the notice about held steps, if this member lacks any of it.
+
+        It also carries the prunes while no step is local yet, because a LevelNotice must name a local step.
+        """
         told, chosen = self._told[worker], self._ledger.chosen
         pruned, reached = self._prunes.count, self._memory.count
         urgent = told.pruned < pruned and self._newest() is None
@@ -303,7 +330,10 @@ class Outbox:
         return self._ledger.newest(Level.LOCAL)
 
     def _may_release(self, worker: Worker) -> bool:
-        """The own pod last: it goes when the others know, or when waiting for them is over."""
+        """Return whether this member may be released now.
+
+        The own pod is last: the others have acknowledged their release, or `release_seconds` have passed.
+        """
         if not self._released or self._released_at is None:
             return False
         others = [t.released for w, t in self._told.items() if w != self._own]

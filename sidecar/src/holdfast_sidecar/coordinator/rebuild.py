@@ -1,7 +1,7 @@
-"""How a coordinator that has just begun learns what exists: from every member's inventory.
+"""How a new coordinator finds out which manifests exist: it reads every member's inventory.
 
-It is a help, not a condition: members repeat PREPARED, and the manifests that follow from it are the
-same bytes.
+This saves work but is not required: members repeat PREPARED, and the coordinator builds the same manifests
+from it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from holdfast_sidecar.wire.client import Peers
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What to do with what is found."""
+    """Callbacks of the coordinator."""
 
     inventory: Callable[[Inventory], None]
+    """Called with the inventory of the member."""
     knows: Callable[[Step], bool]
+    """Returns whether the manifest of a step of this round need not be read."""
     manifest: Callable[[Step, Digest, ManifestDocument], None]
+    """Called with a manifest of this round. An error that it raises is logged."""
 
 
 async def learn_from(
     worker: Worker, round_: RestartRound, peers: Peers, clock: Clock, learned: Learned
 ) -> None:
-    """Ask until the member answers, then read the manifests of this round that are new."""
+    """Request the member's inventory until it answers, then read its manifests of this round that are new."""
     backoff = Backoff(0.2, 5.0)
     while True:
         try:

@@ -1,5 +1,7 @@
-"""Which steps leave the nodes: the ledger's facts for the job's policy (holdfast_core.policy.retention),
-and steps that can no longer be committed. Pure.
+"""Decide which steps are deleted from the nodes.
+
+These are the steps that the retention policy (`holdfast_core.policy.retention`) no longer keeps, and steps
+that can no longer be committed. These functions are pure.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ def steps_to_prune(
     pressed: bool = False,
     restored: bool = False,
 ) -> tuple[Step, ...]:
-    """Steps in order.
+    """Return the steps to prune, oldest first.
+
+    Besides what the policy names, these are incomplete steps that are older than the newest replicated one.
 
     Args:
-        older: Committed in older rounds, on this round's lineage.
+        older: Checkpoints of older rounds on this round's lineage. They count as replicated.
         persisted: The newest persisted checkpoint.
         pressed: A node has no room for another shard.
         restored: Every rank has trained from the restore point.
@@ -68,13 +72,15 @@ def steps_to_prune(
 def abandoned_steps(
     ledger: Ledger, saves: Mapping[Rank, RankSaves], *, pressed: bool = False
 ) -> tuple[Step, ...]:
-    """Steps of this round that a rank can no longer prepare, in order. The shards that other ranks
-    wrote of them would fill the other nodes while one cannot write.
+    """Return the steps of this round that a rank can no longer prepare, oldest first.
+
+    While one rank cannot write, the shards of such steps would fill the nodes of the other ranks.
 
     Args:
-        saves: What became of the saves of each rank, where this coordinator has heard of all of them.
-        pressed: A node has no room for another shard: steps go that a rank has not handed over yet, all
-            but the newest few, which it may be copying now.
+        saves: The reported saves of each rank whose worker has sent this coordinator everything it had to
+            send.
+        pressed: A node has no room for another shard. Steps that a rank has not handed over yet are given
+            up, too, except for the newest `_KEPT_UNDER_PRESSURE`, which the rank may be copying now.
     """
     incomplete = sorted(s for s, e in ledger.steps.items() if not e.complete)
     recent = incomplete[-_KEPT_UNDER_PRESSURE:]
@@ -92,5 +98,5 @@ def abandoned_steps(
 
 
 def uploading(ledger: Ledger) -> frozenset[CheckpointId]:
-    """On their way to the store."""
+    """Return the checkpoints of this round that are being uploaded or wait for it."""
     return frozenset(CheckpointId(step, ledger.round) for step in ledger.on_way_to_store)

@@ -1,8 +1,8 @@
-"""The coordinator's part of persisting: which steps go to the object store, and their manifests.
+"""The coordinator's part of persisting: it chooses the steps for the object store and puts their manifests.
 
-One step at a time: members upload their shards when asked; when all have, the layout and then the
-manifest are put, if absent; before them the references, where shards refer to earlier checkpoints.
-What waits is bounded (`ledger.MAX_WAITING_UPLOADS`).
+One step is uploaded at a time. Members upload their shards when the coordinator requests it. When all have,
+the coordinator puts the references (if shards refer to earlier checkpoints), the layout and the manifest,
+each only if absent. At most `ledger.MAX_WAITING_UPLOADS` steps wait.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from holdfast_sidecar.wire.versioned import Versioned
 
 
 class Uploads:
+    """The queue of steps for the object store, and the loop that persists them."""
+
     def __init__(
         self,
         contract: SidecarContract,
@@ -62,12 +64,12 @@ class Uploads:
         self._round = message.round
         self._after: Step | None = None
         self._owed: Step | None = None
-        """The oldest step that the interval named and that gave way."""
+        """The oldest step that was due by the interval and was dropped before it was local."""
         self._gave_up = False
         self._asked: PersistRequest | None = None
-        """What members were asked for the step that is being uploaded."""
+        """The request that members were sent for the step that is being uploaded."""
         self.last = message.last_persisted
-        """Newest persisted step of the job, as far as this coordinator knows."""
+        """Newest persisted step of the job, as far as this coordinator has a record of it."""
         self.last_bytes = 0
 
     # ------------------------------------------------------------------ which steps
@@ -77,22 +79,25 @@ class Uploads:
         self._compress = message.policy.compresses_uploads
 
     def ask_after(self, step: Step) -> None:
-        """A save was asked for: persist the first step committed above this one."""
+        """Persist the first step that is committed above this one, because a save was requested."""
         self._after = step
 
     def gave_way(self, steps: tuple[Step, ...]) -> None:
-        """Dropped before they were local: what becomes local next is stored in place of those that were
-        due. Else the store would get nothing while the choices miss its interval."""
+        """Note steps that were dropped before they were local.
+
+        If one of them was due, the next step that becomes local is stored in its place. Otherwise nothing
+        would be stored while the steps that become local are not those of the interval.
+        """
         due = [s for s in steps if self._every is not None and s % self._every == 0]
         self._owed = min([*due, *([] if self._owed is None else [self._owed])], default=None)
 
     def committed(self, step: Step) -> None:
-        """A step has become local: queue it if it is due."""
+        """Queue a step that has become local, if it is due."""
         if self._due(step):
             self._request(step)
 
     def finish(self, newest: StepEntry | None) -> None:
-        """The gang is done: its newest step goes to the store whether or not an interval names it."""
+        """Queue the gang's newest step after the ranks have ended, even if the interval does not name it."""
         if self._store is None or newest is None or newest.persisted or self._gave_up:
             return
         if newest.step not in self._ledger.on_way_to_store:
@@ -100,7 +105,7 @@ class Uploads:
             self._versioned.tick()
 
     def give_up(self, waited_seconds: float) -> None:
-        """Stop waiting for the store; what was not persisted is a Failure."""
+        """Stop waiting for the store, and report the steps that were not persisted as a failure."""
         self._gave_up = True
         steps = self._ledger.give_up_uploads()
         self._failures.note_text(
@@ -143,7 +148,7 @@ class Uploads:
     # ------------------------------------------------------------------ the loop
 
     async def run(self) -> None:
-        """Until cancelled. Without a store there is nothing to do."""
+        """Persist queued steps until cancelled. Return immediately if the job has no object store."""
         if self._store is None:
             return
         backoff = Backoff(0.5, 15.0)
@@ -166,7 +171,7 @@ class Uploads:
             except AlreadyExistsError as error:
                 self._note(entry, error)
                 self._ledger.upload_ended(entry.step, persisted=False)
-            except Exception as error:  # noqa: BLE001 - else uploads stop and nothing reports it
+            except Exception as error:  # noqa: BLE001 - otherwise uploads stop silently
                 self._note(entry, error)
                 await self._clock.sleep(backoff.next_seconds())
             else:
@@ -178,13 +183,14 @@ class Uploads:
         self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
 
     async def _request_for(self, entry: StepEntry) -> PersistRequest:
-        """The same for every member, and until the step is persisted."""
+        """Return the request for this step. It stays the same for all members until the step is persisted or
+        must be uploaded whole."""
         asked = self._asked
         if asked is None or (asked.step, asked.whole) != (entry.step, entry.whole):
             store = None if entry.whole else self._packing
             base = None if store is None or self.last is None else self.last.own_checkpoint
             if base == CheckpointId(entry.step, entry.round):
-                base = None  # an earlier life of this coordinator got as far as the manifest
+                base = None  # An earlier coordinator has put this step's manifest already.
             older: tuple[Reference, ...] = ()
             if store is not None and base is not None:
                 older = await self._older(store, base)
@@ -201,7 +207,7 @@ class Uploads:
         return asked
 
     async def _older(self, store: S3ObjectTier, base: CheckpointId) -> tuple[Reference, ...]:
-        """Of what the base needs, what it needs most of."""
+        """Return the checkpoints that store most of the bytes that the base refers to."""
         try:
             document = await self._pools.store.run(
                 store.get_references, self._contract.namespace, self._contract.job_uid, base
@@ -210,13 +216,18 @@ class Uploads:
         except NotFoundError:
             return ()
         except FormatError as error:
-            # A sweep keeps everything while it is there; an upload needs none of it.
+            # Sweeps delete nothing while such a document exists. An upload can do without it.
             logs.warning("references are not readable", base=base, error=str(error))
             return ()
         return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
 
     async def _put(self, store: ObjectTier, entry: StepEntry, manifest: bytes) -> bool:
-        """False: what the shards refer to is gone."""
+        """Put references, layout and manifest of a step whose shards are all in the store.
+
+        Returns:
+            False if the references cannot be used, so that the shards that have any must be uploaded whole: a
+            checkpoint that vouches for them is gone, or an earlier attempt has stored fewer references.
+        """
         namespace, job_uid = self._contract.namespace, self._contract.job_uid
         layout = entry.layout
         if layout is None:
@@ -233,7 +244,7 @@ class Uploads:
             )
         await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
         await self._pools.store.run(store.put_manifest, namespace, job_uid, checkpoint, manifest)
-        # Once more: another coordinator may have taken it for unneeded before the manifest was there.
+        # Put the layout again: another coordinator's sweep may have deleted it before the manifest existed.
         await self._pools.store.run(store.put_layout, namespace, job_uid, layout)
         return True
 
@@ -250,7 +261,7 @@ class Uploads:
 def _merged(
     checkpoint: CheckpointId, stored: Iterable[StoredAs]
 ) -> tuple[References, frozenset[CheckpointId]]:
-    """What all shards of a checkpoint need, and what vouches for it."""
+    """Return the references of all shards of a checkpoint, and the checkpoints that vouch for them."""
     bytes_in: dict[CheckpointId, int] = {}
     bases: set[CheckpointId] = set()
     for said in stored:

@@ -1,7 +1,7 @@
-"""Notices that training goes on while nothing is committed any more. No I/O, no clock.
+"""Detection of training that continues while no step is committed. It uses no I/O and no clock.
 
-Each part of the sidecar reports what fails in it. The watchdog sees what none of them reports: saves
-that never arrive, or that a part holds up without an error.
+Each part of the sidecar reports its own failures. The watchdog finds what no part reports: saves that never
+arrive, or that a part delays without an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Overdue:
     """No step was committed for too long."""
 
     since: float
-    """Monotonic seconds: the last commit, or the first step of the round."""
+    """Monotonic seconds of the last commit or, if there is none, of the first step of the round."""
     seconds: float
     steps: int
     """Steps that every rank has finished since then."""
@@ -24,24 +24,24 @@ class Overdue:
 
 
 class CommitWatch:
-    """Compares the steps of the gang with its commits.
+    """Comparison of the gang's finished steps with its commits.
 
-    Both bounds must be passed, because each alone is met by healthy jobs: many intervals by steps of
-    milliseconds that a disk cannot follow, many seconds by steps that take minutes.
+    Commits are overdue only if both bounds are reached, because healthy jobs reach each of them alone: many
+    intervals where steps take milliseconds and the disk cannot follow, many seconds where steps take minutes.
     """
 
     def __init__(self, *, intervals: int, seconds: float) -> None:
         self._intervals = intervals
         self._seconds = seconds
         self._step: Step | None = None
-        """What the gang had finished at the last commit."""
+        """Newest step that every rank had finished at the last commit."""
         self._since = 0.0
         self._committed: Step | None = None
 
     def look(
         self, finished: Step | None, committed: Step | None, interval_steps: int, now: float
     ) -> Overdue | None:
-        """What is overdue now, or None.
+        """Return by how much commits are overdue now, or None if they are not.
 
         Args:
             finished: The newest step that every rank has finished; None before the first.

@@ -1,3 +1,1 @@
-"""One sidecar process: it opens everything, serves requests and hooks, and moves from round to
-round.
-"""
+"""One sidecar process: it opens everything, serves requests and hooks, and moves from round to round."""

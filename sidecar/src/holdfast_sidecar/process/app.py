@@ -1,8 +1,8 @@
-"""One sidecar process: opens everything, wires it, serves until it is told to stop.
+"""One sidecar process: it opens and connects all components and serves until SIGTERM or SIGINT.
 
-Order of start: node tier and round record, certificates, bulk and control servers (reads are served
-from here on), the socket, the reporter. A ROUND makes it write. On SIGTERM it finishes what is on
-its way, within a bound.
+Order of start: node tier and round record, object store, certificates, bulk and control servers (reads are
+served from here on), plain server, reporter, preStop hook, scrubber, and the pod's socket last. Saves are
+accepted only after a ROUND. After the signal the process finishes what was handed over, within a time limit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ _IDLE_POLL_SECONDS = 0.2
 
 
 class Sidecar:
-    """`start`, then `wait_idle` and `close`; one at a time for each node directory."""
+    """All components of one sidecar process.
+
+    Call `start`, then `wait_idle` and `close`. Only one may run at a time for each node directory.
+    """
 
     def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
         self._settings = settings
@@ -77,7 +80,11 @@ class Sidecar:
         )
 
     async def start(self) -> None:
-        """Raises ConfigError and TierError when the pod is not as its contract says."""
+        """Open all components and serve.
+
+        Raises:
+            ConfigError, TierError: The pod does not match its contract.
+        """
         settings = self._settings
         contract = settings.contract
         pools = Pools(
@@ -312,11 +319,12 @@ class Sidecar:
 
     @property
     def idle(self) -> bool:
-        """Nothing that was handed over still has to become durable, be copied or uploaded."""
+        """Whether everything that was handed over is durable, copied and uploaded as required."""
         parts = self._parts
         return parts is None or parts.idle
 
     async def wait_idle(self, timeout_seconds: float) -> bool:
+        """Lift the limit on background bytes and wait until `idle`. Return False after the time-out."""
         self._pacing.hurry()
         deadline = self._clock.monotonic() + timeout_seconds
         while not self.idle:
@@ -330,8 +338,10 @@ class Sidecar:
 
 
 def _first_state(settings: Settings, node: DiskNodeTier) -> RoundState:
-    """The round of a process that just started: the birth round seals it, the record may know a
-    newer one."""
+    """Return the state of a process that has just started.
+
+    It is sealed for the pod's birth round, or for the recorded round if that is newer.
+    """
     contract = settings.contract
     found = node.read_round()
     recorded, version = (RestartRound(-1), 0) if found is None else found
@@ -345,16 +355,17 @@ def _first_state(settings: Settings, node: DiskNodeTier) -> RoundState:
 
 
 def _write_ports(settings: Settings, control: int, bulk: int, metrics: int) -> None:
-    """For callers of a sidecar that chose its ports itself, because it was given port 0."""
+    """Write the ports into a file for callers of a sidecar that was given port 0 and chose them itself."""
     ports = json.dumps({"control": control, "bulk": bulk, "metrics": metrics})
     with opened_directory(settings.node_dir) as directory:
         replace_file(directory, PORTS_FILE, ports.encode())
 
 
 async def serve(settings: Settings) -> int:
-    """Run until SIGTERM or SIGINT, then flush within the bound. A second signal ends it at once.
+    """Run until SIGTERM or SIGINT, then flush for at most `flush_seconds`. A second signal ends the flush.
 
-    Returns the exit status: 0, or DIED_STATUS where an unexpected exception ended it.
+    Returns:
+        The exit status: 0, or DIED_STATUS if an unexpected exception ended the process.
     """
     stop = asyncio.Event()
     again = asyncio.Event()
@@ -383,7 +394,7 @@ async def serve(settings: Settings) -> int:
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of them is done, and cancel the others."""
+    """Wait until one of the coroutines is done, and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

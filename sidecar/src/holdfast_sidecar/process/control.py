@@ -1,4 +1,4 @@
-"""What the operator and the other sidecars say on the control port, and what it sets off."""
+"""Handler of the messages and requests that the operator and other sidecars send to the control port."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ from holdfast_sidecar.wire.client import raise_refused
 
 
 class Control:
-    """Handler of the control server, and of requests to the own worker."""
+    """Handler of the control server, and of messages that this sidecar sends to its own worker."""
 
     def __init__(
         self, parts: Parts, lifecycle: Lifecycle, local: Local, certificates: Certificates
@@ -140,14 +140,21 @@ class Control:
         return parts.metrics.render()
 
     def flushed(self) -> bool:
-        """Asked by the preStop hook: the pod is going."""
+        """Return whether the pod may end. The preStop hook calls this, so the limit on background bytes is
+        lifted."""
         self._parts.pacing.hurry()
         return self._parts.flushed
 
-    # ------------------------------------------------------------------ words
+    # ------------------------------------------------------------------ messages
 
     async def dispatch(self, caller: Caller, path: str, message: Any) -> Any:
-        """Serve one message. Raises what the refusal table says first."""
+        """Serve one message and return its reply.
+
+        Raises:
+            StaleRoundError, RefusedError: The refusal table (`base/rounds.py`) does not allow the message
+                now, or its handler refuses it.
+            HoldfastError: The handler fails.
+        """
         match message:
             case Seal():
                 if message.round > self.state.round:
@@ -215,8 +222,18 @@ class Control:
         return Ok(self.state.round)
 
     async def _put_manifest(self, message: ManifestPut) -> Ok:
-        """Durable here when it returns. Checked and queued without a pause in between, so that a
-        SEAL that comes later waits for it."""
+        """Write a manifest, durably, to the node tier.
+
+        There is no `await` between the check of the round and the queueing of the write. A SEAL that comes
+        later therefore waits for the write.
+
+        Raises:
+            FormatError: The manifest is not the one that the message names.
+            NotFoundError: This sidecar has no shard of an own rank that the manifest names.
+            RefusedError: CONFLICT if another manifest of this checkpoint exists; BUSY while a shard in
+                memory is being digested.
+            CapacityError: The node tier has no room.
+        """
         parts = self._parts
         manifest = check_put(message, parts.settings.contract)
         for number in self.state.own_ranks:
@@ -261,7 +278,7 @@ class Control:
     def _level(self, message: LevelNotice) -> Ok:
         self._local.level(message)
         if not message.released:
-            # Copies of a step of which some shards waited in memory begin now.
+            # If shards of this step were in memory only, the copies to peers begin now.
             self._parts.flow.committed(message.step, message.step_round)
         self._forget(message.prune)
         if message.prune or message.level is not Level.LOCAL:
@@ -273,7 +290,7 @@ class Control:
         self._drop(frozenset(message.prune), message.chosen)
 
     def drop(self, steps: frozenset[Step]) -> None:
-        """The coordinator has pruned these, and this pod still held them in memory."""
+        """Delete steps that this pod holds in memory and that the coordinator's reply to HOLDING drops."""
         self._drop(steps, self._parts.stager.chosen)
 
     def _drop(self, steps: frozenset[Step], chosen: Step | None) -> None:
@@ -291,7 +308,7 @@ class Control:
         self._parts.stager.forget(frozenset(steps))
 
     async def _until_done(self, prune: Callable[[], Awaitable[None]]) -> None:
-        """Prune again after an error of the disk: what stays would fill the volume for good."""
+        """Repeat `prune` after each error of the disk, with back-off. What stays would fill the volume."""
         parts, settings = self._parts, self._parts.settings
         backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
         while True:
@@ -305,7 +322,10 @@ class Control:
                 return
 
     async def _prune(self, message: LevelNotice) -> None:
-        """Never what this round protects, whoever names it; and nothing while sealed."""
+        """Delete the steps that a LevelNotice names, and orphans below a replicated step.
+
+        Nothing is deleted while sealed. What this round protects is never deleted.
+        """
         parts = self._parts
         held = parts.keeper.state.held
         if held is None or held.round != message.round:
@@ -322,8 +342,11 @@ class Control:
             )
 
     async def _delete(self, held: Round, steps: frozenset[Step]) -> None:
-        """Manifests first, then shards; slots in memory as soon as the manifests are gone. Their
-        manifests do not wait behind the writes that made them wait."""
+        """Delete steps of this round from the node tier, manifests first, and free their slots.
+
+        Manifests of steps in memory are deleted in the `meta` pool, so that their slots become free without
+        waiting for the shard writes that kept them in memory.
+        """
         parts = self._parts
         if self._is_over(held):
             return
@@ -342,7 +365,10 @@ class Control:
             parts.stager.room.made()
 
     async def _protected(self, held: Round, steps: frozenset[Step]) -> frozenset[Step]:
-        """The disk is asked only where its answer counts: it may hang."""
+        """Return the steps that this round protects.
+
+        The manifests on the disk are read only if the restore point is among `steps`: the disk may hang.
+        """
         parts = self._parts
         if held.restore_point.step not in steps:
             return protected_steps(held)
@@ -351,12 +377,12 @@ class Control:
         return protected_steps(held, [c for job, c in found if job == uid])
 
     def _is_over(self, held: Round) -> bool:
-        """Sealed since: what lies here may be listed by the inventory, and the next round's."""
+        """Return whether a newer round was sealed since. Its inventory may list the shards to be deleted."""
         state = self.state
         return state.held is None or state.round != held.round
 
     async def _suspect(self, message: Suspect) -> None:
-        """Somebody got bad bytes of this shard from here: read the own copy back."""
+        """Start to verify the own copy of a shard of which another member received corrupt bytes."""
         ref = ShardRef(
             message.job_uid, message.step, message.step_round, message.rank, message.blake3
         )

@@ -1,9 +1,9 @@
-"""What a sidecar process does about exceptions that nothing handled.
+"""Handling of uncaught exceptions in a sidecar process.
 
-A background task or thread that ends with one leaves a part of the sidecar missing while the rest
-looks healthy, so the process ends: the kubelet restarts the container, and the next process resumes
-from the node's disk and the shared memory. Exceptions of single connections and callbacks, which a
-peer may be able to provoke, are counted and logged.
+A background task or thread that ends with an exception leaves a part of the sidecar missing while the rest
+looks healthy. Therefore the process ends, the kubelet restarts the container, and the next process resumes
+from the node's disk and the shared memory. Exceptions of single connections and callbacks, which a peer may
+be able to cause, are only counted and logged.
 """
 
 from __future__ import annotations
@@ -24,16 +24,21 @@ _SHUTDOWN_SECONDS = 30.0
 
 
 class Deaths:
-    """Handles the exceptions of one event loop and of all threads of this process."""
+    """Handler of the uncaught exceptions of one event loop and of all threads of this process."""
 
     def __init__(self, counted: Callable[[str], None]) -> None:
-        """`counted` is called on the loop with the kind of each unexpected exception."""
+        """Create the handler; `install` puts it in place.
+
+        Args:
+            counted: Called on the loop with the kind of each uncaught exception: "task", "thread",
+                "callback" or "connection".
+        """
         self._counted = counted
         self._said = logs.Changed()
         self._fatal = asyncio.Event()
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call on the loop."""
+        """Install the handlers of the loop and of all threads. Call this on the loop."""
         loop.set_exception_handler(self.in_loop)
 
         def in_thread(args: threading.ExceptHookArgs) -> None:
@@ -52,7 +57,7 @@ class Deaths:
         await self._fatal.wait()
 
     def in_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The loop's exception handler."""
+        """Handle an exception of the loop. Only that of a background task is fatal."""
         error = context.get("exception")
         if BACKGROUND_TASK in context:
             self._die(context["message"], error, "task")
@@ -61,7 +66,7 @@ class Deaths:
             self._said.say("event loop", f"{context['message']}: {error!r}")
 
     def in_thread(self, name: str, error: BaseException) -> None:
-        """A thread of this name ended with an exception."""
+        """Handle the exception that ended a thread. That of a bulk connection's thread is not fatal."""
         if name == CONNECTION_THREAD:
             self._counted("connection")
             self._said.say("bulk connection", f"thread of a bulk connection died: {error!r}")
@@ -76,8 +81,7 @@ class Deaths:
 
 
 def end_for_sure() -> None:
-    """End this process after a while, whatever its shutdown does: one that hangs must not keep a process
-    that does not work any more."""
+    """End this process after `_SHUTDOWN_SECONDS`, even if its shutdown hangs."""
     guard = threading.Timer(_SHUTDOWN_SECONDS, os._exit, (DIED_STATUS,))
     guard.daemon = True
     guard.start()

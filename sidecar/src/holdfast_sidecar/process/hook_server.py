@@ -1,7 +1,7 @@
-"""Answers the pod's preStop hook on a socket in the sidecar's own volume.
+"""Server of the pod's preStop hook, on a socket in the sidecar's own volume.
 
-The trainer and the network cannot reach that socket: a question makes the sidecar hurry, which takes
-bandwidth from training.
+The trainer and the network cannot reach this socket. This matters because a connection makes the sidecar
+lift its limit on background bytes, which takes bandwidth from training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.2
 
 
 class HookServer:
-    """Sends `FLUSHED` to each caller as soon as `flushed` is true, and nothing before."""
+    """Server that sends `FLUSHED` to each caller as soon as `flushed()` is true, and nothing before."""
 
     def __init__(self, directory: Path, flushed: Callable[[], bool]) -> None:
         self._directory = directory

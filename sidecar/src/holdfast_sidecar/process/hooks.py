@@ -1,5 +1,8 @@
-"""What the kubelet runs in every pod: startup probe and preStop hook. They import next to nothing: a
-pod that starts waits for them, on processors that its trainer wants."""
+"""The startup probe and the preStop hook that the kubelet runs in every pod.
+
+They import as little as possible, because a starting pod waits for them and they share its processors with
+the trainer.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ from holdfast_core.shm.shared_files import connect_unix
 from holdfast_sidecar.base.settings import HOOKS_SOCKET
 
 FLUSHED = b"flushed\n"
-"""What the sidecar answers when the pod may go."""
+"""The sidecar's answer once the pod may end."""
 
 
 def healthz(shared: Path) -> int:
-    """0 iff the sidecar accepts on its socket: not the restore barrier, which may take long."""
+    """Return 0 if the sidecar accepts connections on its socket, else 1.
+
+    The probe does not wait for the restore barrier, which may take long.
+    """
     try:
         connect_unix(shared, SOCKET_NAME, timeout_seconds=2.0).close()
     except OSError as error:
@@ -27,8 +33,8 @@ def healthz(shared: Path) -> int:
 def pre_stop(node: Path, *, timeout_seconds: float) -> int:
     """Wait until the running sidecar has nothing left to make durable.
 
-    It is asked through a socket in its own volume: whoever asks makes it hurry, which is nothing for
-    strangers. Always 0 in the end, since the kubelet goes on anyway.
+    The connection goes through a socket in the sidecar's own volume (see `hook_server`). The result is always
+    0, since the kubelet ends the pod in any case.
     """
     try:
         with connect_unix(node, HOOKS_SOCKET, timeout_seconds=timeout_seconds) as client:

@@ -1,4 +1,4 @@
-"""What this pod can offer to a restore: manifests, and shards on the node tier and in memory."""
+"""List what this pod has for a restore: manifests, and shards on the node tier and in shared memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ from holdfast_sidecar.coordinator.documents import manifest_info
 def held_manifests(
     node: NodeTier, job_uid: JobUid, corrupt: Callable[[], object]
 ) -> tuple[ManifestInfo, ...]:
-    """Blocking. Manifests of this job. One that cannot be read is left out and logged; one that is
-    damaged, or not what its name says, is quarantined."""
+    """Return the manifests of this job on the node tier, in order of step and round. Blocking.
+
+    A manifest that cannot be read is left out and logged. One that is corrupt or is another checkpoint's is
+    quarantined.
+
+    Args:
+        corrupt: Called for each manifest that is quarantined.
+    """
     found: list[ManifestInfo] = []
     for uid, checkpoint in node.list_manifests():
         if uid != job_uid:
@@ -38,7 +44,11 @@ def held_manifests(
 def held_shards(
     node: NodeTier, job_uid: JobUid, slots_dir: Path, known: dict[str, ShardRecord]
 ) -> tuple[HeldShard, ...]:
-    """Blocking. `known` says which digested shard a slot held last; its header must still agree."""
+    """Return this job's shards on the node tier and in the slots of this pod. Blocking.
+
+    Args:
+        known: The digested shard that each slot held last. It counts only if the slot's header still agrees.
+    """
     records = [r for r in node.list_shards() if r.header.job_uid == job_uid]
     shards = [_held(r, TierName.NODE) for r in records]
     identities = {

@@ -1,11 +1,17 @@
 """SEAL and ROUND: how a sidecar moves from one round to the next (docs/protocol.md).
 
-SEAL: 1. the new round is in force in memory, so that nothing of the old one is accepted any more;
-2. it is durable; 3. everything that worked for the old round is stopped; 4. the ranks are ended;
-5. slots that were handed over are written, those that wait in memory if their step is committed;
-6. the inventory is the reply.
-ROUND: 1. durable; 2. in force; 3. a new round begins: off-lineage steps are deleted, rehydration,
-rendezvous, coordinator; a higher version only changes members, copies and the coordinator.
+On SEAL, the sidecar
+1. takes the new round into its state, so that it accepts nothing of the old round any more;
+2. records the new round durably;
+3. stops everything that works for the old round;
+4. ends the ranks;
+5. waits for the writes of slots that were handed over, then writes slots held in memory whose step is
+   committed, both within time limits;
+6. replies with the inventory.
+
+On ROUND, it records the round and version durably and takes them into its state. If the round is new, it
+deletes steps off the lineage and starts the coordinator (if it is the one), rehydration and rendezvous. A
+higher version of the same round only changes members, copies and the coordinator.
 """
 
 from __future__ import annotations
@@ -29,21 +35,24 @@ from holdfast_sidecar.wire.client import raise_refused
 
 
 class Lifecycle:
-    """One SEAL or ROUND at a time."""
+    """Handler of SEAL and ROUND. One of them is carried out at a time."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._lock = asyncio.Lock()
         self._tasks = Tasks()
         self._unsettled: RoundState | None = None
-        """The state before a SEAL that is not settled yet. An inventory names its round: the operator
-        would take one that names the new round for the answer to the SEAL, and choose the restore point
-        without what is still being written."""
+        """The state before a SEAL that still waits for writes. Meanwhile, inventories name the round of
+        this state: the operator takes an inventory that names the new round as the reply to SEAL, and would
+        choose the restore point without the steps that are still being written."""
         self._settle_from: tuple[RestartRound, float] | None = None
-        """Since when (monotonic) the seal of a round waits for writes."""
+        """The sealed round, and the monotonic seconds since which its seal waits for writes."""
 
     async def resume(self) -> None:
-        """Before anybody is served: an earlier life of this process may have died in a seal."""
+        """Continue the seal during which an earlier process of this pod died, if there was one.
+
+        Call this before any request is served.
+        """
         state = self._parts.keeper.state
         if state.version_floor or state.round == self._parts.settings.contract.birth_round:
             return
@@ -59,7 +68,14 @@ class Lifecycle:
     # ------------------------------------------------------------------ SEAL
 
     async def seal(self, caller: Caller, message: Seal) -> Inventory:
-        """Idempotent for the round that is sealed already. Raises StaleRoundError."""
+        """Seal the round and wait, within the time limits, for its writes. Return the inventory.
+
+        A repeated SEAL of the same round is allowed.
+
+        Raises:
+            StaleRoundError: The round is older than the current one.
+            RefusedError: NOT_MEMBER if the caller is not the operator.
+        """
         parts = self._parts
         self._check(caller, message)
         if message.round > parts.keeper.state.round:
@@ -68,7 +84,7 @@ class Lifecycle:
             self._unsettled = self._unsettled or parts.keeper.state
             parts.keeper.state = parts.keeper.state.sealed_for(message.round)
             parts.stager.seal()
-            # Here, and not when the seal is settled: the slots are the next round's from now on.
+            # Fills stop now and not when the seal is settled: from now on the slots belong to the next round.
             parts.filler.stop(f"round {message.round} is sealed")
         async with self._lock:
             self._check(caller, message)
@@ -76,7 +92,7 @@ class Lifecycle:
             return await self.inventory()
 
     async def _settle_seal(self, round_: RestartRound) -> None:
-        """Also run again for a repeated SEAL: each part is quick when there is nothing to do."""
+        """Carry out steps 2 to 5 of a SEAL. A repeated SEAL runs them again, which is fast if all is done."""
         parts = self._parts
         if parts.keeper.state.held is not None or parts.keeper.state.round != round_:
             return
@@ -99,12 +115,15 @@ class Lifecycle:
             self._is_settled(round_)
 
     def _is_settled(self, round_: RestartRound) -> None:
-        """Unless a newer SEAL has come meanwhile."""
+        """Let inventories name the new round, unless a newer SEAL has come meanwhile."""
         if self._parts.keeper.state.round == round_:
             self._unsettled = None
 
     async def _settle_writes(self, round_: RestartRound) -> None:
-        """Writes under way, then what waits in memory."""
+        """Wait for the writes under way, then write the committed steps that are held in memory.
+
+        The time limits count from the first SEAL of the round.
+        """
         parts, settings = self._parts, self._parts.settings
         if self._settle_from is None or self._settle_from[0] != round_:
             self._settle_from = (round_, parts.clock.monotonic())
@@ -117,8 +136,8 @@ class Lifecycle:
         if not settled:
             logs.warning("writes of the old round are not done", seconds=settings.settle_seconds)
         await parts.pools.drain_writes(left(settings.settle_seconds))
-        # Now no manifest of the old round can come any more, and what has one is all there is. A disk
-        # that was too slow for the write under way is too slow for another before the round goes on.
+        # From here on no manifest of the old round can arrive, so the held steps that have one are known.
+        # If the disk was too slow for the writes under way, it is too slow for further ones in this time.
         seconds = left(settings.seal_seconds)
         if not settled or not await parts.stager.write_held(await self._manifests(), seconds):
             logs.warning("steps in memory are not written", seconds=settings.seal_seconds)
@@ -133,7 +152,12 @@ class Lifecycle:
     # ------------------------------------------------------------------ ROUND
 
     async def round(self, caller: Caller, message: Round) -> Inventory:
-        """Raises StaleRoundError, RefusedError (NOT_SEALED, NOT_NEWER)."""
+        """Begin a round that was sealed, or take over a higher version of the current one.
+
+        Raises:
+            StaleRoundError: The round is older than the current one.
+            RefusedError: NOT_SEALED, NOT_NEWER, or NOT_MEMBER if the caller is not the operator.
+        """
         async with self._lock:
             self._check(caller, message)
             parts = self._parts
@@ -162,7 +186,7 @@ class Lifecycle:
         uid = parts.settings.contract.job_uid
         await parts.pools.shard.run(delete_off_lineage, parts.node, uid, message)
         if message.restore_point.own_checkpoint is not None:
-            # Here already: the first save of the round may need the room.
+            # Orphans are deleted before the first replicated step, because the first save may need the room.
             await parts.pools.shard.run(
                 delete_orphans,
                 parts.node,
@@ -212,14 +236,16 @@ class Lifecycle:
         parts.coordinator.start()
 
     async def _manifests(self) -> frozenset[CheckpointId]:
-        """Of this job, on this node."""
+        """Return the checkpoints of this job whose manifest is on this node."""
         uid = self._parts.settings.contract.job_uid
         found = await self._parts.pools.read.run(self._parts.node.list_manifests)
         return frozenset(checkpoint for job_uid, checkpoint in found if job_uid == uid)
 
     async def _resume_own_shards(self, round_: RestartRound) -> None:
-        """After a restart of this process in the middle of a round: own shards of it that are on
-        the node tier go on from there."""
+        """Add own shards of this round that are on the node tier to the flow.
+
+        There are some if this process has restarted during the round.
+        """
         parts = self._parts
         own = parts.keeper.state.own_ranks
         uid = parts.settings.contract.job_uid
@@ -231,8 +257,10 @@ class Lifecycle:
                 parts.flow.add(own_shard(record, committed=committed))
 
     async def restored(self) -> None:
-        """The restore point is here: copy its own shards again to targets that lack them, and see
-        whether the ranks may start."""
+        """Start the ranks if they may start, after the restore point has arrived on this node.
+
+        Own shards of the restore point that an older round saved are copied again to targets that lack them.
+        """
         parts = self._parts
         restored = parts.rehydrator.restored
         if restored is None:
@@ -252,8 +280,9 @@ class Lifecycle:
 
     async def inventory(self) -> Inventory:
         parts = self._parts
-        # Before anything is listed: a seal that is settled meanwhile would give its round to a list
-        # that lacks what it had still to write, and the operator would choose an older step.
+        # The state is read before anything is listed. If a seal were settled while the list is made, the
+        # inventory would name its round but lack what the seal has just written, and the operator would
+        # choose an older step.
         state = self._unsettled or parts.keeper.state
         uid = parts.settings.contract.job_uid
         corrupt = functools.partial(parts.metrics.corruption, TierName.NODE)

@@ -1,4 +1,4 @@
-"""What the launcher and the ranks say on the pod's socket, and what it sets off."""
+"""Handler of the messages that the launcher and the ranks send on the pod's socket."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ T = TypeVar("T")
 
 _LEVELS_KEPT = 16
 _LAST_WORDS_SECONDS = 5.0
-"""How long Finish waits for the ends of the ranks' connections."""
+"""Seconds that Finish waits for the ranks' connections to end."""
 
 
 class Local:
-    """LocalHandler of the intake. `parts` is set before the socket opens."""
+    """The intake's `LocalHandler`. `parts` must be set before the socket opens."""
 
     parts: Parts
 
@@ -55,9 +55,9 @@ class Local:
         self._released = asyncio.Event()
         self._asked: list[SaveRequested | StopRequested] = []
         self._levels: dict[Step, LevelReached] = {}
-        """Of this round: told again to a rank that reconnects."""
+        """The newest levels of this round, which are sent again to a rank that reconnects."""
         self._overtaken: dict[Step, SaveFailed] = {}
-        """Likewise."""
+        """The newest dropped steps of this round, which are sent again to a rank that reconnects."""
 
     @property
     def state(self) -> RoundState:
@@ -69,7 +69,7 @@ class Local:
         state = self.state
         hello = connection.hello
         if hello is not None:
-            # After the reply, which the other side waits for before it reads pushes.
+            # These pushes follow the reply, because the other side waits for it before it reads pushes.
             if hello.role is LocalRole.LAUNCHER:
                 self._tasks.soon(lambda: self.parts.starter.hello(hello), "launcher hello")
             else:
@@ -99,12 +99,16 @@ class Local:
                 raise FormatError(f"{type(message).__name__} is no request of this socket")
 
     async def _finish(self, message: Finish) -> FinishReply:
-        """Answered when the gang's last step is where it has to be and the operator knows."""
+        """Reply once the gang's last step has reached its levels and the operator has recorded it.
+
+        Raises:
+            RefusedError: The round is not, or no longer, the current one.
+        """
         refused = fence(self.state, message.round)
         if refused is not None:
             raise RefusedError(refused.code, refused.message)
-        # The ranks have exited. Their last Progress may still wait on their own connections, and the
-        # operator takes the state that says done for the last one.
+        # The ranks have exited, but their last Progress may still be unread on their own connections. It must
+        # be in the state that reports `finished`, because the operator takes that state as the last one.
         if not await self.parts.intake.ranks_ended(_LAST_WORDS_SECONDS):
             logs.warning("a rank's connection outlives it", seconds=_LAST_WORDS_SECONDS)
         refused = fence(self.state, message.round)
@@ -128,7 +132,7 @@ class Local:
                 parts.gang.progressed(message)
                 parts.metrics.trained(message.round)
                 if message.rank == self.state.own_ranks[0]:
-                    # The ranks of a gang step together: one of them tells for all.
+                    # The ranks of a gang finish a step together, so the reports of one of them suffice.
                     parts.pacing.step_done(message.step, message.blocked_seconds)
                     parts.metrics.limited(parts.pacing.limit)
                 parts.metrics.stalled(message.blocked_seconds, message.saves_skipped)
@@ -140,7 +144,7 @@ class Local:
             case StoreAddress():
                 parts.starter.store_address(message)
             case Progress() | Exited():
-                return  # of an older round: its ranks are being ended
+                return  # These are of another round or pod: ranks of an older round are being ended.
             case _:
                 raise FormatError(f"{type(message).__name__} is no push of this socket")
         parts.reporter.changed()
@@ -151,7 +155,7 @@ class Local:
     # ------------------------------------------------------------------ from the other components
 
     def staged(self, outcome: Outcome) -> None:
-        """A slot was written, or could not be."""
+        """Handle the end of a slot's write: push a failure to the rank, or add the shard to the flow."""
         if outcome.failed is not None:
             self.parts.intake.push_rank(outcome.stage.rank, outcome.failed)
         elif (
@@ -176,12 +180,12 @@ class Local:
             self.parts.pacing.expect(each_step)
 
     def in_memory(self, steps: tuple[Step, ...]) -> None:
-        """These have reached level memory."""
+        """Notify the ranks that these steps have reached level memory."""
         for step in steps:
             self._reached(LevelReached(step, self.state.round, Level.MEMORY))
 
     def dropped(self, steps: tuple[Step, ...]) -> None:
-        """Pruned. Whoever waits for a level of a step that has not reached local waits in vain."""
+        """Notify the ranks of pruned steps that have not reached level local. They never will."""
         for step in steps:
             reached = self._levels.get(step)
             if reached is not None and reached.level is not Level.MEMORY:
@@ -198,7 +202,7 @@ class Local:
                 connection.push(failed)
 
     def level(self, message: LevelNotice) -> None:
-        """Tell the ranks; release Finish when the coordinator says so."""
+        """Notify the ranks of a step's level, or let Finish reply if the notice releases the pod."""
         if message.released:
             self._released.set()
             return
@@ -209,7 +213,7 @@ class Local:
     def _reached(self, reached: LevelReached) -> None:
         before = self._levels.get(reached.step)
         if before is not None and reached.level is Level.MEMORY:
-            return  # of two messages the older one came late
+            return  # The notice is late: one of this level or a higher one has arrived before.
         _remember(self._levels, reached.step, reached)
         for connection in self._ranks():
             connection.push(reached)
@@ -219,7 +223,7 @@ class Local:
         return [ranks[Rank(r)] for r in self.state.own_ranks if Rank(r) in ranks]
 
     def ask(self, path: str, message: Ask) -> None:
-        """For rank 0; kept, so that a rank 0 that connects later hears it too."""
+        """Send a save-now or stop request to rank 0. It is kept for a rank 0 that connects later."""
         kind = StopRequested if path == STOP else SaveRequested
         request = kind(message.round, message.token)
         if request in self._asked:
@@ -237,7 +241,7 @@ class Local:
                 connection.push(request)
 
     def sealed(self) -> None:
-        """A newer round: whoever waits for the end of the old one is told no."""
+        """Discard what belongs to the old round. A Finish that waits is refused."""
         released, self._released = self._released, asyncio.Event()
         released.set()
         self._asked = []

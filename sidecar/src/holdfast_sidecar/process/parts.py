@@ -1,4 +1,4 @@
-"""The components of one sidecar, made once and handed to what serves requests. No behaviour."""
+"""The components of one sidecar, which are created once and passed to the handlers of requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from holdfast_sidecar.wire.intake import Intake
 
 
 class Keeper:
-    """The one place that holds the fencing state; everybody reads it when they need it."""
+    """Owner of the current fencing state. Components read it each time they need it and keep no copy."""
 
     def __init__(self, state: RoundState) -> None:
         self.state = state
@@ -39,6 +39,8 @@ class Keeper:
 
 @dataclass(slots=True)
 class Parts:
+    """The components of one sidecar."""
+
     settings: Settings
     clock: Clock
     keeper: Keeper
@@ -60,17 +62,17 @@ class Parts:
     reporter: Reporter
     coordinator: Coordinator | None = None
     on_restored: Callable[[], None] = lambda: None
-    """Set once the lifecycle exists."""
+    """Called when the state of the rehydration has changed. It is set once the lifecycle exists."""
 
     @property
     def idle(self) -> bool:
-        """Nothing handed over still has to become durable, be copied or uploaded by this pod."""
+        """Whether everything that was handed over is durable, copied and uploaded by this pod as required."""
         waiting = not self.flow.idle or self.flow.expects_commit
         return self.stager.idle and not self.stager.waiting and not waiting
 
     @property
     def flushed(self) -> bool:
-        """Idle, and no rank of this pod can hand over anything more: preStop may end."""
+        """Whether preStop may end: all is idle, and no rank of this pod can hand over another save."""
         running = self.gang.running_round is not None and not self.gang.done
         busy = self.coordinator is not None and not self.coordinator.idle
         return self.idle and not running and not busy

@@ -1,4 +1,4 @@
-"""The command of a store's probe pod."""
+"""The command that the probe pod of an object store runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from holdfast_core.store.s3.credentials import FileCredentials
 
 
 def probe_store(store: str, store_dir: str, report_path: Path) -> int:
-    """Probe and leave the report where the kubelet picks it up. 0 if a report was written; what it
-    says of the store is in the report."""
+    """Probe the object store and write the report to the file that the kubelet reads.
+
+    Args:
+        store: `StoreConfig` as JSON.
+        store_dir: Directory with the credentials.
+        report_path: The termination log of the container.
+
+    Returns:
+        0 if the report was written, whether or not the store is usable; else 1.
+    """
     try:
         config = StoreConfig.from_json(store)
         credentials = FileCredentials(store_dir)

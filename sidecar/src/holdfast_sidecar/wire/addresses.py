@@ -1,6 +1,8 @@
-"""Where another member's sidecar listens. `Member.address` is a pod IP, and the ports are the
-contract's; `ip:control_port:bulk_port` names the ports too, so that several sidecars of one machine
-(tests, the local demo) can be members of one job.
+"""Addresses of the members' sidecars.
+
+`Member.address` is a pod IP, and the ports are those of the contract. The form `ip:control_port:bulk_port`
+also names the ports, so that several sidecars on one machine (tests, the local demo) can be members of one
+job.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from holdfast_sidecar.base.rounds import RoundState
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
+    """Host and ports of one sidecar."""
+
     host: str
     control_port: int
     bulk_port: int
@@ -27,7 +31,18 @@ class Endpoint:
 
 
 def parse_address(address: str, *, control_port: int, bulk_port: int) -> Endpoint | None:
-    """None while the address is unknown (""). Raises ConfigError when it is no address."""
+    """Parse `Member.address`.
+
+    Args:
+        control_port: The port if the address does not name one.
+        bulk_port: The port if the address does not name one.
+
+    Returns:
+        The endpoint, or None if the address is unknown ("").
+
+    Raises:
+        ConfigError: The text is not an address.
+    """
     if not address:
         return None
     if _is_ip(address):
@@ -52,7 +67,7 @@ def _is_ip(text: str) -> bool:
 
 
 class MemberAddresses:
-    """IP addresses of the members of the round that is held."""
+    """Callable that returns the IP addresses of the current ROUND's members, or none while sealed."""
 
     def __init__(self, current: Callable[[], RoundState]) -> None:
         self._current = current

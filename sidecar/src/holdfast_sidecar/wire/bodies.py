@@ -1,4 +1,7 @@
-"""Bodies of HTTP requests: read only after their caller was admitted, and bounded together."""
+"""Bounded reading of the bodies of HTTP requests.
+
+The control server reads a body only after it has admitted the caller.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,22 @@ from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_sidecar.wire.budget import ByteBudget
 
 _BODY_SECONDS = 30.0
-"""From the head of a request to the end of its body."""
+"""Seconds from the head of a request to the end of its body, including the wait for memory."""
 
 
 class Bodies:
-    """Reads bodies of requests, of bounded size each and together."""
+    """Reader of request bodies whose size is bounded for each one and for all together."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._budget = ByteBudget(limit_bytes)
 
     @asynccontextmanager
     async def read(self, request: web.Request, limit_bytes: int) -> AsyncIterator[bytes]:
-        """The whole body, which counts until the context ends.
+        """Read the whole body. Its bytes count against the common limit until the context ends.
 
-        Raises FormatError (too large, cut short, or of unknown length), UnavailableError (it did not
-        arrive in time, or there was no room for it).
+        Raises:
+            FormatError: The body is too large, cut short, or of unknown length.
+            UnavailableError: The body did not arrive in time, or there was no room for it.
         """
         length = _announced(request, limit_bytes)
         try:

@@ -1,4 +1,4 @@
-"""Memory that requests share while they are read: bounded in bytes, whoever sends them."""
+"""Limit on the memory that all requests together take while they are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class ByteBudget:
-    """At most `limit_bytes` are taken at a time; more wait. For one event loop."""
+    """Budget of `limit_bytes` for one event loop. Callers wait while their bytes do not fit."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -21,7 +21,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def take(self, size_bytes: int) -> AsyncIterator[None]:
-        """Hold so many bytes while the context lasts. `size_bytes` may not exceed the limit."""
+        """Take `size_bytes` until the context ends. They must not exceed the limit of the budget."""
         async with self._freed:
             await self._freed.wait_for(lambda: self._taken_bytes + size_bytes <= self._limit_bytes)
             self._taken_bytes += size_bytes

@@ -1,7 +1,7 @@
-"""Bulk connections between sidecars: what this one takes and gives, and copies to and from others.
+"""Bulk connections between sidecars: the rules of this sidecar's server, and calls to other servers.
 
-Serving runs in the bulk server's threads; they only read the fencing state, which is replaced whole
-and never changed in place. Calls block: run them in a pool.
+The server's threads only read the fencing state, which is replaced as a whole and never changed in place.
+The calls of `BulkPeers` block: run them in a pool.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from holdfast_sidecar.wire.client import Peers, raise_refused
 from holdfast_sidecar.wire.server import caller_of
 
 _OPTIONS = BulkOptions(attempts=2)
-"""Few attempts: a caller that gets an error asks the next source, or comes back with backoff."""
+"""Few attempts suffice, because after an error a caller tries the next source or retries with back-off."""
 
 
 class BulkServing:
-    """BulkHandler: copies only from assigned members of the round that is held, reads for all of its
-    members."""
+    """The bulk server and its `BulkHandler`.
+
+    It accepts copies only from members that are assigned to this worker in the current ROUND, and serves
+    reads to all members of that ROUND.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class BulkServing:
         expected: Callable[[], Container[str]] = frozenset,
         dropped: Callable[[str, str], None] = lambda port, reason: None,
     ) -> None:
-        """`expected`, `dropped`: see ControlServer."""
+        """Create the server; `start` begins to serve. `expected` and `dropped` are as in `ControlServer`."""
         self._contract = contract
         self._node = node
         self._certificates = certificates
@@ -55,7 +58,7 @@ class BulkServing:
         self._server: BulkServer | None = None
 
     def start(self, host: str, port: int) -> int:
-        """Returns the port bound. Raises ConfigError."""
+        """Start the server and return its port. Raises ConfigError."""
         self._server = BulkServer(
             self,
             self._node,
@@ -75,7 +78,13 @@ class BulkServing:
     def authorize_put(
         self, peer_dns_name: str, round: RestartRound, ref: ShardRef, file_bytes: int
     ) -> None:
-        """Raises StaleRoundError, RefusedError."""
+        """Check that the caller may put a copy of this shard here.
+
+        Raises:
+            StaleRoundError: The copy is of an older round.
+            RefusedError: The round is not the current one, the caller is not a member that is assigned to
+                copy to this worker, or the shard is not of one of the caller's ranks.
+        """
         state = self._current()
         caller = self._caller(peer_dns_name)
         refused = refuse_copy(state, caller, round)
@@ -91,7 +100,7 @@ class BulkServing:
             )
 
     def authorize_get(self, peer_dns_name: str, ref: ShardRef) -> None:
-        """Raises RefusedError for anybody but a member of the round that is held."""
+        """Raise RefusedError unless the caller is a member of the current ROUND or the operator."""
         caller = self._caller(peer_dns_name)
         refused = refuse_reader(self._current(), caller)
         if refused is not None:
@@ -115,7 +124,7 @@ class BulkServing:
 
 
 class BulkPeers:
-    """Calls other members' bulk servers."""
+    """Client of the other members' bulk servers."""
 
     def __init__(
         self,
@@ -132,8 +141,15 @@ class BulkPeers:
         self._throttle = throttle
 
     def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> int:
-        """Durable at the member when it returns: the bytes that were sent. Raises what
-        peer.client.send_copy raises, and NotFoundError, CorruptionError for the own shard."""
+        """Copy a shard of this node to a member. It is durable there when this returns.
+
+        Returns:
+            The number of bytes that were sent.
+
+        Raises:
+            NotFoundError, CorruptionError: The shard on this node is missing or corrupt.
+            HoldfastError: As `peer.client.send_copy`.
+        """
         endpoint = self._peers.endpoint(member)
         with self._node.open_shard(ref) as reader:
             return send_copy(
@@ -147,8 +163,14 @@ class BulkPeers:
             )
 
     def fetch(self, member: Member, ref: ShardRef) -> ShardRecord:
-        """Verified and durable on this node when it returns. Raises NotFoundError,
-        CorruptionError (the member's copy is bad), UnavailableError, CapacityError."""
+        """Fetch a shard from a member. It is verified and durable on this node when this returns.
+
+        Raises:
+            NotFoundError: The member does not have the shard.
+            CorruptionError: The member's copy is corrupt.
+            CapacityError: This node has no room.
+            RefusedError, AccessDeniedError, UnavailableError: The member does not serve it.
+        """
         endpoint = self._peers.endpoint(member)
         state = self._current()
         return fetch_shard(
@@ -165,8 +187,13 @@ class BulkPeers:
     def open(
         self, member: Member, ref: ShardRef, *, attempts: int = _OPTIONS.attempts
     ) -> PeerShard:
-        """To read ranges of it. Raises NotFoundError, CorruptionError (the member's copy is bad),
-        UnavailableError."""
+        """Open a member's shard to read ranges of it.
+
+        Raises:
+            NotFoundError: The member does not have the shard.
+            CorruptionError: The member's copy is corrupt.
+            RefusedError, AccessDeniedError, UnavailableError: The member does not serve it.
+        """
         endpoint = self._peers.endpoint(member)
         peer = Peer(
             endpoint.host,
@@ -178,8 +205,10 @@ class BulkPeers:
         return PeerShard.open(peer, self._current().round, ref)
 
     def fetch_table(self, member: Member, ref: ShardRef) -> Trailer:
-        """What the chunks of a member's shard must be, bound to the digest in `ref`. Raises what
-        `open` raises; at once where the member does not answer."""
+        """Fetch the chunk table of a member's shard, which is verified against the digest in `ref`.
+
+        There is only one attempt. Raises what `open` raises.
+        """
         with self.open(member, ref, attempts=1) as shard:
             return shard.trailer
 
@@ -189,5 +218,5 @@ def _options(state: RoundState) -> BulkOptions:
 
 
 def plain_copies(state: RoundState) -> bool:
-    """Payloads may travel outside TLS: the ROUND that is held says so. Not before there is one."""
+    """Return whether payloads may travel outside TLS: there is a current ROUND, and its policy allows it."""
     return state.held is not None and state.held.policy.plain_copies

@@ -1,7 +1,7 @@
-"""This pod's certificate: the one that was mounted, or a newer one that the operator sent.
+"""This pod's certificate: the mounted one, or a newer one that the operator has sent.
 
-A renewed leaf is accepted only if the job's CA signed it for this very pod and the key fits. It is
-kept on the node volume (the mount is read-only), so that a restarted sidecar still has it.
+A new certificate is accepted only if the job's CA has signed it for this pod and its key matches. It is kept
+on the node volume, because the mount is read-only, so that a restarted sidecar still has it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RENEWED = "certificate.pem"
 
 
 class Certificates:
-    """The two contexts of this process; a renewal changes them in place for new connections."""
+    """The TLS contexts of this process. A renewal changes them in place, for new connections."""
 
     def __init__(self, contract: SidecarContract) -> None:
         self._name = peer_dns_name(contract.pod_name, contract.job_uid)
@@ -34,7 +34,13 @@ class Certificates:
         self.client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
     def load(self) -> None:
-        """Blocking. Raises ConfigError when the mounted files are not usable."""
+        """Load the mounted certificate, or the kept one if it is newer. Blocking.
+
+        This replaces both contexts: call it before any of them is used.
+
+        Raises:
+            ConfigError: The mounted files are not usable.
+        """
         self.server = server_context(self._files)
         self.client = client_context(self._files)
         if self._renewed.exists() and self._is_newer():
@@ -45,16 +51,21 @@ class Certificates:
                 logs.warning("the renewed certificate is not usable", error=str(error))
 
     def renew(self, message: Certificate) -> None:
-        """Blocking. In force when it returns, and durable where the node volume takes it. Raises
-        FormatError (refused)."""
+        """Use a new certificate for new connections, and keep it on the node volume. Blocking.
+
+        An error of the node volume is only logged.
+
+        Raises:
+            FormatError: The certificate is refused.
+        """
         self._check(message)
         for context in (self.server, self.client):
             load_leaf(context, message.certificate, message.key)
         try:
             self._keep(message)
         except OSError as error:
-            # A full or broken disk must not lock the operator out. A restarted sidecar shows an
-            # older leaf again, which the operator then renews.
+            # A full or broken disk must not prevent the renewal. After a restart the sidecar presents its
+            # older certificate, and the operator renews it again.
             logs.warning("the renewed certificate is not kept on the node", error=str(error))
         logs.info("certificate renewed")
 

@@ -1,8 +1,8 @@
-"""Requests to the other sidecars of the job: HTTPS with mutual TLS, every time-out explicit.
+"""Requests to the other sidecars of the job: HTTPS with mutual TLS and explicit time-outs.
 
-The server's certificate must name the pod that ROUND lists (`<pod>.<job-uid>.holdfast`): an address
-that was given to another pod meanwhile is not believed. A request to the own worker is dispatched
-without a connection, through the same refusals.
+The server's certificate must name the pod that ROUND lists (`<pod>.<job-uid>.holdfast`), so that a request
+fails if the address belongs to another pod by now. A message to the own worker is dispatched without a
+connection, but goes through the same refusals.
 """
 
 from __future__ import annotations
@@ -31,10 +31,17 @@ from holdfast_sidecar.wire.verbs import PATHS, ROUND_HEADER
 T = TypeVar("T")
 
 Dispatch = Callable[[Caller, str, Any], Awaitable[Any]]
-"""(caller, path, message) -> reply; raises RefusedError or StaleRoundError."""
+"""Handler of a message from (caller, path, message), which returns the reply or raises a HoldfastError."""
 
 
 def raise_refused(refused: Refused) -> None:
+    """Raise the error that the code of a refusal stands for.
+
+    Raises:
+        StaleRoundError: For STALE_ROUND.
+        NotFoundError: For NOT_FOUND.
+        RefusedError: For all other codes.
+    """
     if refused.code is Refusal.STALE_ROUND:
         raise StaleRoundError(refused.message, own_round=refused.round, own_version=refused.version)
     if refused.code is Refusal.NOT_FOUND:
@@ -43,7 +50,7 @@ def raise_refused(refused: Refused) -> None:
 
 
 class Peers:
-    """Calls members of the current round by worker number."""
+    """Client of the members of the current ROUND, by worker number."""
 
     def __init__(
         self,
@@ -72,7 +79,12 @@ class Peers:
             await self._session.close()
 
     def endpoint(self, member: Member) -> Endpoint:
-        """Raises UnavailableError while the address is unknown."""
+        """Return the endpoint of a member.
+
+        Raises:
+            UnavailableError: Its address is not known yet.
+            ConfigError: Its address is not valid.
+        """
         endpoint = parse_address(
             member.address,
             control_port=self._contract.control_port,
@@ -88,7 +100,18 @@ class Peers:
     async def call(
         self, worker: Worker, message: Any, reply: type[T], *, path: str | None = None
     ) -> T:
-        """One POST. Raises StaleRoundError, RefusedError, NotFoundError, UnavailableError."""
+        """Send a message to a member by POST and return its reply.
+
+        A message to the own worker is dispatched without a request and raises what its handler raises.
+
+        Args:
+            path: The path if it is not the one of the message's type.
+
+        Raises:
+            StaleRoundError, RefusedError, NotFoundError: The member refuses the message.
+            UnavailableError: There is no reply, or the worker is not a member.
+            FormatError: The reply is not valid.
+        """
         target = path or PATHS[type(message)]
         if worker == self._contract.worker and self._dispatch is not None:
             answer = await self._dispatch(Caller(self._contract.pod_name), target, message)
@@ -115,7 +138,11 @@ class Peers:
         query: dict[str, str] | None = None,
         seconds: float | None = None,
     ) -> T:
-        """One GET. Raises like `call`."""
+        """Send a GET request to a member and return its reply. Raises what `call` raises.
+
+        Args:
+            seconds: Total time-out; None for that of `call`.
+        """
         data = await self._request(
             "GET", worker, path, query=query, seconds=seconds or self._call_seconds
         )

@@ -1,9 +1,9 @@
-"""The Unix socket that the launcher and the ranks of this pod speak to (docs/protocol.md).
+"""The Unix socket for the launcher and the ranks of this pod (docs/protocol.md).
 
-Carries words, never tensor bytes. Each request gets one reply; pushes get none. The trainer may open
-as many connections as it likes: those that have not introduced themselves displace one another, an
-unfinished frame ends its connection after a while, and large frames share a few MiB. A connection
-that does not read is dropped when its buffer is full.
+It carries messages, never tensor bytes. Each request gets one reply; pushes get none. Whatever the trainer
+does, the memory of the sidecar stays bounded: connections are limited, and new ones displace those that have
+not sent Hello; a frame that is not finished in time ends its connection; large frames share a few MiB; and a
+connection that does not read is closed when its buffer is full.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from holdfast_sidecar.wire.budget import ByteBudget
 
 _MAX_BUFFERED_BYTES = 256 << 10
 _READ_BYTES = 16 << 10
-"""Buffered of a connection while no frame is read."""
+"""Limit of a connection's read buffer. Larger frames take their bytes from a common budget."""
 _LARGE_FRAMES_BYTES = 8 << 20
-"""Of all frames together that are larger than `_READ_BYTES`."""
+"""Limit on the bytes of all frames larger than `_READ_BYTES` that are being read."""
 _HELLO_BYTES = 4 << 10
 
 
@@ -54,38 +54,48 @@ _PLACES = Places(strangers=64, strangers_per_address=64, known=256, known_per_na
 
 @dataclass(frozen=True, slots=True)
 class IntakeLimits:
+    """Limits on the socket's connections."""
+
     places: Places = _PLACES
     hello_seconds: float = 10.0
-    """From the connection to the end of Hello."""
+    """Seconds from the connection to the end of Hello."""
     frame_seconds: float = 30.0
-    """From the length of a frame to its end."""
+    """Seconds from the length of a frame to its end."""
 
 
 _MAX_REQUESTS = 32
-"""Requests of one connection that may be in work at once; more wait in the socket."""
+"""Requests of one connection that are handled at the same time. Further ones wait in the socket."""
 
 
 class LocalHandler(Protocol):
-    """What the socket hands on to."""
+    """Handler of the socket's connections and messages."""
 
     @property
     def state(self) -> RoundState: ...
 
-    def hello(self, connection: Connection) -> HelloReply: ...
+    def hello(self, connection: Connection) -> HelloReply:
+        """Return the reply to a Hello that was accepted."""
+        ...
 
-    def gone(self, connection: Connection) -> None: ...
+    def gone(self, connection: Connection) -> None:
+        """Handle the end of a connection whose Hello was accepted."""
+        ...
 
     async def request(self, connection: Connection, message: Any) -> Any:
-        """Raises RefusedError, StaleRoundError, NotFoundError, FormatError."""
+        """Return the reply to a request.
+
+        Raises:
+            RefusedError, StaleRoundError, NotFoundError, FormatError: The request is refused.
+        """
         ...
 
     def notify(self, connection: Connection, message: Any) -> None:
-        """A push from the launcher or a rank."""
+        """Handle a push from the launcher or a rank."""
         ...
 
 
 class Connection:
-    """One launcher or rank; `hello` is None until it introduced itself."""
+    """Connection of one launcher or rank. `hello` is None until its Hello was accepted."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -101,10 +111,11 @@ class Connection:
         return self.hello.rank if self.hello is not None else None
 
     def push(self, message: Any) -> bool:
-        """Send without a reply; False if the other side is gone or does not read."""
+        """Send a message that gets no reply. Return False if the other side is gone or does not read."""
         return self.send(message, 0)
 
     def send(self, message: Any, id_: int) -> bool:
+        """Send a message: a push if `id_` is 0, else the reply to that request. Returns as `push` does."""
         if self._writer.is_closing():
             return False
         if self._writer.transport.get_write_buffer_size() > _MAX_BUFFERED_BYTES:
@@ -118,12 +129,12 @@ class Connection:
         self._writer.close()
 
     def abort(self) -> None:
-        """Close it without waiting for what it has not read."""
+        """Close the connection and discard what the other side has not read."""
         self._writer.transport.abort()
 
 
 class Intake:
-    """Listens; keeps the launcher's connection and one for each rank (the newest counts)."""
+    """Server of the socket. It keeps the newest connection of the launcher and of each rank."""
 
     def __init__(
         self,
@@ -134,7 +145,7 @@ class Intake:
         limits: IntakeLimits | None = None,
         dropped: Callable[[str, str], None] = lambda port, reason: None,
     ) -> None:
-        """`dropped`: see ControlServer."""
+        """Create the server; `start` begins to listen. `dropped` is as in `ControlServer`."""
         self._limits = limits or IntakeLimits()
         self._dropped = dropped
         self._seldom = logs.Seldom()
@@ -152,7 +163,7 @@ class Intake:
         self.ranks: dict[Rank, Connection] = {}
 
     async def start(self) -> None:
-        """Mode 0660: trainer and sidecar share the volume's group, not their uid."""
+        """Listen. The socket's mode is 0660, because trainer and sidecar share a group but not their uid."""
         listener = listen_unix(self._path.parent, self._path.name, mode=0o660)
         self._server = await asyncio.start_unix_server(
             self._serve, sock=listener, limit=_READ_BYTES
@@ -176,9 +187,9 @@ class Intake:
         return connection is not None and connection.push(message)
 
     async def ranks_ended(self, seconds: float) -> bool:
-        """Wait until no rank is connected, which means that everything they sent was handled.
+        """Wait until no rank is connected, which means that all their messages have been received.
 
-        Returns False after `seconds`: a process that a rank forked may keep its connection open.
+        Return False after `seconds`, because a process that a rank forked may keep its connection open.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -224,7 +235,7 @@ class Intake:
 
     @property
     def large_bytes(self) -> int:
-        """Held for large frames that are being read."""
+        """Bytes taken by large frames that are being read."""
         return self._large.taken_bytes
 
     async def _read(self, reader: asyncio.StreamReader, connection: Connection) -> None:

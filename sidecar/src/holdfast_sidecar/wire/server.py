@@ -1,8 +1,8 @@
-"""The control server: HTTPS with mutual TLS, and the plain one for kubelet and Prometheus.
+"""The control server (HTTPS with mutual TLS), and the plain server for the kubelet and Prometheus.
 
-It authenticates (who does the certificate name), asks `rounds` whether the caller may say this at
-all, reads and parses the body only then, and hands on; it decides nothing itself. Up before the first
-ROUND, when only the operator is served.
+The control server authenticates the caller by its certificate and checks with `base.rounds` whether the
+caller may send this type of message. Only then does it read and parse the body and pass the message to its
+handler. It serves before the first ROUND, but only the operator.
 """
 
 from __future__ import annotations
@@ -44,20 +44,23 @@ from holdfast_sidecar.wire.verbs import POSTS, ROUND_HEADER, Endpoint
 
 MAX_POLL_SECONDS = 60.0
 _BODIES_BYTES = 2 * MAX_CONTROL_BYTES
-"""Of all requests together: a sidecar has a memory limit, and a gang many members."""
+"""Limit on the bodies of all requests together. A sidecar has a memory limit, and a gang has many members."""
 _OFF_LOOP_BYTES = 256 << 10
-"""From this size on a body is parsed in a thread."""
+"""Bodies of at least this size are parsed in a thread."""
 _IDLE_SECONDS = 30.0
-"""Between two requests of one connection, and for the head of one."""
+"""Time-out between two requests of a connection, and for the head of a request."""
 _PLAIN_IDLE_SECONDS = 5.0
 _PLAIN_PLACES = Places(strangers=32, strangers_per_address=16)
 _RENDER_SECONDS = 0.2
-"""Between two renderings of /metrics: anybody may ask, as often as they like. Those who ask meanwhile
-share the next one."""
+"""Least time between two renderings of /metrics, which anyone may request at any rate. Requests that arrive
+meanwhile share the next rendering."""
 
 
 class Handler(Protocol):
-    """What the server hands requests to. All raise RefusedError, StaleRoundError, NotFoundError."""
+    """Handler of the servers' requests.
+
+    The asynchronous methods raise RefusedError, StaleRoundError or NotFoundError to refuse a request.
+    """
 
     @property
     def state(self) -> RoundState: ...
@@ -82,7 +85,7 @@ class Handler(Protocol):
 
 
 def caller_of(names: tuple[str, ...], job_uid: str) -> Caller | None:
-    """Who a certificate's dNSNames speak for in this job; None for a stranger."""
+    """Return the caller that a certificate's dNSNames name in this job, or None if they name none."""
     if operator_dns_name(job_uid) in names:
         return OPERATOR
     suffix = f".{job_uid}.holdfast"
@@ -102,7 +105,7 @@ def _dns_names(request: web.Request) -> tuple[str, ...]:
 
 
 class ControlServer:
-    """Serves `handler` on the control port."""
+    """Server of the control port, which passes requests to a `Handler`."""
 
     def __init__(
         self,
@@ -114,8 +117,13 @@ class ControlServer:
         expected: Callable[[], Container[str]] = frozenset,
         dropped: Callable[[str, str], None] = lambda port, reason: None,
     ) -> None:
-        """`expected`: addresses of members; `dropped` is called for each connection that was closed
-        before its end, with the port's name and the reason."""
+        """Create the server; `start` begins to serve.
+
+        Args:
+            expected: Returns the addresses of members, whose connections strangers cannot displace.
+            dropped: Called with the port's name and the reason for each connection that the server closes
+                before its end.
+        """
         self._handler = handler
         self._job_uid = job_uid
         self._bodies = Bodies(_BODIES_BYTES)
@@ -130,7 +138,7 @@ class ControlServer:
         )
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port bound (it was chosen where `port` is 0)."""
+        """Start to serve. Return the port, which is chosen by the system if `port` is 0."""
         app = web.Application()
         for endpoint in POSTS:
             app.router.add_post(endpoint.path, self._post(endpoint))
@@ -224,8 +232,10 @@ class ControlServer:
 
 
 class PlainServer:
-    """/healthz and /metrics without TLS: neither the kubelet nor Prometheus has a certificate.
-    Neither changes any state."""
+    """Server of /healthz and /metrics without TLS, since the kubelet and Prometheus have no certificate.
+
+    Neither path changes any state.
+    """
 
     def __init__(
         self,
@@ -271,7 +281,7 @@ class PlainServer:
         await self._port.close()
 
     async def _metrics(self) -> bytes:
-        """Rendered after the request came in."""
+        """Return a rendering that begins after this call, shared with other callers."""
         if self._rendering is None:
             self._rendering = asyncio.create_task(self._render())
         return await asyncio.shield(self._rendering)
@@ -280,7 +290,7 @@ class PlainServer:
         pause = self._not_before - self._clock.monotonic()
         if pause > 0:
             await self._clock.sleep(pause)
-        self._rendering = None  # who asks from now on gets the next one
+        self._rendering = None  # Requests from now on get the next rendering.
         self._not_before = self._clock.monotonic() + _RENDER_SECONDS
         return self._handler.metrics()
 

@@ -1,4 +1,4 @@
-"""Which message goes to which path, and what answers it: one table for client and server."""
+"""The path and the reply of each message, in one table for client and server."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ STOP = "/v1/stop"
 
 
 ROUND_HEADER = "Holdfast-Round"
-"""The round of the message in the body: a request of another round is refused before it is read."""
+"""Header with the round of the message in the body. A message of another round is refused unread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
+    """A path with the types of its message and reply."""
+
     path: str
     request: type[Any]
     reply: type[Any]

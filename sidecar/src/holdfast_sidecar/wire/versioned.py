@@ -1,8 +1,8 @@
-"""A level with a version and a long poll: how the operator follows the coordinator.
+"""A version number with a long poll, by which the operator follows the coordinator's state.
 
-Changes are bundled: urgent ones raise the version at once, others at most once a second. The caller
-acknowledges only versions that this life has delivered: what it says of an earlier life (whose
-numbers may be higher) acknowledges nothing.
+An urgent change raises the version immediately. Other changes are bundled and raise it at most once a second.
+The operator can acknowledge only versions that this instance has delivered. A number from an earlier
+instance, which may be higher, acknowledges nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ _BUNDLE_SECONDS = 1.0
 
 
 class Versioned:
+    """Version number that grows with each change and that callers can wait for."""
+
     def __init__(self) -> None:
         self.version = 1
         self._delivered = 0
@@ -23,7 +25,12 @@ class Versioned:
         self._closed = False
 
     def bump(self, *, urgent: bool) -> int:
-        """Something changed; returns the version that will show it."""
+        """Record a change and return the present version.
+
+        Args:
+            urgent: Raise the version now, so that the returned version includes the change. Otherwise it is
+                raised within a second.
+        """
         self.tick()
         if urgent:
             self._raise()
@@ -32,11 +39,11 @@ class Versioned:
         return self.version
 
     def tick(self) -> None:
-        """Wake the loops that look at the state, without a new version."""
+        """Wake the loops that wait in `wait_tick`, without a new version."""
         self._ticked.set()
 
     def close(self) -> None:
-        """Answer everybody who waits."""
+        """End all waits for a newer version."""
         self._closed = True
         if self._later is not None:
             self._later.cancel()
@@ -51,22 +58,25 @@ class Versioned:
         changed.set()
 
     def acknowledge(self, since: int) -> None:
+        """Record that the caller has acted on all versions up to `since`, if they were delivered."""
         if since <= self._delivered:
             self._acknowledged = max(self._acknowledged, since)
         elif since >= self.version:
-            # The caller knows a higher number from an earlier life: go above it, or it would
-            # wait for ever.
+            # The number is from an earlier instance. Without a version above it, the caller would wait
+            # for ever.
             self.version = since
             self._raise()
 
     def delivered(self, version: int) -> None:
+        """Record that a state of this version was sent to the caller."""
         self._delivered = max(self._delivered, version)
 
     def acknowledged(self, version: int) -> bool:
+        """Return whether the caller has acknowledged this version or a higher one."""
         return self._acknowledged >= version
 
     async def wait_above(self, since: int, timeout_seconds: float) -> None:
-        """Until the version is above `since`, the time is over, or this life ends."""
+        """Wait until the version is above `since`, `close` is called, or the time is over."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 while self.version <= since and not self._closed:
@@ -75,8 +85,11 @@ class Versioned:
             return
 
     async def wait_tick(self, at_most_seconds: float = 60.0) -> None:
-        """Until something changed; one waiter may miss what another one consumed, so each loop
-        also looks again after `at_most_seconds`."""
+        """Wait until the next change, but no longer than `at_most_seconds`.
+
+        A change that one waiter has consumed does not wake another one that begins to wait later, so each
+        loop also looks again after this time.
+        """
         waiter = self._ticked
         try:
             async with asyncio.timeout(at_most_seconds):
