@@ -208,7 +208,7 @@ class Certificates:
         return (await self._client(job_uid)).context
 
     async def renewal_client(self, job_uid: JobUid) -> ssl.SSLContext:
-        """Return the TLS context for a sidecar whose leaf may have expired. Use it only to send a new leaf."""
+        """Return the TLS context for sending a new leaf to a sidecar whose leaf may have expired."""
         return (await self._client(job_uid)).renewal
 
     async def _client(self, job_uid: JobUid) -> _Client:
@@ -335,7 +335,7 @@ class Certificates:
         created = await self._cluster.create_secret(self._namespace, name, data, metadata)
         if not created.existed:
             return fresh
-        found = await self._read(job.uid)  # another operator has created it meanwhile; its key is used
+        found = await self._read(job.uid)  # another operator created it first, so its key is used
         if found is None:
             raise HoldfastError(f"Secret {self._namespace}/{name} was there and is gone again")
         return found
