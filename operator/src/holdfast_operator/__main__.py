@@ -63,7 +63,8 @@ async def run(settings: Settings, access: KubeAccess) -> int:
     try:
         await asyncio.wait({work, kopf}, return_when=asyncio.FIRST_COMPLETED)
         if _error(work) is None:
-            # When kopf stops first, it also cancels all other tasks of the event loop.
+            # When kopf stops first, it cancels all other tasks of the event loop, so the controller may
+            # end before kopf without an error.
             await asyncio.wait({kopf}, timeout=KOPF_END_SECONDS)
         return _exit_code(work, kopf)
     finally:

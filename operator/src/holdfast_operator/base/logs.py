@@ -68,7 +68,7 @@ class Changed:
     """Logger that writes a message about a subject only if it differs from the last one."""
 
     def __init__(self, limit: int = 10_000) -> None:
-        """`limit`: Number of subjects that are recorded. A full record is cleared."""
+        """Create an empty record of at most `limit` subjects. A full record is cleared."""
         self._said: dict[str, str] = {}
         self._limit = limit
 

@@ -82,7 +82,7 @@ class Cluster:
         return None
 
     async def pod_is_gone(self, namespace: str, name: str, owner_uid: str) -> bool:
-        """Read directly whether this owner has no such pod, or only one that is being deleted."""
+        """Return, by a direct read, whether this owner's pod is gone or is being deleted."""
         try:
             pod = await self._api.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
         except ApiError as error:
@@ -95,6 +95,7 @@ class Cluster:
         return pod["metadata"].get("deletionTimestamp") is not None
 
     async def delete_pod(self, namespace: str, name: str, uid: str, *, force: bool) -> None:
+        """Delete the pod if it still has this uid; `force` sets a grace period of 0. Raises ApiError."""
         options: dict[str, Any] = {"preconditions": {"uid": uid}}
         if force:
             options["gracePeriodSeconds"] = 0
@@ -130,7 +131,7 @@ class Cluster:
         return await self._patch(path, {**patch, "metadata": metadata})
 
     async def job_exists(self, namespace: str, name: str, uid: str) -> bool:
-        """Read directly whether the job of this name exists and has this uid."""
+        """Return, by a direct read, whether the job of this name exists and has this uid."""
         try:
             job = await self._api.get(_ours(namespace, TrainingJob.PLURAL, name))
         except ApiError as error:
@@ -222,7 +223,7 @@ class Cluster:
         await self._api.post(f"/api/v1/namespaces/{namespace}/events", body, _MANAGER)
 
     async def lease_renewed(self, path: str, node: str) -> str | None:
-        """Read a node's lease directly. Return its renewTime, or None if there is no lease."""
+        """Return, by a direct read, the renewTime of a node's lease, or None if there is no lease."""
         try:
             raw = await self._api.get(f"{path}/{node}")
         except ApiError as error:

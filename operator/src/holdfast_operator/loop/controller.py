@@ -62,7 +62,7 @@ class _Refusal:
 
     @property
     def stands_until(self) -> float:
-        """Return when the template is checked again, monotonic. An accepted template never is."""
+        """Return the monotonic time of the next check. An accepted template is not checked again."""
         if self.words is None:
             return math.inf
         shortest, longest = REFUSAL_SECONDS
@@ -294,7 +294,7 @@ class Controller:
             for job in self._cache.jobs():
                 try:
                     self._look_after(job, silent, unproven)
-                except Exception as error:  # noqa: BLE001 - one job must not end the care for all
+                except Exception as error:  # noqa: BLE001 - an error of one job must not stop the tick
                     self._metrics.unexpected("tick")
                     if self._said.is_new(f"tick {job.uid}", repr(error)):
                         logs.failure("no look at the job between passes", error, **_fields(job))

@@ -36,7 +36,7 @@ class EndlessBackoff:
 
 @dataclass(frozen=True, slots=True)
 class Rim:
-    """What the kopf handlers need: settings, API access, and where to put keys."""
+    """Inputs of the kopf handlers: settings, API access, and the function that queues a key."""
 
     settings: Settings
     access: KubeAccess

@@ -36,6 +36,8 @@ for the whole time."""
 
 
 class Observer:
+    """Source of the facts about one job, read from the caches."""
+
     def __init__(
         self, cache: ClusterCache, sidecars: Sidecars, effects: JobEffects, clock: Clock
     ) -> None:

@@ -85,7 +85,7 @@ class WorkQueue(Generic[K]):
             try:
                 await handle(key)
                 self._failures.pop(key, None)
-            except Exception as error:  # noqa: BLE001 - one bad job must not stop the others
+            except Exception as error:  # noqa: BLE001 - an error of one key must not stop the worker
                 self._on_error(key, error)
                 self.add_after(key, self._retry_delay(key))
             finally:

@@ -142,7 +142,8 @@ class _Job:
     poll: asyncio.Task[None] | None = None
     state: CoordinatorState | None = None
     since: int = 0
-    """Version of the coordinator's state up to which everything is durable in the API."""
+    """Version of the coordinator's state up to which everything is durable in the API. A failed poll and a
+    new coordinator reset it to 0, so that the next poll returns the state without waiting for a change."""
     acted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when `since` grows."""
     pruned: dict[str, PruneReply] = field(default_factory=dict)
@@ -258,6 +259,8 @@ class Sidecars:
     # ------------------------------------------------------------------ what a pass asks for
 
     def seal(self, uid: JobUid, pod_uid: str, round_: RestartRound) -> None:
+        """Start a SEAL of the pod's sidecar, unless one is under way or its back-off has not ended."""
+
         async def call(context: SSLContext, pod: _Pod) -> None:
             inventory = await self._client.seal(context, pod.target, Seal(round_))
             inventory = self._shared(uid, inventory)
@@ -267,6 +270,13 @@ class Sidecars:
         self._start(uid, pod_uid, "seal", call)
 
     def send_round(self, uid: JobUid, pod_uid: str, message: Round, sidecar_restarts: int) -> None:
+        """Start a ROUND to the pod's sidecar, unless one is under way or its back-off has not ended.
+
+        Args:
+            sidecar_restarts: Restart count of the container, recorded with the acknowledgement. A restarted
+                sidecar needs ROUND again.
+        """
+
         async def call(context: SSLContext, pod: _Pod) -> None:
             inventory = await self._client.round(context, pod.target, message)
             inventory = self._shared(uid, inventory)
@@ -412,7 +422,7 @@ class Sidecars:
             await self._attempt(job, pod, name, call)
             if pod.view != before or name.startswith("prune "):
                 self._enqueue(job.key)
-        except Exception as error:  # noqa: BLE001 - the next pass tries it again
+        except Exception as error:  # noqa: BLE001 - the next pass repeats the call
             self._unexpected(f"{name} to the sidecar of pod {pod.target.pod}", error)
             self._hold_off(pod)
         finally:
@@ -531,7 +541,7 @@ class Sidecars:
                 except HoldfastError as error:
                     words = f"{path} is tried again: {error}"
                     self._said.info(f"{job.uid} {name}", words[:MAX_WORDS])
-                except Exception as error:  # noqa: BLE001 - it is tried again
+                except Exception as error:  # noqa: BLE001 - the loop repeats the call
                     self._unexpected(f"{path} to the sidecar of pod {pod}", error)
                 await self._clock.sleep(ASK_AGAIN_SECONDS)
         finally:

@@ -122,7 +122,7 @@ class Reflector(Generic[T]):
             except WatchGone:
                 self._version = None
                 await self._pause()
-            except Exception as error:  # noqa: BLE001 - whatever it is, watching must go on
+            except Exception as error:  # noqa: BLE001 - no error may end the watch
                 self.errors += 1
                 if not (isinstance(error, ApiError) and error.reason == "Timeout"):
                     self._version = None
@@ -227,7 +227,7 @@ class Reflector(Generic[T]):
         subject = f"{meta.get('namespace', '')}/{meta['name']}"
         try:
             item = self._parse(raw)
-        except Exception as error:  # noqa: BLE001 - any value may stand in an object of another release
+        except Exception as error:  # noqa: BLE001 - another release may have written any value
             found = unreadable(self.collection.kind, raw, error)
             self._said.warning(
                 subject, f"{found} cannot be read and is left alone: {found.problem}"
