@@ -1,1 +1,1 @@
-"""The `kubectl holdfast` plug-in: what a person wants to know of jobs and checkpoints."""
+"""The `kubectl holdfast` plug-in: shows jobs and checkpoints, and requests saves."""

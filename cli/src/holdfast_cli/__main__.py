@@ -1,6 +1,7 @@
 """`kubectl holdfast`: status, checkpoints, save.
 
-Exit codes: 0 done; 1 the cluster said no (the message says what); 2 wrong usage.
+Exit codes: 0 success; 1 the cluster refused the request, or the save failed (the message names the
+reason); 2 wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The only access to the cluster: our kinds as plain dicts, sidecar metrics by pod proxy."""
+"""All access to the cluster: our kinds as plain dicts, and sidecars' metrics through the pod proxy."""
 
 from __future__ import annotations
 
@@ -20,18 +20,26 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class ClusterError(HoldfastError):
-    """The API server refused, or there is no such object; the message is for a terminal."""
+    """Error for the terminal: no usable kubeconfig, a refusal of the API server, or a failed save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """One kubeconfig context and namespace."""
+    """Client for one kubeconfig context and namespace.
+
+    Requests raise ClusterError if the API server refuses them, and urllib3 errors if it cannot be reached.
+    """
 
     api: Any
     namespace: str
 
     @classmethod
     def connect(cls, context: str | None, namespace: str | None) -> Cluster:
+        """Open a context; None for the active one. Raises ClusterError.
+
+        Args:
+            namespace: Namespace of all requests; None for the active context's.
+        """
         try:
             api = config.new_client_from_config(context=context)
             _, active = config.list_kube_config_contexts()
@@ -70,7 +78,10 @@ class Cluster:
         return dict(made)
 
     def tiers(self, job: dict[str, Any]) -> dict[int, dict[str, int]]:
-        """rank -> tier -> newest step, as the members' sidecars say; silent ones are left out."""
+        """Return the newest step by rank and tier, from the metrics of the members' sidecars.
+
+        Sidecars that cannot be read, with a time-out of 3 s, are left out.
+        """
         core = client.CoreV1Api(self.api)
         meta = job["metadata"]
         tiers: dict[int, dict[str, int]] = {}

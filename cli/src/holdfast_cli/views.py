@@ -1,4 +1,4 @@
-"""Objects as tables for a terminal. Pure: dicts in, rich renderables out."""
+"""Tables for a terminal: turns objects (dicts) into rich renderables. Pure."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ _TROUBLE = frozenset(
         ("SidecarsUnreachable", "True"),
     }
 )
-"""Conditions that the screen shows, and the value at which they are trouble."""
+"""Conditions that the screen shows, with the status at which it shows them."""
 
 
 def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> RenderableType:
-    """One screen: levels, ranks x tiers map, last recovery, goodput, conditions that say no."""
+    """Return one screen about a job: levels, steps by rank and tier, last recovery, goodput, problems.
+
+    Args:
+        tiers: Newest step by rank and tier (Cluster.tiers).
+    """
     status = job.get("status") or {}
     head = Table.grid(padding=(0, 2))
     workers = status.get("workers") or {}
@@ -69,6 +73,7 @@ def status_view(job: dict[str, Any], tiers: dict[int, dict[str, int]]) -> Render
 
 
 def tier_map(tiers: dict[int, dict[str, int]]) -> Table:
+    """Return the table of newest steps by rank and tier. `tiers` must hold at least one step."""
     newest = max(step for held in tiers.values() for step in held.values())
     table = Table(box=None, padding=(0, 2))
     table.add_column("rank", justify="right", style="dim")
@@ -85,7 +90,7 @@ def tier_map(tiers: dict[int, dict[str, int]]) -> Table:
 
 
 def memory_line(status: dict[str, Any]) -> str:
-    """The newest step in shared memory, and how many gave way to it."""
+    """Return the newest step at level memory, and how many steps of the round were replaced by newer ones."""
     step, dropped = status.get("lastMemoryStep", "-"), status.get("stepsDropped", 0)
     return f"{step} ({dropped} dropped)" if dropped else str(step)
 
@@ -98,7 +103,7 @@ def goodput_bar(ratio: float | None) -> str:
 
 
 def recovery_line(recovery: dict[str, Any] | None) -> str:
-    """The total and the phases that it consists of, in the order in which they follow each other."""
+    """Return reason, total and phases of a recovery, the phases in the order in which they occur."""
     if not recovery:
         return "none"
     phases = [

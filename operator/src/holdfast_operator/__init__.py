@@ -1,5 +1,6 @@
 """The Holdfast operator: keeps TrainingJobs alive by rounds, restore points and bare pods.
 
-kopf sits at the rim (handlers), reflectors are the truth, `decide` is pure, `apply` is the only
-interpreter of its actions. It never sees a tensor byte and holds no key of an object store.
+kopf only delivers hints (loop.handlers); the reflectors (watch) are the source of truth. `decide` is pure,
+and `apply` carries out its actions. The operator never handles tensor bytes and holds no keys of an object
+store.
 """

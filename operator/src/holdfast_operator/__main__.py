@@ -1,4 +1,4 @@
-"""Start of the operator process: settings, logs, the controller, kopf; and its end in order."""
+"""Start and orderly end of the operator process: settings, logs, ports, the controller and kopf."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ KOPF_END_SECONDS = 15.0
 
 
 def main() -> None:
-    """Exit code 0 after SIGTERM or SIGINT, 1 after a fault (Kubernetes starts it again), 2 where a
-    setting is wrong."""
+    """Run the operator and exit.
+
+    The exit code is 0 after SIGTERM or SIGINT, 1 after a failure (Kubernetes then restarts the container),
+    and 2 if a setting is wrong.
+    """
     try:
         settings = Settings.from_env()
         access = load_access(settings)
@@ -35,14 +38,16 @@ def main() -> None:
 
 
 def allow_descriptors() -> None:
-    """As many open descriptors as this process may have: each job has a poll, and a soft limit of
-    1,024, which some runtimes set, would end at the polls of silent coordinators."""
+    """Raise the soft limit of open file descriptors to the hard limit.
+
+    Each job has a long poll with a connection of its own, and some runtimes set a soft limit of 1,024.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def run(settings: Settings, access: KubeAccess) -> int:
-    """Until kopf or the controller ends; the other one is then ended, too."""
+    """Run until kopf or the controller ends, then stop the other one. Return the exit code."""
     metrics = Metrics()
     api = KubeApi(access)
     await api.start()
@@ -58,7 +63,8 @@ async def run(settings: Settings, access: KubeAccess) -> int:
     try:
         await asyncio.wait({work, kopf}, return_when=asyncio.FIRST_COMPLETED)
         if _error(work) is None:
-            # A kopf that stops first cancels what else runs in the loop, the controller's tasks too.
+            # When kopf stops first, it cancels all other tasks of the event loop, so the controller may
+            # end before kopf without an error.
             await asyncio.wait({kopf}, timeout=KOPF_END_SECONDS)
         return _exit_code(work, kopf)
     finally:

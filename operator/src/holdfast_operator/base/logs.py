@@ -1,7 +1,6 @@
-"""JSON logs on standard error: one object a line, with namespace, job and round where they are known.
+"""JSON logs on standard error: one object per line, with namespace, job and round where available.
 
-A reason that lasts is logged once: `Changed` remembers what was said about a subject. Nothing here
-may be given a secret.
+`Changed` logs a lasting condition once. Callers must not pass secrets.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LOGGER = logging.getLogger("holdfast_operator")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formatter that writes each record as one JSON object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +37,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """Route all logs of this process through one handler; libraries only from warnings up, and a few
-    lines a minute of each of their messages."""
+    """Route all logs of this process through one handler on standard error.
+
+    `level` applies to the operator's own logger. Libraries log warnings and errors only, and at most a few
+    lines a minute of each message (BoundedLogs).
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     handler.addFilter(BoundedLogs(LOGGER.name))
@@ -58,14 +60,15 @@ def warning(message: str, **fields: Any) -> None:
 
 
 def failure(message: str, error: BaseException, **fields: Any) -> None:
-    """An error that nothing else will report, with its traceback."""
+    """Log an error with its traceback. Use it where the error is not reported anywhere else."""
     LOGGER.error(message, exc_info=error, extra={"fields": fields})
 
 
 class Changed:
-    """Says something about a subject only when it differs from what was said last."""
+    """Logger that writes a message about a subject only if it differs from the last one."""
 
     def __init__(self, limit: int = 10_000) -> None:
+        """Create an empty record of at most `limit` subjects. A full record is cleared."""
         self._said: dict[str, str] = {}
         self._limit = limit
 
@@ -78,16 +81,16 @@ class Changed:
             warning(message, **fields)
 
     def warning_once(self, subject: str, message: str, **fields: Any) -> None:
-        """Whatever the words: nothing more about a subject until it is well again."""
+        """Log a warning, unless a message about the subject was logged since the last `forget`."""
         if subject not in self._said:
             self.warning(subject, message, **fields)
 
     def forget(self, subject: str) -> bool:
-        """The subject is well again, or gone. True if something had been said."""
+        """Drop the record of a subject. Return whether a message about it had been logged."""
         return self._said.pop(subject, None) is not None
 
     def is_new(self, subject: str, message: str) -> bool:
-        """Remember the message; True if it differs from the one before about this subject."""
+        """Record the message and return whether it differs from the last one about this subject."""
         if self._said.get(subject) == message:
             return False
         if len(self._said) >= self._limit:

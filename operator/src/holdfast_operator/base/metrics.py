@@ -1,4 +1,4 @@
-"""What Prometheus may ask of the operator. Sums and gauges only; no decision reads them."""
+"""The operator's Prometheus metrics. No decision depends on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _JOB = ("namespace", "job")
 
 
 class Metrics:
-    """All metrics of one operator process, in a registry of its own."""
+    """All metrics of one operator process, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -114,13 +114,19 @@ class Metrics:
         self._dropped.labels(port, reason).inc()
 
     def depth(self, read: Callable[[], float]) -> None:
+        """Set the function that returns the depth of the queue at each scrape."""
         self._depth.set_function(read)
 
     def watch_age(self, watch: str, seconds: float) -> None:
         self._watch_age.labels(watch).set(seconds)
 
     def status_written(self, job: JobView, new: JobStatusView) -> None:
-        """Count what this write of the status says anew."""
+        """Count what is new in a status that was written: a round, phases of a recovery, lost steps.
+
+        Args:
+            job: The job with the status before the write.
+            new: The status that was written.
+        """
         old = job.status
         recovery = new.last_recovery
         if new.restart_round is not None and new.restart_round != old.restart_round:
@@ -139,18 +145,18 @@ class Metrics:
         self._foreign_pods.set(count)
 
     def unreadable(self, counts: Mapping[str, int]) -> None:
-        """Objects that cannot be read now, by kind."""
+        """Set the numbers of objects that cannot be parsed, by kind. Kinds not in `counts` become 0."""
         for kind in self._unreadable_kinds | set(counts):
             self._unreadable.labels(kind).set(counts.get(kind, 0))
         self._unreadable_kinds |= set(counts)
 
     def forget(self, namespace: str, job: str) -> None:
-        """The job is gone: its series end."""
+        """Remove the series of a job that is gone."""
         for metric in (self._goodput, self._lost_steps, self._silent):
             try:
                 metric.remove(namespace, job)
             except KeyError:
-                continue  # it never had one
+                continue  # the job never had this series
 
     def _count_recovery(self, job: JobView, new: RecoveryView) -> None:
         old = job.status.last_recovery

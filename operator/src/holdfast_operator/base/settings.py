@@ -1,6 +1,6 @@
-"""Everything that the operator is told by its environment, read once at the start.
+"""The operator's settings, read once from the environment at the start.
 
-The only module of the operator that reads the environment.
+No other module of the operator reads the environment.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class Settings:
     sidecar_image: str
     """Image of the sidecar container and of store probes."""
     operator_namespace: str
-    """Where the jobs' certificate authorities are kept."""
+    """Namespace of the operator, in which the jobs' certificate authorities are kept."""
     sidecar_image_pull_policy: str = "IfNotPresent"
     watch_namespaces: tuple[str, ...] = ()
-    """Empty: all namespaces."""
+    """Namespaces that the operator watches; empty for all."""
     metrics_port: int = DEFAULT_METRICS_PORT
     health_port: int = 8081
     log_level: str = "info"
     worker_network: WorkerNetwork | None = None
-    """Who reaches the workers' ports; None: no NetworkPolicy is created with a job."""
+    """Peers that a job's NetworkPolicy admits to its pods; None to create no NetworkPolicy."""
     workers: int = 8
-    """Jobs that are worked on at the same time."""
+    """Number of concurrent passes over jobs and stores."""
     kubeconfig: str | None = None
-    """Path of a kubeconfig file; None: the service account of the pod."""
+    """Path of a kubeconfig file; None to use the service account of the pod."""
     api_server: str | None = None
     """https://host:port from the pod's environment; None outside of a cluster."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Self:
-        """Raises ConfigError that names the variable."""
+        """Read the settings from `env`, by default from the process. ConfigError names the variable."""
         source = os.environ if env is None else env
         namespaces = source.get("HOLDFAST_WATCH_NAMESPACES", "").replace(",", " ").split()
         level = source.get("HOLDFAST_LOG_LEVEL", "info").lower()

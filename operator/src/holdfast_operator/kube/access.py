@@ -1,6 +1,7 @@
-"""Where the Kubernetes API is and how this process shows who it is.
+"""Address of the Kubernetes API and the credentials of this process.
 
-From the pod's service account, or from a kubeconfig file. May read files; opens no connection.
+They come from the pod's service account or from a kubeconfig file. This module reads files and opens no
+connection.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from holdfast_operator.base.settings import SERVICE_ACCOUNT_DIR, Settings
 
 @dataclass(frozen=True, slots=True)
 class KubeAccess:
-    """An address and credentials. PEM text is held in memory, never written to a disk."""
+    """Address and credentials of the API. PEM text is kept in memory and never written to a disk."""
 
     server: str
-    """https://host:port, without a slash at its end."""
+    """https://host:port, without a slash at the end."""
     ca_pem: str | None = None
-    """None: the system's authorities."""
+    """Certificate authorities of the server; None for those of the system."""
     token: str | None = field(default=None, repr=False)
     token_file: Path | None = None
-    """Read again for each request: projected tokens rotate."""
+    """File of the token, read again for each request because projected tokens rotate."""
     certificate_pem: str | None = None
     key_pem: str | None = field(default=None, repr=False)
 
     def current_token(self) -> str | None:
+        """Return the bearer token, or None. Raises ConfigError if the token file cannot be read."""
         if self.token_file is None:
             return self.token
         try:
@@ -50,7 +52,7 @@ class KubeAccess:
 
 
 def load_access(settings: Settings) -> KubeAccess:
-    """Raises ConfigError that says which file lacks what."""
+    """Return the access that the settings name. Raises ConfigError with the file and what it lacks."""
     if settings.kubeconfig is not None:
         return from_kubeconfig(Path(settings.kubeconfig))
     if settings.api_server is None:

@@ -1,6 +1,7 @@
-"""One HTTP session to the Kubernetes API, for reads and writes (docs/adr/0001-writes.md).
+"""The HTTP session for all reads and writes of the Kubernetes API (docs/adr/0001-writes.md).
 
-Knows requests, time-outs and errors; no kinds and no rights. Retries nothing: its callers do.
+This module handles requests, time-outs and errors, independently of kinds. It retries nothing; its callers
+do.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ MERGE_PATCH = "application/merge-patch+json"
 
 
 class ApiError(HoldfastError):
-    """The API server refused a request, or could not be reached (status None)."""
+    """Error of a request that the API server refused or that got no usable answer (status None)."""
 
     def __init__(self, status: int | None, reason: str, message: str) -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
-        """The server's word, such as Conflict, AlreadyExists, Expired; "" where it gave none."""
+        """The server's reason, such as Conflict, AlreadyExists or Expired; Timeout after a time-out without
+        an answer; "" otherwise."""
 
 
 class KubeApi:
-    """Open between `start` and `close`. Every method raises ApiError only."""
+    """Session to the API, usable between `start` and `close`.
+
+    Requests raise ApiError, or ConfigError if the token file cannot be read.
+    """
 
     def __init__(self, access: KubeAccess) -> None:
         self._access = access
@@ -62,7 +67,12 @@ class KubeApi:
         total_seconds: float,
         read_seconds: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A GET whose body the caller reads; answered with 200."""
+        """Open a GET whose body the caller reads. Errors while the body is read are ApiErrors, too.
+
+        Args:
+            total_seconds: Limit for the whole response.
+            read_seconds: Longest silence of the server, or None for no limit.
+        """
         async with self._open(
             "GET", path, params, None, None, total_seconds, read_seconds
         ) as response:
@@ -81,7 +91,7 @@ class KubeApi:
     async def patch(
         self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
     ) -> Any:
-        """JSON merge patch."""
+        """Send a JSON merge patch."""
         return await self._call("PATCH", path, params, body, MERGE_PATCH)
 
     async def delete(self, path: str, options: Mapping[str, Any] | None = None) -> Any:
@@ -155,5 +165,5 @@ def _refused(method: str, path: str, status: int, data: bytes) -> ApiError:
         reason = str(answer.get("reason") or "")
         message = str(answer.get("message") or message)
     except (ValueError, AttributeError):
-        pass  # a proxy's page: its first bytes are the message
+        pass  # the page of a proxy, whose first bytes are the message
     return ApiError(status, reason, f"{method} {path}: {status} {reason}: {message}")

@@ -1,8 +1,9 @@
-"""The only code that writes to Kubernetes, and the few direct reads that must not come from a cache.
+"""All writes to Kubernetes, and the few direct reads that must not come from a cache.
 
-Creates tolerate that the object exists where the same owner controls it, deletes that it is gone or
-has another uid; what is left is an ApiError, ConflictError where somebody else was faster, or
-NameTakenError where an object of another owner has the name. Decides nothing.
+A create succeeds if the object already exists and the same owner controls it. A delete succeeds if the
+object is gone or its name belongs to another uid. Methods raise ApiError; patches raise ConflictError where
+the object was changed or deleted meanwhile; creates of pods and Services raise NameTakenError where an object
+of another owner has the name.
 """
 
 from __future__ import annotations
@@ -31,32 +32,40 @@ _MANAGER = {"fieldManager": labels.FIELD_MANAGER}
 
 @dataclass(frozen=True, slots=True)
 class Created:
+    """Result of a create."""
+
     uid: str
+    """Uid of the object; "" where it existed and was not read."""
     existed: bool
-    """The object was there already; uid is "" where it may not be read (Secrets)."""
+    """Whether the object existed before."""
 
 
 class Cluster:
+    """Typed requests to the Kubernetes API."""
+
     def __init__(self, api: KubeApi) -> None:
         self._api = api
 
     # ------------------------------------------------------------------ pods, services
 
     async def create_pod(self, namespace: str, body: Mapping[str, Any]) -> Created:
-        """Raises NameTakenError, ApiError."""
+        """Create a pod. Raises NameTakenError and ApiError."""
         return await self._create_owned(f"/api/v1/namespaces/{namespace}/pods", body)
 
     async def create_service(self, namespace: str, body: Mapping[str, Any]) -> Created:
-        """Raises NameTakenError, ApiError."""
+        """Create a Service. Raises NameTakenError and ApiError."""
         return await self._create_owned(f"/api/v1/namespaces/{namespace}/services", body)
 
     async def create_network_policy(self, namespace: str, body: Mapping[str, Any]) -> Created:
+        """Create a NetworkPolicy. The owner of one that exists is not compared. Raises ApiError."""
         path = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
         return await self._create(path, body)
 
     async def refusal_of_pod(self, namespace: str, body: Mapping[str, Any]) -> str | None:
-        """Ask the server, without creating anything, whether it would take this pod: its words if
-        the pod itself is wrong, None if it is fine. Quota is no fault of the pod."""
+        """Return the server's message if it would refuse this pod, else None. Nothing is created.
+
+        An exceeded quota does not count as a refusal, because the pod itself is valid. Raises ApiError.
+        """
         try:
             await self._api.post(
                 f"/api/v1/namespaces/{namespace}/pods", body, {**_MANAGER, "dryRun": "All"}
@@ -67,13 +76,13 @@ class Cluster:
             if error.status in (INVALID, BAD_REQUEST):
                 return str(error)
             if error.status == FORBIDDEN:
-                # The create itself will be refused as well, and the job says so.
+                # The create will be refused by the quota as well, and the job's status reports that.
                 return None if "exceeded quota" in str(error) else str(error)
             raise
         return None
 
     async def pod_is_gone(self, namespace: str, name: str, owner_uid: str) -> bool:
-        """A direct read: True if this owner has no such pod, or it is being deleted."""
+        """Return, by a direct read, whether this owner's pod is gone or is being deleted."""
         try:
             pod = await self._api.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
         except ApiError as error:
@@ -86,6 +95,7 @@ class Cluster:
         return pod["metadata"].get("deletionTimestamp") is not None
 
     async def delete_pod(self, namespace: str, name: str, uid: str, *, force: bool) -> None:
+        """Delete the pod if it still has this uid; `force` sets a grace period of 0. Raises ApiError."""
         options: dict[str, Any] = {"preconditions": {"uid": uid}}
         if force:
             options["gracePeriodSeconds"] = 0
@@ -96,7 +106,7 @@ class Cluster:
     async def patch_job_status(
         self, namespace: str, name: str, resource_version: str, status: Mapping[str, Any]
     ) -> str:
-        """Merge patch of the whole status. Returns the new resourceVersion; raises ConflictError."""
+        """Write the whole status as a merge patch. Return the new resourceVersion; raises ConflictError."""
         path = _ours(namespace, TrainingJob.PLURAL, name)
         return await self._patch_status(path, resource_version, status)
 
@@ -115,13 +125,13 @@ class Cluster:
     async def patch_checkpoint(
         self, namespace: str, name: str, resource_version: str, patch: Mapping[str, Any]
     ) -> str:
-        """Merge patch of spec or metadata. Returns the new resourceVersion; raises ConflictError."""
+        """Write spec or metadata as a merge patch. Return the new resourceVersion; raises ConflictError."""
         metadata = {**(patch.get("metadata") or {}), "resourceVersion": resource_version}
         path = _ours(namespace, Checkpoint.PLURAL, name)
         return await self._patch(path, {**patch, "metadata": metadata})
 
     async def job_exists(self, namespace: str, name: str, uid: str) -> bool:
-        """A direct read: whether this very job, and no later one of its name, is there now."""
+        """Return, by a direct read, whether the job of this name exists and has this uid."""
         try:
             job = await self._api.get(_ours(namespace, TrainingJob.PLURAL, name))
         except ApiError as error:
@@ -131,11 +141,14 @@ class Cluster:
         return str(job["metadata"]["uid"]) == uid
 
     async def get_job(self, namespace: str, name: str) -> Any:
-        """As the server has it, unparsed. Raises ApiError."""
+        """Read the job directly and return its JSON. Raises ApiError."""
         return await self._api.get(_ours(namespace, TrainingJob.PLURAL, name))
 
     async def create_checkpoint(self, namespace: str, body: Mapping[str, Any]) -> Created:
-        """Where one exists, the caller compares whose record it is: Checkpoints have no owner."""
+        """Create a Checkpoint. If one exists, the caller must check which job it belongs to.
+
+        Checkpoints have no owner reference. Raises ApiError.
+        """
         return await self._create(_ours(namespace, Checkpoint.PLURAL), body)
 
     async def get_checkpoint(self, namespace: str, name: str) -> Any | None:
@@ -163,8 +176,11 @@ class Cluster:
         data: Mapping[str, str],
         metadata: Mapping[str, Any],
     ) -> Created:
-        """An immutable Secret with these texts. One that exists is not read: in namespaces of
-        tenants the operator may not, so the name must be one that no other object has."""
+        """Create an immutable Secret with these texts. Raises ApiError.
+
+        A Secret that exists is not read, because the operator may not read Secrets in tenants' namespaces.
+        The caller must choose a name that no other object uses.
+        """
         body = {
             "apiVersion": "v1",
             "kind": "Secret",
@@ -176,7 +192,10 @@ class Cluster:
         return await self._create(f"/api/v1/namespaces/{namespace}/secrets", body)
 
     async def get_secret(self, namespace: str, name: str) -> dict[str, str] | None:
-        """Only in the operator's own namespace. Raises ApiError."""
+        """Return a Secret's data as text, or None if it does not exist. Raises ApiError.
+
+        The operator may read Secrets in its own namespace only.
+        """
         try:
             raw = await self._api.get(f"/api/v1/namespaces/{namespace}/secrets/{name}")
         except ApiError as error:
@@ -186,7 +205,10 @@ class Cluster:
         return {k: base64.b64decode(v).decode() for k, v in (raw.get("data") or {}).items()}
 
     async def secret_labels(self, namespace: str, selector: str) -> dict[str, dict[str, str]]:
-        """Labels by name, only in the operator's own namespace. Raises ApiError."""
+        """Return the labels of the selected Secrets by name. Raises ApiError.
+
+        The operator may list Secrets in its own namespace only.
+        """
         path = f"/api/v1/namespaces/{namespace}/secrets"
         raw = await self._api.get(path, {"labelSelector": selector})
         metadata = [item["metadata"] for item in raw.get("items") or []]
@@ -201,7 +223,7 @@ class Cluster:
         await self._api.post(f"/api/v1/namespaces/{namespace}/events", body, _MANAGER)
 
     async def lease_renewed(self, path: str, node: str) -> str | None:
-        """renewTime of a node's lease now; None if there is none."""
+        """Return, by a direct read, the renewTime of a node's lease, or None if there is no lease."""
         try:
             raw = await self._api.get(f"{path}/{node}")
         except ApiError as error:
@@ -213,7 +235,7 @@ class Cluster:
     # ------------------------------------------------------------------ parts
 
     async def _create_owned(self, path: str, body: Mapping[str, Any]) -> Created:
-        """Create, or meet what is there: "exists" is not "ours", so the controllers are compared."""
+        """Create an object, or return an existing one with the same controller, else raise NameTakenError."""
         created = await self._create(path, body)
         if not created.existed:
             return created
@@ -243,7 +265,7 @@ class Cluster:
         try:
             await self._api.delete(path, body)
         except ApiError as error:
-            if error.status not in (NOT_FOUND, CONFLICT):  # CONFLICT: another uid has the name now
+            if error.status not in (NOT_FOUND, CONFLICT):  # CONFLICT: the name has another uid now
                 raise
 
     async def _patch_status(

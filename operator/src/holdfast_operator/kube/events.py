@@ -1,6 +1,6 @@
-"""Kubernetes Events: words for people, at most one a minute for an object and a reason.
+"""Kubernetes Events for users, at most one a minute for each object and reason.
 
-Best effort: an Event that cannot be written is logged and forgotten; nothing depends on one.
+Nothing depends on an Event: one that cannot be written is logged and dropped.
 """
 
 from __future__ import annotations
@@ -36,13 +36,21 @@ class _Said:
 
 
 class Events:
+    """Writer of Events, with a limit for each object and reason."""
+
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._cluster = cluster
         self._clock = clock
         self._said: dict[tuple[str, str], _Said] = {}
 
     async def emit(self, subject: Subject, kind: str, reason: str, message: str) -> None:
-        """Never raises HoldfastError."""
+        """Write an Event, unless one for this object and reason was written less than a minute ago.
+
+        Errors are logged; HoldfastError is never raised.
+
+        Args:
+            kind: Normal or Warning.
+        """
         count = self._count(subject.uid, reason)
         if count is None:
             return
@@ -76,7 +84,7 @@ class Events:
             )
 
     def _count(self, uid: str, reason: str) -> int | None:
-        """How many this one stands for; None: said less than a minute ago."""
+        """Return the count for the Event, including those suppressed before it; None to suppress it."""
         now = self._clock.monotonic()
         known = self._said.get((uid, reason))
         if known is not None and now - known.at < INTERVAL_SECONDS:

@@ -1,7 +1,8 @@
-"""The loop: key -> observe -> decide -> apply, and the few things that happen without an event.
+"""The operator's loop: key -> observe -> decide -> apply, and the periodic work between events.
 
-Holds per job only what may be lost with the process: memory of the decisions, refusals of templates.
-Knows neither kopf nor HTTP; it decides nothing about jobs itself.
+The controller keeps only state that a restart of the process may lose: the memory that decisions hand
+on, and refusals of pod templates. It uses neither kopf nor HTTP directly, and decide() takes all
+decisions about jobs.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from holdfast_operator.watch.expectations import Expectations
 TICK_SECONDS = 1.0
 SWEEP_SECONDS = 3600.0
 REFUSAL_SECONDS = (1.0, 30.0)
-"""A template that the server refused is shown to it again, at first soon: the namespace may have changed,
-or it is so new that its service account is not there yet. Shortest and longest wait; in between as long
-as the refusals have lasted."""
+"""Shortest and longest wait before a refused template is checked again. Between these limits the wait
+equals the time for which the template has been refused so far. The first check comes soon, because a new
+namespace may not have its service account yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class _Refusal:
 
     @property
     def stands_until(self) -> float:
-        """A template that is fine stays fine."""
+        """Return the monotonic time of the next check. An accepted template is not checked again."""
         if self.words is None:
             return math.inf
         shortest, longest = REFUSAL_SECONDS
@@ -69,7 +70,11 @@ class _Refusal:
 
 
 class IncompletePass(HoldfastError):
-    """A part of a decision was not carried out. `failed`: a call failed; else the reads were old."""
+    """Error of a pass that did not carry out its whole decision.
+
+    Args:
+        failed: True if a call failed, False if the decision was based on outdated reads.
+    """
 
     def __init__(self, *, failed: bool) -> None:
         super().__init__("a part of the decision was not carried out")
@@ -77,7 +82,10 @@ class IncompletePass(HoldfastError):
 
 
 class Controller:
-    """Everything behind the edge. `run` until cancelled; `enqueue` from the loop's thread."""
+    """Owner of the caches, the work queue and all passes over jobs and stores.
+
+    Call `enqueue` from the event loop's thread only.
+    """
 
     def __init__(self, settings: Settings, api: KubeApi, clock: Clock, metrics: Metrics) -> None:
         self._settings = settings
@@ -125,18 +133,21 @@ class Controller:
         metrics.depth(lambda: self._queue.depth)
 
     def enqueue(self, key: Key) -> None:
-        """Somebody saw an event of this object."""
+        """Request a pass over this object."""
         self._queue.add(key)
 
     def watch_age_seconds(self) -> float | None:
-        """Of the watch that has been silent for longest; None: one has not synced yet."""
+        """Return the seconds since the most silent watch delivered anything.
+
+        None if a watch has not completed its first LIST yet.
+        """
         now = self._clock.monotonic()
         contacts = [r.last_contact for r in self._cache.reflectors]
         known = [c for c in contacts if c is not None]
         return now - min(known) if len(known) == len(contacts) else None
 
     async def run(self) -> None:
-        """Until cancelled. Nothing is decided before every reflector has a complete copy."""
+        """Run until cancelled. Passes begin only when every reflector holds a complete copy."""
         await self._client.start()
         try:
             async with asyncio.TaskGroup() as group:
@@ -182,7 +193,7 @@ class Controller:
             return
         wait = self._expectations.wait_seconds(job.uid, self._clock.monotonic())
         if wait is not None:
-            self._queue.add_after(key, wait)  # the event that we wait for adds the key, too
+            self._queue.add_after(key, wait)  # the expected event adds the key as well
             return
         refusal = await self._template_refusal(key, job)
         observed = self._observer.observe(job, self._memory.get(job.uid, JobMemory()), refusal)
@@ -198,8 +209,12 @@ class Controller:
         raise self._incomplete(key, job, applied)
 
     async def _release_checkpoints(self, key: Key) -> None:
-        """The job is gone, and with it the sidecars that could delete data: deleted Checkpoints of it
-        must not hang, nor their namespace. Raises HoldfastError: the key comes back."""
+        """Remove our finalizer from those Checkpoints of this missing job that are being deleted.
+
+        The sidecars that could delete the data are gone with the job, so the finalizer would block the
+        deletion of the Checkpoints and of their namespace for ever. Raises HoldfastError where a call
+        fails; the queue then retries the key.
+        """
         for checkpoint in releases.hanging(self._cache.checkpoints(key.namespace, key.name)):
             await self._effects.release_checkpoint(key.namespace, checkpoint.name, checkpoint.uid)
             words = releases.kept_data(checkpoint, "the job that saved it is gone")
@@ -211,8 +226,11 @@ class Controller:
                 logs.warning(words, namespace=key.namespace)
 
     def _incomplete(self, key: Key, job: JobView, applied: Applied) -> IncompletePass:
-        """The same decision, or a better one, is taken again: raised, the queue brings the key back
-        after a growing, jittered delay. A complete pass ends the growth, an event the delay."""
+        """Log what was not carried out and return the error that the caller raises.
+
+        The error makes the queue retry the key after a growing, jittered delay. A complete pass resets
+        the delay, and an event starts the next pass without waiting for it.
+        """
         if applied.not_gone:
             logs.info("pods that the watch misses are there", pods=applied.not_gone, **_fields(job))
         for failed in applied.failed:
@@ -222,8 +240,11 @@ class Controller:
         return IncompletePass(failed=bool(applied.failed))
 
     async def _template_refusal(self, key: Key, job: JobView) -> str | None:
-        """Before the first round: would the API server take the job's pod? Asked once a generation,
-        and again now and then while the answer is no."""
+        """Return why the API server would refuse the job's pod, or None.
+
+        The server is asked only before the first round: once for each generation of the job, and again
+        after a wait (REFUSAL_SECONDS) while it refuses.
+        """
         if job.status.restart_round is not None or job.deleting:
             self._refusals.pop(job.uid, None)
             return None
@@ -234,7 +255,7 @@ class Controller:
                 self._queue.add_after(key, known.stands_until - now)
             return known.words
         if template_problem(job.spec.template) is not None:
-            return None  # it cannot be rendered, and that is said already
+            return None  # the template cannot be rendered, and `decide` reports that itself
         body = render_pod(job, Worker(0), RestartRound(0), None, self._sidecar)
         words = await self._cluster.refusal_of_pod(job.namespace, body)
         since = now if known is None or known.generation != job.generation else known.since
@@ -246,10 +267,10 @@ class Controller:
 
     def _pass_failed(self, key: Key, error: Exception) -> None:
         if isinstance(error, IncompletePass) and not error.failed:
-            return  # a lagging watch or another writer: no error
+            return  # a lagging watch or another writer is not an error
         self._metrics.failed(key.kind)
         if isinstance(error, IncompletePass):
-            return  # each failed action was logged
+            return  # _incomplete has logged each failed action
         if isinstance(error, HoldfastError):
             self._said.warning(f"pass {key}", f"{key}: {error}")
         else:
@@ -258,7 +279,7 @@ class Controller:
     # ------------------------------------------------------------------ without an event
 
     async def _tick(self) -> None:
-        """Once a second: late leases, calls that nobody decides on, the age of the watches."""
+        """Every TICK_SECONDS, update the gauges and look after each job between its passes."""
         while True:
             await self._clock.sleep(TICK_SECONDS)
             now = self._clock.monotonic()
@@ -273,7 +294,7 @@ class Controller:
             for job in self._cache.jobs():
                 try:
                     self._look_after(job, silent, unproven)
-                except Exception as error:  # noqa: BLE001 - one job must not end the care for all
+                except Exception as error:  # noqa: BLE001 - an error of one job must not stop the tick
                     self._metrics.unexpected("tick")
                     if self._said.is_new(f"tick {job.uid}", repr(error)):
                         logs.failure("no look at the job between passes", error, **_fields(job))
@@ -282,7 +303,14 @@ class Controller:
                 await self._confirm(node)
 
     def _look_after(self, job: JobView, silent: set[str], unproven: set[str]) -> None:
-        """Between passes: calls that no decision asks for, and the job's silent nodes."""
+        """Start the sidecar calls that no decision requests, and collect the job's late nodes.
+
+        Adds the job's key to the queue where a node has become silent since the last tick.
+
+        Args:
+            silent: Receives the job's nodes that are proven to be silent.
+            unproven: Receives the nodes whose leases are stale but must be confirmed by a direct read.
+        """
         pods = self._cache.pods(job)
         if not pods:
             return
@@ -294,7 +322,7 @@ class Controller:
         unproven |= self._observer.unproven_nodes(job, pods)
 
     async def _confirm(self, node: str) -> None:
-        """Our watch of leases is silent as well: ask the API server directly."""
+        """Read the node's lease from the API server, because the watch of leases is silent as well."""
         try:
             renewed = await self._cluster.lease_renewed(LEASES_PATH, node)
         except ApiError as error:
@@ -304,7 +332,10 @@ class Controller:
             self._cache.leases.observe(node, renewed, self._clock.monotonic())
 
     async def _sweep(self) -> None:
-        """Authorities of jobs that vanished while no operator ran; stores that became due."""
+        """Every SWEEP_SECONDS, delete authorities of jobs that no longer exist and queue all stores.
+
+        Jobs may have been deleted while no operator ran.
+        """
         while True:
             try:
                 await self._certificates.sweep(self._cache.job_uids())

@@ -1,7 +1,8 @@
-"""The rim: kopf owns the process, signals, login, and events of our kinds as hints.
+"""The kopf part of the operator: signals, login, and events of our kinds as hints.
 
-The only importer of kopf. A handler turns an event into a key and does nothing else; when kopf ends,
-for whatever reason, the process ends in order: nothing in its memory matters.
+This is the only module that imports kopf. A handler turns an event into a key and does nothing else.
+When kopf ends, for whatever reason, the process shuts down in order; the next process needs nothing from
+its memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from holdfast_operator.model.keys import Key, job_key, store_key
 
 
 class EndlessBackoff:
-    """Delays of kopf's retries: it must never run out of them (and iterates anew for each call)."""
+    """Endless iterable of delays in seconds between kopf's retries of a request.
+
+    kopf gives a request up when the delays run out. It iterates from the start for each request.
+    """
 
     def __iter__(self) -> Iterator[float]:
         delay = 0.5
@@ -32,7 +36,7 @@ class EndlessBackoff:
 
 @dataclass(frozen=True, slots=True)
 class Rim:
-    """What kopf is given."""
+    """Inputs of the kopf handlers: settings, API access, and the function that queues a key."""
 
     settings: Settings
     access: KubeAccess
@@ -40,7 +44,7 @@ class Rim:
 
 
 async def run_kopf(rim: Rim, stop: asyncio.Event) -> None:
-    """Until a signal, `stop`, or an end of kopf's own. Raises what kopf raises."""
+    """Run kopf until a signal arrives, `stop` is set, or kopf ends by itself. Raises what kopf raises."""
     namespaces = rim.settings.watch_namespaces
     await kopf.operator(
         registry=_registry(rim),
@@ -48,7 +52,7 @@ async def run_kopf(rim: Rim, stop: asyncio.Event) -> None:
         clusterwide=not namespaces,
         namespaces=namespaces,
         standalone=True,
-        # kopf would name itself after the Unix user, and uid 65532 of an image has no name.
+        # By default kopf uses the name of the Unix user, and uid 65532 of the image has none.
         identity="holdfast",  # type: ignore[arg-type]  # its NewType is private to kopf
         stop_flag=stop,
     )
@@ -58,7 +62,7 @@ def _settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.peering.standalone = True
-    # Without scanning kopf ends when a CRD is away for a moment (an upgrade of the chart).
+    # Without scanning, kopf ends when a CRD is missing for a moment (an upgrade of the chart).
     settings.scanning.disabled = False
     settings.networking.error_backoffs = EndlessBackoff()
     settings.networking.connect_timeout = 5
@@ -66,7 +70,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.watching.server_timeout = 300
     settings.watching.inactivity_timeout = 75
     settings.watching.connect_timeout = 5
-    # Else kopf kills the whole process some minutes after it has stopped by itself.
+    # The default would SIGKILL the process ten minutes after kopf stops without its stop flag.
     settings.process.ultimate_exiting_timeout = None
     return settings
 

@@ -1,6 +1,7 @@
-"""Gather everything that a decision about one job may look at; decide nothing, write nothing.
+"""Gather the facts that a decision about one job is based on.
 
-Reads reflectors and caches only, no network: a pass costs no request before it has decided.
+This module reads the reflectors' copies and caches only and writes nothing, so a pass waits for no
+request before it has decided. `Observer.follow_sidecars` may start background calls to sidecars.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.records import StoreRecord
 
 SUSPECT_SHARE = 0.6
-"""From this share of nodeLoss.suspectAfterSeconds on, sidecars of the node are called directly, so
-that the two failed calls are there when the lease has been stale for long enough."""
+"""Share of nodeLoss.suspectAfterSeconds after which the sidecars of a node with a late lease are called
+directly. The two failed calls that a decision requires are then complete when the lease has been stale
+for the whole time."""
 
 
 class Observer:
+    """Source of the facts about one job, read from the caches."""
+
     def __init__(
         self, cache: ClusterCache, sidecars: Sidecars, effects: JobEffects, clock: Clock
     ) -> None:
@@ -65,7 +69,10 @@ class Observer:
         )
 
     def follow_sidecars(self, job: JobView, pods: tuple[PodView, ...]) -> None:
-        """Tell the sidecar cache who there is; also called between passes, for its own calls."""
+        """Pass the job's current pods and coordinator to `Sidecars`, which may start calls to them.
+
+        The controller's tick calls this between passes as well.
+        """
         status = job.status
         coordinator: Worker | None = None
         if status.restore_point is not None:
@@ -84,8 +91,11 @@ class Observer:
         )
 
     def suspects(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
-        """Nodes of the job's pods whose leases are late, or whose objects are gone. All of them where
-        ranks have failed: the node of one may have been lost before its lease is late."""
+        """Return the nodes of the job's pods whose leases are late or whose Node objects are gone.
+
+        Where ranks of the current round are dead, return all nodes: a node may be lost before its lease
+        is late.
+        """
         now = self._clock.monotonic()
         self._note_missing_nodes(pods, now)
         state = self._sidecars.coordinator_state(job.uid)
@@ -107,12 +117,12 @@ class Observer:
                 self._cache.leases.miss(node, now)
 
     def _contact(self, node: str) -> float | None:
-        """Of the watch that would have shown that the node is well."""
+        """Return when the watch that would show a change of this node last delivered anything."""
         missing = self._cache.leases.is_missing(node)
         return self._cache.node_contact if missing else self._cache.lease_contact
 
     def silent_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
-        """Nodes of the job's pods whose lease did not change for suspect_after, as proven."""
+        """Return the nodes of the job's pods that are proven to be silent for suspect_after."""
         now = self._clock.monotonic()
         threshold = job.spec.suspect_after.total_seconds()
         nodes = {p.node for p in pods if p.node is not None}
@@ -120,7 +130,7 @@ class Observer:
         return frozenset(n for n in nodes if leases.is_silent(n, threshold, now, self._contact(n)))
 
     def unproven_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
-        """Nodes that would be silent if we knew that our watch of leases is not."""
+        """Return the nodes whose leases are stale but where the watch of leases may be late itself."""
         now = self._clock.monotonic()
         threshold = job.spec.suspect_after.total_seconds()
         nodes = {p.node for p in pods if p.node is not None}
@@ -147,14 +157,15 @@ class Observer:
         return nodes
 
     def _lost_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
-        """Of the whole cluster: a replacement must not go where a pod was lost that is gone by now.
+        """Return the lost nodes of the whole cluster, which a new pod of the job must avoid.
 
-        What an earlier operator process knew is in the annotations of the job's pods, and holds until
-        this process has seen the node's lease change.
+        The job's own pods are not enough: the pod that ran on a lost node may be deleted by now. Lost
+        nodes that an earlier operator process recorded are in the annotations of the job's pods. They
+        count until this process has seen the node's lease change.
         """
         started = {(p.worker, p.birth_round) for p in pods if p.started}
         if started.issuperset(enumerate(job.status.members)):
-            return frozenset()  # no pod waits for a node: large clusters are not searched
+            return frozenset()  # every member has started, so the search of all leases is saved
         cache, threshold = self._cache, job.spec.suspect_after.total_seconds()
         lost = cache.leases.silent(threshold, self._clock.monotonic(), cache.lease_contact)
         avoided = {n for p in pods for n in p.avoided_nodes if cache.leases.is_undated(n)}
@@ -169,7 +180,7 @@ class Observer:
         return own if found is None else (*own, found)
 
     def _unreadable(self, job: JobView) -> tuple[Unreadable, ...]:
-        """What exists of this job's world and cannot be parsed."""
+        """Return the objects that exist, concern this job and cannot be parsed."""
         found = list(self._cache.unreadable_pods(job.namespace, job.uid))
         prefix = f"{job_prefix(job.name, job.uid)}-"
         found.extend(
@@ -191,7 +202,7 @@ class Observer:
 
 
 def store_config(record: StoreRecord) -> StoreConfig:
-    """What a sidecar is told of a store; the CRD has checked the endpoint."""
+    """Return the store's configuration as sidecars receive it. The CRD has validated the endpoint."""
     s3, features = record.store.spec.s3, record.store.status.features
     url = urlsplit(s3.endpoint)
     return StoreConfig(

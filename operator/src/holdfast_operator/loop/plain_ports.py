@@ -1,8 +1,8 @@
 """The operator's two ports without TLS: /metrics for Prometheus, /healthz and /readyz for the kubelet.
 
-Every pod of the cluster may be able to reach them. A port has few places for connections: a new one
-displaces the oldest of the address that holds most, and none costs a thread. Decides nothing about
-jobs.
+Every pod of the cluster may be able to reach them, so the number of connections is limited: a new
+connection at the limit closes the oldest one of the address that has most. No connection uses a thread
+of its own.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from holdfast_operator.base import logs
 from holdfast_operator.base.metrics import Metrics
 
 SILENT_WATCH_SECONDS = 180.0
-"""Each watch gets bookmarks and ends by itself within this time: a longer silence of one means that
-the operator does not see what happens."""
+"""Silence of one watch after which /readyz fails. The API server sends each watch a bookmark about once
+a minute, so a longer silence means that the operator does not see changes in the cluster."""
 PLACES = Places(strangers=32, strangers_per_address=16)
 _IDLE_SECONDS = 5.0
 _RENDERED_SECONDS = 0.2
-"""How long one rendering of /metrics is used again, because the number of requests has no limit."""
+"""Seconds for which one rendering of /metrics is reused. The rate of requests is not limited."""
 
 
 class PlainPorts:
-    """`start`, then `metrics_port` and `health_port`, then `close`."""
+    """The two listening ports. `metrics_port` and `health_port` are valid between start and close."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PlainPorts:
         self.health_port = 0
 
     async def start(self, host: str, metrics_port: int, health_port: int) -> None:
-        """Raises OSError where a port is taken."""
+        """Listen on both ports; port 0 lets the system choose. Raises OSError if a port is in use."""
         metrics = web.Application(client_max_size=1024)
         metrics.router.add_get("/metrics", self._serve_metrics)
         health = web.Application(client_max_size=1024)
@@ -68,7 +68,7 @@ class PlainPorts:
         self.health_port = await self._ports["health"].start(health, host, health_port)
 
     def connections(self, port: str) -> int:
-        """That are open on the port `metrics` or `health`."""
+        """Return the number of open connections of the port `metrics` or `health`."""
         return self._ports[port].connections
 
     async def close(self) -> None:
@@ -85,8 +85,11 @@ class PlainPorts:
         )
 
     async def _ready(self, request: web.Request) -> web.Response:
-        """Not ready while the operator does not see the cluster. It goes on with what it knows, and
-        the kubelet must not restart it because an API server is silent: /healthz stays 200."""
+        """Answer 503 while a watch is not in sync or has been silent for too long.
+
+        /healthz answers 200 all the same: the operator continues with the copies it has, and the kubelet
+        must not restart it because an API server is silent.
+        """
         age = self._watch_age_seconds()
         if age is None:
             return web.Response(status=503, text="the watches are not in sync yet\n")
@@ -96,5 +99,5 @@ class PlainPorts:
 
 
 async def _alive(request: web.Request) -> web.Response:
-    """The event loop runs."""
+    """Answer 200, which shows that the event loop runs."""
     return web.Response(text="ok\n")

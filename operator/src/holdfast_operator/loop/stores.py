@@ -1,4 +1,4 @@
-"""Keeps each CheckpointStore's condition true: starts probe pods, reads their last words, removes them.
+"""Keeps each CheckpointStore's condition up to date: creates probe pods, reads their results, deletes them.
 
 The operator holds no store keys: the pod mounts the Secret in the store's own namespace.
 """
@@ -32,6 +32,8 @@ LOOK_AGAIN_SECONDS = 2.0
 
 
 class Stores:
+    """Reconciler of CheckpointStores."""
+
     def __init__(
         self,
         cluster: Cluster,
@@ -46,14 +48,22 @@ class Stores:
         self._sidecar = sidecar
         self._clock = clock
         self._first_seen: dict[str, float] = {}
-        """Monotonic, by pod uid."""
+        """Monotonic seconds at which this process first saw a probe pod, by uid."""
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        """One pass; returns after how many seconds the next one is due without an event.
-        Raises ApiError and ConflictError."""
+        """Run one pass over the store.
+
+        Returns:
+            Seconds after which the next pass is due without an event, or None if no pass is due.
+
+        Raises:
+            ApiError: A request failed.
+            ConflictError: The store changed since it was read.
+        """
         store = self._cache.store(namespace, name)
         if store is None:
-            return None  # gone: its probes are garbage-collected; or it cannot be read: they stay
+            # A deleted store's probe pods are garbage-collected; those of an unreadable store stay.
+            return None
         pods = self._cache.probe_pods(store)
         if self._cache.unreadable_pods(namespace, store.uid):
             return LOOK_AGAIN_SECONDS

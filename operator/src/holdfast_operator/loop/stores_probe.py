@@ -1,6 +1,6 @@
-"""What to do about one CheckpointStore: when to probe it, with which pod, and what its end means.
+"""Pure rules for the probe of a CheckpointStore: when it is due, its pod, and the meaning of its result.
 
-Pure: no clock, no I/O. The controller in stores.py gathers, asks here, and acts.
+This module uses neither clock nor I/O. stores.py gathers the inputs and carries the results out.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from holdfast_operator.render.pod import HOLDFAST_GROUP, SidecarSettings
 from holdfast_operator.watch.records import ProbePod, StoreRecord
 
 STUCK_SECONDS = 20.0
-"""A pod whose Secret is missing waits in ContainerCreating and says so only in Events."""
+"""Age from which a probe pod that has not started counts as failed. A pod whose Secret is missing stays in
+ContainerCreating, and only its Events name the reason."""
 LIMIT_SECONDS = 120
-"""activeDeadlineSeconds of the pod: image pull and probe."""
+"""activeDeadlineSeconds of the pod, for image pull and probe together."""
 AGAIN_SOONEST = timedelta(seconds=2)
 AGAIN_LATEST = timedelta(minutes=2)
-"""Between two probes of an unavailable store. In between they wait as long as it has been unavailable
-until now, so that each wait is about twice the last: a Secret or the namespace's service account often
-comes a moment after the store, and a store that is down for a night is not worth a pod a second."""
+"""Shortest and longest time between two probes of an unavailable store. Between these limits the wait
+equals the time for which the store had been unavailable at the last probe, so each wait is about twice the
+one before. The first probes come soon because a Secret or the namespace's service account is often created
+just after the store; later ones are rare so that a long outage costs few pods."""
 
 SECRET_NOT_FOUND = "SecretNotFound"
 PROBE_FAILED = "ProbeFailed"
@@ -44,9 +46,13 @@ class ProbeResult:
 
 
 def probe_due(store: StoreRecord, newest_job_start: datetime | None, now: datetime) -> bool:
-    """At creation, on a change, while unavailable now and then, and when a job starts using it.
+    """Return whether the store must be probed now.
 
-    `newest_job_start`: creation of the newest job that uses the store and has not begun.
+    A probe is due after creation or a change of the spec, when a new job uses the store, and from time to
+    time (AGAIN_SOONEST, AGAIN_LATEST) while the store is not available.
+
+    Args:
+        newest_job_start: Creation of the newest job that uses the store and has no round yet.
     """
     status = store.store.status
     if store.last_probe is None or status.observed_generation != store.generation:
@@ -57,7 +63,7 @@ def probe_due(store: StoreRecord, newest_job_start: datetime | None, now: dateti
 
 
 def next_look_seconds(store: StoreRecord, now: datetime) -> float | None:
-    """When an unavailable store is due; None: an event will say."""
+    """Return the seconds until the next probe is due, or None if only an event can make one due."""
     if store.last_probe is None or store.available is True:
         return None
     return max(1.0, (store.last_probe + _again(store) - now).total_seconds())
@@ -70,7 +76,10 @@ def _again(store: StoreRecord) -> timedelta:
 
 
 def probe_name(store: StoreRecord) -> str:
-    """The same until a probe has ended: two operators meet at one pod."""
+    """Return the name of the probe's pod.
+
+    The name changes only when a probe has ended, so that two operators create the same pod.
+    """
     seed = f"{store.uid} {store.generation} {store.store.status.last_probe}"
     digest = hashlib.blake2b(seed.encode(), digest_size=5).hexdigest()
     return f"{PROBE_PREFIX}{store.name[:40].rstrip('-.')}-{digest}"
@@ -79,7 +88,10 @@ def probe_name(store: StoreRecord) -> str:
 def render_probe(
     store: StoreRecord, config: StoreConfig, sidecar: SidecarSettings
 ) -> dict[str, Any]:
-    """A pod of the sidecar image that holds the keys for one run; fits the restricted profile."""
+    """Return the probe's pod, which runs the sidecar image once with the store's keys mounted.
+
+    The pod complies with the Pod Security profile `restricted`.
+    """
     s3 = store.store.spec.s3
     sources: list[dict[str, Any]] = [{"secret": {"name": s3.credentials_secret_ref.name}}]
     if s3.ca_secret_ref is not None:
@@ -149,7 +161,11 @@ def render_probe(
 
 
 def result_of(store: StoreRecord, pod: ProbePod, age_seconds: float) -> ProbeResult | None:
-    """What the pod's state means; None: it is still under way."""
+    """Return the result that the pod's state means, or None while the probe is under way.
+
+    Args:
+        age_seconds: Time since this operator process first saw the pod.
+    """
     if pod.phase in ("Succeeded", "Failed"):
         return parse_message(pod.message or "")
     if age_seconds > LIMIT_SECONDS + 30:
@@ -172,7 +188,10 @@ def result_of(store: StoreRecord, pod: ProbePod, age_seconds: float) -> ProbeRes
 
 
 def parse_message(text: str) -> ProbeResult:
-    """The JSON that the probe left as its last words; bounded by Kubernetes to 4 KiB."""
+    """Parse the probe's termination message, which is JSON. Kubernetes limits it to 4 KiB.
+
+    Any other text is the message of a failed probe.
+    """
     try:
         data = json.loads(text)
         available = data["available"]
@@ -194,7 +213,7 @@ def parse_message(text: str) -> ProbeResult:
 
 
 def store_status(store: StoreRecord, result: ProbeResult, now: datetime) -> dict[str, Any]:
-    """Merge patch of `.status`."""
+    """Return the merge patch of `.status` for this result."""
     changed = store.available is not result.available
     old = next(
         (c for c in store.store.status.conditions if c.type == StoreCondition.AVAILABLE), None

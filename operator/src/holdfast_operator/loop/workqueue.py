@@ -1,7 +1,7 @@
-"""Keys to work on: each at most once in the queue, never by two workers at the same time.
+"""A work queue of keys. A key is queued at most once, and only one worker handles it at a time.
 
-An event is only a key. A key that is added while it is being worked on is worked on again after.
-A handler that raises gets its key back after a growing, jittered delay. Knows nothing of Kubernetes.
+A key that is added while a worker handles it is queued again afterwards. If the handler raises, the key
+is retried after a growing, jittered delay. The queue does not depend on Kubernetes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_RETRY_SECONDS = 15.0
 
 
 class WorkQueue(Generic[K]):
-    """Bounded by the number of distinct keys."""
+    """Work queue whose size is bounded by the number of distinct keys."""
 
     def __init__(
         self, clock: Clock, on_error: Callable[[K, Exception], None], jitter: random.Random
@@ -37,11 +37,11 @@ class WorkQueue(Generic[K]):
 
     @property
     def depth(self) -> int:
-        """Keys that wait for a worker."""
+        """Number of keys that wait for a worker. Delayed keys do not count."""
         return self._ready.qsize()
 
     def add(self, key: K) -> None:
-        """Work on it as soon as a worker is free. Call from the loop's thread."""
+        """Queue the key for the next free worker. Call from the event loop's thread only."""
         if key in self._active:
             self._again.add(key)
         elif key not in self._waiting:
@@ -49,7 +49,7 @@ class WorkQueue(Generic[K]):
             self._ready.put_nowait(key)
 
     def add_after(self, key: K, seconds: float) -> None:
-        """Add it later; of several delays of one key the earliest counts."""
+        """Add the key after a delay. Of several delays of one key, only the earliest is kept."""
         if seconds <= 0:
             self.add(key)
             return
@@ -62,14 +62,14 @@ class WorkQueue(Generic[K]):
         self._delayed[key] = (due, asyncio.create_task(self._delay(key, seconds)))
 
     def forget(self, key: K) -> None:
-        """The object is gone: no delay, no memory of failures."""
+        """Drop the key's delay and its count of failures, because its object is gone."""
         self._failures.pop(key, None)
         known = self._delayed.pop(key, None)
         if known is not None:
             known[1].cancel()
 
     async def run(self, workers: int, handle: Callable[[K], Awaitable[None]]) -> None:
-        """Work until cancelled. `handle` may raise: its key comes back later."""
+        """Run `workers` workers until cancelled. A key whose `handle` raises is retried later."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
@@ -85,7 +85,7 @@ class WorkQueue(Generic[K]):
             try:
                 await handle(key)
                 self._failures.pop(key, None)
-            except Exception as error:  # noqa: BLE001 - one bad job must not stop the others
+            except Exception as error:  # noqa: BLE001 - an error of one key must not stop the worker
                 self._on_error(key, error)
                 self.add_after(key, self._retry_delay(key))
             finally:
@@ -97,7 +97,7 @@ class WorkQueue(Generic[K]):
         self._active.add(key)
         known = self._delayed.pop(key, None)
         if known is not None:
-            known[1].cancel()  # the pass that begins now says anew when it wants to be called
+            known[1].cancel()  # the pass that begins now sets its own delay
         return key
 
     def _done(self, key: K) -> None:

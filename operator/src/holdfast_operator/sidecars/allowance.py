@@ -1,4 +1,4 @@
-"""How often something may happen: a burst at once, and a steady rate after it. Pure."""
+"""A rate limit that allows a burst and then a steady rate. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Allowance:
-    """`burst` uses at once; each comes back after `seconds_each`."""
+    """Rate limit: `burst` uses without a wait, and one more every `seconds_each` seconds."""
 
     burst: int
     seconds_each: float
     used_until: float = 0.0
-    """Monotonic: when all that was used has come back."""
+    """Monotonic time at which the whole burst is available again."""
 
     def wait_seconds(self, now: float) -> float:
-        """Use one. Returns how long to wait before."""
+        """Take one use and return the seconds that the caller must wait before it."""
         self.used_until = max(self.used_until, now) + self.seconds_each
         return max(0.0, self.used_until - now - self.burst * self.seconds_each)

@@ -1,11 +1,10 @@
-"""Which call to a sidecar goes next: limits in all, for each job, and for pods that do not answer.
+"""Limits on concurrent calls to sidecars: in total, for each job, and for pods that do not answer.
 
-1. Pods that answered the last call, pods of which little is known, and pods that are silent for some
-   calls have slots of their own: thousands of silent pods cannot take the slots of a job that is well,
-   nor those of a pod that failed once because the operator itself was slow.
-2. Within one kind, recoveries (SEAL, ROUND) go before all else, and jobs take turns, each with a
-   limited number of calls at once: one large or hostile job delays another by one call at most.
-Decides nothing about jobs.
+1. Pods that answered the last call, pods of unknown state, and pods that did not answer several calls have
+   separate slots. Thousands of silent pods cannot take the slots of a healthy job, nor those of a pod that
+   failed once because the operator itself was slow.
+2. Within each of these kinds, calls of a recovery (SEAL, ROUND) go first, and jobs take turns, each with a
+   limited number of concurrent calls. One large or hostile job delays another by one call at most.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from holdfast_core.ids import JobUid
 
 
 class Standing(Enum):
-    """What is known of the pod that is to be called."""
+    """Whether the pod to call has answered lately."""
 
     ANSWERS = "answers"
     UNKNOWN = "unknown"
@@ -31,19 +30,20 @@ class Standing(Enum):
 SLOTS: Mapping[Standing, int] = MappingProxyType(
     {Standing.ANSWERS: 128, Standing.UNKNOWN: 256, Standing.SILENT: 64}
 )
-"""Calls at once; each is one connection, and a silent pod holds its own for seconds."""
+"""Concurrent calls of each kind. Each is one connection, and a silent pod occupies it for seconds."""
 JOB_SHARE = 8
-"""No job has more than this part of the slots of a kind."""
+"""Divisor: one job holds at most a JOB_SHARE-th of the slots of a kind, and at least one."""
 
 
 class CallSlots:
-    """`async with slots.hold(...)` around each call."""
+    """Owner of all call slots. Wrap each call in `async with slots.hold(...)`."""
 
     def __init__(self, slots: Mapping[Standing, int] = SLOTS) -> None:
         self._kinds = {standing: _Kind(count) for standing, count in slots.items()}
 
     @asynccontextmanager
     async def hold(self, job: JobUid, standing: Standing, *, urgent: bool) -> AsyncIterator[None]:
+        """Wait for a slot and hold it. Urgent calls go before all others of the same standing."""
         kind = self._kinds[standing]
         await kind.acquire(job, urgent)
         try:
@@ -60,7 +60,7 @@ class _Kind:
         self._per_job = max(1, count // JOB_SHARE)
         self._held: dict[JobUid, int] = {}
         self._waiting: tuple[_Turns, _Turns] = ({}, {})
-        """Urgent calls, then the others."""
+        """Waiting calls: the urgent ones, then the others."""
 
     async def acquire(self, job: JobUid, urgent: bool) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -71,7 +71,7 @@ class _Kind:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release(job)  # it was given a slot in the very moment of its cancellation
+                self.release(job)  # the slot was assigned just before the cancellation arrived
             raise
 
     def release(self, job: JobUid) -> None:
@@ -92,7 +92,10 @@ class _Kind:
             future.set_result(None)
 
     def _next(self, turns: _Turns) -> tuple[JobUid, asyncio.Future[None]] | None:
-        """The next call of the first job in turn that may have another one; the job goes last."""
+        """Remove and return the next call of the first job in turn that is below its limit.
+
+        The job then moves to the end of the turns.
+        """
         for job in list(turns):
             if self._held.get(job, 0) >= self._per_job:
                 continue
@@ -107,4 +110,4 @@ class _Kind:
 
 
 _Turns = dict[JobUid, deque[asyncio.Future[None]]]
-"""Calls that wait, by job, in the order in which the jobs have their turns."""
+"""Waiting calls by job, in the order of the jobs' turns."""

@@ -1,12 +1,11 @@
-"""All calls to sidecars, as background tasks whose results wait in a cache for the next pass.
+"""All calls to sidecars. They run as background tasks and leave their results for the next pass.
 
-1. A pass asks for a call; if the same is under way, or the sidecar has just failed, nothing happens:
-   the pass asks again when it is repeated. No pass ever waits for the network of a dead pod.
-2. A reply becomes part of the pod's SidecarView, and the job's key is put on the queue.
-3. Two failures in a row make a sidecar unreachable; any answer, also a refusal, makes it reachable.
-4. One long poll a job follows the coordinator's state, `since` the version that is durably acted on.
-   Whatever an answer does to it, the poll goes on: an unexpected error is logged once and counted.
-Decides nothing.
+1. A pass requests a call. If the same call is under way, or the sidecar has just failed, the request is
+   dropped, and the next pass requests the call again. No pass waits for a dead pod.
+2. A reply becomes part of the pod's SidecarView, and a changed view adds the job's key to the queue.
+3. A sidecar is unreachable after two failures in a row. Any answer, including a refusal, makes it reachable.
+4. One long poll per job reads the coordinator's state. Its `since` is the version up to which everything is
+   durable in the API. An unexpected error does not end the poll; it is logged once and counted.
 """
 
 from __future__ import annotations
@@ -51,44 +50,50 @@ from holdfast_operator.sidecars.client import (
 T = TypeVar("T")
 
 UNREACHABLE_AFTER = 2
+"""Failures in a row after which a sidecar counts as unreachable."""
 SAID_SECONDS = 60.0
-"""The least time between two lines about one pod that answers and falls silent again and again."""
+"""Shortest time between two log lines about one pod that alternates between answers and silence."""
 MAX_WORDS = 300
-"""Characters of one log line that repeats what a sidecar said."""
+"""Longest log line, in characters, that repeats text of a sidecar."""
 SILENT_AFTER = 3
-"""Failures in a row; from then on the calls to a pod share the few slots of silent ones."""
+"""Failures in a row after which calls to a pod use the few slots of silent pods (Standing.SILENT)."""
 STARTING_SECONDS = 15.0
-"""A sidecar that never answered may still be starting: its silence is not worth a line before."""
+"""Silence of a sidecar that never answered after which it is logged. It may still be starting before."""
 FIRST_BACKOFF_SECONDS = 0.25
 MAX_BACKOFF_SECONDS = 1.0
-"""In the first minute of a silence; afterwards the pause grows with it up to LONG_BACKOFF_SECONDS."""
+"""Longest pause in the first minute of a silence. It then grows with the silence, to LONG_BACKOFF_SECONDS."""
 LONG_BACKOFF_SECONDS = 10.0
 PROBE_SECONDS = 2.0
-"""Between calls to a sidecar that is unknown, silent or on a silent node."""
+"""Time between inventory calls to a sidecar that is not known to be reachable or is on a suspect node."""
 KNOWLEDGE_SECONDS = 1800.0
-"""A sidecar that nobody called for so long is asked for its inventory."""
+"""Time without any call after which a reachable sidecar is asked for its inventory."""
 POLL_AGAIN_SECONDS = 0.2
+"""Longest wait of the long poll for the pass that acts on the state just received."""
 POLL_BURST = 20
 POLL_SECONDS_EACH = 0.25
-"""Each answer to a poll may be a pass over the job: a coordinator that has news all the time must
-not take the operator from other jobs."""
+"""Seconds per poll after a burst of POLL_BURST. Each answer may cause a pass over the job, so a coordinator
+whose state changes all the time must not take the operator's time from other jobs."""
 POLL_SECONDS_PER_ENTRY = 200e-6
-"""Parsing and comparing an entry of the state costs about 10 us: a coordinator that answers at once
-each time gets a twentieth of one processor, whatever it sends."""
+"""Pause after a poll for each entry of the state. Parsing and comparing an entry costs about 10 us, so a
+coordinator that always answers immediately uses at most a twentieth of one processor."""
 RENEW_AGAIN = timedelta(minutes=1)
-"""A sidecar that took a new leaf and shows an expired one is silent, not renewed with each call."""
+"""Shortest time between two renewals that an expired leaf causes. A sidecar that accepted a new leaf and
+still shows an expired one counts as failed until then."""
 ASK_AGAIN_SECONDS = 1.0
 URGENT = frozenset({"seal", "round"})
-"""Calls that a recovery waits for."""
+"""Names of calls that a recovery waits for. They go before all other calls (call_slots)."""
 
 
 class Identity(Protocol):
-    """What the operator shows to sidecars, and new leaves for them (certificates.Certificates)."""
+    """Source of the operator's client certificates and of new leaves for sidecars.
+
+    certificates.Certificates implements it.
+    """
 
     async def client(self, job_uid: JobUid) -> SSLContext: ...
 
     async def renewal_client(self, job_uid: JobUid) -> SSLContext:
-        """Accepts a leaf outside of its validity period: to send a new one."""
+        """Return a context that accepts an expired server leaf. Use it only to send a new leaf."""
         ...
 
     async def renewed(self, job_uid: JobUid, pod: str) -> Certificate: ...
@@ -96,48 +101,60 @@ class Identity(Protocol):
 
 @dataclass(slots=True)
 class _Pod:
-    """What is known of one pod's sidecar."""
+    """State of the calls to one pod's sidecar. Times are monotonic unless stated otherwise."""
 
     view: SidecarView
     target: Target
     answered: bool = False
-    """Ever, while this operator runs."""
+    """Whether the sidecar has answered this operator process at least once."""
     heard_at: float | None = None
-    """When it last answered. Not in `view`, whose changes ask for a pass."""
+    """When it last answered. This is not in `view`, because a changed view requests a pass."""
     failures: int = 0
+    """Failures in a row."""
     failing_since: float | None = None
+    """When the first of these failures was recorded."""
     said_at: float | None = None
-    """When a line about its silence was logged last."""
+    """When its silence was last logged."""
     not_before: float = 0.0
-    """Monotonic: no call before, because the last one failed."""
+    """Earliest time of the next call, set by the back-off after a failure."""
     called_at: float | None = None
+    """When the last call got its slot. None makes an inventory call due."""
     leaf_from: datetime | None = None
-    """When the leaf that it shows was issued (UTC)."""
+    """When the leaf that it shows was issued (UTC). None where this process has not renewed it."""
     renewing: asyncio.Lock = field(default_factory=asyncio.Lock)
     under_way: set[str] = field(default_factory=set)
     starts: tuple[bool, int] = (False, 0)
-    """Started, and container restarts: a change is worth a call at once."""
+    """Whether the sidecar has started, and its restart count. A change ends the back-off."""
 
 
 @dataclass(slots=True)
 class _Job:
+    """State of the calls to one job's sidecars."""
+
     key: Key
     uid: JobUid
     pods: dict[str, _Pod] = field(default_factory=dict)
+    """By uid of the pod."""
     round: RestartRound | None = None
     coordinator: Target | None = None
     coordinator_pod: str | None = None
+    """Identity of the polled sidecar: uid, IP and restarts of its pod, and the round."""
     poll: asyncio.Task[None] | None = None
     state: CoordinatorState | None = None
     since: int = 0
+    """Version of the coordinator's state up to which everything is durable in the API. A failed poll and a
+    new coordinator reset it to 0, so that the next poll returns the state without waiting for a change."""
     acted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when `since` grows."""
     pruned: dict[str, PruneReply] = field(default_factory=dict)
+    """Replies to prunes that no pass has read yet, by name of the Checkpoint."""
     asks: set[str] = field(default_factory=set)
+    """Names of the requests that are being sent."""
     polls: Allowance = field(default_factory=lambda: Allowance(POLL_BURST, POLL_SECONDS_EACH))
 
 
 class Sidecars:
-    """By job uid; `follow` says which pods there are, before each pass."""
+    """Calls to the sidecars of all jobs, by job uid. Call `follow` before each pass over a job."""
 
     def __init__(
         self,
@@ -174,7 +191,7 @@ class Sidecars:
         )
 
     def coordinator_state(self, uid: JobUid) -> CoordinatorState | None:
-        """The newest reply of the coordinator that is followed now."""
+        """Return the newest state that a coordinator sent, or None. Its round may be an older one."""
         job = self._jobs.get(uid)
         return None if job is None else job.state
 
@@ -191,10 +208,15 @@ class Sidecars:
         *,
         ranks: int,
     ) -> None:
-        """The pods of now, the worker that coordinates, and the nodes whose leases are late.
+        """Update the job's pods and start the calls that no decision requests.
 
-        `coordinator` None: there is no state to follow. Starts the calls that nobody decides on:
-        first contact, re-checks of the silent, renewal of leaves.
+        These calls are the first inventory, repeated inventories of silent sidecars, and renewals of leaves.
+
+        Args:
+            pods: The job's current pods. Those without an address are ignored.
+            coordinator: Worker whose sidecar is polled for its state; None to poll none.
+            suspects: Names of nodes whose sidecars are called although they answered lately.
+            ranks: Number of ranks of the job, which bounds the size of replies.
         """
         job = self._jobs.setdefault(uid, _Job(key, uid))
         job.round = round_
@@ -212,12 +234,13 @@ class Sidecars:
             starts = (pod.sidecar_started, pod.sidecar_restarts)
             if job.pods[pod_uid].starts != starts:
                 if starts[1] != job.pods[pod_uid].starts[1]:
-                    job.pods[pod_uid].leaf_from = None  # it shows the leaf of its Secret again
+                    # A restarted sidecar shows the leaf of its Secret again.
+                    job.pods[pod_uid].leaf_from = None
                 job.pods[pod_uid].starts = starts
                 job.pods[pod_uid].not_before = 0.0
         self._follow_coordinator(job, present, coordinator)
         for pod_uid, pod in present.items():
-            # Of a silent node a pod on its way out is asked, too: nobody else tells whether it is gone.
+            # On a suspect node, terminating pods are called as well: its kubelet may not report their end.
             if pod.alive or pod.node in suspects:
                 self._look_after(job, job.pods[pod_uid], pod, suspects)
 
@@ -227,7 +250,7 @@ class Sidecars:
             job.poll.cancel()
 
     def acted_on(self, uid: JobUid, version: int | None) -> None:
-        """Everything up to this version of the coordinator's state is durable in the API."""
+        """Record that everything up to this version of the coordinator's state is durable in the API."""
         job = self._jobs.get(uid)
         if job is not None and version is not None and version > job.since:
             job.since = version
@@ -236,6 +259,8 @@ class Sidecars:
     # ------------------------------------------------------------------ what a pass asks for
 
     def seal(self, uid: JobUid, pod_uid: str, round_: RestartRound) -> None:
+        """Start a SEAL of the pod's sidecar, unless one is under way or its back-off has not ended."""
+
         async def call(context: SSLContext, pod: _Pod) -> None:
             inventory = await self._client.seal(context, pod.target, Seal(round_))
             inventory = self._shared(uid, inventory)
@@ -245,6 +270,13 @@ class Sidecars:
         self._start(uid, pod_uid, "seal", call)
 
     def send_round(self, uid: JobUid, pod_uid: str, message: Round, sidecar_restarts: int) -> None:
+        """Start a ROUND to the pod's sidecar, unless one is under way or its back-off has not ended.
+
+        Args:
+            sidecar_restarts: Restart count of the container, recorded with the acknowledgement. A restarted
+                sidecar needs ROUND again.
+        """
+
         async def call(context: SSLContext, pod: _Pod) -> None:
             inventory = await self._client.round(context, pod.target, message)
             inventory = self._shared(uid, inventory)
@@ -260,7 +292,11 @@ class Sidecars:
         self._start(uid, pod_uid, "round", call)
 
     def ask(self, uid: JobUid, pod: str, path: str, message: Ask) -> None:
-        """Repeated until the sidecar takes it, refuses it for good, or the round is another."""
+        """Send a request to a pod's sidecar in the background.
+
+        It is repeated until the sidecar accepts it or refuses it with another code than BUSY, until the
+        pod is gone, or until another round begins.
+        """
         job = self._jobs.get(uid)
         name = f"{path} {message.token} {message.round}"
         if job is None or name in job.asks:
@@ -269,7 +305,14 @@ class Sidecars:
         self._spawn(self._ask(job, pod, path, message, name))
 
     def prune(self, uid: JobUid, pod: str, name: str, message: Prune) -> PruneReply:
-        """The reply of an earlier call for this Checkpoint, or an empty one: it was started."""
+        """Return the reply of an earlier call for this Checkpoint, or start a call.
+
+        Args:
+            name: Name of the Checkpoint.
+
+        Returns:
+            The reply, once; an empty one while no call has ended.
+        """
         job = self._jobs.get(uid)
         if job is None:
             return PruneReply(())
@@ -306,8 +349,11 @@ class Sidecars:
         pod.view = replace(pod.view, inventory=inventory)
 
     def _shared(self, uid: JobUid, inventory: Inventory) -> Inventory:
-        """The inventory with the manifests that other pods listed before: each worker lists all of
-        them, and a copy for each worker would take memory by the square of the gang."""
+        """Return the inventory with manifests replaced by equal objects that other pods listed before.
+
+        Each worker lists the manifests of the whole gang, so separate copies would take memory that grows
+        with the square of the gang.
+        """
         job = self._jobs.get(uid)
         views = () if job is None else (p.view.inventory for p in job.pods.values())
         known = {_identity(m): m for i in views if i is not None for m in i.manifests}
@@ -323,7 +369,7 @@ class Sidecars:
         self._start(uid, known.view.pod_uid, "certificate", call)
 
     async def _send_leaf(self, uid: JobUid, pod: _Pod) -> None:
-        """Give the sidecar a new leaf, whatever the age of the one that it shows."""
+        """Send the sidecar a new leaf. Its present leaf may be expired."""
         context = await self._identity.renewal_client(uid)
         message = await self._identity.renewed(uid, pod.target.pod)
         issued = self._clock.utc_now()
@@ -332,16 +378,19 @@ class Sidecars:
         logs.info("certificate renewed", pod=pod.target.pod)
 
     async def _call(self, uid: JobUid, pod: _Pod, call: Callable[[SSLContext], Awaitable[T]]) -> T:
-        """Call a sidecar; one whose leaf has expired gets a new one first and is called again. That
-        it was not renewed in time is the operator's doing, so it is no failure of the pod."""
+        """Call a sidecar. If its leaf has expired, send a new one and repeat the call.
+
+        The operator is responsible for renewing leaves in time, so an expired one is not a failure of the
+        pod.
+        """
         leaf_from = pod.leaf_from
         try:
             return await call(await self._identity.client(uid))
         except LeafOutOfTimeError:
             if leaf_from is not None and abs(self._clock.utc_now() - leaf_from) < RENEW_AGAIN:
-                raise  # it took a new leaf, and does not show it
+                raise  # the sidecar accepted a new leaf but does not show it
             async with pod.renewing:
-                if pod.leaf_from == leaf_from:  # no other call has renewed it meanwhile
+                if pod.leaf_from == leaf_from:  # no other call has renewed the leaf meanwhile
                     await self._send_leaf(uid, pod)
         return await call(await self._identity.client(uid))
 
@@ -373,7 +422,7 @@ class Sidecars:
             await self._attempt(job, pod, name, call)
             if pod.view != before or name.startswith("prune "):
                 self._enqueue(job.key)
-        except Exception as error:  # noqa: BLE001 - the next pass tries it again
+        except Exception as error:  # noqa: BLE001 - the next pass repeats the call
             self._unexpected(f"{name} to the sidecar of pod {pod.target.pod}", error)
             self._hold_off(pod)
         finally:
@@ -396,12 +445,16 @@ class Sidecars:
             self._failed(pod, error)
         except FormatError as error:
             self._failed(pod, error)
-        except HoldfastError as error:  # the authority cannot be read: no fault of the pod
+        except HoldfastError as error:  # the authority cannot be read; not a failure of the pod
             self._said.warning(f"identity {job.uid}", f"no certificate to call with: {error}")
             self._hold_off(pod)
 
     async def _refused(self, job: _Job, pod: _Pod, name: str, refusal: SidecarRefused) -> None:
-        """An answer all the same; where it knows of a newer round, what it holds is asked for."""
+        """Record a refusal, which counts as an answer.
+
+        A refusal of STALE_ROUND sets the round for which the sidecar is sealed. After a refused ROUND, the
+        sidecar's inventory is read.
+        """
         self._alive(pod)
         refused = refusal.refused
         self._say_refusal(f"{pod.target.pod} {name}", f"{name} by {pod.target.pod}", refusal)
@@ -411,7 +464,7 @@ class Sidecars:
             pod.view = replace(pod.view, sealed_round=RestartRound(newest))
         if name == "round":
             self._hold_off(pod)
-            pod.called_at = None  # not newer, not sealed...: learn its round and version first
+            pod.called_at = None  # before the next ROUND its round and version must be read
             await self._learn(job, pod)
 
     async def _learn(self, job: _Job, pod: _Pod) -> None:
@@ -423,12 +476,12 @@ class Sidecars:
             self._failed(pod, error)
 
     def _say_refusal(self, subject: str, what: str, refusal: SidecarRefused) -> None:
-        """Once for each code: the words are the sidecar's, and may differ each time."""
+        """Log the refusal once for each code. The sidecar's text may differ each time."""
         if self._said.is_new(subject, refusal.code):
             logs.info(f"refused: {what}: {refusal}"[:MAX_WORDS])
 
     def _unexpected(self, what: str, error: Exception) -> None:
-        """A defect of the operator that an answer brought out: it must end no task for good."""
+        """Count and log an error that only a defect of the operator causes. The caller continues."""
         self._count_error("sidecars")
         if self._said.is_new(f"unexpected {what}", type(error).__name__):
             logs.failure(f"{what} ended with an unexpected error", error)
@@ -488,7 +541,7 @@ class Sidecars:
                 except HoldfastError as error:
                     words = f"{path} is tried again: {error}"
                     self._said.info(f"{job.uid} {name}", words[:MAX_WORDS])
-                except Exception as error:  # noqa: BLE001 - it is tried again
+                except Exception as error:  # noqa: BLE001 - the loop repeats the call
                     self._unexpected(f"{path} to the sidecar of pod {pod}", error)
                 await self._clock.sleep(ASK_AGAIN_SECONDS)
         finally:
@@ -522,7 +575,11 @@ class Sidecars:
             job.poll = asyncio.create_task(self._poll(job, pod.uid))
 
     async def _poll(self, job: _Job, pod_uid: str) -> None:
-        """Until cancelled by the next coordinator or round."""
+        """Poll the coordinator's state until cancelled or the pod is gone.
+
+        _follow_coordinator cancels the poll when the coordinator, its address, its restarts or the round
+        change.
+        """
         failures = 0
         while True:
             pod = job.pods.get(pod_uid)
@@ -530,7 +587,7 @@ class Sidecars:
                 return
             try:
                 answered = await self._poll_once(job, pod)
-            except Exception as error:  # noqa: BLE001 - without its poll a job is blind for ever
+            except Exception as error:  # noqa: BLE001 - a job without its poll makes no progress
                 self._unexpected(f"the poll of coordinator {pod.target.pod}", error)
                 answered = False
             if answered:
@@ -544,7 +601,7 @@ class Sidecars:
             )
 
     async def _poll_once(self, job: _Job, pod: _Pod) -> bool:
-        """True where there is a state, and it was acted on or had its time to be."""
+        """Poll once. If a state was received, store it, wait for its pass, and return True."""
         job.acted.clear()
         try:
             state = await self._call(
@@ -574,8 +631,11 @@ class Sidecars:
         return True
 
     async def _until_acted(self, job: _Job, version: int) -> None:
-        """Let the pass act on what was just delivered: the next poll says so by `since`. A state
-        that is not acted on yet would be answered at once again, so polls keep a distance."""
+        """Wait until a pass has acted on this version, at most POLL_AGAIN_SECONDS.
+
+        The next poll then sends the version as `since`. With an older `since` the sidecar would answer
+        immediately with the same state.
+        """
         try:
             async with asyncio.timeout(POLL_AGAIN_SECONDS):
                 while job.since < version:
@@ -586,7 +646,12 @@ class Sidecars:
 
 
 def back_off_seconds(failures: int, silent_seconds: float) -> float:
-    """The pause after so many failures in a row, the first of them so long ago."""
+    """Return the pause before the next call.
+
+    Args:
+        failures: Failures in a row.
+        silent_seconds: Time since the first of them.
+    """
     longest = min(max(MAX_BACKOFF_SECONDS, silent_seconds / 60), LONG_BACKOFF_SECONDS)
     return float(min(FIRST_BACKOFF_SECONDS * 2.0 ** min(max(failures - 1, 0), 8), longest))
 

@@ -1,15 +1,16 @@
-"""A certificate authority for each job, and the leaves that its pods and this operator show.
+"""One certificate authority per job, and the leaf certificates that its pods and the operator present.
 
-1. The authority's key lies in a Secret of the operator's own namespace, never in a tenant's.
-2. The pods that are born in a round find their leaves in one immutable Secret of the job's namespace.
-3. A leaf lives LEAF_LIFE; at two thirds of it the operator sends a new one to the sidecar. A sidecar
-   that shows a leaf outside of its validity period gets a new one as well: the operator may have been
-   away for any time. For that call alone the period is not verified; chain and name always are.
-4. An authority does not expire: its life is that of its job. One is created only when the leaves of a
-   round are issued, and only for a job that the API server has before and after it: a call that comes
-   late for a job that was deleted creates none. `sweep` deletes what an operator left that died in
-   between.
-The operator's own leaf for a job lives in memory. Keys are never logged.
+1. The authority's private key is in a Secret of the operator's own namespace, never in a tenant's.
+2. The pods that are created in one round read their leaves from one immutable Secret in the job's namespace.
+3. A leaf is valid for LEAF_LIFE. After two thirds of that time the operator sends the sidecar a new one. It
+   also sends one to a sidecar whose leaf is outside of its validity period, because the operator may have
+   been down for any time. Only that call ignores the validity period; chain and name are always verified.
+4. An authority does not expire; it exists as long as its job. It is created only when the leaves of a round
+   are issued, and only if the API server has the job both before and after the creation, so that a late call
+   for a deleted job leaves none behind. `sweep` deletes the authorities that remain where an operator died
+   between these steps.
+
+The operator's own leaf for a job is kept in memory only. Keys are never logged.
 """
 
 from __future__ import annotations
@@ -40,18 +41,19 @@ from holdfast_operator.render.names import certificate_items
 
 LEAF_LIFE = timedelta(hours=24)
 RENEW_AT = 2 / 3
+"""Share of LEAF_LIFE after which a leaf is renewed."""
 CA_NOT_BEFORE = datetime(2000, 1, 1, tzinfo=UTC)
 CA_NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-"""No well-defined expiration date (RFC 5280, 4.1.2.5). An authority that expired, or that was made by
-a clock that was ahead, would lock the operator out of a job that runs."""
+"""The value for "no well-defined expiration date" (RFC 5280, 4.1.2.5). An expired authority, or one that a
+fast clock made valid in the future, would lock the operator out of a running job."""
 _BACKDATE = timedelta(minutes=5)
-"""Nodes whose clocks are a little behind must accept a fresh leaf."""
+"""A new leaf is valid from this long before its creation, so that nodes with slow clocks accept it."""
 _CA_LABEL = "holdfast.dev/certificate-authority"
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Certificate and private key, PEM."""
+    """Certificate and private key of a job's authority, as PEM."""
 
     certificate: str
     key: str = field(repr=False)
@@ -59,7 +61,7 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Certificate and private key, PEM."""
+    """Certificate and private key of a pod or of the operator, as PEM."""
 
     certificate: str
     key: str = field(repr=False)
@@ -85,7 +87,7 @@ def new_authority(job_uid: str) -> Authority:
 
 
 def new_leaf(authority: Authority, dns_name: str, now: datetime) -> Leaf:
-    """A leaf for one dNSName, good as client and as server."""
+    """Return a leaf for one dNSName, usable as client and as server. Raises HoldfastError."""
     issuer = x509.load_pem_x509_certificate(authority.certificate.encode())
     issuer_key = serialization.load_pem_private_key(authority.key.encode(), None)
     if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):
@@ -122,7 +124,7 @@ def new_leaf(authority: Authority, dns_name: str, now: datetime) -> Leaf:
 def secret_data(
     authority: Authority, job_uid: str, pods: Iterable[str], now: datetime
 ) -> dict[str, str]:
-    """Keys and texts of the Secret of a round: see render.names.certificate_items."""
+    """Return the data of a round's Secret, with the keys of render.names.certificate_items."""
     data: dict[str, str] = {}
     for pod in pods:
         leaf = new_leaf(authority, peer_dns_name(pod, job_uid), now)
@@ -132,8 +134,10 @@ def secret_data(
 
 
 def client_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
-    """TLS 1.3 with both sides authenticated by the job's authority alone. Refuses a leaf outside of
-    its validity period."""
+    """Return a TLS 1.3 context in which the job's authority alone authenticates both sides.
+
+    It refuses a leaf outside of its validity period.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=authority.certificate)
@@ -142,14 +146,14 @@ def client_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
 
 
 def renewal_context(authority: Authority, leaf: Leaf) -> ssl.SSLContext:
-    """As `client_context`, and accepts an expired leaf: only to send a new one."""
+    """Return a `client_context` that accepts an expired server leaf. Use it only to send a new leaf."""
     context = client_context(authority, leaf)
     ignore_validity_period(context)
     return context
 
 
 class JobGoneError(HoldfastError):
-    """The job that an authority was wanted for does not exist any more."""
+    """Error of a request for the authority of a job that does not exist any more."""
 
 
 def ca_secret_name(job_uid: str) -> str:
@@ -158,13 +162,17 @@ def ca_secret_name(job_uid: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Client:
+    """The operator's TLS contexts for one job, which share one leaf."""
+
     context: ssl.SSLContext
     renewal: ssl.SSLContext
+    """The context that accepts expired server leaves."""
     renew_at: datetime
+    """When both are replaced (UTC)."""
 
 
 class Certificates:
-    """Authorities by job, read from the operator's namespace or created there at first use."""
+    """Authorities by uid of the job, kept as Secrets in the operator's namespace."""
 
     def __init__(self, cluster: Cluster, namespace: str, clock: Clock) -> None:
         self._cluster = cluster
@@ -175,8 +183,10 @@ class Certificates:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def round_data(self, job: JobView, pods: Iterable[str]) -> dict[str, str]:
-        """Contents of the Secret with the leaves of these pods; the job's first one creates its
-        authority."""
+        """Return the data of the Secret with the leaves of these pods.
+
+        The first call for a job creates its authority. Raises JobGoneError, ApiError or HoldfastError.
+        """
         async with self._lock(job.uid):
             authority = await self._known(job.uid)
             if authority is None:
@@ -186,7 +196,7 @@ class Certificates:
         return await asyncio.to_thread(secret_data, authority, job.uid, tuple(pods), now)
 
     async def renewed(self, job_uid: JobUid, pod: str) -> Certificate:
-        """A new leaf for a pod, as the sidecar takes it."""
+        """Return the message with a new leaf for a pod's sidecar. Raises HoldfastError."""
         authority = await self._authority(job_uid)
         leaf = await asyncio.to_thread(
             new_leaf, authority, peer_dns_name(pod, job_uid), self._clock.utc_now()
@@ -194,11 +204,11 @@ class Certificates:
         return Certificate(leaf.certificate, leaf.key)
 
     async def client(self, job_uid: JobUid) -> ssl.SSLContext:
-        """What the operator shows to the job's sidecars; another object after each renewal."""
+        """Return the TLS context for calls to the job's sidecars. A renewal replaces the object."""
         return (await self._client(job_uid)).context
 
     async def renewal_client(self, job_uid: JobUid) -> ssl.SSLContext:
-        """As `client`, for a sidecar whose leaf may have expired: only to send it a new one."""
+        """Return the TLS context for sending a new leaf to a sidecar whose leaf may have expired."""
         return (await self._client(job_uid)).renewal
 
     async def _client(self, job_uid: JobUid) -> _Client:
@@ -217,7 +227,7 @@ class Certificates:
         return client
 
     async def forget(self, job_uid: JobUid) -> None:
-        """The job is gone: its authority goes too. Raises ApiError."""
+        """Delete the authority of a job that is gone. Raises ApiError."""
         async with self._lock(job_uid):
             await self._cluster.delete_secret(self._namespace, ca_secret_name(job_uid))
             self._authorities.pop(job_uid, None)
@@ -225,10 +235,17 @@ class Certificates:
         self._locks.pop(job_uid, None)
 
     async def sweep(self, living: Set[str]) -> None:
-        """Delete authorities of jobs that vanished while no operator ran, or while one was being
-        created. What is known to live is spared; the others are looked for on the server first, as
-        this operator's watch may be behind. One that cannot be looked for does not keep the others.
-        Raises ApiError."""
+        """Delete the authorities of jobs that were deleted while no operator ran, or during a creation.
+
+        A job that is not in `living` is first looked up on the API server, because the operator's watch may
+        be late. An error for one job does not stop the sweep of the others.
+
+        Args:
+            living: Uids of jobs that are known to exist.
+
+        Raises:
+            ApiError: The LIST failed, or the last error of a single job, raised after all others.
+        """
         failed: ApiError | None = None
         found = await self._cluster.secret_labels(self._namespace, f"{_CA_LABEL}=true")
         for name, marks in found.items():
@@ -246,7 +263,7 @@ class Certificates:
             raise failed
 
     async def _authority(self, job_uid: JobUid) -> Authority:
-        """Of a job whose pods were given leaves; creates none."""
+        """Return the existing authority of a job. Raises HoldfastError if there is none."""
         async with self._lock(job_uid):
             known = await self._known(job_uid)
         if known is None:
@@ -282,8 +299,11 @@ class Certificates:
         return Authority(data["ca.crt"], data["ca.key"])
 
     async def _create(self, job: JobView) -> Authority:
-        """Nothing but the job says when its authority may be deleted, so it must exist when the
-        Secret does: it is looked for afterwards as well, because it may go meanwhile."""
+        """Create the job's authority, if the job exists both before and after the creation.
+
+        The end of the job is what causes the deletion of its authority. A Secret that is created after the
+        end of its job would stay, so it is deleted again. Raises JobGoneError and ApiError.
+        """
         await self._require(job)
         authority = await self._create_secret(job)
         try:
@@ -315,7 +335,7 @@ class Certificates:
         created = await self._cluster.create_secret(self._namespace, name, data, metadata)
         if not created.existed:
             return fresh
-        found = await self._read(job.uid)  # another operator was faster: its authority counts
+        found = await self._read(job.uid)  # another operator created it first, so its key is used
         if found is None:
             raise HoldfastError(f"Secret {self._namespace}/{name} was there and is gone again")
         return found

@@ -1,6 +1,7 @@
-"""One call to one sidecar: HTTPS with both sides authenticated, explicit time-outs, strict replies.
+"""Client for single calls to a sidecar: mutual TLS, explicit time-outs, strictly parsed replies.
 
-Connects by pod IP and verifies the pod's name in the certificate. Remembers nothing.
+The client connects to the pod's IP and verifies the pod's name in the certificate. It keeps no state
+between calls.
 """
 
 from __future__ import annotations
@@ -35,19 +36,21 @@ R = TypeVar("R")
 
 CONNECT_SECONDS = 2.0
 HANDSHAKE_SECONDS = 3.0
-"""Of TCP and TLS together: a pod that accepts and says nothing must not hold its slot for longer."""
+"""Limit for TCP and TLS together. A pod that accepts the connection and sends nothing must not hold its
+call slot for longer."""
 CALL_SECONDS = 5.0
 SEAL_SECONDS = 8.0
-"""A seal waits for the ranks to end (5 s at most) and for full slots to reach the disk."""
+"""Time-out of a seal, which waits for the ranks to end (5 s at most) and for full slots to reach the disk."""
 PRUNE_SECONDS = 60.0
-"""It lists and deletes in the object store."""
+"""Time-out of a prune, which lists and deletes objects in the object store."""
 POLL_SECONDS = 25
+"""Time after which a sidecar answers a long poll without a change."""
 INLINE_BYTES = 32 << 10
-"""A larger reply is parsed in a thread: the loop serves all jobs."""
+"""Larger replies are parsed in a thread, because the event loop serves all jobs."""
 
 
 class SidecarRefused(Exception):
-    """The sidecar answered, and will not do it."""
+    """Error of a call that the sidecar answered with a refusal."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(f"{refused.code}: {refused.message}")
@@ -59,36 +62,42 @@ class SidecarRefused(Exception):
 
 
 class LeafOutOfTimeError(UnavailableError):
-    """The sidecar shows a leaf outside of its validity period: it needs a new one."""
+    """Error of a call to a sidecar whose certificate is outside of its validity period."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom to call."""
+    """Address and identity of the sidecar to call."""
 
     job_uid: str
     pod: str
     address: str
     """Pod IP."""
     ranks: int
-    """Number of ranks of the job, which bounds the size of the answers of its sidecars."""
+    """Number of ranks of the job, which bounds the size of its sidecars' replies."""
 
 
 class SidecarClient:
-    """Open between `start` and `close`. Calls raise UnavailableError (no answer), LeafOutOfTimeError
-    (its certificate has expired), FormatError (an answer that is none) or SidecarRefused."""
+    """Client for the control ports of sidecars. It is usable between `start` and `close`.
+
+    Raises:
+        UnavailableError: The sidecar did not answer, or its error reply is malformed.
+        LeafOutOfTimeError: The sidecar's certificate is outside of its validity period.
+        FormatError: A reply with status 200 is malformed, or any reply is too large.
+        SidecarRefused: The sidecar refused the request.
+    """
 
     def __init__(self, port: int = CONTROL_PORT) -> None:
         self._port = port
         self._session: aiohttp.ClientSession | None = None
-        # One large reply at a time: what is read and parsed at once bounds memory and time.
+        # Large replies are parsed one at a time, which bounds memory and processor time.
         self._large = asyncio.Lock()
 
     async def start(self) -> None:
-        # One connection a call: a pooled one to a pod that died costs the whole time-out, and the
-        # pool does not know which certificate a connection was verified for.
+        # One connection per call: a pooled connection to a dead pod would cost the whole time-out, and
+        # the pool does not record for which certificate a connection was verified.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        # No sidecar compresses: a small body must not grow in memory.
+        # Sidecars do not compress. Without decompression a small body cannot grow in memory.
         self._session = aiohttp.ClientSession(
             connector=connector, trust_env=False, auto_decompress=False
         )
@@ -118,7 +127,7 @@ class SidecarClient:
         return await self._call(context, target, "GET", "/v1/inventory", None, Inventory)
 
     async def state(self, context: ssl.SSLContext, target: Target, since: int) -> CoordinatorState:
-        """Answers when the version is above `since`, at the latest after POLL_SECONDS."""
+        """Return the coordinator's state when its version is above `since`, or after POLL_SECONDS."""
         path = f"/v1/state?since={since}&timeout={POLL_SECONDS}"
         return await self._call(
             context, target, "GET", path, None, CoordinatorState, POLL_SECONDS + CALL_SECONDS
@@ -165,7 +174,7 @@ class SidecarClient:
                 data = await _bounded(response, reply_limit_bytes(kind, target.ranks))
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            # aiohttp's own words for a failed connect show the TLS context's address in memory.
+            # aiohttp's message for a failed connect contains the TLS context's address in memory.
             cause = getattr(error, "os_error", None) or error
             words = str(cause) or type(cause).__name__
             raise _unavailable(error)(

@@ -1,6 +1,7 @@
-"""The reflectors of everything that the operator watches, and the look-ups that a pass needs.
+"""The reflectors of all objects that the operator watches, and the look-ups that a pass needs.
 
-Reads only: what is here is as new as the newest event. A change becomes a key for the work queue.
+The cache only reads from the API and is as new as the newest event. Each change adds the keys of the
+affected jobs and stores to the work queue.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ LEASES_PATH = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
 
 class ClusterCache:
-    """Open `run` as a task; look things up once `wait_synced` has returned."""
+    """Copies of all watched objects.
+
+    Start `run` as a task. Look-ups are valid when `wait_synced` has returned.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class ClusterCache:
         self._written: dict[JobUid, str] = {}
         self._pods = PodCache()
         self._unreadable: dict[tuple[str, str, str], Unreadable] = {}
-        """Objects of our own kinds, by kind, namespace and name."""
+        """Objects of our own kinds that cannot be parsed, by kind, namespace and name."""
         self._checkpoints: dict[tuple[str, str], CheckpointView] = {}
         self._checkpoints_of: dict[tuple[str, str], dict[str, CheckpointView]] = {}
         self._stores: dict[tuple[str, str], StoreRecord] = {}
@@ -115,6 +119,7 @@ class ClusterCache:
                 group.create_task(reflector.run())
 
     async def wait_synced(self) -> None:
+        """Wait until each reflector has completed its first LIST."""
         for reflector in self.reflectors:
             await reflector.synced.wait()
 
@@ -127,16 +132,16 @@ class ClusterCache:
         return tuple(self._jobs.values())
 
     def job_uids(self) -> set[JobUid]:
-        """Of all jobs that exist, also of those that cannot be read."""
+        """Return the uids of all jobs that exist, including those that cannot be parsed."""
         hidden = {JobUid(u.uid) for u in self._unreadable.values() if u.kind == TrainingJob.KIND}
         return hidden | {j.uid for j in self._jobs.values()}
 
     def unreadable(self, kind: str, namespace: str, name: str) -> Unreadable | None:
-        """An object of our own kinds that exists and cannot be parsed."""
+        """Return the object of one of our own kinds if it exists and cannot be parsed."""
         return self._unreadable.get((kind, namespace, name))
 
     def unreadable_objects(self) -> tuple[Unreadable, ...]:
-        """Of our own kinds, and pods of jobs and stores."""
+        """Return all objects of our own kinds, and pods of jobs and stores, that cannot be parsed."""
         return (*self._unreadable.values(), *self._pods.all_unreadable())
 
     def unreadable_checkpoints(self, namespace: str) -> tuple[Unreadable, ...]:
@@ -147,14 +152,14 @@ class ClusterCache:
         )
 
     def pods(self, job: JobView) -> tuple[PodView, ...]:
-        """The workers of this very job: in its namespace, and controlled by it."""
+        """Return the worker pods whose controller is this job by uid, not another one of its name."""
         return self._pods.workers(job.namespace, job.uid)
 
     def unreadable_pods(self, namespace: str, owner_uid: str) -> tuple[Unreadable, ...]:
         return self._pods.unreadable(namespace, owner_uid)
 
     def foreign_pods(self) -> int:
-        """Pods with our label that are not ours."""
+        """Return the number of pods that carry our label but are no workers or probes."""
         return self._pods.foreign_count()
 
     def jobs_on_node(self, node: str) -> set[Key]:
@@ -180,24 +185,24 @@ class ClusterCache:
         )
 
     def probe_pods(self, store: StoreRecord) -> tuple[ProbePod, ...]:
-        """The probes of this very store; those of a store that was deleted go with it."""
+        """Return the probe pods whose controller is this store by uid."""
         return self._pods.probes(store.namespace, store.uid)
 
     def node(self, name: str) -> NodeView | None:
         return self._nodes.get(name)
 
     def node_is_there(self, name: str) -> bool:
-        """Its object exists, readable or not."""
+        """Return whether a Node object of this name exists, whether or not it can be parsed."""
         return name in self._nodes or name in self._hidden_nodes
 
     @property
     def node_contact(self) -> float | None:
-        """When the watch of nodes last delivered anything; monotonic seconds."""
+        """Monotonic time at which the watch of nodes last delivered anything."""
         return self._node_watch.last_contact
 
     @property
     def lease_contact(self) -> float | None:
-        """When the watch of node leases last delivered anything; monotonic seconds."""
+        """Monotonic time at which the watch of node leases last delivered anything."""
         return self._lease_watch.last_contact
 
     # ------------------------------------------------------------------ our own writes
@@ -243,7 +248,7 @@ class ClusterCache:
     def _enqueue_stores_of(
         self, old: JobView | Unreadable | None, new: JobView | Unreadable | None
     ) -> None:
-        """A store is probed when a job begins to use it."""
+        """Queue the store of a job that appeared or was deleted: a new job makes a probe due."""
         stores = {
             (j.namespace, j.spec.store)
             for j in (old, new)
@@ -301,7 +306,7 @@ class ClusterCache:
                 self._enqueue(job_key(subject.namespace, wanted))
 
     def _drop_checkpoint(self, item: CheckpointRecordItem) -> None:
-        """Unless an object that was created again has the name already."""
+        """Remove the Checkpoint, unless its name already belongs to a newer object."""
         view = item.view
         known = self._checkpoints.get((item.namespace, view.name))
         if known is None or known.uid != view.uid:
@@ -331,7 +336,7 @@ class ClusterCache:
     def _node(self, old: NodeView | Unreadable | None, new: NodeView | Unreadable | None) -> None:
         if isinstance(new, Unreadable):
             self._hidden_nodes.add(new.name)
-            return  # it exists: what was known of it stays
+            return  # the node exists, so its last parsed record is kept
         self._hidden_nodes.discard(new.name if new is not None else old.name if old else "")
         before = self._nodes.get(new.name if new is not None else old.name if old else "")
         if new is not None:
@@ -357,7 +362,7 @@ class ClusterCache:
             self.leases.forget(old.node if isinstance(old, Lease) else old.name)
 
     def _note_unreadable(self, old: object, new: object) -> None:
-        """What turned readable, or went, is no longer noted; what turned unreadable is."""
+        """Remove an object that can be parsed now or was deleted; add one that cannot be parsed."""
         if isinstance(old, Unreadable):
             key = (old.kind, old.namespace, old.name)
             if key in self._unreadable and self._unreadable[key].uid == old.uid:
@@ -367,6 +372,6 @@ class ClusterCache:
 
     @staticmethod
     def _is_known(index: Mapping[tuple[str, str], _NamedT], item: _NamedT) -> bool:
-        """Whether the name still means this object, and not one that was created again."""
+        """Return whether the index holds this object, and not a newer one of the same name."""
         known = index.get((item.namespace, item.name))
         return known is not None and known.uid == item.uid

@@ -1,7 +1,8 @@
-"""Our own writes that the reflectors have not shown yet: a pass on older reads would repeat them.
+"""The operator's own writes that the reflectors have not delivered yet.
 
-Names are deterministic, so a repeated create would only meet itself; waiting spares the API the
-calls and the status a conflict. An expectation that is never met expires: the next pass finds out.
+A pass on older reads would repeat these writes. Repeating is harmless, because names are deterministic and
+status writes are compare-and-swap, but waiting saves the calls and the conflicts. An expectation that is
+never met expires, and the next pass acts on what the reflectors show.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ EXPIRE_SECONDS = 5.0
 
 
 class Expectations:
-    """Times are monotonic seconds."""
+    """Open expectations by owner. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._open: dict[str, dict[str, float]] = {}
 
     def expect(self, owner: str, token: str, now: float) -> None:
-        """`owner`: uid of the job; `token`: what the reflector will report, see `met`."""
+        """Record a write of ours.
+
+        Args:
+            owner: Uid of the job.
+            token: Result of `created`, `deleted` or `written`; the cache passes the same one to `met`.
+        """
         self._open.setdefault(owner, {})[token] = now + EXPIRE_SECONDS
 
     def met(self, owner: str, token: str) -> None:
@@ -27,7 +33,7 @@ class Expectations:
                 del self._open[owner]
 
     def wait_seconds(self, owner: str, now: float) -> float | None:
-        """Until the last of them expires; None: nothing is expected."""
+        """Return the seconds until the last open expectation expires, or None if there is none."""
         tokens = self._open.get(owner)
         if tokens is None:
             return None
@@ -55,7 +61,10 @@ def written(resource_version: str) -> str:
 
 
 def is_at_least(seen: str, expected: str) -> bool:
-    """resourceVersions of one collection: numbers where both are; else only equality is known."""
+    """Return whether one resourceVersion is equal to or newer than another of the same collection.
+
+    They are compared as numbers where both are numbers; otherwise only equality counts.
+    """
     if seen.isdecimal() and expected.isdecimal():
         return int(seen) >= int(expected)
     return seen == expected

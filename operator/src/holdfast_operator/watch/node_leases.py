@@ -1,13 +1,15 @@
-"""Which nodes are silent, by our own monotonic clock: the lease did not change although we watched.
+"""Find silent nodes: their leases did not change although the operator watched them.
 
-1. A lease is stale when its renewTime has not changed for the threshold.
-2. That counts only if the copy is known to be newer than the moment when it became stale: the watch
-   delivered something since, or a direct GET found the same renewTime.
-3. A Node object that is not there, although a pod is bound to it, is stale from the moment at which we
-   miss it; what proves it is the watch of nodes. The lease goes with the object, so that nothing would
-   ever turn stale otherwise.
-4. Whether the node is lost is decided with the sidecars' silence; this module knows leases only.
-Other machines' clocks are compared for equality, never for order.
+1. A lease is stale when its renewTime has not changed for the threshold, measured by this process's
+   monotonic clock.
+2. A stale lease makes its node silent only if the operator's copy is newer than the moment at which the
+   lease became stale: the watch has delivered something since, or a direct GET found the same renewTime.
+3. A node to which a pod is bound, but whose Node object does not exist, is stale from the moment at which
+   that is first seen; the watch of nodes confirms it. The lease is deleted together with the Node object,
+   so the lease alone would never become stale.
+4. `decide` combines this with the silence of the sidecars to decide whether a node is lost.
+
+Time stamps of other machines are compared for equality, never for order (R30).
 """
 
 from __future__ import annotations
@@ -15,40 +17,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_MISSING = 4096
-"""Names of nodes that are remembered as missing: more than pods are ever bound to at a time."""
+"""Limit of the record of missing nodes, more than pods are bound to at a time. A full record is cleared."""
 
 
 @dataclass(slots=True)
 class _Seen:
     renewed: str
+    """renewTime, compared for equality only."""
     changed_at: float
+    """When renewTime was last seen to change, or first seen."""
     confirmed_at: float
+    """When renewTime was last read."""
     first_value: bool
-    """It has not changed since this process saw it first, which says nothing about the node."""
+    """Whether renewTime is the first one that this process saw, so that the lease may be of any age."""
 
 
 class NodeLeases:
-    """Times are monotonic seconds. After a restart of the operator every timer starts again."""
+    """Node leases and missing nodes, by name of the node.
+
+    Times are monotonic seconds. After a restart of the operator every timer starts again.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
         self._missing: dict[str, float] = {}
 
     def miss(self, node: str, at: float) -> None:
-        """A pod is bound to this node, and there is no Node object of that name."""
+        """Record that a pod is bound to this node and that its Node object does not exist."""
         if len(self._missing) >= MAX_MISSING:
             self._missing.clear()
         self._missing.setdefault(node, at)
 
     def found(self, node: str) -> None:
-        """The Node object is there."""
+        """Record that the Node object exists."""
         self._missing.pop(node, None)
 
     def is_missing(self, node: str) -> bool:
         return node in self._missing
 
     def observe(self, node: str, renewed: str, at: float) -> None:
-        """The reflector, or a direct GET, saw this renewTime."""
+        """Record a renewTime that the reflector or a direct GET read."""
         known = self._seen.get(node)
         if known is None or known.renewed != renewed:
             self._seen[node] = _Seen(renewed, at, at, known is None)
@@ -59,32 +67,40 @@ class NodeLeases:
         self._seen.pop(node, None)
 
     def changed_at(self, node: str) -> float | None:
-        """When the lease was last seen to change; None for a node without a lease."""
+        """Return when the lease was last seen to change, or None for a node without a lease."""
         known = self._seen.get(node)
         return None if known is None else known.changed_at
 
     def stale_seconds(self, node: str, now: float) -> float | None:
-        """For how long nothing changed; None for a node without a lease."""
+        """Return for how long the lease did not change or the node was missing; None without a lease."""
         if node in self._missing:
             return now - self._missing[node]
         known = self._seen.get(node)
         return None if known is None else now - known.changed_at
 
     def is_undated(self, node: str) -> bool:
-        """Whether there is a lease that this process has not seen change: it may be of any age."""
+        """Return whether the node has a lease that this process has never seen change."""
         known = self._seen.get(node)
         return known is not None and known.first_value
 
     def silent(self, threshold_seconds: float, now: float, contact: float | None) -> set[str]:
-        """Names of all nodes whose leases are silent, by the watch of leases."""
+        """Return the names of all nodes whose leases are silent.
+
+        Args:
+            contact: When the watch of leases last delivered anything.
+        """
         late = (n for n, s in self._seen.items() if now - s.changed_at >= threshold_seconds)
         return {n for n in late if self.is_silent(n, threshold_seconds, now, contact)}
 
     def is_silent(
         self, node: str, threshold_seconds: float, now: float, contact: float | None
     ) -> bool:
-        """`contact`: when the watch of leases last delivered anything, or the watch of nodes if the node
-        is missing."""
+        """Return whether the node is proven to be silent for the threshold.
+
+        Args:
+            contact: When the watch of leases last delivered anything; for a missing node, the watch of
+                nodes.
+        """
         if node in self._missing:
             due = self._missing[node] + threshold_seconds
             return now >= due and contact is not None and contact >= due
@@ -96,9 +112,9 @@ class NodeLeases:
     def needs_confirmation(
         self, node: str, threshold_seconds: float, now: float, contact: float | None
     ) -> bool:
-        """Stale for long enough, but nothing proves that it is not our own watch that is silent."""
+        """Return whether the lease is stale, but the silence may be that of the operator's own watch."""
         if node in self._missing:
-            return False  # the next bookmark of the watch of nodes proves it
+            return False  # the next bookmark of the watch of nodes confirms it
         known = self._seen.get(node)
         if known is None or now - known.changed_at < threshold_seconds:
             return False

@@ -1,7 +1,8 @@
-"""Pods by whose they are: workers by namespace and job uid, probes by namespace and store uid.
+"""Pods by their owner: workers by namespace and job uid, probes by namespace and store uid.
 
-A pod that carries our label without our owner reference is foreign: it stands in no look-up and wakes
-no key of the queue, so it can neither be counted, called nor deleted.
+A pod that carries our label but is not controlled by one of our objects, or does not have the name of a
+worker or probe, is foreign. No look-up returns it and it adds no key to the queue, so the operator
+cannot count it as a worker, call it or delete it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ V = TypeVar("V")
 
 
 class PodCache:
+    """Index of the pods that carry our label."""
+
     def __init__(self) -> None:
         self._workers: dict[tuple[str, JobUid], dict[str, WorkerPod]] = {}
         self._probes: dict[tuple[str, str], dict[str, ProbePod]] = {}
         self._unreadable: dict[tuple[str, str], dict[str, Unreadable]] = {}
-        """By namespace and uid of the controller."""
+        """Pods that cannot be parsed, by namespace and uid of the controller, then by uid."""
         self._foreign: dict[str, set[str]] = {}
-        """Uids by namespace."""
+        """Uids of foreign pods by namespace."""
 
     # ------------------------------------------------------------------ look-ups
 
@@ -82,7 +85,7 @@ class PodCache:
 
     def _add_foreign(self, pod: ForeignPod) -> None:
         pods = self._foreign.setdefault(pod.namespace, set())
-        if not pods:  # once a namespace: somebody who makes thousands of them must not fill the log
+        if not pods:  # one line per namespace, so that thousands of such pods cannot fill the log
             logs.warning(
                 f"pod {pod.namespace}/{pod.name} carries the label of Holdfast's pods, but not the "
                 f"controller and the name of one ({pod.whose}): it is ignored, as are all such pods of "
@@ -92,7 +95,7 @@ class PodCache:
 
 
 def key_of(item: Item) -> Key | None:
-    """What has to be looked at when this pod changes."""
+    """Return the key of the job or store that needs a pass when this pod changes."""
     match item:
         case WorkerPod():
             return job_key(item.namespace, item.job)

@@ -1,7 +1,7 @@
-"""What is kept of each object that the reflectors see: frozen records, compared by value.
+"""The records that the reflectors keep of each object: frozen, compared by value.
 
-An event that changes nothing in a record is no event. Parsing of our kinds and of pods is
-views'; this module adds what the caches look things up by.
+An event that leaves the record equal is ignored. watch.views parses our kinds and pods; this module adds
+the fields by which the caches look objects up.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ class CheckpointRecordItem:
 
 @dataclass(frozen=True, slots=True)
 class ManagedPod:
-    """A pod that carries our label: a WorkerPod, a ProbePod, or the ForeignPod that is neither."""
+    """A pod with our label: a WorkerPod, a ProbePod, or a ForeignPod."""
 
     namespace: str
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignPod(ManagedPod):
-    """Our label without our owner reference and name: it is never counted, called or deleted."""
+    """A pod with our label, but without the controller and name of a worker or probe.
+
+    It is never counted as a worker or probe, called or deleted.
+    """
 
     name: str
     uid: str
@@ -57,25 +60,27 @@ class WorkerPod(ManagedPod):
 
 @dataclass(frozen=True, slots=True)
 class ProbePod(ManagedPod):
-    """A store's probe: its end and its last words."""
+    """The pod of a store's probe, with its state and its result."""
 
     name: str
     uid: str
     store: str
-    """Name of its controller."""
+    """Name of the CheckpointStore that controls the pod."""
     store_uid: str
     phase: str
     terminating: bool
     waiting_reason: str | None
     waiting_message: str
     message: str | None
-    """Termination message; None while it has not ended."""
+    """Termination message; None while the pod has not ended."""
     unscheduled: str | None
-    """The scheduler's words; None where it found a node."""
+    """The scheduler's message where it found no node, else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRecord:
+    """A CheckpointStore, with its condition Available in parsed form."""
+
     namespace: str
     name: str
     uid: str
@@ -83,10 +88,11 @@ class StoreRecord:
     generation: int
     deleting: bool
     store: CheckpointStore
-    """As the API has it; observe and stores read spec, features and conditions."""
+    """The parsed object, of which `loop` reads spec, features and conditions."""
 
     @property
     def available(self) -> bool | None:
+        """Condition Available; None where it is missing or Unknown."""
         found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
         if found is None or found.status is ConditionStatus.UNKNOWN:
             return None
@@ -94,7 +100,7 @@ class StoreRecord:
 
     @property
     def since(self) -> datetime | None:
-        """When `available` last changed."""
+        """When condition Available last changed its status; None where it is missing."""
         found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
         return None if found is None else parse_stamp(found.last_transition_time)
 
@@ -116,9 +122,11 @@ class StoreRecord:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
+    """The lease of a node."""
+
     node: str
     renewed: str
-    """Compared for equality only: it is another machine's clock."""
+    """renewTime by the node's own clock, therefore compared for equality only."""
 
 
 def read_job(raw: Mapping[str, Any]) -> JobView:
@@ -144,7 +152,7 @@ def read_store(raw: Mapping[str, Any]) -> StoreRecord:
 
 
 def read_pod(raw: Mapping[str, Any]) -> ManagedPod:
-    """Whose a pod is follows from its controller and its name; labels only brought it here."""
+    """Classify a pod by its controller and its name. Labels only select which pods are watched."""
     meta = raw["metadata"]
     namespace = str(meta.get("namespace"))
     store = probed_store(raw)

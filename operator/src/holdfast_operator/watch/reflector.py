@@ -1,9 +1,11 @@
-"""LIST and WATCH one collection for ever, and keep a trimmed copy of it by uid.
+"""LIST and WATCH one collection for ever, and keep parsed records of its objects by uid.
 
-1. LIST in pages; what vanished while nobody watched is reported as deleted first.
-2. WATCH from there with bookmarks and a read time-out; a clean end watches again from the same place.
-3. Any fault: jittered back-off, then 1 again (2 after mere silence). It never exits.
-Objects are parsed on arrival: nothing else of them is kept. Decides nothing.
+1. LIST in pages. Objects that were deleted since the last copy are reported first.
+2. WATCH from the resourceVersion of the LIST, with bookmarks and a read time-out. When the server ends
+   the watch, a new one starts from the newest resourceVersion.
+3. After any error, wait for a jittered back-off and continue with 1, after a time-out with 2.
+
+Objects are parsed on arrival, and only the records are kept.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ GONE = 410
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What to watch."""
+    """A collection of the API to watch."""
 
     name: str
-    """For logs and metrics."""
+    """Name in logs and metrics."""
     path: str
     selector: str | None = None
     kind: str = "Object"
@@ -39,30 +41,36 @@ class Collection:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds; other values are for tests."""
+    """Time-outs and intervals in seconds; only tests use other values."""
 
     page: int = 500
+    """Objects in one page of a LIST."""
     list_seconds: float = 60.0
     watch_seconds: tuple[int, int] = (300, 600)
+    """Shortest and longest duration of one watch; each watch takes a random one between them."""
     silence_seconds: float = 75.0
-    """Bookmarks come about once a minute: longer silence means a dead connection."""
+    """Read time-out. Bookmarks arrive about once a minute, so longer silence means a dead connection."""
     first_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
     relist_seconds: float = 1800.0
+    """Mean time between two LISTs, jittered by a quarter."""
     short_watch_seconds: float = 1.0
+    """A watch that ends sooner is followed by a back-off."""
 
 
 class WatchGone(Exception):
-    """The resourceVersion is too old: LIST again."""
+    """Error of a resourceVersion that is too old, so that a new LIST is required."""
 
 
 class Reflector(Generic[T]):
-    """Items by uid. `on_change(old, new)` is called for each difference: old None for an add, new
-    None for a delete; never for an object that parses to an equal value.
+    """Copy of one collection: parsed items by uid.
 
-    `parse` returns None for an object that does not concern us. An object for which it raises exists
-    as an Unreadable: it is neither left out nor reported as deleted, and one object that cannot be
-    parsed does not stop the watch of all others.
+    Args:
+        parse: Turns an object into an item, or into None if the object is not relevant. If it raises, the
+            item is an Unreadable. Such an object is neither left out nor reported as deleted, and the
+            watch of the others continues.
+        on_change: Called as `on_change(old, new)` for each difference. `old` is None for a new object and
+            `new` is None for a deleted one. It is not called where old and new are equal.
     """
 
     def __init__(
@@ -87,7 +95,7 @@ class Reflector(Generic[T]):
         self._backoff = self._timings.first_backoff_seconds
         self.synced = asyncio.Event()
         self.last_contact: float | None = None
-        """Monotonic seconds of the newest event, bookmark or LIST: the copy is as new as this."""
+        """Monotonic time of the newest event, bookmark or LIST. The copy is at least as new as this."""
         self.errors = 0
         self.lists = 0
 
@@ -96,11 +104,11 @@ class Reflector(Generic[T]):
         return self._items
 
     async def relist(self) -> None:
-        """Bring the copy up to date with one LIST. Raises ApiError, WatchGone."""
+        """Update the copy by one LIST. Raises ApiError or WatchGone."""
         await self._list()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watch until cancelled. Errors are logged and retried."""
         while True:
             try:
                 if self._version is None or self._clock.monotonic() >= self._list_due:
@@ -108,13 +116,13 @@ class Reflector(Generic[T]):
                 begun = self._clock.monotonic()
                 await self._watch()
                 if self._clock.monotonic() - begun < self._timings.short_watch_seconds:
-                    await self._pause()  # a server that ends every watch at once
+                    await self._pause()  # the server may end every watch immediately
                 else:
                     self._well()
             except WatchGone:
                 self._version = None
                 await self._pause()
-            except Exception as error:  # noqa: BLE001 - whatever it is, watching must go on
+            except Exception as error:  # noqa: BLE001 - no error may end the watch
                 self.errors += 1
                 if not (isinstance(error, ApiError) and error.reason == "Timeout"):
                     self._version = None
@@ -219,7 +227,7 @@ class Reflector(Generic[T]):
         subject = f"{meta.get('namespace', '')}/{meta['name']}"
         try:
             item = self._parse(raw)
-        except Exception as error:  # noqa: BLE001 - any value may stand in an object of another release
+        except Exception as error:  # noqa: BLE001 - another release may have written any value
             found = unreadable(self.collection.kind, raw, error)
             self._said.warning(
                 subject, f"{found} cannot be read and is left alone: {found.problem}"

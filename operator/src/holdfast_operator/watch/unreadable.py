@@ -1,7 +1,7 @@
-"""Objects that exist and cannot be parsed: a third state beside "there" and "gone". Pure.
+"""Records of objects that exist and cannot be parsed. Pure.
 
-A newer release may have written a value that this one does not know (after a rollback). To take such
-an object for deleted would delete what belongs to it.
+After a rollback an object may hold a value that only a newer release can parse. Such an object must
+not count as deleted, because the operator would then delete what belongs to it (ADR 0039).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ MAX_PROBLEM_CHARACTERS = 500
 
 
 def unreadable(kind: str, raw: Mapping[str, Any], error: Exception) -> Unreadable:
+    """Return the record of an object whose parser raised `error`."""
     meta = raw["metadata"]
     marks = meta.get("labels")
     job = marks.get(labels.JOB_NAME) if isinstance(marks, Mapping) else None
@@ -35,7 +36,7 @@ def unreadable(kind: str, raw: Mapping[str, Any], error: Exception) -> Unreadabl
 
 
 def problem_of(error: Exception) -> str:
-    """The first field that could not be read, what was expected and what was found."""
+    """Describe the first field that could not be parsed: what was expected and what was found."""
     if not isinstance(error, ValidationError):
         return f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
     first, *others = error.errors(include_url=False)

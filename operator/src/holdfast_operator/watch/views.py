@@ -1,8 +1,9 @@
-"""From the API's JSON to views, and from a status back to JSON. Pure; here parsing ends.
+"""Convert the API's JSON to views, and a job's status back to JSON. Pure.
 
-Raises pydantic.ValidationError or ConfigError for an object that the CRD should have refused; the
-caller reports it on that object. Fields that a newer version added are ignored, and kept: a status
-write is a merge patch that names only what this version knows.
+Parsing raises pydantic.ValidationError, ConfigError or ValueError for an object that the CRD should have
+refused; the reflector then keeps it as an Unreadable. Fields that a newer version added are ignored when
+an object is read. A status write keeps them, because it is a merge patch with this version's fields only;
+lists are replaced as a whole.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _CONDITION_WORDS = {True: "True", False: "False", None: "Unknown"}
 
 
 def parse_stamp(text: str) -> datetime:
-    """RFC 3339 to an aware UTC datetime. Raises ConfigError."""
+    """Return an RFC 3339 time stamp as an aware datetime in UTC. Raises ConfigError."""
     try:
         moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError as error:
@@ -214,7 +215,7 @@ def status_view(status: TrainingJobStatus) -> JobStatusView:
 
 
 def status_to_dict(status: JobStatusView) -> dict[str, Any]:
-    """`.status` as a JSON merge patch: null removes a field, what is unset here is unset there."""
+    """Return the JSON merge patch of `.status`. A field that is None here is null, which removes it."""
     point, last, recovery, goodput = (
         status.restore_point,
         status.last_persisted,
@@ -322,7 +323,7 @@ def _lineage_dict(entry: LineageEntry) -> dict[str, Any]:
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    """A merge patch keeps nulls inside lists: there they must not be."""
+    """Remove None values, because a merge patch would keep nulls that are inside a list."""
     return {k: v for k, v in values.items() if v is not None}
 
 
@@ -366,10 +367,10 @@ def checkpoint_view(raw: Mapping[str, Any]) -> CheckpointView:
 
 
 def _never_started(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A container whose command cannot be started (an image without the launcher).
+    """Return reason and message of a container whose command cannot be started, else an empty mapping.
 
-    The kubelet alternates StartError, RunContainerError and CrashLoopBackOff for it, and counts
-    restarts: seen by those alone it would look like a trainer that crashes.
+    An image without the launcher is an example. The kubelet then alternates StartError, RunContainerError
+    and CrashLoopBackOff and counts restarts, which alone would look like a trainer that crashes.
     """
     state = trainer.get("state") or {}
     if state.get("running"):
@@ -381,7 +382,12 @@ def _never_started(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
-    """`identity` is what the pod's name and controller say; labels can be changed."""
+    """Return the view of a worker pod.
+
+    Args:
+        identity: Worker and birth round from the pod's name and controller. Labels are not used, because
+            they can be changed.
+    """
     meta = raw.get("metadata") or {}
     status = raw.get("status") or {}
     trainer = _container(status.get("containerStatuses"), TRAINER_CONTAINER)
@@ -420,7 +426,7 @@ def _container(statuses: Any, name: str) -> Mapping[str, Any]:
 
 
 def _finished_at(container: Mapping[str, Any]) -> datetime | None:
-    """The newest end of a container; None where it has not ended, or nothing says when."""
+    """Return when the container last ended, or None if it has not ended or the time is missing."""
     for key in ("state", "lastState"):
         ended = (container.get(key) or {}).get("terminated") or {}
         if ended.get("finishedAt"):
@@ -429,7 +435,10 @@ def _finished_at(container: Mapping[str, Any]) -> datetime | None:
 
 
 def _first_waiting(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The first container that waits for a reason worth telling, init containers first."""
+    """Return the waiting state of the first container that waits for another reason than a normal start.
+
+    Init containers come first. The mapping is empty if there is none.
+    """
     for key in ("initContainerStatuses", "containerStatuses"):
         for container in status.get(key) or []:
             waiting = (container.get("state") or {}).get("waiting") or {}
@@ -445,7 +454,7 @@ def _is_true(condition: Mapping[str, Any] | None) -> bool:
 def _words(
     status: Mapping[str, Any], trainer: Mapping[str, Any], conditions: Mapping[Any, Any]
 ) -> tuple[str | None, str]:
-    """Reason and message that say most about a pod that is not well."""
+    """Return the most specific reason and message of a pod that is not well, or (None, "")."""
     if status.get("reason"):
         return str(status["reason"]), str(status.get("message") or "")
     disruption = conditions.get("DisruptionTarget")
