@@ -43,7 +43,7 @@ def _targets(
     chosen: list[int] = []
     used = {domains[source]}
     for candidate in _candidates(order, domains, position, largest):
-        if domains[candidate] not in used:  # each copy in a domain of its own while there are enough
+        if domains[candidate] not in used:  # each copy in another domain, while there are any
             chosen.append(candidate)
             used.add(domains[candidate])
         if len(chosen) == copies:
