@@ -55,7 +55,8 @@ async def write_status(
 def with_known_details(new: JobStatusView, known: JobStatusView) -> JobStatusView:
     """Return `new` with the details of `known`, the status that the API server has.
 
-    A detail is a part on which no decision of a later pass depends. Messages of conditions become empty.
+    A detail is a part on which no decision of a later pass depends. The messages of all other conditions
+    become empty.
     """
     conditions = (
         (known.condition(c.type) if c.type in _DETAILS else _without_words(c))

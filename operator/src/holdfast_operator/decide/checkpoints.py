@@ -303,7 +303,8 @@ def may_prune(world: World) -> bool:
 def _deletes(world: World) -> list[Action]:
     """Return the actions for Checkpoints that a user has deleted and our finalizer keeps.
 
-    Their data is deleted if deletionPolicy demands it and they are neither pinned nor protected.
+    The data is deleted with the object if deletionPolicy demands it and the Checkpoint is not pinned. A
+    protected Checkpoint with such data waits.
     """
     actions: list[Action] = []
     for checkpoint in own_checkpoints(world):

@@ -9,7 +9,7 @@ The rules apply in this order, and the first that fits decides the pass:
  6. activeDeadlineSeconds has passed: the job fails.
  7. Failures: a new round (CAS 1), a wait, or the end of the job.
  8. Completion, or suspension after the gang has saved and stopped.
- 9. The round has no restore point: choose it (CAS 2), or wait for it with seals and pods.
+ 9. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
 10. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
 A pass that begins a round or chooses its restore point only emits Events besides. No pass writes the status
 more than once.
@@ -408,7 +408,7 @@ def _refused(world: World) -> Note | None:
 def _pod_trouble(world: World) -> Note | None:
     """Return why a pod is not created or does not start, or None.
 
-    The note contains the message of the kubelet or the scheduler.
+    The note contains the problem of the spec, or the message of the kubelet or the scheduler.
     """
     refused = acceptance.birth_problem(world)
     if refused is not None and any(member.pod is None for member in world.members):

@@ -168,7 +168,7 @@ def may_suspend_now(world: World) -> bool:
 
 
 def must_take_back(world: World) -> bool:
-    """Return whether a suspension must be withdrawn, because it would now lose a committed step.
+    """Return whether a suspension must be withdrawn, because it could now lose a committed step.
 
     That happens if the status says Suspended, no pod is deleted yet, and the gang has committed a step since:
     the operator was stopped in between, or the commit and the status write were concurrent.

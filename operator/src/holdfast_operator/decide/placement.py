@@ -1,9 +1,10 @@
 """Choose which worker keeps copies of which worker's shards. Pure: the result depends on the domains alone.
 
-The workers are sorted by topology domain and shifted by the size of the largest domain. So every copy is in
-another domain than its source, and each worker keeps the same number of copies. If one domain has more than
-half of the gang, no such shift exists. Then its members use the workers of other domains in turn, and workers
-of their own domain when there are no others: such a copy still survives the loss of the source's pod.
+The workers are sorted by topology domain. The first copy goes to the worker that follows by the size of the
+largest domain: it is in another domain, and each worker keeps one such copy. Further copies use more domains
+while there are any. If one domain has more than half of the gang, no such shift exists. Then its members use
+the workers of other domains in turn, and workers of their own domain if there are too few others: such a copy
+still survives the loss of the source's pod.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _targets(
     chosen: list[int] = []
     used = {domains[source]}
     for candidate in _candidates(order, domains, position, largest):
-        if domains[candidate] not in used:  # each copy in another domain, while there are any
+        if domains[candidate] not in used:  # each copy in a new domain, while there is one
             chosen.append(candidate)
             used.add(domains[candidate])
         if len(chosen) == copies:

@@ -28,12 +28,18 @@ def hanging(checkpoints: Iterable[CheckpointView]) -> tuple[CheckpointView, ...]
 
 
 def at_once(world: World, why: str) -> list[Action]:
-    """Release all of them, because no sidecar of this job will delete data any more."""
+    """Return actions that release all deleted Checkpoints under the job's name.
+
+    The caller has checked that no sidecar of the job will delete data any more.
+    """
     return _released(hanging(_of_name(world)), why)
 
 
 def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
-    """Release those that waited for RELEASE_SECONDS, and those of a former job of the same name."""
+    """Return actions that release deleted Checkpoints whose data will probably not be deleted.
+
+    They are those of this job that have waited for RELEASE_SECONDS, and all of a former job of its name.
+    """
     own = {c.uid for c in own_checkpoints(world)}
     known = hanging(_of_name(world))
     since = dict(memory.checkpoints_deleting)

@@ -1,8 +1,8 @@
 """The closed union of actions that a decision may contain. `apply` is their only interpreter.
 
-Every action is idempotent. A create succeeds if the object already exists, a delete succeeds if it is
-gone, and a status write carries the resourceVersion that the decision is based on. A decision contains
-at most one status write.
+Every action is idempotent. A create succeeds if the job's object already exists, a delete succeeds if the
+object is gone, and a status write carries the resourceVersion that the decision is based on. A decision
+contains at most one status write.
 """
 
 from __future__ import annotations
@@ -128,15 +128,18 @@ class AskSave:
     address: str
     round: RestartRound
     token: str
+    """Name of the Checkpoint object that requests the save. It identifies the request if it is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskStop:
     worker: Worker
+    """Worker whose sidecar is the coordinator."""
     pod: str
     address: str
     round: RestartRound
     token: str
+    """Identifies the request if it is repeated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -379,8 +379,8 @@ class NodeView:
     name: str
     ready: bool = True
     lost: bool = False
-    """Whether its lease did not change for suspect_after, as a watch that is known to work has shown. A node
-    without a Node object counts as lost in the same way."""
+    """Whether its lease did not change for suspect_after, while the watch of leases is known to work. A node
+    whose Node object is missing for as long counts as lost as well."""
     renewed_at: float | None = None
     """When this process last saw the lease change."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -476,7 +476,7 @@ class JobMemory:
     begins: RestartRound | None = None
     """Round that this process last decided to begin."""
     begins_at: float | None = None
-    """When it last decided so."""
+    """When this process took that decision."""
     begun_at: float | None = None
     """When this process decided to begin `round`. None: another process began it."""
     answering_since: float | None = None

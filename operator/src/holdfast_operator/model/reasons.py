@@ -78,7 +78,7 @@ class Reason(StrEnum):
     HOLDER_UNREACHABLE = "HolderUnreachable"
     """A lower step was chosen because a possible holder of the newest did not answer in time."""
     SHARDS_LOST = "ShardsLost"
-    """A lower step was chosen because all copies of a shard of the newest are gone."""
+    """A lower step, or none, was chosen because all copies of a shard of the newest step are gone."""
     RESTORE_POINT_REJECTED = "RestorePointRejected"
     """A lower step was chosen because ranks that restored the newest failed repeatedly."""
     RESTORE_POINT_CHOSEN = "RestorePointChosen"

@@ -59,8 +59,8 @@ class SidecarSettings:
     image: str
     pull_policy: str = "IfNotPresent"
     resources: Mapping[str, Any] = field(default_factory=_default_resources)
-    """Resources of the container. The default has no CPU limit, because throttling delays the durable write of
-    a step."""
+    """Resources of the container. The default has no CPU limit, because throttling would delay the durable
+    write of a step."""
     drain_command: tuple[str, ...] = ("holdfast-sidecar", "pre-stop")
     probe_command: tuple[str, ...] = ("holdfast-sidecar", "healthz")
     network: WorkerNetwork | None = None

@@ -1,5 +1,6 @@
-"""The headless Service of a gang. It gives users and frameworks stable DNS names, which Holdfast itself does
-not use.
+"""The headless Service of a gang.
+
+It gives users and frameworks stable DNS names. Holdfast itself does not use them.
 """
 
 from __future__ import annotations

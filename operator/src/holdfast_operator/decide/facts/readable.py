@@ -203,7 +203,7 @@ def _nothing_committed(world: World, answered: list[MemberState]) -> bool:
 
 
 def silent_may_go(world: World, without: Collection[Worker]) -> bool:
-    """Return whether the newest committed step is readable without these members, who do not answer.
+    """Return whether the newest committed step is readable without these members, which do not answer.
 
     Their pods run on healthy nodes. What they hold is readable again when the network recovers, so no part of
     it may be given up.
@@ -304,8 +304,8 @@ def _best(world: World, answered: list[MemberState]) -> CheckpointId | None:
 def _hold_nothing(world: World, without: Collection[Worker]) -> bool:
     """Return whether the pods of these members have never saved a checkpoint.
 
-    That is so for pods that never had an address, and, until the restore point is chosen, for pods that were
-    created in this round.
+    That is so if the job has never trained, for pods that never had an address, and, until the restore point
+    is chosen, for pods that were created in this round.
     """
     if never_trained(world):
         return True
@@ -333,10 +333,10 @@ def _survives_by_copies(world: World, without: Collection[Worker]) -> bool:
 
 
 def _untouched_since_chosen(world: World, answered: list[MemberState]) -> bool:
-    """Return whether this round has no commit yet and its restore point is readable from `answered`.
+    """Return whether this round has no commit yet, and its restore point is readable.
 
-    The coordinator must be among `answered`. Before a commit of this round no part of the restore point is
-    pruned.
+    The members in `answered` or the object store must hold the restore point. The coordinator must be among
+    `answered`. Before a commit of this round no part of the restore point is pruned.
     """
     state, coordinator = world.coordinator, world.coordinator_member()
     point = world.status.restore_point

@@ -24,7 +24,7 @@ MAX_ROUNDS_AHEAD = 10_000
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """One worker of the current round: its birth round, its pod and its sidecar, where known."""
+    """Worker of the current round, with its birth round, its pod and its sidecar. None: there is none."""
 
     worker: Worker
     birth_round: RestartRound
@@ -99,10 +99,10 @@ class World:
         return frozenset(present | (gone & self.observed.memory.unstarted))
 
     def awaits_start(self, member: MemberState) -> bool:
-        """Return whether no container of this member's pod has run in its birth round, the current round.
+        """Return whether the member's pod belongs to the current round and has not started.
 
-        Such a pod has no address, so no ROUND message can have named it. It can be created again in the same
-        round under the same name.
+        Such a pod may not exist yet. It has no address, so no ROUND message can have named it, and it can be
+        created again in the same round under the same name.
         """
         if member.birth_round != self.status.restart_round:
             return False

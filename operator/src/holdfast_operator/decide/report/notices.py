@@ -38,8 +38,7 @@ def with_notices(decision: Decision, before: JobStatusView) -> Decision:
 
 
 def notices(before: JobStatusView, after: JobStatusView) -> list[EmitEvent]:
-    """Return a Warning for each condition that is bad for a new reason, and a Normal Event for each that
-    recovers."""
+    """Return a Warning for each condition that is bad for a new reason, a Normal Event for each recovery."""
     events = []
     for kind in _HEALTH:
         old, new = before.condition(kind), after.condition(kind)

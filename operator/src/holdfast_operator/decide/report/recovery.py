@@ -132,8 +132,8 @@ def _closed_by_another(
 ) -> RecoveryView:
     """Return the complete record of a round that another operator process began.
 
-    The times that this process measured are lost. The total is computed from the UTC stamp of the round's
-    begin, and is never less than the sum of the known phases.
+    The times that the other process measured are lost. The total is computed from the UTC stamp of the
+    round's begin, and is never less than the sum of the known phases.
     """
     times = state.times
     rehydrate = times.rehydrate_seconds
