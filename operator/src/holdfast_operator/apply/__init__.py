@@ -1,1 +1,1 @@
-"""Carry a decision out: calls on the Kubernetes API and on sidecars, and the status of the job."""
+"""Carry out a decision: calls to the Kubernetes API and to sidecars, and the status of the job."""

@@ -1,10 +1,13 @@
-"""The only interpreter of actions: a decision becomes calls on `Effects`, in an order that is safe.
+"""Carry out a decision: turn its actions into calls on `Effects`, in a safe order.
 
-1. The status write, alone. A conflict ends the pass: the decision was taken on an old object.
-2. Service and certificates, then pods; at the same time seals, ROUND and what is asked of sidecars.
-   Errors here do not stop the others: everything is idempotent and the next pass repeats it.
-3. Checkpoint objects, prunes, deletes. 4. Events.
-Holds no state and decides nothing.
+1. The status write, alone. If it fails, the pass ends. A conflict shows that the decision is based on an old
+   object.
+2. Service and certificates.
+3. Pods, seals, ROUND and the requests to save or stop, concurrently. No pod is created if stage 2 failed.
+4. Checkpoint objects, prunes and deletes, concurrently.
+5. Events.
+In stages 2 to 4 the error of one action does not stop the others: all actions are idempotent, and the next
+pass repeats them. This module holds no state and decides nothing.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ from holdfast_operator.render.pod import SidecarSettings, render_pod
 from holdfast_operator.render.service import render_service
 
 CONCURRENT_CALLS = 32
+"""Largest number of concurrent calls for one decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,13 @@ class ActionFailed:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What became of a decision."""
+    """Result of carrying out a decision."""
 
     conflict: bool = False
-    """The job changed since it was observed: nothing but (perhaps) reads was done."""
+    """Whether the job had changed since it was observed. Then no action was carried out."""
     not_gone: tuple[str, ...] = ()
-    """Pods that the decision took for gone and that are there: the cache lags, look again."""
+    """Names of pods that the decision treated as gone and that exist, because the cache lags. If there is
+    one, no action was carried out."""
     failed: tuple[ActionFailed, ...] = ()
 
     @property
@@ -73,7 +78,10 @@ class Applied:
 async def apply(
     decision: Decision, observed: Observed, effects: Effects, sidecar: SidecarSettings
 ) -> Applied:
-    """Carry out a decision. Raises only what is not a HoldfastError (cancellation, a bug)."""
+    """Carry out a decision.
+
+    Each HoldfastError is returned in the result. Other exceptions, such as cancellation, are raised.
+    """
     interpreter = _Interpreter(observed, effects, sidecar)
     write, first, then, deletes, events = _stages(decision.actions)
     if write is not None:
@@ -84,7 +92,7 @@ async def apply(
     prepared = await interpreter.all(first)
     failed.extend(prepared)
     if prepared:
-        # A pod without its certificates would only wait in ContainerCreating.
+        # Without its Secret, a pod would only wait in ContainerCreating.
         then = [a for a in then if not isinstance(a, CreatePod)]
     failed.extend(await interpreter.all(then))
     failed.extend(await interpreter.all(deletes))
@@ -94,10 +102,10 @@ async def apply(
 
 
 def memory_after(decision: Decision, observed: Observed, applied: Applied) -> JobMemory:
-    """What to hand back in the next Observed, whatever became of the decision. Pure.
+    """Return the memory for the next Observed, corrected for the actions that failed. Pure.
 
-    First sightings are kept also when a call failed: a seal that fails at every pass must not start
-    the wait for holders again at every pass. What was not done is not remembered as done.
+    Times at which a state was first seen are kept even if a call failed: a seal that fails in each pass must
+    not restart the wait for holders in each pass. Records of actions that were not carried out are dropped.
     """
     refused = _refused_create(applied)
     new, old = replace(decision.memory, create_refused=refused), observed.memory
@@ -214,7 +222,7 @@ class _Interpreter:
             case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
                 await effects.write_job_status(job, action.resource_version, action.status)
             case CreateService():
-                # The policy first: the Service is remembered as made, and with it the policy.
+                # The policy comes first: once the Service is recorded, this action is not repeated.
                 if self._sidecar.network is not None:
                     policy = render_network_policy(job, self._sidecar.network)
                     await effects.create_network_policy(job, policy)
@@ -261,7 +269,7 @@ class _Interpreter:
                 assert_never(action)
 
     async def _prune(self, action: PruneObject) -> None:
-        """The object goes only when the store has confirmed that its data is gone."""
+        """Delete the data, and delete the object only when the store has confirmed that its data is gone."""
         reply = await self._effects.prune(self._job, action)
         wanted = (action.checkpoint.step, action.checkpoint.round)
         if any((d.step, d.round) == wanted for d in reply.deleted):

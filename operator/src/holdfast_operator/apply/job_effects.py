@@ -1,7 +1,7 @@
-"""Effects against the real world: what `apply` calls, on the API and on sidecars.
+"""Implementation of `Effects` on the Kubernetes API and on sidecars.
 
-Writes to the API are awaited; calls to sidecars are only started (sidecars), their results come back
-in the next Observed. Remembers which Services and Secrets this process made sure of. Decides nothing.
+Writes to the API are awaited. Calls to sidecars are only started, and their results are part of the next
+Observed. This module records which Services and Secrets this process created or found. It decides nothing.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import ClusterCache
 
 SURE_SECONDS = 600.0
-"""Nobody watches Services: one that somebody deleted is created anew after this at the latest."""
+"""Time after which the create of a Service is repeated, in case it was deleted. Services are not watched."""
 
 SECRET_SURE_SECONDS = 60.0
-"""While pods wait to start, the Secret that they mount is created again after this long."""
+"""Time after which, while pods wait to start, the create of their Secret is repeated."""
 
 
 class JobEffects:
-    """Implements effects.Effects."""
+    """Implementation of model.effects.Effects."""
 
     def __init__(
         self,
@@ -71,18 +71,24 @@ class JobEffects:
     # ------------------------------------------------------------------ what is known to exist
 
     def services(self, uid: JobUid) -> frozenset[str]:
+        """Return the Services of the job that were created or found in the last SURE_SECONDS."""
         oldest = self._clock.monotonic() - SURE_SECONDS
         return frozenset(n for n, at in self._services.get(uid, {}).items() if at > oldest)
 
     def secrets(self, uid: JobUid) -> frozenset[str]:
+        """Return the certificate Secrets of the job that this process created or found."""
         return frozenset(self._secrets.get(uid, {}))
 
     def doubtful_secrets(self, uid: JobUid) -> frozenset[str]:
-        """What may have been deleted since: a pod would wait for it without end."""
+        """Return the Secrets that were created or found more than SECRET_SURE_SECONDS ago.
+
+        One of them may have been deleted since, and a pod would wait for it forever.
+        """
         oldest = self._clock.monotonic() - SECRET_SURE_SECONDS
         return frozenset(n for n, at in self._secrets.get(uid, {}).items() if at <= oldest)
 
     def forget(self, uid: JobUid) -> None:
+        """Drop the records of a job that is gone."""
         self._services.pop(uid, None)
         self._secrets.pop(uid, None)
 
@@ -116,8 +122,11 @@ class JobEffects:
         await self._cluster.create_network_policy(job.namespace, body)
 
     async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
-        """A Service of another owner under this name does not stop the job: its DNS names are for
-        people, and the gang finds its addresses in ROUND."""
+        """Create the Service. If another owner has the name, only emit an Event.
+
+        The job can run without the Service: its DNS names are for users, and the gang gets its addresses in
+        ROUND.
+        """
         name = str(body["metadata"]["name"])
         try:
             await self._cluster.create_service(job.namespace, body)
@@ -140,8 +149,14 @@ class JobEffects:
     async def create_checkpoint(
         self, job: JobView, body: Mapping[str, Any], record: CheckpointRecord
     ) -> None:
-        """The object, then its status. One that was there already must be the record of this very
-        commit, and gets its status only if it has none: an operator may have died between the two."""
+        """Create the object, then write its status.
+
+        An object that exists already must be the record of this commit. It gets the status only if it has
+        none, which happens if an operator ended between the two writes.
+
+        Raises:
+            NameTakenError: The object that exists is not a record of this commit.
+        """
         name = str(body["metadata"]["name"])
         await self._cluster.create_checkpoint(job.namespace, body)
         try:
@@ -158,8 +173,19 @@ class JobEffects:
     async def _write_record(
         self, job: JobView, name: str, expected: str | None, record: CheckpointRecord
     ) -> None:
-        """1. spec.step and our finalizer, where they differ; 2. the status. Both on what a direct
-        read found, which must be what the decision saw."""
+        """Write spec.step and our finalizer if the object lacks them, then the status.
+
+        Args:
+            job: The job that saved the checkpoint.
+            name: Name of the Checkpoint object.
+            expected: The resourceVersion that a direct read must find. None: the object must be a record of
+                this commit, and its status is written only if it has no phase.
+            record: The status to write.
+
+        Raises:
+            ConflictError: The object is gone, or has another resourceVersion.
+            NameTakenError: `expected` is None, and the object is not a record of this commit.
+        """
         raw = await self._cluster.get_checkpoint(job.namespace, name)
         version = "" if raw is None else str(raw["metadata"]["resourceVersion"])
         if raw is None or (expected is not None and version != expected):
@@ -186,7 +212,7 @@ class JobEffects:
         await self.release_checkpoint(job.namespace, name, uid)
 
     async def release_checkpoint(self, namespace: str, name: str, uid: str) -> None:
-        """Delete the object and take our finalizer off it. Its data is not touched."""
+        """Delete the object and remove our finalizer from it. Its data stays."""
         raw = await self._cluster.get_checkpoint(namespace, name)
         if raw is None or raw["metadata"]["uid"] != uid:
             return
@@ -217,8 +243,10 @@ class JobEffects:
         self._sidecars.ask(job.uid, action.pod, "/v1/stop", Ask(action.round, action.token))
 
     async def prune(self, job: JobView, action: PruneObject) -> PruneReply:
-        """Empty while the delete in the object store is under way; the pass is repeated when it has
-        ended and finds the reply here."""
+        """Start the delete in the object store, or return the reply of a delete that has ended.
+
+        The reply is empty while the delete runs. Its end causes another pass, which calls this method again.
+        """
         message = Prune(action.round, (action.checkpoint,))
         return self._sidecars.prune(job.uid, action.pod, action.name, message)
 
@@ -231,8 +259,11 @@ class JobEffects:
 
 
 def _is_record_of(raw: Mapping[str, Any], job: JobView, record: CheckpointRecord) -> bool:
-    """Whether a Checkpoint that exists may hold this record: our label, this job, this step, and
-    a status that is empty or says the same. Only the operator may write that status."""
+    """Return whether an existing Checkpoint is the record of this commit of this job.
+
+    It must have the job's uid as a label, the job's name and the step in its spec, and a status that is empty
+    or the same. Only the operator may write that status.
+    """
     marks = raw["metadata"].get("labels") or {}
     spec, status = raw.get("spec") or {}, raw.get("status") or {}
     checkpoint = record.checkpoint
@@ -248,6 +279,7 @@ def _is_record_of(raw: Mapping[str, Any], job: JobView, record: CheckpointRecord
 
 
 def _spec_patch(raw: Mapping[str, Any], record: CheckpointRecord) -> dict[str, Any]:
+    """Return a merge patch with spec.step and our finalizer, as far as the object lacks them."""
     patch: dict[str, Any] = {}
     checkpoint = record.checkpoint
     if checkpoint is not None and raw["spec"].get("step") is None:

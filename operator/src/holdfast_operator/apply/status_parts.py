@@ -1,8 +1,8 @@
-"""Write a job's status also where the API server refuses a part of it.
+"""Write a job's status even if the API server refuses a part of it.
 
-A status carries the round, on which everything depends, and details for people that sidecars told.
-A detail that the CRD does not take must not keep the round from being written: the write would be
-refused at every pass, and the job would never recover.
+The status contains the round, on which the job depends, and details for users that sidecars reported. A
+detail that violates the CRD must not prevent the write of the round: the write would be refused in each pass,
+and the job would never recover.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ _DETAILS = frozenset({JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOT
 async def write_status(
     cluster: Cluster, job: JobView, resource_version: str, status: JobStatusView
 ) -> tuple[str, JobStatusView]:
-    """The new resourceVersion, and the status that was written. Raises ConflictError, ApiError."""
+    """Write the status. If the API server refuses it as invalid, write it again with the present details.
+
+    Returns:
+        The new resourceVersion, and the status that was written.
+
+    Raises:
+        ConflictError: The job is gone, or no longer at `resource_version`.
+        ApiError: The API server refused the write for another reason, or refused the second one as well.
+    """
 
     async def write(wanted: JobStatusView) -> str:
         return await cluster.patch_job_status(
@@ -45,7 +53,11 @@ async def write_status(
 
 
 def with_known_details(new: JobStatusView, known: JobStatusView) -> JobStatusView:
-    """`new` with every detail that no decision of a later pass depends on as the API server has it."""
+    """Return `new` with the details of `known`, the status that the API server has.
+
+    A detail is a part on which no decision of a later pass depends. The messages of all other conditions
+    become empty.
+    """
     conditions = (
         (known.condition(c.type) if c.type in _DETAILS else _without_words(c))
         for c in new.conditions

@@ -1,7 +1,4 @@
-"""Our statuses as the API takes them: one merge patch with the resourceVersion it was decided on.
-
-Pure; the one place that knows how a CheckpointRecord becomes a status.
-"""
+"""Convert a CheckpointRecord to the status of a Checkpoint object, as a merge patch. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +17,15 @@ FORMAT_VERSION = 1
 def checkpoint_status(
     job: JobView, record: CheckpointRecord, now: datetime, previous: dict[str, Any]
 ) -> dict[str, Any]:
-    """Merge patch of `.status`. `previous`: the status now, for transition times; {} if none."""
+    """Return a merge patch of `.status`.
+
+    Args:
+        job: The job that saved the checkpoint.
+        record: The new status.
+        now: Transition time of conditions whose value changes.
+        previous: The present status, or {}. Its other conditions, and transition times of values that do not
+            change, are kept.
+    """
     known = {c["type"]: c for c in previous.get("conditions") or []}
     wanted = _conditions(record)
     conditions = [_stamped(c, known.get(c["type"]), now) for c in wanted]
@@ -97,7 +102,7 @@ def _condition(kind: str, value: bool, reason: str, message: str) -> dict[str, A
 def _stamped(
     condition: dict[str, Any], known: dict[str, Any] | None, now: datetime
 ) -> dict[str, Any]:
-    """The transition time stays while the status does."""
+    """Return the condition with its transition time, which stays the same if the value does not change."""
     if known is not None and known.get("status") == condition["status"]:
         return {**condition, "lastTransitionTime": known["lastTransitionTime"]}
     return {**condition, "lastTransitionTime": stamp(now)}

@@ -1,7 +1,7 @@
-"""Says on an object that it cannot be read: an Event, and for a TrainingJob the condition Readable.
+"""Report on an object that it cannot be parsed: by an Event, and on a TrainingJob by condition Readable.
 
-The condition is the only write to an object that cannot be read: one entry of a list that is otherwise
-written back as it is, on the resourceVersion that it was read at.
+The condition is the only write to an object that cannot be parsed. It replaces one entry of the list of
+conditions, and writes all other entries back as they were read, with the resourceVersion of that read.
 """
 
 from __future__ import annotations
@@ -27,21 +27,26 @@ REMEDY = (
 
 
 class UnreadableReports:
-    """Once for each problem of each object."""
+    """Reporter of objects that cannot be parsed. It reports each problem of each object once."""
 
     def __init__(self, cluster: Cluster, events: Events, clock: Clock) -> None:
         self._cluster = cluster
         self._events = events
         self._clock = clock
         self._reported: dict[str, str] = {}
-        """Problem by uid."""
+        """The reported problem, by uid of the object."""
 
     def forget(self, uid: str) -> None:
         self._reported.pop(uid, None)
 
     async def report(self, found: Unreadable) -> None:
-        """A TrainingJob or a CheckpointStore. Never raises HoldfastError but ConflictError: the
-        object is read again then."""
+        """Report a TrainingJob or a CheckpointStore that cannot be parsed.
+
+        Other HoldfastErrors are logged and not raised.
+
+        Raises:
+            ConflictError: The object changed since it was read, so the caller must read it again.
+        """
         if self._reported.get(found.uid) == found.problem:
             return
         words = f"{found.problem}; {REMEDY}"
@@ -80,7 +85,16 @@ class UnreadableReports:
 def with_condition(
     conditions: Any, message: str, now: str, raw: Mapping[str, Any]
 ) -> list[Any] | None:
-    """The list with Readable=False in it; None where it says so already, or is no list of conditions."""
+    """Return the list with Readable=False in it, or None if there is nothing to write.
+
+    That is so if the list contains the condition with this message already, or is not a list of conditions.
+
+    Args:
+        conditions: status.conditions as it was read. It may have any type.
+        message: Message of the condition.
+        now: UTC stamp for its transition time.
+        raw: The whole object, for its generation.
+    """
     if not isinstance(conditions, list) or not all(isinstance(c, Mapping) for c in conditions):
         return None
     kind = JobCondition.READABLE.value

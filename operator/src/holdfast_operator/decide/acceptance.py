@@ -1,6 +1,6 @@
-"""Problems of a spec that the CRD's own rules cannot see: they keep the first round from beginning.
+"""Find problems of a spec that the rules of the CRD cannot express. They prevent the first round.
 
-A job that runs is not stopped by them: its store is RemoteTierHealthy's affair.
+They do not stop a job that runs. Condition RemoteTierHealthy reports a problem of its store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from holdfast_operator.model.reasons import Reason
 
 
 def find_problem(world: World) -> Note | None:
-    """The first problem, None if the job can be run. STORE_NOT_PROBED passes by waiting."""
+    """Return the first problem, or None if the operator can run the job.
+
+    STORE_NOT_PROBED ends without a change by a user: the job waits for the probe.
+    """
     return (
         template_problem(world.observed.job.spec.template)
         or _refused_template(world)
@@ -27,6 +30,7 @@ def find_problem(world: World) -> Note | None:
 
 
 def template_problem(template: Mapping[str, Any]) -> Note | None:
+    """Return the first problem of spec.template that prevents a worker pod, or None."""
     containers = [c for _, c in items_of(template.get("spec"), "containers", "spec.template.spec")]
     trainers = [c for c in containers if c.get("name") == TRAINER_CONTAINER]
     if len(trainers) != 1:
@@ -49,7 +53,7 @@ def template_problem(template: Mapping[str, Any]) -> Note | None:
 
 
 def uses_launcher(words: Sequence[str]) -> bool:
-    """`holdfast run`, `python -m holdfast.run`, or a shell line that holds one of them."""
+    """Return whether a command contains `holdfast run` or `python -m holdfast.run`, also in a shell line."""
     for index, word in enumerate(words):
         if "holdfast.run" in word or "holdfast run" in word:
             return True
@@ -85,14 +89,17 @@ def _store_problem(world: World) -> Note | None:
 
 
 def birth_problem(world: World) -> Note | None:
-    """Why no pod of this job may be created now. A pod is told its store once, when it is created: one
-    that was created while the CheckpointStore was absent would never upload anything."""
+    """Return why no pod of this job may be created now, or None.
+
+    A pod gets the configuration of its store once, when it is created. A pod that is created while the
+    CheckpointStore is absent would never upload anything.
+    """
     refused = template_problem(world.observed.job.spec.template)
     if refused is not None:
         return refused
     missing = _store_problem(world)
     if missing is None or world.observed.store is not None:
-        return None  # a store that is not reachable now is tried again by the pod itself
+        return None  # the sidecar retries a store that is not reachable now
     return Note(missing.reason, f"{missing.message}; no pod is created without it")
 
 

@@ -1,11 +1,11 @@
 """Keep pods that have not started away from lost nodes, and let them use nodes that are back. Pure.
 
 The scheduler places pods on a dead node until Kubernetes taints it, after 40 seconds or more. A pod that is
-created while nodes are known to be lost excludes them by its affinity, which cannot be changed. So a
-pod that has not started is deleted, and created again in the same round under the same name,
-1. where it is bound to a lost node that it does not exclude: it was created before the loss was noticed;
-2. where no node has taken it, and a node that it excludes is back: it may be the only one that fits.
-It costs no round, because nothing of the pod has run (world.awaits_start).
+created while nodes are lost excludes them by its node affinity, which cannot be changed later. So a pod that
+has not started is deleted, and created again in the same round under the same name, in two cases (ADR 0049):
+1. It is bound to a lost node that it does not exclude, because it was created before the loss was noticed.
+2. No node has taken it, and a node that it excludes is back. That node may be the only one that fits.
+This costs no round, because no container of the pod has run (World.awaits_start).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from holdfast_operator.model.job import PodView
 from holdfast_operator.model.reasons import Reason
 
 MAX_AVOIDED = 64
-"""Each of them is a requirement in each term of the pod's affinity. Where more nodes are lost, the others
-are left to Kubernetes' own taints."""
+"""Largest number of nodes that a pod excludes. Each of them is a requirement in each term of the pod's
+affinity. If more nodes are lost, only the taints of Kubernetes keep pods away from the others."""
 NAMED_NODES = 8
 
 
 def avoided_nodes(world: World) -> tuple[str, ...]:
-    """The nodes that a pod which is created now excludes, sorted."""
+    """Return the sorted names of the nodes that a pod excludes if it is created now."""
     return () if _names_its_node(world) else tuple(sorted(world.observed.lost_nodes)[:MAX_AVOIDED])
 
 
 def replacements(world: World) -> list[Action]:
-    """Deletes of pods that a new pod of the same name may serve better."""
+    """Return deletes of pods that a later pass creates again, because a new pod may get a better node."""
     return [
         DeletePod(pod.name, pod.uid, force=member.node_lost)
         for member, pod in _waiting(world)
@@ -37,7 +37,7 @@ def replacements(world: World) -> list[Action]:
 
 
 def waiting_note(world: World) -> Note | None:
-    """Why a pod that has not started waits for a lost node, or for others than those."""
+    """Return why a pod has not started, if it is bound to a lost node or excludes nodes. Else None."""
     for member, pod in _waiting(world):
         if member.node_lost:
             words = (
@@ -58,7 +58,7 @@ def waiting_note(world: World) -> Note | None:
 
 
 def _waiting(world: World) -> list[tuple[MemberState, PodView]]:
-    """Members whose pods are there and have not started."""
+    """Return the members whose pods exist and have not started."""
     return [(m, m.pod) for m in world.members if m.pod is not None and world.awaits_start(m)]
 
 
@@ -75,7 +75,10 @@ def _is_misplaced(world: World, member: MemberState, pod: PodView) -> bool:
 
 
 def _names_its_node(world: World) -> bool:
-    """spec.nodeName of the template: no scheduler reads the affinity, and the kubelet of that node would
-    reject a pod whose affinity excludes it."""
+    """Return whether the template sets spec.nodeName.
+
+    Then no scheduler reads the affinity, and the kubelet of that node would reject a pod whose affinity
+    excludes it.
+    """
     spec = world.observed.job.spec.template.get("spec") or {}
     return bool(spec.get("nodeName"))

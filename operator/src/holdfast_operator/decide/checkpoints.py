@@ -1,12 +1,13 @@
-"""Checkpoint objects: the projection of commits, requests to save, retention, deletes. Pure.
+"""Create, update and delete the Checkpoint objects of a job. Pure.
 
-1. The commit is lastPersisted in the job's status (committable); it does not move on until the
-   previous one's object exists.
-2. The object is a projection: created after the commit, repaired on every pass.
-3. A request (an object with jobRef alone) is handed to the coordinator, and becomes the record of
-   the first commit above the step that was trained when it was asked.
-4. Retention: phase Deleting first, then the order to the store, then the object. Never the restore
-   point, the newest commit or a held one; never before the round's own first replicated commit.
+1. The commit in the object tier is status.lastPersisted of the job. It moves to the next step only when the
+   Checkpoint object of the previous one exists (committable).
+2. A Checkpoint object records a commit. It is created after the commit, and created again if it is missing.
+3. A request to save is a Checkpoint without a step. It is sent to the coordinator, and becomes the record of
+   the first commit above the steps that were finished when it was sent.
+4. Retention sets phase Deleting, then orders the delete in the store, then deletes the object. It never
+   deletes the restore point, the newest commit or a pinned checkpoint, and it waits for the first replicated
+   commit of the round.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from holdfast_operator.model.job import (
 )
 
 MIN_KEPT = 2
-"""A newest checkpoint that turns out unreadable needs one before it (R16)."""
+"""Smallest number of checkpoints that retention keeps, in case the newest proves to be unreadable (R16)."""
 PRUNES_PER_PASS = 4
 
 
@@ -47,7 +48,7 @@ class CheckpointPlan:
 
 
 def own_checkpoints(world: World) -> tuple[CheckpointView, ...]:
-    """Those of this very job; a former job of the same name left others."""
+    """Return the Checkpoints of this job, without those that a former job of the same name left."""
     job = world.observed.job
     return tuple(
         c for c in world.observed.checkpoints if c.job == job.name and c.job_uid in (None, job.uid)
@@ -55,7 +56,7 @@ def own_checkpoints(world: World) -> tuple[CheckpointView, ...]:
 
 
 def pending_commit(world: World) -> PersistedView | None:
-    """What the coordinator persisted and the status does not say yet."""
+    """Return the newest checkpoint that the coordinator persisted if the status does not record it yet."""
     state = world.coordinator
     status = world.status
     if state is None or state.last_persisted is None or status.restore_point is None:
@@ -73,8 +74,11 @@ def pending_commit(world: World) -> PersistedView | None:
 
 
 def has_object(world: World, checkpoint: CheckpointId) -> bool:
-    """Also one that cannot be read now: it exists under a name that only this job gives, so the
-    commit is recorded; nothing is written to it and it is not deleted."""
+    """Return whether a Checkpoint object records this commit.
+
+    An object that cannot be parsed counts, because only this job gives its name. It is neither written nor
+    deleted.
+    """
     job = world.observed.job
     name = checkpoint_name(job.name, job.uid, checkpoint)
     if world.observed.cannot_read(Checkpoint.KIND, name) is not None:
@@ -83,7 +87,7 @@ def has_object(world: World, checkpoint: CheckpointId) -> bool:
 
 
 def committable(world: World) -> PersistedView | None:
-    """The commit that may be written now: the one before it has its object."""
+    """Return the pending commit if the previous one has its Checkpoint object, else None."""
     last = world.status.last_persisted
     if last is not None and not has_object(world, last.id):
         return None
@@ -91,7 +95,7 @@ def committable(world: World) -> PersistedView | None:
 
 
 def plan(world: World, memory: JobMemory, now: Now) -> CheckpointPlan:
-    """What to do about Checkpoint objects while the round runs or starts."""
+    """Return the actions on Checkpoint objects while the round starts or runs, and the new memory."""
     requests, memory = _requests(world, memory, now)
     actions = [*_projection(world, now, requests), *requests, *_finalizers(world, now)]
     actions.extend(_deletes(world))
@@ -100,7 +104,7 @@ def plan(world: World, memory: JobMemory, now: Now) -> CheckpointPlan:
 
 
 def expire_requests(world: World) -> tuple[Action, ...]:
-    """The job has ended: what was asked for and not saved will not be."""
+    """Return actions that expire the open requests to save of a job that has ended."""
     return tuple(
         UpdateCheckpointStatus(
             c.name,
@@ -223,7 +227,10 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
 
 
 def _fulfilled(world: World, asked: AskedSave) -> PersistedView | None:
-    """The commit that a request becomes the record of, at the level that the job has."""
+    """Return the commit that fulfils a request, or None.
+
+    It is persisted if the job has a store, else replicated.
+    """
     spec = world.observed.job.spec
     state = world.coordinator
     if spec.store is not None:
@@ -242,7 +249,7 @@ def _fulfilled(world: World, asked: AskedSave) -> PersistedView | None:
 
 
 def _finalizers(world: World, now: Now) -> list[Action]:
-    """Objects whose data must go with them hold our finalizer as long as there is data."""
+    """Return actions that add our finalizer to committed Checkpoints with deletionPolicy DeleteData."""
     return [
         UpdateCheckpointStatus(c.name, c.resource_version, replace(_as_record(c), finalizer=True))
         for c in own_checkpoints(world)
@@ -255,7 +262,7 @@ def _finalizers(world: World, now: Now) -> list[Action]:
 
 
 def _as_record(view: CheckpointView) -> CheckpointRecord:
-    """What the object says already."""
+    """Return the present status of an object as a record."""
     return CheckpointRecord(
         phase=view.phase,
         checkpoint=view.id,
@@ -273,6 +280,7 @@ def _as_record(view: CheckpointView) -> CheckpointRecord:
 
 
 def _protected(world: World) -> set[CheckpointId]:
+    """Return the checkpoints whose data is never deleted: the newest commit and the restore point."""
     status = world.status
     found: set[CheckpointId] = set()
     if status.last_persisted is not None:
@@ -284,7 +292,7 @@ def _protected(world: World) -> set[CheckpointId]:
 
 
 def may_prune(world: World) -> bool:
-    """Nothing goes between a seal and the round's first replicated commit."""
+    """Return whether this round has a replicated or persisted commit. Before it, nothing may be pruned."""
     state = world.coordinator
     if state is None or world.status.restore_point is None:
         return False
@@ -293,7 +301,11 @@ def may_prune(world: World) -> bool:
 
 
 def _deletes(world: World) -> list[Action]:
-    """Objects that people delete: with their data, where they ask for it."""
+    """Return the actions for Checkpoints that a user has deleted and our finalizer keeps.
+
+    The data is deleted with the object if deletionPolicy demands it and the Checkpoint is not pinned. A
+    protected Checkpoint with such data waits.
+    """
     actions: list[Action] = []
     for checkpoint in own_checkpoints(world):
         if not checkpoint.deleting or not checkpoint.has_finalizer:
@@ -320,7 +332,7 @@ def _retention(world: World, now: Now) -> list[Action]:
     committed = [(i, c) for i, c in records if c.phase == CheckpointPhase.COMMITTED]
     on = sorted({i for i, _ in committed if on_lineage(i, status.lineage)}, reverse=True)
     kept = set(on[: max(MIN_KEPT, world.observed.job.spec.keep_last)]) | protected
-    kept |= {i for i, c in committed if c.hold}  # an id may have two objects, one of them held
+    kept |= {i for i, c in committed if c.hold}  # an id may have two objects, one of them pinned
     actions: list[Action] = []
     for checkpoint in doomed[:PRUNES_PER_PASS]:
         actions.extend(_prune(world, checkpoint))

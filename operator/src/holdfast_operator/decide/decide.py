@@ -1,14 +1,18 @@
-"""`decide(observed, now)`: what one pass does about one job. Pure: no clock, no I/O, no randomness.
+"""Decide what one pass does about one job. Pure: no clock, no I/O, no randomness.
 
-The order of the rules is their priority:
- 0. pods that cannot be read: nothing else;
- 1. a job that is being deleted, or is over;
- 2. acceptance and suspension before the first round;
- 3. failures: a new round (CAS 1), or the end of the job;
- 4. completion, suspension;
- 5. the restore point of the round (CAS 2);
- 6. seals, pods, ROUND, Checkpoint objects, and one status write.
-A pass begins a round, or chooses its restore point, or touches pods; it writes the status once.
+The rules apply in this order, and the first that fits decides the pass:
+ 1. The job is being deleted.
+ 2. A pod of the job cannot be parsed: the pass only reports it.
+ 3. The job is over.
+ 4. The job is suspended and stays so or resumes, or it can be suspended immediately.
+ 5. The job has no round yet: acceptance and the first round (CAS 1).
+ 6. activeDeadlineSeconds has passed: the job fails.
+ 7. Failures: a new round (CAS 1), a wait, or the end of the job.
+ 8. Completion, or suspension after the gang has saved and stopped.
+ 9. The round has no restore point: choose it (CAS 2), or seal survivors and create pods until it can be.
+10. Seals, pods, ROUND, Checkpoint objects, and one status write if it is due.
+A pass that begins a round or chooses its restore point only emits Events besides. No pass writes the status
+more than once.
 """
 
 from __future__ import annotations
@@ -66,18 +70,20 @@ from holdfast_operator.model.reasons import Reason
 __all__ = ["decide"]
 
 STARTING_SECONDS = 0.5
-"""Between passes while a round starts: seals and ROUND are repeated until they are acknowledged."""
+"""Shortest pause between passes while a round starts. Each pass repeats seals and ROUND until they are
+acknowledged."""
 ANSWER_SECONDS = 0.1
-"""A sidecar that is asked whether it answers does so within this time."""
+"""Shortest pause between passes while sidecars are called. A healthy sidecar answers within this time."""
 ASKED_SECONDS = 3.0
-"""How long an answer is waited for before the job says so."""
+"""Wait for the answers of sidecars before the status reports it."""
 RUNNING_SECONDS = 5.0
+"""Pause between passes while the gang trains."""
 WAITING_SECONDS = 10.0
-"""A job that waits for somebody else: a store, a scheduler, a person."""
+"""Pause between passes of a job that waits for something outside the gang: a store, a scheduler, a user."""
 
 
 def decide(observed: Observed, now: Now) -> Decision:
-    """The effects of one pass, and what the operator remembers for the next."""
+    """Return the actions of one pass over one job, and the memory for the next pass."""
     return with_notices(_decide(observed, now), observed.job.status)
 
 
@@ -214,7 +220,10 @@ def _back_off(
 
 
 def _ask_peers(world: World, memory: JobMemory, now: Now, cause: Failure, silent: str) -> Decision:
-    """Every sidecar is being asked. Most answer at once, and then the status needs no word of it."""
+    """Wait until every sidecar has answered after ranks failed.
+
+    Most answer within milliseconds, so the status reports the wait only after ASKED_SECONDS.
+    """
     pause = times.again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
     if times.seconds_since(memory.failure_seen_at, now) < ASKED_SECONDS:
         words = f"{cause.message}; every sidecar is asked whether it answers"
@@ -224,7 +233,10 @@ def _ask_peers(world: World, memory: JobMemory, now: Now, cause: Failure, silent
 
 
 def _kept(world: World, memory: JobMemory, now: Now, cause: Failure) -> Decision:
-    """Under spec.suspend the gang is not made whole again: what is left of it holds the newest step."""
+    """Keep the remaining pods of a gang that lost pods while spec.suspend is true.
+
+    They may hold the newest step, and no pod is created while spec.suspend is true.
+    """
     note = Note(cause.reason, f"{cause.message}; no pod is created while spec.suspend is true")
     planned = checkpoints.plan(world, memory, now)
     actions, commit = list(planned.actions), checkpoints.committable(world)
@@ -248,7 +260,7 @@ def _begun(
 
 
 def _stamped(world: World, memory: JobMemory, now: Now, status: JobStatusView) -> JobStatusView:
-    """The status of a new round: goodput counted, nothing of the old round's state read into it."""
+    """Bring the status of a new round up to date, without the state of the old round's coordinator."""
     fresh = refresh(World(replace(world.observed, coordinator=None)), now, memory, status)
     return replace(fresh, phase=compute_phase(fresh))
 
@@ -280,7 +292,10 @@ def _choose(world: World, memory: JobMemory, now: Now) -> Decision:
 
 
 def _with_choice(world: World, choice: restore_point.Chosen) -> JobStatusView:
-    """CAS 2: restore point, lineage, coordinator; the levels go down to it."""
+    """Return the status of CAS 2 with restore point, lineage and coordinator.
+
+    The step and the levels in the status go down to the restore point.
+    """
     status = world.status
     point: RestorePointView = choice.point
     entry = LineageEntry(world.round, point.step, point.round, point.manifest)
@@ -310,7 +325,7 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> JobStatusView:
 def _less_lost_work(
     goodput: GoodputView | None, lost: int | None, trained: int | None
 ) -> GoodputView | None:
-    """Lost steps at the mean cost of a step so far."""
+    """Add the lost steps to the lost work, at the mean training time of a step so far."""
     if goodput is None or not lost or not trained:
         return goodput
     seconds = goodput.training_seconds * lost / trained
@@ -356,7 +371,7 @@ def _committed(
     actions: list[Action],
     note: Note | None,
 ) -> Decision:
-    """The commit of the object tier, and these actions after it."""
+    """Return a decision that commits in the object tier and then takes these actions."""
     job = world.observed.job
     status = replace(job.status, last_persisted=commit)
     status = refresh(world, now, memory, _with_suspend_words(world, now, status), note)
@@ -368,7 +383,10 @@ def _committed(
 
 
 def _with_suspend_words(world: World, now: Now, status: JobStatusView) -> JobStatusView:
-    """What spec.suspend waits for, as condition Suspended=False."""
+    """Return the status with condition Suspended=False, whose message is what a suspension waits for.
+
+    A job that was never asked to suspend does not get the condition.
+    """
     job = world.observed.job
     if not job.spec.suspend:
         if status.condition(JobCondition.SUSPENDED) is None:
@@ -382,14 +400,16 @@ def _with_suspend_words(world: World, now: Now, status: JobStatusView) -> JobSta
 
 
 def _refused(world: World) -> Note | None:
-    """The API server's words on the create that it refused in the pass before."""
+    """Return a note with the error of a create that was refused in an earlier pass, or None."""
     words = world.observed.memory.create_refused
     return Note(Reason.CREATE_REFUSED, words) if words else None
 
 
 def _pod_trouble(world: World) -> Note | None:
-    """Why a pod is not created, or the kubelet's or the scheduler's words on one that does not
-    start."""
+    """Return why a pod is not created or does not start, or None.
+
+    The note contains the problem of the spec, or the message of the kubelet or the scheduler.
+    """
     refused = acceptance.birth_problem(world)
     if refused is not None and any(member.pod is None for member in world.members):
         return refused
@@ -420,7 +440,10 @@ def _with_status_write(
     note: Note | None,
     requeue_seconds: float,
 ) -> Decision:
-    """These actions, and the status write that is due."""
+    """Return a decision with these actions, overdue releases of Checkpoints and, if due, a status write.
+
+    `note` is the reason and message of condition Running=False. A replaced coordinator makes a write due.
+    """
     actions = [*actions, *releases.overdue(world, memory, now)]
     job = world.observed.job
     status = _with_suspend_words(world, now, job.status)
@@ -436,6 +459,7 @@ def _with_status_write(
 
 
 def _renamed(world: World, now: Now, status: JobStatusView) -> JobStatusView:
+    """Return the status with another coordinator if the present one does not answer."""
     other = gang.renamed_coordinator(world, now)
     return status if other is None else replace(status, coordinator=other)
 
@@ -448,7 +472,7 @@ def _written(
     others: list[Action],
     reason: str,
 ) -> Decision:
-    """A status write that says something new, and nothing else but events."""
+    """Return a decision with a status write and these other actions (Events)."""
     status = with_silence(refresh(world, now, memory, status), world, now)
     write = WriteStatus(world.observed.job.resource_version, status)
     memory = after_write(memory, world, now)
@@ -460,8 +484,11 @@ def _with_status(world: World, status: JobStatusView) -> Observed:
 
 
 def _acted(world: World) -> int | None:
-    """The coordinator's version up to which the API holds everything: saying it releases Finish, so
-    it is not said before the end of the job, or its suspension, is in the status."""
+    """Return the version of the coordinator's state up to which the API has a record of everything, or None.
+
+    The coordinator releases Finish when it receives the version. So for a gang that has finished the result
+    is None until the status records the end of the job or its suspension (`_over`, `_suspended`).
+    """
     state = world.coordinator
     if state is None or state.finished or not lifecycle.everything_recorded(world):
         return None

@@ -1,9 +1,10 @@
-"""The gang of a round: its member list, its pods, its seals and its ROUND. Pure.
+"""The gang of a round: its member list, pods, seals and ROUND messages. Pure.
 
-1. CAS 1 (begin_round): the fence is durable before anything else happens.
-2. Seal the survivors, create the missing pods, delete the obsolete ones (members_actions).
-3. After CAS 2: ROUND to every member whose acknowledged content differs (round_actions). Only the
-   content is compared, so a repetition is needed exactly when something in it changed.
+1. CAS 1 makes the fence durable before the round has any other effect (first_round, next_round,
+   resumed_round).
+2. Survivors are sealed, missing pods are created, and obsolete pods are deleted (member_actions).
+3. After CAS 2, ROUND is sent to each member that has not acknowledged its present content (round_actions).
+   Only the content is compared, so ROUND is repeated exactly when its content changes or a sidecar lost it.
 """
 
 from __future__ import annotations
@@ -51,16 +52,17 @@ from holdfast_operator.model.job import (
 from holdfast_operator.model.reasons import Reason
 
 COORDINATOR_SILENT_SECONDS = 10.0
+"""Time without an answer after which another member becomes the coordinator."""
 ADDRESSES_EVERY_SECONDS = 1.0
-"""While pods are still coming up, ROUND is repeated at most this often: 4,096 pods that start one
-after another must not cost 4,096 rounds of 4,096 calls."""
+"""Shortest interval between repetitions of ROUND while members have no address yet. Without it, 4,096 pods
+that start one after another would cause 4,096 times 4,096 calls."""
 
 
 # --------------------------------------------------------------------------- CAS 1
 
 
 def first_round(world: World, now: Now) -> JobStatusView:
-    """The status that begins the first round: 0, or above whatever a sidecar or a pod remembers."""
+    """Return the status that begins the first round: round 0, or a round above those of sidecars and pods."""
     round_ = world.next_round
     newer = world.pods_ahead
     workers = range(world.observed.job.spec.workers)
@@ -75,7 +77,7 @@ def first_round(world: World, now: Now) -> JobStatusView:
 
 
 def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStatusView:
-    """The status that begins the next round after these failures (not empty)."""
+    """Return the status that begins the next round after these failures, of which there is at least one."""
     job = world.observed.job
     status = with_levels(world.status, world)
     round_ = world.next_round
@@ -93,7 +95,7 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
         record = RestartRecord(round_, now.utc, cause.reason, failed_from)
         recent = (*recent, record)[-MAX_RECENT_RESTARTS:]
     note = Note(cause.reason, f"round {round_}: {cause.message}")
-    if asked_to_stop(status):  # the gang of the new round was not
+    if asked_to_stop(status):  # the gang of the new round was not asked
         status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
     status = replace(
         status,
@@ -111,12 +113,16 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
 
 
 def _stays(member: MemberState) -> bool:
-    """A pod that no node has taken holds nothing, and can be created again in its own round only."""
+    """Return whether a member keeps its pod in the next round.
+
+    A pod that is not bound to a node is replaced: it holds nothing, and under its old name it could be
+    created again only in its own round.
+    """
     return member.pod is not None and member.pod.alive and member.pod.node is not None
 
 
 def resumed_round(world: World, now: Now) -> JobStatusView:
-    """The status that begins the round after a suspension: every pod is new."""
+    """Return the status that begins the round after a suspension. All of its pods are new."""
     round_ = world.next_round
     job = world.observed.job
     note = Note(Reason.RESUMED, f"round {round_}: spec.suspend is false again")
@@ -137,7 +143,10 @@ def resumed_round(world: World, now: Now) -> JobStatusView:
 
 
 def member_actions(world: World) -> list[Action]:
-    """Service, certificates, missing pods, seals of survivors, deletes of obsolete pods."""
+    """Return the creates of Service, certificates and missing pods, the seals of survivors and the deletes.
+
+    Pods that are not members, or wait on an unsuitable node, are deleted.
+    """
     job = world.observed.job
     actions: list[Action] = []
     service = service_name(job.name, job.uid)
@@ -145,7 +154,7 @@ def member_actions(world: World) -> list[Action]:
         actions.append(CreateService(service))
     births: list[Action] = []
     unstarted = any(world.awaits_start(m) for m in world.members)
-    # See acceptance.birth_problem for what else must be there.
+    # acceptance.birth_problem checks what else a new pod requires.
     if unstarted and not job.spec.suspend and birth_problem(world) is None:
         births = _births(world)
         actions.extend(avoidance.replacements(world))
@@ -161,9 +170,11 @@ def member_actions(world: World) -> list[Action]:
 
 
 def _births(world: World) -> list[Action]:
-    """Pods of this round that are not there yet. Once the restore point is chosen a missing pod that
-    had started is a lost one, and needs a new round: what it may have held must not come back under
-    its name."""
+    """Return the creates of this round's missing pods.
+
+    Once the restore point is chosen, a missing pod that had started is lost and requires a new round: an
+    empty pod must not take the name of one that may have held shards.
+    """
     job = world.observed.job
     avoided = avoidance.avoided_nodes(world)
     return [
@@ -176,8 +187,11 @@ def _births(world: World) -> list[Action]:
 
 
 def _leaves(world: World, pods_are_created: bool) -> list[Action]:
-    """The Secret with the leaves of this round's pods. It is looked after until every sidecar has
-    started: a pod whose Secret was deleted would wait for it without end."""
+    """Return the create of the Secret with the leaf certificates of this round's pods, if it may be missing.
+
+    The create is repeated until every sidecar has started, because a pod would wait forever for a Secret that
+    was deleted.
+    """
     job = world.observed.job
     born = _born(world)
     waiting = any(m.alive and m.pod is not None and not m.pod.sidecar_started for m in born)
@@ -194,7 +208,7 @@ def _born(world: World) -> list[MemberState]:
 
 
 def delete_obsolete(world: World) -> list[Action]:
-    """Pods that are no members. On a lost node: by force, nobody there will confirm."""
+    """Return deletes of the pods that are not members, by force on a lost node, which cannot confirm them."""
     actions: list[Action] = []
     for pod in world.obsolete_pods:
         lost = world.observed.node_lost(pod)
@@ -204,8 +218,10 @@ def delete_obsolete(world: World) -> list[Action]:
 
 
 def delete_old_certificates(world: World) -> list[Action]:
-    """Secrets of rounds that no member was born in. Those that an earlier operator process made are
-    not known here; the job's deletion collects them."""
+    """Return deletes of certificate Secrets of rounds in which no member's pod was created.
+
+    Secrets of an earlier operator process are not known to this one. They are deleted with the job.
+    """
     job = world.observed.job
     rounds = (*world.status.members, world.round)
     wanted = {certificates_secret_name(job.name, job.uid, r) for r in rounds}
@@ -216,7 +232,10 @@ def delete_old_certificates(world: World) -> list[Action]:
 
 
 def first_coordinator(world: World) -> Worker:
-    """The lowest survivor that answers: it has the manifests. Else the lowest survivor, else 0."""
+    """Return the coordinator of a new round: the lowest survivor that answers, because it has the manifests.
+
+    Else it is the lowest survivor, else worker 0.
+    """
     survivors = [m for m in world.members if m.birth_round < world.round and m.alive]
     answering = [m for m in survivors if m.reachable]
     chosen = answering or survivors or list(world.members)
@@ -224,7 +243,7 @@ def first_coordinator(world: World) -> Worker:
 
 
 def renamed_coordinator(world: World, now: Now) -> Worker | None:
-    """Another coordinator for this round, where the named one is silent and its pod still runs."""
+    """Return another coordinator for this round if the present one does not answer while its pod runs."""
     current = world.coordinator_member()
     if current is None or current.sidecar is None or current.reachable or not current.alive:
         return None
@@ -235,7 +254,10 @@ def renamed_coordinator(world: World, now: Now) -> Worker | None:
 
 
 def store_host(world: World) -> Worker:
-    """Follows from the status alone: it must not change while the round lasts."""
+    """Return the worker whose launcher hosts the TCPStore of the round.
+
+    It depends on the status alone, because it must not change within a round.
+    """
     for index, birth in enumerate(world.status.members):
         if birth < world.round:
             return Worker(index)
@@ -250,11 +272,14 @@ class RoundPlan:
     actions: tuple[Action, ...]
     memory: JobMemory
     complete: bool
-    """Every member has acknowledged the content of now, and every address is in it."""
+    """Whether every member has acknowledged the present content, and the content has every address."""
 
 
 def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
-    """ROUND to those who do not hold its content of now. The restore point is chosen."""
+    """Return the ROUND messages for members that have not acknowledged the present content.
+
+    The restore point of the round must be chosen.
+    """
     message = round_message(world)
     digest = round_digest(message)
     complete = all(m.address for m in message.members)
@@ -271,7 +296,7 @@ def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
         if pod is None or pod.ip is None or not member.alive:
             continue
         if not member.sealed_for(world.round):
-            continue  # it is being sealed first
+            continue  # member_actions seals it first
         actions.append(
             SendRound(member.worker, pod.name, pod.uid, pod.ip, message, pod.sidecar_restarts)
         )
@@ -281,6 +306,10 @@ def round_actions(world: World, memory: JobMemory, now: Now) -> RoundPlan:
 
 
 def _holds(member: MemberState, round_: RestartRound, digest: str) -> bool:
+    """Return whether the member acknowledged this content of ROUND and its sidecar has not lost it since.
+
+    A sidecar has lost it if its container restarted, or if its inventory has version 0 for this round.
+    """
     if member.pod is None or member.sidecar is None or member.sidecar.acked is None:
         return False
     acked = member.sidecar.acked
@@ -313,7 +342,7 @@ def _highest_version(world: World) -> int:
 
 
 def round_message(world: World) -> Round:
-    """ROUND of now, version 0."""
+    """Return ROUND with its present content and version 0."""
     job = world.observed.job
     status = world.status
     members = tuple(
@@ -374,7 +403,10 @@ def _holds_of_job(world: World) -> tuple[Step, ...]:
 
 
 def _domains(world: World) -> tuple[str, ...]:
-    """Topology domain of each worker; one of its own where the node is not known yet."""
+    """Return the topology domain of each worker.
+
+    A worker without a node gets a domain of its own, and a node without the label is a domain of its own.
+    """
     key = world.observed.job.spec.topology_key
     found = []
     for member in world.members:

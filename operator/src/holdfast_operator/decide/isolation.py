@@ -1,9 +1,9 @@
 """Keep the containers of a job's template out of the sidecar's volumes, Secrets and processes. Pure.
 
-The sidecar's certificates and store keys are volumes of the same pod, so a template that names one of
-these volumes, mounts over its path, or shares the process namespace could read them. The chart's
-admission policy refuses the same templates when they are written; these rules hold also where the
-policy is switched off, and for each pod that is created later.
+The sidecar's certificates and store keys are volumes of the same pod. A template that names one of these
+volumes, mounts over its path, or shares the process namespace could read them. The chart's admission policy
+refuses the same templates when they are written. These rules also apply if the policy is switched off, and
+before every later creation of a pod.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import Any
 from holdfast_core.contract import SIDECAR_CONTAINER
 
 RESERVED_PREFIX = "holdfast-"
-"""Names of containers and volumes that the operator adds begin with it."""
+"""Prefix of the names of all containers and volumes that the operator adds."""
 RESERVED_PATH = "/holdfast"
-"""Every path that the operator mounts a volume at is below it."""
+"""Directory below which the operator mounts all of its volumes."""
 
 _CERTIFICATES = re.compile(r"-certs-r[0-9]+$")
-"""Names of the Secrets that hold the certificates of a gang (holdfast_core.names)."""
+"""End of the names of Secrets that hold the certificates of a gang (holdfast_core.names)."""
 _CONTAINER_LISTS = ("containers", "initContainers", "ephemeralContainers")
 
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A field of the template that reaches what belongs to the sidecar."""
+    """A field of the template that could give access to the sidecar's volumes, Secrets or processes."""
 
     path: str
-    """For example spec.template.spec.containers[0].volumeMounts[1].mountPath."""
+    """Path of the field, such as spec.template.spec.containers[0].volumeMounts[1].mountPath."""
     problem: str
-    """What was found, why it is refused, and what to write instead."""
+    """The value that was found, why it is refused, and what to write instead."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem}"
 
 
 def find_breach(template: Mapping[str, Any]) -> Breach | None:
-    """The first field that the rules refuse, None for a template that stays apart."""
+    """Return the first field that the rules refuse, or None."""
     spec = template.get("spec")
     if not isinstance(spec, Mapping):
         return None
@@ -129,7 +129,7 @@ def _secret(path: str, source: Any, key: str) -> Iterator[Breach]:
 
 
 def items_of(parent: Any, key: str, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Walk the objects of the list `key`, each with its path. Skip what a template may not hold there."""
+    """Yield the objects of the list `parent[key]`, each with its path. Skip values of any other type."""
     values = parent.get(key) if isinstance(parent, Mapping) else None
     if isinstance(values, Sequence) and not isinstance(values, str):
         for index, value in enumerate(values):

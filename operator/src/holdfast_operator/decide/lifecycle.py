@@ -1,6 +1,6 @@
 """Beginning and end of a job: acceptance, suspension, completion, failure, deadlines. Pure.
 
-Each rule answers what the status becomes, or None where it has nothing to say.
+A rule that does not apply returns None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast_operator.model.job import JobStatusView, Now, PodPhase
 from holdfast_operator.model.reasons import Reason
 
 EXIT_GRACE = timedelta(seconds=60)
-"""After Complete the launchers are released; pods that still run then are deleted."""
+"""Time after the end of a complete job for its launchers to exit. Pods that still run then are deleted."""
 
 
 def is_over(status: JobStatusView) -> bool:
@@ -27,6 +27,7 @@ def is_over(status: JobStatusView) -> bool:
 
 
 def accepted(world: World, now: Now, problem: Note | None) -> JobStatusView:
+    """Return the status with condition Accepted: False for a problem, Unknown while the store is probed."""
     note = problem or Note(Reason.ACCEPTED, "the spec can be run")
     waiting = problem is not None and problem.reason == Reason.STORE_NOT_PROBED
     value = None if waiting else problem is None
@@ -38,6 +39,7 @@ def accepted(world: World, now: Now, problem: Note | None) -> JobStatusView:
 
 
 def failed(world: World, now: Now, note: Note) -> JobStatusView:
+    """Return the status that ends the job as failed."""
     generation = world.observed.job.generation
     status = replace(world.status, completion_time=now.utc)
     for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
@@ -47,7 +49,7 @@ def failed(world: World, now: Now, note: Note) -> JobStatusView:
 
 
 def failure_of_job(world: World, failures: tuple[Failure, ...], now: Now) -> Note | None:
-    """Why the job ends here instead of restarting; None: it restarts."""
+    """Return why the job fails instead of restarting, or None if it restarts."""
     rule = failing_rule(world, failures)
     if rule is not None:
         return Note(Reason.EXIT_CODE_RULE, f"failurePolicy.rules say FailJob: {rule.message}")
@@ -63,6 +65,7 @@ def failure_of_job(world: World, failures: tuple[Failure, ...], now: Now) -> Not
 
 
 def deadline_passed(world: World, now: Now) -> Note | None:
+    """Return the reason for failure if activeDeadlineSeconds has passed, else None."""
     job = world.observed.job
     start = world.status.start_time
     if job.spec.active_deadline is None or start is None:
@@ -74,9 +77,13 @@ def deadline_passed(world: World, now: Now) -> Note | None:
 
 
 def completed(world: World, now: Now) -> JobStatusView | None:
-    """The status that ends the job well: every rank returned 0 and every commit is recorded, or
-    every pod ended well. Ranks that a drain stopped return 0 too: a pod on its way out counts as
-    not completed. The same holds for a gang that was asked to stop (see stopped_for_nothing)."""
+    """Return the status that completes the job, or None if it is not complete.
+
+    A job is complete when every rank returned 0 or every pod succeeded, and every commit in the store is
+    recorded. Ranks that stop for a drain return 0 as well, so while the pod of a member is being deleted the
+    returns of the ranks do not count. A gang that was asked to stop does not complete the job either
+    (stopped_for_nothing).
+    """
     job = world.observed.job
     status = world.status
     if asked_to_stop(status):
@@ -100,13 +107,18 @@ def completed(world: World, now: Now) -> JobStatusView | None:
 
 
 def everything_recorded(world: World) -> bool:
-    """The newest commit of the store is in the status, and its object exists."""
+    """Return whether the newest commit in the store is in the status, and its Checkpoint object exists."""
     last = world.status.last_persisted
     return pending_commit(world) is None and (last is None or has_object(world, last.id))
 
 
 def after_the_end(world: World, now: Now) -> list[Action]:
-    """Pods that have no business any more; the ones that ended stay for their logs."""
+    """Return deletes of the pods that a job does not need after its end, and of the job after its TTL.
+
+    Pods of members that have ended stay for their logs. Pods that still run are deleted immediately after a
+    failure, and after EXIT_GRACE if the job is complete. Pods on lost nodes, and pods that are not members,
+    are deleted immediately.
+    """
     status = world.status
     ended = status.completion_time or now.utc
     failed_ = status.is_true(JobCondition.FAILED)
@@ -131,9 +143,10 @@ def after_the_end(world: World, now: Now) -> list[Action]:
 
 
 def suspended(world: World, now: Now) -> JobStatusView:
+    """Return the status of a suspended job."""
     job = world.observed.job
     note = Note(Reason.SUSPENDED, "spec.suspend is true: saved as far as there was something to")
-    # As a Job of batch/v1: the clock of activeDeadlineSeconds stops, and starts anew at the resumption.
+    # As for a Job of batch/v1, activeDeadlineSeconds counts from zero again when the job resumes.
     status = replace(world.status, start_time=None)
     for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
         if status.condition(kind) is not None:
@@ -142,8 +155,10 @@ def suspended(world: World, now: Now) -> JobStatusView:
 
 
 def may_suspend_now(world: World) -> bool:
-    """All pods can go at once: no commit goes with them. A gang that trains is asked to save first,
-    where the object store can keep what it saves."""
+    """Return whether all pods can be deleted now without the loss of a committed step.
+
+    A gang that trains is asked to save first if the job has an object store.
+    """
     if world.status.restart_round is None:
         return True
     stored = world.observed.job.spec.store is not None
@@ -153,8 +168,11 @@ def may_suspend_now(world: World) -> bool:
 
 
 def must_take_back(world: World) -> bool:
-    """Suspended is written, no pod was deleted yet, and a commit would go with the pods: the operator
-    was away in between and the gang went on, or it committed a step in this very moment."""
+    """Return whether a suspension must be withdrawn, because it could now lose a committed step.
+
+    That happens if the status says Suspended, no pod is deleted yet, and the gang has committed a step since:
+    the operator was stopped in between, or the commit and the status write were concurrent.
+    """
     untouched = all(m.pod is not None and not m.pod.terminating for m in world.members)
     if not untouched or stopped_and_saved(world):
         return False
@@ -162,7 +180,7 @@ def must_take_back(world: World) -> bool:
 
 
 def taken_back(world: World, now: Now) -> JobStatusView:
-    """The status that ends a suspension before a pod was deleted: the round goes on."""
+    """Return the status that withdraws a suspension before a pod was deleted. The round continues."""
     job = world.observed.job
     note = suspend_note(world)
     if job.spec.store is not None:
@@ -173,7 +191,7 @@ def taken_back(world: World, now: Now) -> JobStatusView:
 
 
 def trains(world: World) -> bool:
-    """The gang can be asked to save and stop."""
+    """Return whether the gang trains with all of its members, so that it can be asked to save and stop."""
     state = world.coordinator
     return (
         state is not None
@@ -184,8 +202,10 @@ def trains(world: World) -> bool:
 
 
 def suspend_note(world: World) -> Note:
-    """Why a job whose spec.suspend is true is not suspended yet. The gang is asked to stop exactly
-    where the reason is STOPPING."""
+    """Return why a job whose spec.suspend is true is not suspended yet.
+
+    The gang is asked to stop exactly if the reason is STOPPING.
+    """
     lost = readable.lost_with_all_pods(world)
     if world.observed.job.spec.store is None:
         return Note(
@@ -207,21 +227,26 @@ def suspend_note(world: World) -> Note:
 
 
 def asked_to_stop(status: JobStatusView) -> bool:
-    """The gang of this round was asked to save and stop. The record is written before the gang is
-    asked, and stays until the next round begins: the request cannot be taken back, and ranks that
-    stop for it return 0 although they have not finished."""
+    """Return whether the gang of this round may have been asked to save and stop.
+
+    The record, reason Stopping of condition Suspended, is written before the gang is asked. It stays until
+    the next round begins, because the request cannot be withdrawn, and ranks that stop for it return 0
+    although they have not finished.
+    """
     condition = status.condition(JobCondition.SUSPENDED)
     return condition is not None and condition.reason == Reason.STOPPING
 
 
 def stopped_and_saved(world: World) -> bool:
-    """The gang saved, stopped, and what it saved is where it survives the loss of all pods."""
+    """Return whether the gang has stopped, and its newest committed step is in the object store."""
     return _stopped(world) and not _unsaved(world)
 
 
 def stopped_for_nothing(world: World) -> tuple[Failure, ...]:
-    """A gang that stopped for a suspension has to start again in its pods: spec.suspend is false
-    again, or the store did not take the newest step."""
+    """Return a failure if the gang stopped for a suspension and must start again in its pods.
+
+    Either spec.suspend is false again, or the newest step did not reach the store.
+    """
     if not asked_to_stop(world.status) or not _stopped(world):
         return ()
     if not world.observed.job.spec.suspend:
@@ -234,7 +259,7 @@ def stopped_for_nothing(world: World) -> tuple[Failure, ...]:
 
 
 def _stopped(world: World) -> bool:
-    """Every rank returned 0, and what is in the store is recorded."""
+    """Return whether every rank returned 0 or every pod succeeded, and every commit is recorded."""
     state = world.coordinator
     finished = state is not None and state.finished
     return (finished or _all_ended(world)) and everything_recorded(world)
@@ -246,7 +271,10 @@ def _all_ended(world: World) -> bool:
 
 
 def _unsaved(world: World) -> bool:
-    """A step is committed on the nodes that the store does not have: its uploads were given up."""
+    """Return whether the newest committed step is not in the store.
+
+    For a gang that has stopped, this means that its uploads were abandoned.
+    """
     state, persisted = world.coordinator, world.last_persisted
     local = None if state is None or state.last_local is None else state.last_local.step
     known = [s for s in (local, readable.recorded_commit(world)) if s is not None]
@@ -254,6 +282,7 @@ def _unsaved(world: World) -> bool:
 
 
 def ask_stop(world: World) -> list[Action]:
+    """Return the request to save and stop for the coordinator, if its pod has an address."""
     coordinator = world.coordinator_member()
     if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
         return []
@@ -269,6 +298,7 @@ def ask_stop(world: World) -> list[Action]:
 
 
 def delete_all_pods(world: World) -> list[Action]:
+    """Return deletes of all pods, except those of a round above the status."""
     return [
         DeletePod(p.name, p.uid, force=world.observed.node_lost(p))
         for p in world.observed.pods

@@ -1,9 +1,10 @@
-"""Which worker keeps a copy of whose shards. Pure: the same placement for the same nodes.
+"""Choose which worker keeps copies of which worker's shards. Pure: the result depends on the domains alone.
 
-Workers are laid out domain by domain and shifted by the size of the largest domain, which leaves
-every domain and gives each worker the same number of copies. Where one domain holds more than half
-of the gang no such shift exists: its members use the others in turn, and each other when there is
-no other domain (a copy on the same node still survives the pod).
+The workers are sorted by topology domain. The first copy goes to the worker that follows by the size of the
+largest domain: it is in another domain, and each worker keeps one such copy. Further copies use more domains
+while there are any. If one domain has more than half of the gang, no such shift exists. Then its members use
+the workers of other domains in turn, and workers of their own domain if there are too few others: such a copy
+still survives the loss of the source's pod.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from holdfast_core.messages.schema import CopyAssignment
 
 
 def place_copies(domains: tuple[str, ...], copies: int) -> tuple[CopyAssignment, ...]:
-    """domains: the topology domain of each worker. At most workers - 1 copies of each."""
+    """Return the workers that keep copies, sorted by source and target.
+
+    Args:
+        domains: The topology domain of each worker.
+        copies: Number of copies of each shard. It is limited to the number of other workers.
+    """
     count = len(domains)
     copies = min(copies, count - 1)
     if copies <= 0:
@@ -38,7 +44,7 @@ def _targets(
     chosen: list[int] = []
     used = {domains[source]}
     for candidate in _candidates(order, domains, position, largest):
-        if domains[candidate] not in used:  # another domain for every copy, while there is one
+        if domains[candidate] not in used:  # each copy in a new domain, while there is one
             chosen.append(candidate)
             used.add(domains[candidate])
         if len(chosen) == copies:
@@ -54,7 +60,7 @@ def _targets(
 def _candidates(
     order: list[int], domains: tuple[str, ...], position: int, largest: int
 ) -> Iterator[int]:
-    """Every other worker once, the best target first."""
+    """Yield every other worker once, the best target first."""
     count = len(order)
     if 2 * largest <= count:
         shifts = chain(

@@ -1,8 +1,9 @@
-"""Deleted Checkpoint objects whose data cannot be deleted: their finalizer goes, so that nothing hangs.
+"""Release deleted Checkpoint objects whose data cannot be deleted. Pure.
 
-Only a sidecar of the job can delete data in the object store. Where there is none and none will come
-(the job is over, suspended or gone), the object goes at once and its data stays. While the job may still
-order the delete, the object waits RELEASE_SECONDS. An Event says what stays, and where. Pure.
+Otherwise their finalizer would block the deletion of their namespace. Only a sidecar of the job can delete
+data in the object store. If the job is over, suspended or gone, no sidecar will do it: the operator removes
+the finalizer immediately, and the data stays. While the job may still order the delete, the object waits for
+RELEASE_SECONDS. An Event reports what stays in the store, and where.
 """
 
 from __future__ import annotations
@@ -17,21 +18,28 @@ from holdfast_operator.model.job import CheckpointView, JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 
 RELEASE_SECONDS = 600.0
-"""A store that is away for longer must not keep a namespace from being deleted."""
+"""Longest wait for the delete in the store. A store that is unavailable for longer must not prevent the
+deletion of a namespace."""
 
 
 def hanging(checkpoints: Iterable[CheckpointView]) -> tuple[CheckpointView, ...]:
-    """Those that somebody deleted and that our finalizer holds."""
+    """Return the Checkpoints that a user has deleted and that our finalizer keeps."""
     return tuple(c for c in checkpoints if c.deleting and c.has_finalizer)
 
 
 def at_once(world: World, why: str) -> list[Action]:
-    """No sidecar of this job will delete anything any more."""
+    """Return actions that release all deleted Checkpoints under the job's name.
+
+    The caller has checked that no sidecar of the job will delete data any more.
+    """
     return _released(hanging(_of_name(world)), why)
 
 
 def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
-    """What waited too long, and what belongs to a former job of the same name."""
+    """Return actions that release deleted Checkpoints whose data will probably not be deleted.
+
+    They are those of this job that have waited for RELEASE_SECONDS, and all of a former job of its name.
+    """
     own = {c.uid for c in own_checkpoints(world)}
     known = hanging(_of_name(world))
     since = dict(memory.checkpoints_deleting)
@@ -44,7 +52,7 @@ def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
 
 
 def kept_data(checkpoint: CheckpointView, why: str) -> str | None:
-    """What stays in the object store, in words; None: the data was to be kept, or there is none."""
+    """Describe the data that stays in the object store. None: there is none, or it had to be kept."""
     if checkpoint.deletion_policy != "DeleteData" or checkpoint.hold or not checkpoint.persisted:
         return None
     where = f"{checkpoint.job_namespace}/{checkpoint.job_uid}"

@@ -1,17 +1,17 @@
-"""Which step a round starts from: a pure choice over inventories, made once per round.
+"""Choose the step from which a round starts, once per round. Pure.
 
-1. A candidate is a step with a manifest, on the lineage, saved by as many ranks as the gang has.
-   The persisted commit is one too: the object store holds all of it.
-2. The newest candidate wins if it is complete: each rank's shard is held by a member that answered
-   for this round, or it is persisted.
-3. An answer that did not come is Unknown, not Nothing. While a survivor is Unknown, no step below the
-   newest committed one is chosen, however long that takes: its pod may still hold that step, and
-   a lower choice would throw it away. A person who gives the step up deletes the silent pods.
-   A newer step that was not committed everywhere is waited for HOLDERS_SECONDS at most.
-4. A step from which gangs failed FAILURES_TO_REJECT times before they had finished a step is passed
-   over, if an older complete one exists. The choice says so, and how many steps that costs.
-5. If a committed step is known to have existed and nothing is complete, the job waits. It never
-   starts from nothing by itself.
+1. A candidate is a step with a manifest that is on the lineage and was saved by as many ranks as the gang
+   has. Persisted commits are candidates as well, because the object store has all of their shards.
+2. The newest complete candidate is chosen. A candidate is complete if it is persisted, or if each rank's
+   shard is held by a member that has answered for this round.
+3. A survivor that has not answered may hold any step. Until it answers or its pod is gone, no step below the
+   newest committed one is chosen, however long that takes: a lower choice would discard a step that this pod
+   may still hold. A user who gives the step up deletes the pods that do not answer. For a newer step that
+   was not committed everywhere, the choice waits for HOLDERS_SECONDS at most.
+4. A step from which gangs failed FAILURES_TO_REJECT times before they had finished a step is rejected, if an
+   older complete candidate exists. The message names the number of steps that this gives up.
+5. If a step is known to have been committed and no candidate is complete, the job waits. It never starts
+   over without a checkpoint by itself.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from holdfast_operator.model.job import (
 from holdfast_operator.model.reasons import Reason
 
 HOLDERS_SECONDS = 60.0
+"""Longest wait for survivors that may hold a newer step that was not committed everywhere."""
 FAILURES_TO_REJECT = 3
 MAX_LINEAGE = 64
+"""Largest number of entries in status.lineage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ Choice = Chosen | Wait
 
 
 def choose(world: World, memory: JobMemory, now: Now) -> Choice:
-    """The restore point of the round, or what it waits for. Status.restore_point is unset."""
+    """Return the restore point of the round, or why the choice waits. It must not be chosen yet."""
     missing = [m.worker for m in world.members if m.pod is None]
     if missing:
         return Wait(Note(Reason.STARTING, f"pods of workers {_some(missing)} are not there yet"))
@@ -94,7 +96,10 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
 
 
 def _kept_on_lost_node(member: MemberState, world: World) -> bool:
-    """failure has decided not to replace it, so the choice must not give up what it holds either."""
+    """Return whether the member is a survivor that the round kept although its node is lost.
+
+    The rules in failure.py kept it because it may hold the only copies, so the choice must not give them up.
+    """
     alive = member.pod is not None and member.pod.alive
     return alive and member.node_lost and readable.is_survivor(member, world)
 
@@ -105,7 +110,7 @@ _MAY_HOLD = "they may hold the newest step"
 def _owed_by_silence(
     world: World, answered: list[MemberState], best: Candidate | None
 ) -> str | None:
-    """Why the choice waits for the silent survivors without a time limit; None: it does not."""
+    """Return why the choice waits without a time limit for survivors that have not answered, or None."""
     if readable.never_trained(world) and best is None:
         return None
     survivors = [m for m in answered if readable.is_survivor(m, world)]
@@ -118,15 +123,21 @@ def _owed_by_silence(
 
 
 def _timed_out(memory: JobMemory, now: Now) -> bool:
-    """The wait counts from the first answer: as long as no sidecar answers, it is the network."""
+    """Return whether the choice has waited for HOLDERS_SECONDS while at least one sidecar answered.
+
+    While no sidecar answers, the cause is probably the network, and the wait does not begin.
+    """
     if memory.round_seen_at is None or memory.answering_since is None:
         return False
     return seconds_since(max(memory.round_seen_at, memory.answering_since), now) >= HOLDERS_SECONDS
 
 
 def _newest_known(world: World, candidates: list[Candidate]) -> Step | None:
-    """The newest step that may have been committed, readable or not. A manifest alone promises
-    nothing: its commit may have been cut off before every member had it."""
+    """Return the newest step that may have been committed, complete or not, or None.
+
+    A manifest alone does not prove a commit, which may have been interrupted before every member had the
+    manifest.
+    """
     steps = [c.id.step for c in candidates]
     committed = readable.recorded_commit(world)
     return max(steps if committed is None else [*steps, committed], default=None)
@@ -161,7 +172,7 @@ def _point(world: World, best: Candidate, holders: Holders) -> RestorePointView:
 def _instead_of_rejected(
     world: World, found: list[Candidate], holders: Holders, now: Now
 ) -> Candidate | None:
-    """The newest complete one that was not rejected, where the newest complete one was."""
+    """Return the newest complete candidate that is not rejected, if the newest complete one is. Else None."""
     failed = Counter(r.failed_from for r in counted_restarts(world, now))
     complete = [c for c in found if readable.is_complete(c, holders)]
     good = next((c for c in complete if failed[c.id] < FAILURES_TO_REJECT), None)
@@ -179,7 +190,7 @@ def _rejected(world: World, rejected: Candidate, chosen: Candidate, holders: Hol
 
 
 def _sources(world: World, best: Candidate, holders: Holders) -> Sources:
-    """From where each rank will get its shard: the nearest tier that holds it."""
+    """Count the ranks by the nearest tier that holds their shard."""
     per_worker = world.observed.job.spec.procs_per_worker
     counts = dict.fromkeys(TierName, 0)
     if best.info is None:
@@ -204,7 +215,7 @@ def _sources(world: World, best: Candidate, holders: Holders) -> Sources:
 
 
 def _from_spec(world: World, unfinished: Step | None) -> Choice:
-    """Nothing was ever committed: the beginning, or spec.restoreFrom."""
+    """Choose the start of a job that has no committed step: spec.restoreFrom, or no checkpoint at all."""
     job = world.observed.job
     name = job.spec.restore_from
     if name is None:
@@ -221,7 +232,7 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
         step=source.step,
         round=source.round,
         manifest=source.manifest,
-        # Its ranks, which need not be as many as this job's: they read any shard of the store.
+        # Ranks of the source, whose number may differ: this job's ranks read any shard from the store.
         sources=Sources(object=source.world_size or job.spec.world_size),
         job_uid=source.job_uid,
         job_namespace=source.job_namespace or job.namespace,
@@ -233,10 +244,11 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
 def extend_lineage(
     lineage: tuple[LineageEntry, ...], entry: LineageEntry
 ) -> tuple[LineageEntry, ...]:
-    """With the entry of a new round, compacted without letting a step back on the lineage.
+    """Return the lineage with the entry of a new round, compacted.
 
-    An entry is implied by a later one with the same or a lower base. When there are too many, the
-    two oldest become one that is at least as strict as both.
+    Compaction never puts a step back on the lineage. It drops entries that a later one implies, because its
+    base is not above theirs. Above MAX_LINEAGE entries it merges the two oldest into one that is at least as
+    strict as both.
     """
     kept = [e for e in lineage if not _implied(e, entry)]
     kept.append(entry)

@@ -1,3 +1,3 @@
-"""What the operator knows about one job and what it may do to it, with the names of both. Values
-and protocols only.
+"""The operator's view of one job, the actions that it may take, and the names of both. Values and
+protocols only.
 """

@@ -1,7 +1,8 @@
-"""The closed union of effects that a decision may ask for; `apply` is their only interpreter.
+"""The closed union of actions that a decision may contain. `apply` is their only interpreter.
 
-Every action is idempotent: creates tolerate that the object exists, deletes that it is gone,
-status writes carry the resourceVersion that the decision was taken on. One of those a decision.
+Every action is idempotent. A create succeeds if the job's object already exists, a delete succeeds if the
+object is gone, and a status write carries the resourceVersion that the decision is based on. A decision
+contains at most one status write.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from holdfast_operator.model.job import JobMemory, JobStatusView
 
 @dataclass(frozen=True, slots=True)
 class BeginRound:
-    """Compare-and-swap 1: the fence. Alone in its decision, apart from events."""
+    """Compare-and-swap 1 (CAS 1), the fence of a new round. Only Events may accompany it in a decision."""
 
     resource_version: str
     status: JobStatusView
     confirm_gone: tuple[str, ...] = ()
-    """Pods that the decision takes for gone: a direct GET must confirm it first, because a
-    lagging list must not cost a restart."""
+    """Names of pods that the decision treats as gone. A direct GET must confirm it before the write:
+    otherwise a cache that lags would cost a restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChooseRestorePoint:
-    """Compare-and-swap 2: once per round. Alone in its decision, apart from events."""
+    """Compare-and-swap 2 (CAS 2), once per round. Only Events may accompany it in a decision."""
 
     resource_version: str
     status: JobStatusView
@@ -39,7 +40,7 @@ class ChooseRestorePoint:
 
 @dataclass(frozen=True, slots=True)
 class CommitPersisted:
-    """Compare-and-swap of lastPersisted: the commit of the object tier."""
+    """Compare-and-swap of status.lastPersisted, which commits a step in the object tier."""
 
     resource_version: str
     status: JobStatusView
@@ -47,7 +48,7 @@ class CommitPersisted:
 
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
-    """Conditions, levels, counters: everything of status that is not one of the three above."""
+    """Write of every other status change, such as conditions, levels and counters."""
 
     resource_version: str
     status: JobStatusView
@@ -60,7 +61,7 @@ class CreateService:
 
 @dataclass(frozen=True, slots=True)
 class CreateCertificates:
-    """One Secret with the leaves of the pods that are born in `round`."""
+    """Creation of one Secret with the leaf certificates of the pods that are created in `round`."""
 
     secret: str
     round: RestartRound
@@ -73,28 +74,28 @@ class CreatePod:
     worker: Worker
     birth_round: RestartRound
     avoided_nodes: tuple[str, ...] = ()
-    """Names of nodes that the scheduler must not place it on."""
+    """Names of nodes that the pod's node affinity excludes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeletePod:
     name: str
     uid: str
-    """Precondition."""
+    """Precondition of the delete: a pod of this name with another uid is left alone."""
     force: bool = False
-    """Grace 0: the node is lost and will not confirm."""
+    """Delete with grace period 0, because the node is lost and its kubelet cannot confirm the delete."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteCertificates:
-    """A Secret of a round that no pod of the job was born in any more."""
+    """Deletion of the certificate Secret of a round in which no current member's pod was created."""
 
     secret: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteJob:
-    """ttlSecondsAfterFinished has passed."""
+    """Deletion of a job whose ttlSecondsAfterFinished has passed."""
 
     uid: JobUid
 
@@ -116,31 +117,34 @@ class SendRound:
     address: str
     message: Round
     sidecar_restarts: int
-    """Goes into AckedRound."""
+    """Restart count of the pod's sidecar container when the message is sent, for AckedRound."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskSave:
     worker: Worker
-    """The coordinator."""
+    """Worker whose sidecar is the coordinator."""
     pod: str
     address: str
     round: RestartRound
     token: str
+    """Name of the Checkpoint object that requests the save. It identifies the request if it is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskStop:
     worker: Worker
+    """Worker whose sidecar is the coordinator."""
     pod: str
     address: str
     round: RestartRound
     token: str
+    """Identifies the request if it is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """Status of a Checkpoint object as the operator writes it."""
+    """Status of a Checkpoint object, and the finalizer, as the operator writes them."""
 
     phase: str
     checkpoint: CheckpointId | None = None
@@ -155,13 +159,14 @@ class CheckpointRecord:
     replicated: bool = False
     held: bool = False
     finalizer: bool = False
-    """Our finalizer belongs on the object: its deletionPolicy is DeleteData and there is data."""
+    """Whether the write adds our finalizer to an object that lacks it. False leaves the finalizers as they
+    are."""
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CreateCheckpointObject:
-    """Create it and write its status. deletion_policy: what becomes of the data with it."""
+    """Creation of a Checkpoint object with its status."""
 
     name: str
     checkpoint: CheckpointId
@@ -171,7 +176,8 @@ class CreateCheckpointObject:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCheckpointStatus:
-    """Write the status; where it names a step and spec.step is not set, set that too."""
+    """Write of a Checkpoint's status. If the record names a step and spec.step is not set, the write also
+    sets spec.step."""
 
     name: str
     resource_version: str
@@ -180,11 +186,12 @@ class UpdateCheckpointStatus:
 
 @dataclass(frozen=True, slots=True)
 class PruneObject:
-    """Order the delete in the object store; when it is confirmed, delete the Checkpoint object
-    (and our finalizer). The object is in phase Deleting already, so nothing restores from it."""
+    """Deletion of a checkpoint's data in the object store by the coordinator, and then of the Checkpoint
+    object with our finalizer. Nothing restores from the checkpoint any more: it is in phase Deleting, or
+    a user has deleted the object."""
 
     worker: Worker
-    """The coordinator."""
+    """Worker whose sidecar is the coordinator."""
     pod: str
     address: str
     round: RestartRound
@@ -195,7 +202,8 @@ class PruneObject:
 
 @dataclass(frozen=True, slots=True)
 class DeleteCheckpoint:
-    """Delete the object alone (no data behind it, or it is to be kept)."""
+    """Deletion of a Checkpoint object without its data: there is none, it must be kept, or no sidecar can
+    delete it."""
 
     name: str
     uid: str
@@ -240,23 +248,25 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
+    """Result of one pass over one job."""
+
     actions: tuple[Action, ...]
     requeue_after_seconds: float | None
-    """Look again after this long even if nothing changes; None: the next event is enough."""
+    """Seconds until the next pass if no event comes before. None: only an event causes a pass."""
     reason: str
-    """For logs: a changed reason is logged once."""
+    """Text for the log, which is written when it changes."""
     memory: JobMemory
-    """Handed back in the next Observed, through apply.memory_after."""
+    """Memory for the next Observed. `apply.memory_after` corrects it for actions that failed."""
     acted_version: int | None = None
-    """Version of the coordinator's state up to which everything is durable in the API; what the
-    next long poll says as `since`. None: nothing yet (say 0)."""
+    """Version of the coordinator's state up to which everything is durable in the API. The next long poll
+    sends it as `since`. None: the value that was sent before stays."""
 
 
 def round_digest(message: Round) -> Digest:
-    """Content of a ROUND without what may differ between repetitions.
+    """Return a digest of a ROUND message without its version and `last_persisted`.
 
-    last_persisted is left out: the coordinator knows what it persisted, and a change of it alone
-    must not repeat ROUND to the whole gang.
+    `last_persisted` is left out because the coordinator has its own record of what it persisted: a change
+    of this field alone must not repeat ROUND to the whole gang.
     """
     content = replace(message, version=0, last_persisted=None)
     return Digest("b3:" + blake3(dumps(content)).hexdigest())

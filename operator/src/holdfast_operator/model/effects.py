@@ -1,10 +1,11 @@
-"""What `apply` needs from the outside world: the Kubernetes client, the sidecar client, Events.
+"""The interface that `apply` calls: writes to the Kubernetes API, calls to sidecars, Events.
 
-The edges implement it; tests implement it over an in-memory cluster. Methods raise only errors of
-holdfast_core.errors, ConflictError and NameTakenError. Creates return normally if the object exists
-and is the job's own, deletes if it is gone or has another uid. Replies of sidecars are kept by the
-implementation and come back in the next Observed (inventory, AckedRound, reachability): `apply` does
-not look into them.
+`apply.job_effects` implements it. Tests implement it over an in-memory cluster.
+
+Methods raise only errors of holdfast_core.errors, ConflictError and NameTakenError. A create returns
+normally if the object exists and belongs to the job. A delete returns normally if the object is gone or
+has another uid. The implementation keeps the replies of sidecars, which `apply` does not read: they are
+part of the next Observed (inventory, AckedRound, reachability). The reply to a prune is the exception.
 """
 
 from __future__ import annotations
@@ -28,30 +29,38 @@ from holdfast_operator.model.job import JobStatusView, JobView
 
 
 class ConflictError(HoldfastError):
-    """The object changed since it was read (409 on resourceVersion): observe, decide again."""
+    """The object changed or disappeared after it was read. The caller must observe and decide again."""
 
 
 class NameTakenError(HoldfastError):
-    """An object that is not ours has the name that ours would get: nothing is done to it."""
+    """An object that does not belong to the job has the name that the job's object would get. The operator
+    leaves that object alone."""
 
 
 class Effects(Protocol):
     async def write_job_status(
         self, job: JobView, resource_version: str, status: JobStatusView
     ) -> None:
-        """Replace the whole status (watch.views.status_to_dict). Raises ConflictError."""
+        """Replace the whole status (watch.views.status_to_dict).
+
+        Raises:
+            ConflictError: The job is no longer at `resource_version`.
+        """
         ...
 
     async def delete_job(self, job: JobView) -> None: ...
 
     async def pod_is_gone(self, job: JobView, name: str) -> bool:
-        """A direct GET, not the cache: True if the job has no such pod, or it is on its way out."""
+        """Return whether the job has no pod of this name, or the pod is being deleted.
+
+        The answer comes from a direct GET and not from the cache.
+        """
         ...
 
     async def create_pod(self, job: JobView, body: Mapping[str, Any]) -> None: ...
 
     async def delete_pod(self, job: JobView, name: str, uid: str, *, force: bool) -> None:
-        """uid is a precondition; force: grace period 0."""
+        """Delete the pod if it has this uid. With `force`, the grace period is 0."""
         ...
 
     async def create_network_policy(self, job: JobView, body: Mapping[str, Any]) -> None: ...
@@ -59,7 +68,10 @@ class Effects(Protocol):
     async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None: ...
 
     async def create_certificates(self, job: JobView, action: CreateCertificates) -> None:
-        """Issue one leaf per pod and create the Secret (keys: render.names.certificate_items)."""
+        """Issue one leaf certificate per pod, and create the Secret that holds them.
+
+        `render.names.certificate_items` gives the keys of the Secret.
+        """
         ...
 
     async def delete_certificates(self, job: JobView, secret: str) -> None: ...
@@ -67,19 +79,25 @@ class Effects(Protocol):
     async def create_checkpoint(
         self, job: JobView, body: Mapping[str, Any], record: CheckpointRecord
     ) -> None:
-        """Create the object (if it is not there), then write its status. Raises NameTakenError
-        where an object of that name is no record of this commit of this job."""
+        """Create the object if it does not exist, then write its status.
+
+        Raises:
+            NameTakenError: An object of that name exists, and does not record this commit of this job.
+        """
         ...
 
     async def update_checkpoint(
         self, job: JobView, name: str, resource_version: str, record: CheckpointRecord
     ) -> None:
-        """Write the status; set spec.step if record.checkpoint is set and spec.step is not.
-        Raises ConflictError."""
+        """Write the status, and spec.step if it is not set and `record` names a checkpoint.
+
+        Raises:
+            ConflictError: The object is gone, or no longer at `resource_version`.
+        """
         ...
 
     async def delete_checkpoint(self, job: JobView, name: str, uid: str) -> None:
-        """Remove our finalizer, if it is there, and delete the object."""
+        """Delete the object, and remove our finalizer if it has one. Do not delete its data."""
         ...
 
     async def seal(self, job: JobView, action: SealWorker) -> None: ...
@@ -90,8 +108,10 @@ class Effects(Protocol):
 
     async def ask_stop(self, job: JobView, action: AskStop) -> None: ...
 
-    async def prune(self, job: JobView, action: PruneObject) -> PruneReply: ...
+    async def prune(self, job: JobView, action: PruneObject) -> PruneReply:
+        """Return what the coordinator deleted in the object store, or an empty reply while it deletes."""
+        ...
 
     async def emit(self, job: JobView, event: EmitEvent) -> None:
-        """Best effort: rate-limited, never raises."""
+        """Emit a Kubernetes Event about the job, best effort: it is rate-limited and never raises."""
         ...

@@ -1,9 +1,10 @@
-"""What the operator knows about one job at one moment, as frozen values.
+"""The state of one job as the operator observed it, in frozen values.
 
-`observe` assembles an `Observed` from reflectors and sidecar replies; `decide` reads nothing else.
-The effects that come out of it are in `actions`. Nothing here reads a clock, an environment or the
-API. Times named `_at` or `_since` of type float are monotonic seconds of this operator process and
-may be missing after it restarted; stamps of type datetime are UTC and decide no order.
+`observe` assembles an `Observed` from the reflectors' caches and the replies of sidecars. `decide` reads
+nothing else, and returns the actions in `actions`. Nothing here reads a clock, the environment or the API.
+
+A time of type float, named `_at` or `_since`, is in monotonic seconds of this operator process, and may be
+missing after a restart of the operator. A stamp of type datetime is in UTC and decides no order (R30).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from holdfast_core.messages.schema import CoordinatorState, Inventory
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """The moment that a decision is taken for."""
+    """The time of a pass, on both clocks."""
 
     monotonic: float
     utc: datetime
@@ -32,29 +33,29 @@ class Now:
 
 @dataclass(frozen=True, slots=True)
 class ExitCodeRule:
-    """failurePolicy.rules: a rank that ends with one of these codes fails the job, no restart."""
+    """A rule of failurePolicy.rules: a rank that ends with one of its codes fails the job."""
 
     on_exit_codes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpecView:
-    """spec of a TrainingJob with every default filled in."""
+    """Spec of a TrainingJob with every default filled in."""
 
     workers: int
     procs_per_worker: int
     template: Mapping[str, Any]
-    """PodTemplateSpec as the user wrote it; only render and acceptance look inside."""
+    """PodTemplateSpec as the user wrote it."""
     interval_steps: int = 100
     slots: int = 2
     shared_memory_bytes: int | None = None
-    """spec.checkpoint.memory.sizeLimit; None: from the trainer's memory limit."""
+    """spec.checkpoint.memory.sizeLimit in bytes. None: the memory limit of the trainer container is used."""
     node_size_limit_bytes: int = 20 << 30
     peer_copies: int = 1
     topology_key: str = "kubernetes.io/hostname"
     peer_encryption: str = "TLS"
     store: str | None = None
-    """Name of the CheckpointStore; None: no object tier."""
+    """Name of the CheckpointStore. None: the job has no object tier."""
     object_every_steps: int | None = None
     object_compression: str = "None"
     keep_last: int = 3
@@ -78,7 +79,7 @@ class Condition:
     type: str
     """A JobCondition of core.api."""
     status: bool | None
-    """True: the named state holds; None: Unknown."""
+    """None stands for Unknown."""
     reason: str
     message: str
     last_transition: datetime
@@ -87,7 +88,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Ranks whose shard of the restore point comes from each tier."""
+    """Number of ranks whose shard of the restore point comes from each tier."""
 
     memory: int = 0
     node: int = 0
@@ -97,20 +98,20 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class RestorePointView:
-    """status.restorePoint. step None: the round starts from the very beginning."""
+    """Value of status.restorePoint. If `step` is None, the round starts without a checkpoint."""
 
     step: Step | None = None
     round: RestartRound | None = None
     manifest: Digest | None = None
     sources: Sources = Sources()
     job_uid: JobUid | None = None
-    """Set where the checkpoint belongs to another job (spec.restoreFrom)."""
+    """Uid of the job that saved the checkpoint, if it is another one (spec.restoreFrom)."""
     job_namespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PersistedView:
-    """status.lastPersisted: the commit of the object tier."""
+    """Value of status.lastPersisted, the newest commit in the object tier."""
 
     step: Step
     round: RestartRound
@@ -123,7 +124,7 @@ class PersistedView:
 
 @dataclass(frozen=True, slots=True)
 class LineageEntry:
-    """What `round` restored from. base_step None: it started from the very beginning."""
+    """The checkpoint that `round` restored. If `base_step` is None, the round started without one."""
 
     round: RestartRound
     base_step: Step | None = None
@@ -133,10 +134,13 @@ class LineageEntry:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryView:
-    """status.lastRecovery; a duration that was not measured is None. See decide/recovery.py."""
+    """Value of status.lastRecovery. A duration that was not measured is None.
+
+    decide/report/recovery.py defines the phases.
+    """
 
     round: RestartRound
-    """The round that it began."""
+    """Round that the recovery began."""
     reason: str
     begun_at: datetime | None = None
     """When the round began (UTC)."""
@@ -148,11 +152,11 @@ class RecoveryView:
     rendezvous_seconds: float | None = None
     first_step_seconds: float | None = None
     total_seconds: float | None = None
-    """From the fault to the first step of the round; None until then."""
+    """Seconds from the fault until every rank has finished a step of the round. None until then."""
     lost_steps: int | None = None
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase that was measured, in their order."""
+        """Return the seconds of each phase that was measured, in the order of the phases."""
         named = {
             "detect": self.detect_seconds,
             "back_off": self.back_off_seconds,
@@ -173,7 +177,8 @@ class RestartRecord:
     at: datetime
     reason: str
     failed_from: CheckpointId | None = None
-    """What the round before had restored, where its ranks failed by themselves before a step."""
+    """Checkpoint that the failed round had restored, if its ranks failed by themselves before they had
+    finished a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,16 +192,17 @@ class GoodputView:
 
 @dataclass(frozen=True, slots=True)
 class JobStatusView:
-    """status of a TrainingJob. An empty status (no round yet) is `JobStatusView()`."""
+    """Status of a TrainingJob. Before the first write it equals `JobStatusView()`."""
 
     restart_round: RestartRound | None = None
-    """None: no round was begun yet."""
+    """Current round. None: no round has begun yet."""
     members: tuple[RestartRound, ...] = ()
-    """Birth round of each worker's pod."""
+    """Birth round of each worker's pod, by worker index."""
     coordinator: Worker | None = None
-    """Named with the restore point; renamed within a round when its sidecar is silent."""
+    """Worker whose sidecar is the coordinator. It is set with the restore point, and replaced within a round
+    if its sidecar stops answering."""
     restore_point: RestorePointView | None = None
-    """None: not chosen yet for restart_round."""
+    """None: the restore point of `restart_round` is not chosen yet."""
     lineage: tuple[LineageEntry, ...] = ()
     """Oldest first."""
     last_persisted: PersistedView | None = None
@@ -208,7 +214,8 @@ class JobStatusView:
     restarts: int = 0
     restarts_count_towards_max: int = 0
     recent_restarts: tuple[RestartRecord, ...] = ()
-    """Those that count towards the budget, inside the window, oldest first, bounded."""
+    """Restarts that count towards failurePolicy.maxRestarts and were inside failurePolicy.window when the
+    last round began, oldest first, at most MAX_RECENT_RESTARTS."""
     last_recovery: RecoveryView | None = None
     goodput: GoodputView | None = None
     workers_ready: int = 0
@@ -217,7 +224,7 @@ class JobStatusView:
     completion_time: datetime | None = None
     conditions: tuple[Condition, ...] = ()
     phase: str = ""
-    """Computed for people; never read by a decision."""
+    """Summary of the conditions for users. No decision reads it."""
     observed_generation: int = 0
 
     def condition(self, kind: str) -> Condition | None:
@@ -246,7 +253,7 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The controller in an object's ownerReferences."""
+    """Controller in an object's ownerReferences."""
 
     kind: str
     name: str
@@ -255,8 +262,10 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """An object that exists and that this version cannot parse. It is not gone: nothing may be
-    concluded from its absence among the views."""
+    """An object that exists and that this version cannot parse (ADR 0039).
+
+    It is missing among the views, but it must not be treated as gone.
+    """
 
     kind: str
     namespace: str
@@ -266,7 +275,8 @@ class Unreadable:
     """The first field that could not be read, and why."""
     owner: Owner | None = None
     job: str | None = None
-    """Label with the job's name; for the queue only, it proves nothing."""
+    """Name of the job in the object's label. Only the work queue uses it, because a label does not prove
+    ownership."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.namespace}/{self.name}"
@@ -292,34 +302,37 @@ class PodView:
     terminating: bool = False
     ready: bool = False
     trainer_exit_code: int | None = None
-    """Of a trainer container that is terminated now; None while it waits or runs."""
+    """Exit code of a trainer container that is terminated now. None while it waits or runs."""
     trainer_finished_at: datetime | None = None
-    """The kubelet's stamp of the newest end of the trainer container. Decides no order."""
+    """The kubelet's stamp of the newest end of the trainer container. It decides no order."""
     trainer_restarts: int = 0
     waiting_reason: str | None = None
-    """The kubelet's word for a container that cannot start (ErrImagePull, CreateContainerError,
-    CrashLoopBackOff); None where none waits."""
+    """The kubelet's reason why a container waits (ErrImagePull, CreateContainerError, CrashLoopBackOff).
+    None: no container waits for more than its normal start."""
     waiting_message: str = ""
     sidecar_started: bool = False
     sidecar_restarts: int = 0
     reason: str | None = None
-    """Evicted, OOMKilled, Unschedulable...: the pod's or the trainer's last."""
+    """Newest reason of the pod or of its trainer container, such as Evicted, OOMKilled or Unschedulable."""
     message: str = ""
     created_at: datetime | None = None
-    """Of the object; how old the leaf in its Secret is. Decides no order."""
+    """Creation time of the pod, from which the age of its leaf certificate counts. It decides no order."""
     disrupted: bool = False
-    """Condition DisruptionTarget is True; looked at before exit codes."""
+    """Whether condition DisruptionTarget is True. The rules check it before exit codes."""
     avoided_nodes: frozenset[str] = frozenset()
     """Names of the nodes that its affinity excludes because they were lost when it was created."""
 
     @property
     def started(self) -> bool:
-        """A kubelet has run something of it. One without an address was never in a ROUND."""
+        """Return whether a kubelet may have run a container of the pod.
+
+        A pod that has not started has no address, so no ROUND message can have named it.
+        """
         return self.phase is not PodPhase.PENDING or self.ip is not None or self.sidecar_started
 
     @property
     def alive(self) -> bool:
-        """May still run processes of ours, and is not on its way out."""
+        """Return whether the pod is neither being deleted nor ended."""
         return not self.terminating and self.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED)
 
 
@@ -327,19 +340,20 @@ class Reachable(StrEnum):
     YES = "Yes"
     NO = "No"
     UNKNOWN = "Unknown"
-    """Not asked yet, or the question is under way."""
+    """The sidecar has neither answered a call yet nor failed often enough to count as unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class AckedRound:
-    """The newest ROUND that a sidecar acknowledged to this operator process."""
+    """The newest ROUND message that a sidecar acknowledged to this operator process."""
 
     round: RestartRound
     version: int
     digest: Digest
-    """actions.round_digest of its content."""
+    """Content of the message (actions.round_digest)."""
     sidecar_restarts: int = 0
-    """Of the pod at that moment: a sidecar that restarted since must hear ROUND again."""
+    """Restart count of the sidecar container when the message was sent. ROUND must be sent again to a sidecar
+    that has restarted since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,16 +362,16 @@ class SidecarView:
     pod_uid: str
     reachable: Reachable = Reachable.UNKNOWN
     inventory: Inventory | None = None
-    """The newest reply; kept when the sidecar can no longer be reached."""
+    """The newest reply. It is kept when the sidecar can no longer be reached."""
     sealed_round: RestartRound | None = None
-    """The newest round that it is known to be sealed for (its own words); None: not known."""
+    """The newest round for which it reported to be sealed. None: it has reported none."""
     acked: AckedRound | None = None
     unreachable_since: float | None = None
-    """Since when every call failed; None while reachable or not asked."""
+    """Time of the first failed call since the last answer. None unless `reachable` is NO."""
     heard_at: float | None = None
-    """When it last answered a call; None: never."""
+    """Time of its last answer. None: it has not answered this operator process."""
     unreachable_because: str = ""
-    """What was called and what happened, of the first call that failed."""
+    """The call after which the sidecar counted as unreachable, and its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,9 +379,10 @@ class NodeView:
     name: str
     ready: bool = True
     lost: bool = False
-    """Its lease did not change for suspect_after while the watch was known to work."""
+    """Whether its lease did not change for suspect_after, while the watch of leases is known to work. A node
+    whose Node object is missing for as long counts as lost as well."""
     renewed_at: float | None = None
-    """When this process saw the lease change last."""
+    """When this process last saw the lease change."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -380,17 +395,17 @@ class CheckpointView:
     """spec.jobRef.name."""
     created_at: datetime
     step: Step | None = None
-    """None: a request to save now that has not become a record yet."""
+    """None: the object is a request to save now that no commit has fulfilled yet."""
     round: RestartRound | None = None
     manifest: Digest | None = None
     job_uid: JobUid | None = None
-    """Whose keys in the store hold it; None: not recorded yet."""
+    """Uid of the job that saved it, which is part of its keys in the store. None: not recorded yet."""
     job_namespace: str | None = None
     world_size: int | None = None
     hold: bool = False
     deletion_policy: str = "Retain"
     phase: str = ""
-    """A CheckpointPhase of core.api; "" for an object without a status."""
+    """A CheckpointPhase of core.api, or "" for an object without a status."""
     committed_at: datetime | None = None
     started_at: datetime | None = None
     payload_bytes: int = 0
@@ -411,115 +426,123 @@ class StoreView:
     name: str
     config: StoreConfig
     credentials_secret: str | None = None
-    """Secret in the job's namespace, mounted in the sidecar only; None: web identity."""
+    """Secret in the job's namespace that only the sidecar mounts. None: the store uses web identity."""
     ca_secret: str | None = None
     available: bool | None = None
-    """Condition Available; None: not probed yet."""
+    """Value of condition Available. None: the store's spec is not probed yet."""
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedSave:
-    """A Checkpoint request that was handed to the coordinator."""
+    """A Checkpoint request that was sent to the coordinator."""
 
     name: str
     round: RestartRound
     after_step: Step | None
-    """Fulfilled by a step above this one; None: by any."""
+    """Newest step that a rank had finished when the request was sent. Only a later step fulfils the request.
+    None: any step of the round does."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobMemory:
-    """What one operator process remembers about one job between passes.
+    """State of one job that an operator process keeps between passes.
 
-    Lost when it restarts; decisions stay correct without it, only waits start again. `decide`
-    returns the next value in `Decision.memory`; the caller hands it back unread.
+    It is lost when the operator restarts. Decisions are correct without it, but waits and measured durations
+    start again. `decide` returns the next value in `Decision.memory`, and `apply.memory_after` corrects it
+    for actions that failed.
     """
 
     round: RestartRound | None = None
     """Round that the times below belong to."""
     round_seen_at: float | None = None
+    """When this process first saw `round` in the status."""
     sealed_at: float | None = None
-    """Every survivor was sealed."""
+    """When every member was first seen sealed for `round`."""
     scheduled_at: float | None = None
-    """Every member's sidecar had started."""
+    """When the sidecar of every member was first seen started."""
     chosen_seen_at: float | None = None
+    """When the restore point of `round` was first seen in the status."""
     failure_seen_at: float | None = None
+    """When the failure that is present now was first seen."""
     failure_seen_utc: datetime | None = None
-    """The same moment as a stamp, to compare with the kubelet's."""
+    """The same moment as a UTC stamp, for comparison with stamps of kubelets."""
     sound_at: float | None = None
-    """The newest pass that found no failure."""
+    """When a pass last found no failure."""
     progress_at: float | None = None
-    """When the gang's ranks were last seen to have finished a step of `round`."""
+    """When this process last saw that a rank had finished another step of `round`."""
     trained: int | None = None
-    """Sum of the ranks' steps at that moment."""
+    """Sum of the ranks' step numbers at `progress_at`."""
     begins: RestartRound | None = None
-    """The round that this process tries to begin."""
+    """Round that this process last decided to begin."""
     begins_at: float | None = None
-    """When it last tried."""
+    """When this process took that decision."""
     begun_at: float | None = None
-    """When this process began `round`; None: another process did."""
+    """When this process decided to begin `round`. None: another process began it."""
     answering_since: float | None = None
-    """Since when at least one member's sidecar has answered without a gap; None: none answers."""
+    """Time since which every pass has found at least one member's sidecar reachable. None: none is."""
     terminating_since: tuple[tuple[str, float], ...] = ()
-    """(pod uid, first seen terminating)."""
+    """Pairs (pod uid, time at which the pod was first seen terminating)."""
     unstarted: frozenset[str] = frozenset()
     """Names of this round's pods that had not started when they were last seen."""
     create_refused: str = ""
-    """What the API server said to the last create of this round that it refused; "" after success."""
+    """Error of a create that was refused in the last pass of this round. "" if none was refused."""
     checkpoints_deleting: tuple[tuple[str, float], ...] = ()
-    """(uid of a deleted Checkpoint that our finalizer holds, first seen so)."""
+    """Pairs (uid of a deleted Checkpoint that our finalizer keeps, time at which it was first seen so)."""
     asked: tuple[AskedSave, ...] = ()
+    """Requests to save that were sent to the coordinator and are not fulfilled yet."""
     round_sent_at: float | None = None
-    """When ROUND was last given out with addresses missing: repeated at most once a second."""
+    """When ROUND was last sent. While addresses are missing, it limits how often ROUND is repeated."""
     levels_written_at: float | None = None
+    """When the status was last written."""
     counted_at: float | None = None
-    """Up to when goodput was counted."""
+    """Time up to which goodput is counted."""
     blocked_counted_seconds: float = 0.0
-    """Of this round, already in goodput.checkpointSeconds."""
+    """Seconds of this round, blocked by saves, that goodput.checkpointSeconds contains already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Everything that a decision about one job may look at."""
+    """Input of a decision about one job."""
 
     job: JobView
     pods: tuple[PodView, ...] = ()
-    """All pods of the job's namespace that the job controls, obsolete ones too."""
+    """All worker pods that the job controls, including those of replaced workers."""
     sidecars: tuple[SidecarView, ...] = ()
     """At most one per pod uid."""
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
-    """By name; only nodes of the job's pods are needed. A node that is not in it is unknown."""
+    """Nodes of the job's pods, by name. A missing entry means that the node's state is not known."""
     lost_nodes: frozenset[str] = frozenset()
-    """Names of all Nodes of the cluster whose leases have stopped, with a pod of the job or without;
-    empty where every member's pod has started."""
+    """Names of all nodes of the cluster whose leases have stopped, with a pod of the job or without. Empty if
+    every member's pod has started."""
     coordinator: CoordinatorState | None = None
-    """The newest reply of the round's coordinator; None: none yet in this process."""
+    """The newest reply of the round's coordinator. None: this process has received none yet."""
     checkpoints: tuple[CheckpointView, ...] = ()
     """Checkpoints of this job, and the one that spec.restoreFrom names."""
     store: StoreView | None = None
-    """The store that the spec names; None: it names none, or there is none of that name."""
+    """The store that the spec names. None: the spec names no store, or the store does not exist, cannot be
+    parsed or is being deleted."""
     services: frozenset[str] = frozenset()
-    """Names of Services of the job that are known to exist."""
+    """Names of the job's Services that this process created or found recently."""
     secrets: frozenset[str] = frozenset()
-    """Certificate Secrets that this process created or found there (they cannot be read)."""
+    """Names of certificate Secrets that this process created or found. The operator may not read them."""
     doubtful_secrets: frozenset[str] = frozenset()
-    """Those of them that may have been deleted since: it was long ago."""
+    """Members of `secrets` that may have been deleted since they were created or found."""
     memory: JobMemory = JobMemory()
     unreadable: tuple[Unreadable, ...] = ()
-    """What exists and cannot be parsed: pods of the job, its store, its Checkpoints and the one that
+    """Objects that exist and cannot be parsed: pods of the job, its store, its Checkpoints and the one that
     spec.restoreFrom names."""
     template_refusal: str | None = None
-    """The API server's words on a dry run of the first pod; None: it would take it, or was not
-    asked because the first round has begun."""
+    """Error of the API server on a dry run of the job's first pod. None: the server accepted the pod, or the
+    dry run was not made because the first round has begun or the template is invalid."""
 
     def cannot_read(self, kind: str, name: str) -> Unreadable | None:
-        """What is known of that object if it exists and cannot be parsed."""
+        """Return the record of that object if it exists and cannot be parsed."""
         found = (u for u in self.unreadable if u.kind == kind and u.name == name)
         return next(found, None)
 
     def pod(self, worker: Worker, birth_round: RestartRound) -> PodView | None:
-        """The pod that the member list means; None if it is not there."""
+        """Return the pod of this worker that was created in this round, or None if there is none."""
         for pod in self.pods:
             if pod.worker == worker and pod.birth_round == birth_round:
                 return pod
@@ -529,7 +552,7 @@ class Observed:
         return next((s for s in self.sidecars if s.pod_uid == pod.uid), None)
 
     def member_pods(self) -> tuple[tuple[Worker, RestartRound, PodView | None], ...]:
-        """(worker, birth round, pod) of every member of the current round."""
+        """Return (worker, birth round, pod) of every member of the current round."""
         by_key = {(p.worker, p.birth_round): p for p in self.pods}
         return tuple(
             (Worker(w), birth, by_key.get((Worker(w), birth)))
@@ -537,8 +560,10 @@ class Observed:
         )
 
     def node_lost(self, pod: PodView) -> bool:
-        """The pod's node is silent and calls to its sidecar have failed; a pod without an address
-        never had one to call."""
+        """Return whether the pod's node counts as lost: its lease has stopped and the sidecar is unreachable.
+
+        A pod without an address has no sidecar to call, so the lease alone decides.
+        """
         if pod.node is None:
             return False
         node = self.nodes.get(pod.node)

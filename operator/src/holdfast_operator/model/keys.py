@@ -1,4 +1,4 @@
-"""What stands on the work queue: the identity of one object, nothing of its content."""
+"""Keys of the work queue. A key identifies one object and holds none of its content."""
 
 from __future__ import annotations
 

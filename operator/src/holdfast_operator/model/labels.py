@@ -1,45 +1,45 @@
-"""Every label, finalizer and field manager that the operator writes: one place, spelled once."""
+"""Every label, annotation, finalizer and field manager that the operator writes."""
 
 from __future__ import annotations
 
 from holdfast_core.api import GROUP
 
 JOB_NAME = f"{GROUP}/job"
-"""Name of the TrainingJob; what people select by."""
+"""Label with the name of the TrainingJob, for users' selectors."""
 
 JOB_NAMESPACE = f"{GROUP}/job-namespace"
-"""Its namespace, on objects that lie in another one."""
+"""Label with the namespace of the TrainingJob, on objects in another namespace."""
 
 JOB_UID = f"{GROUP}/job-uid"
-"""Its uid: what the Service and the spreading of pods select by. It decides no ownership: anybody
-who may create a pod can copy it (ownership.py)."""
+"""Label with the uid of the TrainingJob. The Service, the NetworkPolicy and the pod anti-affinity select by
+it. It does not decide ownership, because any user who may create a pod can copy it (ownership.py)."""
 
 WORKER = f"{GROUP}/worker"
-"""Index of the pod in the gang."""
+"""Label with the index of the pod's worker in the gang."""
 
 BIRTH_ROUND = f"{GROUP}/birth-round"
-"""Restart round that the pod was created in; survivors keep it in later rounds."""
+"""Label with the restart round in which the pod was created. It does not change in later rounds."""
 
 AVOIDED_NODES = f"{GROUP}/avoided-nodes"
-"""Annotation of a pod: names of the nodes that were lost when it was created, and that its node affinity
-excludes, separated by commas. An affinity cannot be changed, so the pod is created again when one of
-them is back."""
+"""Annotation of a pod with the names, separated by commas, of the nodes that its node affinity excludes
+because they were lost when it was created. The affinity of a pod cannot be changed, so a pod that no node
+has taken is created again when one of these nodes is back."""
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
-"""Selects, with MANAGED_BY_VALUE, all pods that the operator's reflector watches."""
+"""Label that selects, with MANAGED_BY_VALUE, all pods that the operator watches."""
 
 MANAGED_BY_VALUE = "holdfast"
 
 COMPONENT = "app.kubernetes.io/component"
 COMPONENT_WORKER = "worker"
-"""Distinguishes workers from store probes."""
+"""Value of COMPONENT on worker pods. Store probes have COMPONENT_STORE_PROBE."""
 
 DATA_FINALIZER = f"{GROUP}/delete-data"
-"""On Checkpoints with deletionPolicy DeleteData only: data first, object after."""
+"""Finalizer of Checkpoints with deletionPolicy DeleteData. It keeps the object until its data is deleted."""
 
 FIELD_MANAGER = "holdfast-operator"
 
 COMPONENT_STORE_PROBE = "store-probe"
 
 STORE_NAME = f"{GROUP}/store"
-"""Name of the CheckpointStore that a probe pod reads."""
+"""Label of a probe pod with the name of its CheckpointStore."""

@@ -1,7 +1,8 @@
-"""Which object of ours an object belongs to: its controller owner reference, never a label. Pure.
+"""Find the TrainingJob or CheckpointStore that an object belongs to, by its controller reference. Pure.
 
-Anybody who may create pods can copy a label, and a job's uid is public. A worker pod is a pod in the
-job's namespace whose controller is this job, by uid and kind, and whose name is one that the job gives.
+Labels do not prove ownership: any user who may create pods can copy a label, and a job's uid is public
+(ADR 0039). A pod is a worker of a job if it is in the job's namespace, its controller reference has the
+job's kind and uid, and its name is one that the operator gives to a worker of that job.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from holdfast_core.names import parse_pod_name
 from holdfast_operator.model.job import Owner
 
 PROBE_PREFIX = "holdfast-probe-"
-"""Names of store probes begin so."""
+"""Prefix of the names of store probe pods."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """What a pod's immutable metadata say: whose worker it is, and born in which round."""
+    """Job, worker index and birth round of a pod, from its name and its controller reference."""
 
     job: str
     job_uid: JobUid
@@ -30,7 +31,7 @@ class WorkerIdentity:
 
 
 def controller_of(raw: Mapping[str, Any]) -> Owner | None:
-    """The controller of an object, if it is of one of our kinds; None for all others."""
+    """Return the controller of an object if its kind is in our API group, else None."""
     references = (raw.get("metadata") or {}).get("ownerReferences")
     for reference in references if isinstance(references, list) else []:
         if not isinstance(reference, Mapping) or reference.get("controller") is not True:
@@ -46,7 +47,7 @@ def controller_of(raw: Mapping[str, Any]) -> Owner | None:
 
 
 def worker_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
-    """None: the pod is no worker of any job, whatever its labels say."""
+    """Return the identity of a worker pod, or None for any other pod. Labels are not read."""
     owner = controller_of(raw)
     if owner is None or owner.kind != TrainingJob.KIND:
         return None
@@ -58,7 +59,7 @@ def worker_identity(raw: Mapping[str, Any]) -> WorkerIdentity | None:
 
 
 def probed_store(raw: Mapping[str, Any]) -> Owner | None:
-    """The CheckpointStore that a probe pod was made for; None: the pod is no probe."""
+    """Return the CheckpointStore that a pod probes, or None for any other pod."""
     owner = controller_of(raw)
     if owner is None or owner.kind != CheckpointStore.KIND:
         return None
@@ -66,7 +67,7 @@ def probed_store(raw: Mapping[str, Any]) -> Owner | None:
 
 
 def whose(raw: Mapping[str, Any]) -> str:
-    """For messages: the controller of an object, in words."""
+    """Describe the controller of an object, for messages."""
     references = (raw.get("metadata") or {}).get("ownerReferences") or []
     for reference in references:
         if isinstance(reference, Mapping) and reference.get("controller") is True:

@@ -1,4 +1,4 @@
-"""Pure builders of the objects that a job owns: plain dicts, the same input gives the same bytes.
+"""Pure builders of the objects of a job, as plain dicts: the same input gives the same bytes.
 
-May import model and core; knows no client, no clock and no environment.
+They import only model and core, and use no client, no clock and no environment.
 """

@@ -1,4 +1,4 @@
-"""The Checkpoint object of a commit. No ownerReference: it must outlive its job."""
+"""The Checkpoint object of a commit. It has no ownerReference, because it must outlive its job."""
 
 from __future__ import annotations
 

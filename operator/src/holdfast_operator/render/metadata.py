@@ -1,4 +1,4 @@
-"""Labels and owner references that all objects of a job carry."""
+"""Labels and owner references of the objects of a job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def worker_labels(job: JobView, worker: Worker, birth_round: RestartRound) -> di
 
 
 def owner_reference(job: JobView) -> dict[str, Any]:
-    """Controller reference: deleting the job collects the object."""
+    """Return the controller reference by which the object is deleted with its job."""
     return {
         "apiVersion": API_VERSION,
         "kind": TrainingJob.KIND,

@@ -1,8 +1,8 @@
-"""The NetworkPolicy of a gang: who may reach its workers. Pure.
+"""The NetworkPolicy of a gang, which limits access to its workers. Pure.
 
-Ranks use ports that gloo and NCCL choose, so workers of one job reach each other on all ports. Other
-pods reach the metrics only, and the operator the control port. The kubelet needs no rule: its probes
-run inside the container. Policies add up, so a tenant allows more with a policy of its own.
+Gloo and NCCL choose the ports of ranks, so workers of one job may reach each other on all ports. The operator
+may reach the control port, and other clients only the metrics port. The kubelet needs no rule, because its
+probes run inside the container. NetworkPolicies are additive, so a tenant can allow more with another policy.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from holdfast_operator.render.metadata import job_labels, owner_reference
 
 @dataclass(frozen=True, slots=True)
 class WorkerNetwork:
-    """What the installation says about the network of workers."""
+    """Settings of the installation for the network of workers."""
 
     operator_namespace: str
     operator_labels: tuple[tuple[str, str], ...]
     """Labels that select the operator's pod."""
     metrics_from: tuple[dict[str, Any], ...] = ()
-    """NetworkPolicyPeers that may read metrics; empty: all pods of the cluster."""
+    """NetworkPolicyPeers that may read metrics. Empty: any client may read them."""
 
 
 def render_network_policy(job: JobView, network: WorkerNetwork) -> dict[str, Any]:

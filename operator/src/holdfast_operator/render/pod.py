@@ -1,9 +1,10 @@
-"""A worker's pod: the user's template, plus what Holdfast needs of it. Pure.
+"""The pod of a worker: the user's template with the additions that Holdfast requires. Pure.
 
-What is added: the native sidecar, the shared memory between it and the trainer, its node volume,
-its certificates and the store's keys, the pod contract's environment. What the template says wins
-where it says something; the operator adds no privilege to it, and fills in the restricted Pod
-Security profile where it is silent.
+The additions are the native sidecar container, its shared memory with the trainer, its node volume, its
+certificates, the store's keys, and the environment of the pod contract. The operator overwrites
+restartPolicy, hostname, subdomain, automountServiceAccountToken and the variables of the contract. In the
+security context the template's fields take precedence, and the restricted Pod Security profile fills in the
+others. The operator adds no privilege to the trainer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from holdfast_operator.render.names import certificate_items
 from holdfast_operator.render.network_policy import WorkerNetwork
 
 HOLDFAST_GROUP = 65532
-"""fsGroup of the volumes, and the sidecar's user: trainer and sidecar share files by group."""
+"""User and group of the sidecar, and default fsGroup of the pod: both containers share files by group."""
 
 SHARED_VOLUME = "holdfast-shared"
 NODE_VOLUME = "holdfast-node"
@@ -53,16 +54,17 @@ def _default_resources() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SidecarSettings:
-    """What the installation says about the sidecar."""
+    """Settings of the installation for the sidecar container."""
 
     image: str
     pull_policy: str = "IfNotPresent"
     resources: Mapping[str, Any] = field(default_factory=_default_resources)
-    """No CPU limit by default: throttling lengthens the time until a step is durable."""
+    """Resources of the container. The default has no CPU limit, because throttling would delay the durable
+    write of a step."""
     drain_command: tuple[str, ...] = ("holdfast-sidecar", "pre-stop")
     probe_command: tuple[str, ...] = ("holdfast-sidecar", "healthz")
     network: WorkerNetwork | None = None
-    """None: the operator creates no NetworkPolicy for workers."""
+    """Settings of the workers' NetworkPolicy. None: the operator creates none."""
 
 
 def render_pod(
@@ -73,7 +75,16 @@ def render_pod(
     sidecar: SidecarSettings,
     avoided_nodes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The body of the pod. The template has passed acceptance."""
+    """Return the body of a worker's pod. The template must have passed `acceptance.template_problem`.
+
+    Args:
+        job: The job, with the template in its spec.
+        worker: Index of the worker.
+        birth_round: Round in which the pod is created.
+        store: Store of the job, or None.
+        sidecar: Settings of the sidecar container.
+        avoided_nodes: Names of nodes that the pod's node affinity excludes.
+    """
     template = copy.deepcopy(dict(job.spec.template))
     user_meta = template.get("metadata") or {}
     spec: dict[str, Any] = dict(template.get("spec") or {})
@@ -189,7 +200,8 @@ def _sidecar_container(
         "name": SIDECAR_CONTAINER,
         "image": settings.image,
         "imagePullPolicy": settings.pull_policy,
-        # Always: a native sidecar, which starts before the trainer and does not keep the pod alive.
+        # An init container with Always is a native sidecar: it starts before the trainer, and the pod can end
+        # while it runs.
         "restartPolicy": "Always",
         "env": [
             {"name": POD_IP_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
@@ -200,7 +212,8 @@ def _sidecar_container(
             {"name": "metrics", "containerPort": METRICS_PORT},
         ],
         "startupProbe": {
-            # The socket listens. Not the restore barrier: a long rehydration is no failed start.
+            # The probe checks that the socket listens. It does not wait for the restore barrier, because a
+            # long rehydration is not a failed start.
             "exec": {"command": list(settings.probe_command)},
             "periodSeconds": 1,
             "timeoutSeconds": 5,
@@ -257,7 +270,7 @@ def _volumes(
 
 
 def _store_sources(store: StoreView | None) -> list[dict[str, Any]]:
-    """The store's Secrets as one folder: accessKey, secretKey... and the authority's ca.crt."""
+    """Return the sources of one projected volume: the store's credentials, and the CA's ca.crt."""
     sources: list[dict[str, Any]] = []
     if store is not None and store.credentials_secret is not None:
         sources.append({"secret": {"name": store.credentials_secret}})
@@ -276,8 +289,11 @@ def _memory_limit_bytes(trainer: Mapping[str, Any]) -> int | None:
 
 
 def _pod_security(user: Mapping[str, Any]) -> dict[str, Any]:
-    """The restricted profile where the template is silent. A template that asks for root is for the
-    namespace's Pod Security to refuse, not for the operator to contradict."""
+    """Return the pod's security context: the restricted profile, overridden by the template's fields.
+
+    If the template sets runAsUser 0, runAsNonRoot is left out. The Pod Security of the namespace decides
+    whether such a pod may run.
+    """
     context: dict[str, Any] = {"fsGroup": HOLDFAST_GROUP}
     if user.get("runAsUser") != 0:
         context["runAsNonRoot"] = True
@@ -286,8 +302,10 @@ def _pod_security(user: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spread(user: Mapping[str, Any], job: JobView) -> dict[str, Any]:
-    """Prefer other nodes than those of the job's other workers: a lost node then costs one worker,
-    and every peer copy finds another node."""
+    """Return the affinity with a preference for nodes that run no other worker of the job.
+
+    A lost node then costs only one worker, and every peer copy can be on another node.
+    """
     affinity = copy.deepcopy(dict(user))
     anti = dict(affinity.get("podAntiAffinity") or {})
     key = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -304,11 +322,11 @@ def _spread(user: Mapping[str, Any], job: JobView) -> dict[str, Any]:
 
 
 def _avoiding(user: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
-    """The node affinity of the template, which must hold as well, without these nodes.
+    """Return the template's node affinity, restricted to exclude these nodes.
 
-    One of the terms has to match, and all requirements of that term, so each term gets them. A term
-    without requirements matches no node and stays as it is: with ours it would match nearly all. The API
-    server takes one name for each requirement on a field.
+    A node fits if it meets all requirements of at least one term, so each term gets the additional ones. A
+    term without requirements matches no node and stays empty: with ours it would match nearly all nodes. Each
+    requirement on a field may contain only one node name, so there is one for each node.
     """
     key = "requiredDuringSchedulingIgnoredDuringExecution"
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [n]} for n in nodes]

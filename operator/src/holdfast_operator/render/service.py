@@ -1,5 +1,7 @@
-"""The headless Service of a gang: stable DNS names for people and frameworks; nothing of ours waits
-for a DNS record."""
+"""The headless Service of a gang.
+
+It gives users and frameworks stable DNS names. Holdfast itself does not use them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def render_service(job: JobView) -> dict[str, Any]:
         },
         "spec": {
             "clusterIP": "None",
-            # Ranks meet before any of them is ready.
+            # Ranks rendezvous before their pods are ready.
             "publishNotReadyAddresses": True,
             "selector": {labels.JOB_UID: job.uid},
             "ports": [{"name": "control", "port": CONTROL_PORT, "protocol": "TCP"}],

@@ -1,12 +1,14 @@
-"""What counts as a failure of the gang, whether it counts against the budget, and what it means.
+"""Find failures of the gang, and decide whether they count towards failurePolicy.maxRestarts. Pure.
 
-1. A disruption (node lost, pod deleted, eviction) is looked at before exit codes and never counts.
-2. A container or image that cannot be had is no failure: waiting costs no restart.
-3. The restart of a sidecar's container alone is no failure: ROUND is repeated to it.
-4. A pod that is being deleted may save and stop first, for DRAIN_SECONDS, while its gang trains.
-5. A pod of this round that has not started is no failure, wherever it is bound: it holds nothing.
-6. Silence alone is no failure. Where no sidecar of the job answers, it is the network: the job waits.
-   A silent pod is replaced only where what it holds is known to be readable elsewhere (readable).
+1. Disruptions (lost node, deleted pod, eviction) are checked before exit codes and never count.
+2. A container that the kubelet cannot start for want of its image or its configuration is not a failure.
+   The job waits without a restart.
+3. The restart of a sidecar container alone is not a failure. ROUND is sent to the sidecar again.
+4. While a gang trains, a pod that is being deleted has DRAIN_SECONDS to save and stop.
+5. A pod of this round that has not started is not a failure, whatever its node: it holds no data.
+6. A sidecar that does not answer is not a failure by itself (ADR 0040). If no sidecar of the job answers,
+   the cause is probably the network, and the job waits. Otherwise the pod is replaced only if the newest
+   committed step is known to be readable without it (readable.py).
 """
 
 from __future__ import annotations
@@ -26,22 +28,26 @@ from holdfast_operator.model.job import JobMemory, Now, PodPhase, PodView, Resta
 from holdfast_operator.model.reasons import Reason
 
 DRAIN_SECONDS = 15.0
-"""Half of the default grace period: enough for one step and one save, short enough to go on."""
+"""Time for a deleted pod's gang to save and stop: enough for one step and one save, and half of the default
+grace period of a pod."""
 SIDECAR_SILENT_SECONDS = 90.0
-"""Above the wait for holders, so that the restore point is decided before a pod is given up."""
+"""Time without an answer after which a sidecar counts as failed. It is longer than
+restore_point.HOLDERS_SECONDS, so that the restore point is chosen before a pod is replaced."""
 ALL_LOST_SECONDS = 300.0
-"""Several nodes whose leases stopped while no sidecar of the job answers: more likely the control plane
-is cut off from them than that all died at once. Kubernetes waits as long before it evicts."""
+"""Wait before several lost nodes count as failed while no sidecar of the job answers. A control plane that is
+cut off from the nodes is more likely than the loss of all of them. Kubernetes waits as long before it
+evicts pods."""
 MAX_TRAINER_RESTARTS = 2
-"""Then the kubelet's back-off grows to minutes: a new pod is faster."""
+"""Restarts of a trainer container after which its pod is replaced. The kubelet's back-off then grows to
+minutes, and a new pod starts sooner."""
 
 LAST_WORDS_CHARACTERS = 700
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
-"""torch's excepthook puts it before each line of a traceback."""
+"""Prefix that torch's excepthook writes before each line of a traceback."""
 _FRAME = re.compile(r'^  File ".*", line \d+')
 
 FREE_RESTARTS = 2
-"""Restarts from the same step that do not wait."""
+"""Restarts from the same step that begin without a delay."""
 MAX_DELAY_SECONDS = 60.0
 
 CANNOT_START = frozenset(
@@ -58,7 +64,7 @@ CANNOT_START = frozenset(
         "StartError",
     }
 )
-"""Words of the kubelet for containers that may come when somebody mends the image or the pod."""
+"""The kubelet's reasons for containers that can start once a user corrects the image or the pod."""
 _EVICTED = frozenset({"Evicted", "Preempting", "Preempted", "TerminationByKubelet", "Shutdown"})
 
 _SEVERITY = (
@@ -74,12 +80,12 @@ _SEVERITY = (
     Reason.SIDECAR_UNREACHABLE,
     Reason.POD_SUCCEEDED_EARLY,
 )
-"""The reason of a round is the first of these among its failures: causes before consequences."""
+"""Order of failures, causes before consequences. A new round takes the reason of its first failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One thing that is wrong with one worker, or with the gang (worker None)."""
+    """A failure of one worker, or of the gang (worker None)."""
 
     reason: Reason
     message: str
@@ -88,11 +94,11 @@ class Failure:
     exit_code: int | None = None
     replace_pod: bool = False
     confirm_gone: str | None = None
-    """Pod whose absence is all that this rests on."""
+    """Name of a pod whose absence is the only evidence of this failure."""
 
 
 def find_failures(world: World, memory: JobMemory, now: Now) -> tuple[Failure, ...]:
-    """Everything that makes a new round necessary, causes first; empty while all is well."""
+    """Return all failures that make a new round necessary, causes before consequences."""
     found: list[Failure] = []
     sealed = world.highest_sealed
     if sealed is not None and sealed > world.round:
@@ -116,7 +122,7 @@ def find_failures(world: World, memory: JobMemory, now: Now) -> tuple[Failure, .
 def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -> Failure | None:
     pod = member.pod
     if world.awaits_start(member):
-        return None  # nothing can be lost with it: avoidance replaces it in this round
+        return None  # it holds no data: avoidance.py replaces it in this round
     if pod is None:
         name = f"worker {member.worker}, born in round {member.birth_round}"
         return Failure(
@@ -143,12 +149,15 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
 
 
 def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> Failure | None:
-    """A pod that may hold the last copy of every committed step stays a member: its node may come
-    back. While others answer, a round without replacement begins and takes stock of what they hold."""
+    """Return the failure of a member on a lost node, or None while the gang waits for the node.
+
+    A pod that may hold the last copy of every committed step stays a member, because its node may come back.
+    If other members answer, a round that keeps the pod begins, and their inventories show what they hold.
+    """
     words = f"node {pod.node} of pod {pod.name} is silent and its sidecar does not answer"
     failure = Failure(Reason.NODE_LOST, words, member.worker, disruption=True, replace_pod=True)
     if not pod.alive:
-        return failure  # somebody deleted it, or it has ended
+        return failure  # a user deleted it, or it has ended
     if _control_plane_may_be_cut_off(world, now):
         return None
     lost = [m.worker for m in world.members if m.node_lost]
@@ -189,7 +198,7 @@ def _of_container(
         )
     if pod.phase is PodPhase.SUCCEEDED:
         if world.status.restore_point is not None:
-            return None  # the finish barrier: the others follow
+            return None  # its ranks have finished, and the pods of the other members end soon
         words = f"pod {pod.name} ended before round {world.round} began to run"
         return Failure(Reason.POD_SUCCEEDED_EARLY, words, worker, disruption=True, replace_pod=True)
     if pod.waiting_reason in CANNOT_START:
@@ -209,9 +218,11 @@ def _of_container(
 def _of_sidecar(
     world: World, member: MemberState, pod: PodView, memory: JobMemory, now: Now
 ) -> Failure | None:
-    """Silence matters only while the round cannot start without an answer: training that runs goes
-    on without an operator. It is the pod's own only while other sidecars answer, and its pod goes
-    only if nothing that was committed goes with it."""
+    """Return the failure of a member whose sidecar has not answered for SIDECAR_SILENT_SECONDS, or None.
+
+    It matters only until the gang trains, because a gang that trains does not need the operator. It counts
+    only while other sidecars answer, and only if no committed step would be lost with the pod.
+    """
     sidecar = member.sidecar
     if (
         sidecar is None
@@ -232,8 +243,11 @@ def _of_sidecar(
 
 
 def _may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
-    """The gang is told to save and stop at the next boundary when one of its pods is deleted.
-    Sealing it at once would lose the steps since the last save."""
+    """Return whether the gang of a pod that is being deleted still has time to save and stop.
+
+    The deletion of a pod asks its gang to save and stop at the next step boundary. If a new round sealed the
+    gang before, the steps since the last save would be lost.
+    """
     state = world.coordinator
     if (
         world.status.restore_point is None
@@ -270,9 +284,9 @@ def _of_ranks(world: World) -> list[Failure]:
 
 
 def how_it_ended(dead: DeadRank) -> str:
-    """For conditions and Events: exit code or signal, then the error itself.
+    """Describe the end of a rank for conditions and Events: exit code or signal, then its error output.
 
-    Who was killed from outside had no last word: what it printed before explains nothing.
+    The output is left out for SIGKILL and SIGTERM, because it does not explain a kill from outside.
     """
     if dead.code in (-signal.SIGKILL, -signal.SIGTERM):
         return f"was killed by {signal.Signals(-dead.code).name}"
@@ -282,7 +296,7 @@ def how_it_ended(dead: DeadRank) -> str:
 
 
 def _last_words(output: str) -> str:
-    """The error and its text, as they follow a traceback. Without a traceback, the end."""
+    """Return the error that follows the last traceback, or the end of the output if there is none."""
     lines = [_RANK_PREFIX.sub("", line).rstrip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     error = _after_traceback(lines)
@@ -296,7 +310,11 @@ def _last_words(output: str) -> str:
 
 
 def _after_traceback(lines: list[str]) -> list[str]:
-    """Lines after the last frame and its source; an error's own text may be indented by less."""
+    """Return the lines after the last frame and its source, or nothing if there is no frame.
+
+    Lines that are indented by four spaces or more belong to the source. The text of an error may be indented
+    by less.
+    """
     frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
     if not frames:
         return []
@@ -311,12 +329,15 @@ def _gone_name(world: World, member: MemberState) -> str:
 
 
 def is_disruption(failures: tuple[Failure, ...]) -> bool:
-    """One disruption explains the others: ranks die when a peer is taken away."""
+    """Return whether any of the failures is a disruption.
+
+    One disruption explains the other failures: ranks die when one of their peers disappears.
+    """
     return any(f.disruption for f in failures)
 
 
 def failing_rule(world: World, failures: tuple[Failure, ...]) -> Failure | None:
-    """The failure that failurePolicy.rules say ends the job."""
+    """Return the failure for which failurePolicy.rules demand the end of the job, or None."""
     if is_disruption(failures):
         return None
     codes = {code for rule in world.observed.job.spec.rules for code in rule.on_exit_codes}
@@ -324,16 +345,17 @@ def failing_rule(world: World, failures: tuple[Failure, ...]) -> Failure | None:
 
 
 def counted_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
-    """Those of status.recentRestarts that are still inside the window."""
+    """Return the entries of status.recentRestarts that are inside failurePolicy.window."""
     start = now.utc - world.observed.job.spec.restart_window
     return tuple(r for r in world.status.recent_restarts if r.at > start)
 
 
 def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now) -> float:
-    """How long a failure is looked at before the next round begins.
+    """Return the back-off before the next round, in seconds since the failure was first seen.
 
-    None for disruptions and after progress. A gang that fails again and again from the same step
-    would otherwise spend its whole budget within seconds, before anybody can look.
+    It is 0 for disruptions, and if a step was committed since the restore point. Without the back-off, a gang
+    that fails repeatedly from the same step would spend its restart budget within seconds, before a user can
+    look at it.
     """
     if is_disruption(failures):
         return 0.0
@@ -351,9 +373,10 @@ def restart_delay_seconds(world: World, failures: tuple[Failure, ...], now: Now)
 
 
 def failed_from_restore_point(world: World, failures: tuple[Failure, ...]) -> CheckpointId | None:
-    """The restore point, where the ranks failed by themselves before they had finished a step.
+    """Return the restore point if ranks failed by themselves before one had finished a step, else None.
 
-    A rank that was killed from outside, or ran out of memory, says nothing about what it restored.
+    Ranks that were killed from outside or ran out of memory do not count, because such an end is no evidence
+    against the checkpoint that they restored.
     """
     point, state = world.status.restore_point, world.coordinator
     if point is None or point.step is None or point.round is None or point.job_uid is not None:
@@ -372,7 +395,7 @@ def failed_from_restore_point(world: World, failures: tuple[Failure, ...]) -> Ch
 
 
 def budget_spent(world: World, failures: tuple[Failure, ...], now: Now) -> bool:
-    """One more restart would be over failurePolicy.maxRestarts."""
+    """Return whether a restart for these failures would exceed failurePolicy.maxRestarts."""
     if is_disruption(failures):
         return False
     return len(counted_restarts(world, now)) >= world.observed.job.spec.max_restarts

@@ -1,11 +1,11 @@
-"""Which committed steps can be read, and whether one is left when certain pods go. Pure.
+"""Find the committed steps that can be read, and whether one is left without certain pods. Pure.
 
-A silent sidecar still holds what it held: silence is never evidence that its data is gone. A rule that
-replaces a pod asks here first, because deleting the last holder of a committed step destroys it.
+A sidecar that does not answer may still hold its shards: silence is not evidence that its data is gone. Each
+rule that replaces a pod checks here first, because deleting the last holder of a committed step destroys it.
 
-1. An inventory counts when it was taken for the current round, that is after the seal.
-2. A local commit has its manifest on every node tier of its round. So one survivor that answers knows
-   every step that was committed, and a survivor without a manifest shows that none was.
+1. An inventory counts if it was taken for the current round, which is after the seal.
+2. A local commit puts its manifest on every node tier of its round. So the inventory of one survivor lists
+   every committed step, and a survivor without a manifest shows that no step was committed.
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ from holdfast_operator.decide.facts.world import MemberState, World, on_lineage
 from holdfast_operator.model.job import CheckpointView
 
 Holders = Mapping[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]]
+"""Workers that hold a shard, each with the tier, by checkpoint, rank and digest of the shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A checkpoint that a round could start from."""
+    """A checkpoint from which a round may start."""
 
     id: CheckpointId
     manifest: Digest
     info: ManifestInfo | None
-    """None: known to be persisted, and no member has the manifest."""
+    """Its manifest. None: the checkpoint is persisted, and no member has its manifest."""
     persisted: bool
 
 
-# --------------------------------------------------------------------------- what answers say
+# --------------------------------------------------------------------------- answers of sidecars
 
 
 def has_answered(member: MemberState, world: World) -> bool:
-    """Its inventory was taken after its seal, so it cannot change under the choice."""
+    """Return whether the member answers, and its inventory was taken after its seal.
+
+    Such an inventory cannot change while the restore point is chosen.
+    """
     sidecar = member.sidecar
     return (
         member.alive
@@ -48,13 +52,15 @@ def has_answered(member: MemberState, world: World) -> bool:
 
 
 def is_survivor(member: MemberState, world: World) -> bool:
-    """Its pod is older than the round. A pod that is born in this round has an empty node tier."""
+    """Return whether the member's pod is older than the round. A newer pod has an empty node tier."""
     return member.birth_round < world.round
 
 
 def may_hold(member: MemberState, world: World) -> bool:
-    """Unknown: a survivor whose pod is there and has not answered. One that never started holds
-    nothing."""
+    """Return whether the member is a survivor that runs and has not answered, so it may hold any step.
+
+    A pod without an address never started and holds nothing.
+    """
     return (
         is_survivor(member, world)
         and member.alive
@@ -65,7 +71,10 @@ def may_hold(member: MemberState, world: World) -> bool:
 
 
 def candidates(world: World, answered: list[MemberState]) -> list[Candidate]:
-    """Newest first; of one step, the newest round first."""
+    """Return the checkpoints from which the round may start, newest step first, then newest round first.
+
+    They are on the lineage, have the gang's number of ranks, and are persisted or listed by `answered`.
+    """
     status = world.status
     size = world.observed.job.spec.procs_per_worker * len(world.members)
     found: dict[CheckpointId, Candidate] = {}
@@ -85,6 +94,7 @@ def candidates(world: World, answered: list[MemberState]) -> list[Candidate]:
 
 
 def holders(answered: list[MemberState]) -> Holders:
+    """Return who holds which shard, from the inventories of these members."""
     found: dict[tuple[CheckpointId, Rank, Digest], list[tuple[Worker, TierName]]] = {}
     for member in answered:
         inventory = member.sidecar.inventory if member.sidecar is not None else None
@@ -95,6 +105,7 @@ def holders(answered: list[MemberState]) -> Holders:
 
 
 def is_complete(candidate: Candidate, known: Holders) -> bool:
+    """Return whether the checkpoint is persisted, or every rank's shard has a holder."""
     if candidate.persisted:
         return True
     info = candidate.info
@@ -112,7 +123,7 @@ def _manifests(member: MemberState) -> tuple[ManifestInfo, ...]:
 
 
 def _persisted(world: World) -> list[tuple[CheckpointId, Digest]]:
-    """The commit in the status, and the older ones that Checkpoint objects record."""
+    """Return the commit in the status and those that Checkpoint objects of this job record."""
     found: list[tuple[CheckpointId, Digest]] = []
     for checkpoint in world.observed.checkpoints:
         id_ = checkpoint.id
@@ -141,7 +152,7 @@ def _restorable(world: World, checkpoint: CheckpointView) -> bool:
 
 
 def recorded_commit(world: World) -> Step | None:
-    """The newest step that the status promises."""
+    """Return the newest committed step in the status, or None."""
     status, persisted = world.status, world.last_persisted
     steps = [] if persisted is None else [persisted.step]
     if status.last_committed_step is not None:
@@ -150,10 +161,10 @@ def recorded_commit(world: World) -> Step | None:
 
 
 def known_commit(world: World, answered: list[MemberState]) -> Step | None:
-    """The newest step that was committed as far as the status and the survivors that answer know.
+    """Return the newest committed step by the status and by the survivors in `answered`, or None.
 
-    The status lags behind the gang while the operator cannot reach it. A manifest that only some of
-    the survivors have belongs to a commit that was cut off, and counts as none.
+    The status lags behind the gang while the operator cannot reach it. A manifest that only some of these
+    survivors have belongs to a commit that was interrupted, and does not count.
     """
     survivors = [m for m in answered if is_survivor(m, world)]
     shared: set[CheckpointId] = set()
@@ -168,13 +179,17 @@ def known_commit(world: World, answered: list[MemberState]) -> Step | None:
 
 
 def never_trained(world: World) -> bool:
-    """No restore point was ever chosen, so that no gang was ever told to train."""
+    """Return whether no restore point was ever chosen, so that no gang of the job has ever trained."""
     status = world.status
     return not status.lineage and status.restore_point is None and recorded_commit(world) is None
 
 
 def _nothing_committed(world: World, answered: list[MemberState]) -> bool:
-    """A survivor that was there from the first round on has no manifest (rule 2)."""
+    """Return whether the job is known to have no committed step.
+
+    That is so if it has never trained, or if the status has no commit and a survivor of the first round
+    answers and has no manifest (rule 2).
+    """
     if never_trained(world):
         return True
     lineage = world.status.lineage
@@ -184,13 +199,14 @@ def _nothing_committed(world: World, answered: list[MemberState]) -> bool:
     )
 
 
-# --------------------------------------------------------------------------- what may go
+# --------------------------------------------------------------------------- pods that may be replaced
 
 
 def silent_may_go(world: World, without: Collection[Worker]) -> bool:
-    """Whether the newest committed step is readable without these members, who are silent alone.
+    """Return whether the newest committed step is readable without these members, which do not answer.
 
-    Their pods run, so whatever they hold comes back when the network does: nothing of it is given up.
+    Their pods run on healthy nodes. What they hold is readable again when the network recovers, so no part of
+    it may be given up.
     """
     if _hold_nothing(world, without):
         return True
@@ -208,11 +224,11 @@ def silent_may_go(world: World, without: Collection[Worker]) -> bool:
 
 
 def lost_may_go(world: World, without: Collection[Worker]) -> bool:
-    """Whether a committed step is left without these members, whose nodes are lost as well.
+    """Return whether a committed step is left without these members, whose nodes are lost.
 
-    What a lost node alone held is gone with it, and no copy is waited for. But several nodes at once
-    look lost when it is the control plane that is cut off: then the last copies must be there still
-    when it comes back.
+    A step that only lost nodes hold is given up if an older committed step is left. If none is left, the pods
+    must stay: several nodes also look lost when the control plane is cut off from them, and then their data
+    is readable again when the connection returns.
     """
     if _hold_nothing(world, without) or world.last_persisted is not None:
         return True
@@ -223,7 +239,10 @@ def lost_may_go(world: World, without: Collection[Worker]) -> bool:
 
 
 def answering_may_go(world: World, worker: Worker) -> bool:
-    """Whether the newest committed step is readable without this member, whose sidecar answers."""
+    """Return whether the newest committed step is readable without this member, whose sidecar answers.
+
+    Unlike in `silent_may_go`, this round may have commits: each of them must be replicated or persisted.
+    """
     state, status = world.coordinator, world.status
     if status.restore_point is None:
         return silent_may_go(world, [worker])
@@ -242,7 +261,7 @@ def answering_may_go(world: World, worker: Worker) -> bool:
 
 
 def lost_with_all_pods(world: World) -> str | None:
-    """What would be lost if every pod of the job were deleted now, in words; None: nothing committed."""
+    """Describe the committed work that would be lost with all pods of the job. None: none would be lost."""
     if never_trained(world):
         return None
     unchosen = world.status.restore_point is None
@@ -283,8 +302,11 @@ def _best(world: World, answered: list[MemberState]) -> CheckpointId | None:
 
 
 def _hold_nothing(world: World, without: Collection[Worker]) -> bool:
-    """Pods that never had an address, and those that were born in this round before ROUND was given
-    out, have never saved."""
+    """Return whether the pods of these members have never saved a checkpoint.
+
+    That is so if the job has never trained, for pods that never had an address, and, until the restore point
+    is chosen, for pods that were created in this round.
+    """
     if never_trained(world):
         return True
     unchosen = world.status.restore_point is None
@@ -296,9 +318,10 @@ def _hold_nothing(world: World, without: Collection[Worker]) -> bool:
 
 
 def _survives_by_copies(world: World, without: Collection[Worker]) -> bool:
-    """A step of this very round is replicated, and no more members go than each shard has copies.
+    """Return whether a step of this round is replicated, and each shard keeps a copy without these members.
 
-    Only for a step of this round: a replicated step of an older one may have lost a copy since.
+    Members that do not answer count as missing as well. A replicated step of an older round does not count,
+    because it may have lost a copy since.
     """
     state = world.coordinator
     if state is None or state.last_replicated is None:
@@ -310,8 +333,11 @@ def _survives_by_copies(world: World, without: Collection[Worker]) -> bool:
 
 
 def _untouched_since_chosen(world: World, answered: list[MemberState]) -> bool:
-    """The coordinator and the members that answer know of no commit of this round, so that nothing of
-    the restore point was pruned; and the restore point is readable."""
+    """Return whether this round has no commit yet, and its restore point is readable.
+
+    The members in `answered` or the object store must hold the restore point. The coordinator must be among
+    `answered`. Before a commit of this round no part of the restore point is pruned.
+    """
     state, coordinator = world.coordinator, world.coordinator_member()
     point = world.status.restore_point
     if state is None or coordinator is None or point is None:
@@ -321,7 +347,7 @@ def _untouched_since_chosen(world: World, answered: list[MemberState]) -> bool:
     if any(_of_round(p, world) for p in (state.last_local, state.last_replicated)):
         return False
     if any(i.round == world.round for m in answered for i in _manifests(m)):
-        return False  # a coordinator that was named just now has not learned of it yet
+        return False  # a coordinator that was replaced within the round may not report it yet
     if point.step is None or point.job_uid is not None:
         return True
     known = holders(answered)

@@ -1,6 +1,6 @@
-"""What one operator process remembers between passes, brought forward. Pure.
+"""Update the memory that an operator process keeps between passes (JobMemory). Pure.
 
-Only waits and measured durations rest on it: after a restart of the operator they start again.
+Only waits and measured durations depend on it. They start again after a restart of the operator.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ LONGEST_PAUSE_SECONDS = 5.0
 
 
 def advance(world: World, now: Now) -> JobMemory:
-    """The memory of this pass: first sightings are stamped, what belongs to an older round goes."""
+    """Return the memory for this pass.
+
+    States that are seen for the first time get the time of this pass. What belongs to an older round is
+    dropped.
+    """
     old = world.observed.memory
     status = world.status
     at = now.monotonic
@@ -76,7 +80,7 @@ def _trained(world: World) -> int | None:
 
 
 def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:
-    """Stamp the first sight of a failure; forget one that went away by itself."""
+    """Set the time at which a failure was first seen, or clear it if there is no failure any more."""
     if not failing:
         return replace(memory, failure_seen_at=None, failure_seen_utc=None, sound_at=now.monotonic)
     if memory.failure_seen_at is None:
@@ -85,11 +89,14 @@ def with_failure(memory: JobMemory, failing: bool, now: Now) -> JobMemory:
 
 
 def again_after(since: float | None, shortest: float, now: Now) -> float:
-    """Seconds until a wait that began then is looked at again: a tenth of its age, so that each look
-    comes 1.1 times as late as the one before. An event brings the job back at once anyway."""
+    """Return the seconds until the next pass of a wait that began at `since`.
+
+    The result is a tenth of the wait's age, between `shortest` and LONGEST_PAUSE_SECONDS. Events cause
+    earlier passes.
+    """
     return min(max(seconds_since(since, now) / 10, shortest), LONGEST_PAUSE_SECONDS)
 
 
 def seconds_since(start: float | None, now: Now) -> float:
-    """Seconds since a remembered moment; 0 where it is not remembered."""
+    """Return the seconds since `start`, or 0 if `start` is None."""
     return 0.0 if start is None else now.monotonic - start

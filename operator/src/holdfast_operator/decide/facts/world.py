@@ -1,4 +1,4 @@
-"""Questions about an Observed that several rules ask. Pure; knows no action."""
+"""Derived facts of an Observed that several rules need. Pure: it returns no actions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from holdfast_operator.model.job import (
 )
 
 MAX_ROUNDS_AHEAD = 10_000
+"""How far above the status the round of a pod or a sidecar may be and still count as evidence."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """One worker of the current round: its birth round, its pod and its sidecar, where known."""
+    """Worker of the current round, with its birth round, its pod and its sidecar. None: there is none."""
 
     worker: Worker
     birth_round: RestartRound
@@ -40,7 +41,10 @@ class MemberState:
         return self.sidecar is not None and self.sidecar.reachable is Reachable.YES
 
     def sealed_for(self, round_: RestartRound) -> bool:
-        """A pod's birth round seals it; a survivor must have said so itself."""
+        """Return whether the member is known to be sealed for this round.
+
+        A pod is sealed for its birth round from the start. A survivor must have reported a later seal.
+        """
         if self.birth_round >= round_:
             return True
         sidecar = self.sidecar
@@ -56,7 +60,7 @@ def inventory_round(sidecar: SidecarView) -> RestartRound | None:
 
 @dataclass(frozen=True)
 class World:
-    """An Observed with its lookups made once: a gang may have thousands of pods."""
+    """An Observed with cached look-ups, because a gang may have thousands of pods."""
 
     observed: Observed
 
@@ -66,7 +70,7 @@ class World:
 
     @property
     def round(self) -> RestartRound:
-        """Only for callers that know that a round was begun."""
+        """Return the current round. Callers must have checked that a round has begun."""
         return self.status.restart_round or RestartRound(0)
 
     @cached_property
@@ -88,15 +92,18 @@ class World:
 
     @cached_property
     def unstarted(self) -> frozenset[str]:
-        """Names of pods of this round that have not started, or had not when they were last seen."""
+        """Return the names of this round's pods that have not started, or had not when last seen."""
         born = [m for m in self.members if m.birth_round == self.status.restart_round]
         present = {m.pod.name for m in born if m.pod is not None and not m.pod.started}
         gone = {self._pod_name(m) for m in born if m.pod is None}
         return frozenset(present | (gone & self.observed.memory.unstarted))
 
     def awaits_start(self, member: MemberState) -> bool:
-        """Nothing of this member has run: its pod is not created yet, or it has no address, so that
-        no ROUND can have named it. It can be created again in the same round, under the same name."""
+        """Return whether the member's pod belongs to the current round and has not started.
+
+        Such a pod may not exist yet. It has no address, so no ROUND message can have named it, and it can be
+        created again in the same round under the same name.
+        """
         if member.birth_round != self.status.restart_round:
             return False
         if member.pod is not None:
@@ -109,31 +116,37 @@ class World:
 
     @cached_property
     def obsolete_pods(self) -> tuple[PodView, ...]:
-        """Pods that status.members does not mean: of replaced workers, or of no round at all. A pod
-        of a higher round is not among them: it is evidence that this operator is behind."""
+        """Return the pods that are not members, such as those of replaced workers.
+
+        Pods of a round above the status are left out: they are evidence that this operator is behind.
+        """
         wanted = {m.pod.uid for m in self.members if m.pod is not None}
         return tuple(p for p in self.observed.pods if p.uid not in wanted and not self.is_ahead(p))
 
     def is_ahead(self, pod: PodView) -> bool:
-        """The pod was born in a round that the status does not know yet: it must not be deleted on
-        what is known now."""
+        """Return whether the pod was created in a round above the status, so that it must not be deleted."""
         return self.status.restart_round is None or pod.birth_round > self.status.restart_round
 
     def _is_evidence(self, round_: RestartRound) -> bool:
-        """A round that no status can have missed is not believed: neither the name of a pod nor the
-        answer of a sidecar may use up the numbers of rounds."""
+        """Return whether a round is close enough to the status to count as evidence.
+
+        Otherwise the name of one pod or the answer of one sidecar could use up the range of round numbers.
+        """
         return round_ <= (self.status.restart_round or 0) + MAX_ROUNDS_AHEAD
 
     @cached_property
     def highest_birth(self) -> RestartRound | None:
-        """The highest round that a pod of the job was born in."""
+        """Return the highest birth round of the job's pods."""
         births = (p.birth_round for p in self.observed.pods if self._is_evidence(p.birth_round))
         return max(births, default=None)
 
     @cached_property
     def pods_ahead(self) -> dict[Worker, RestartRound]:
-        """Birth rounds of living pods that the status does not know yet. Where it really is behind
-        (etcd was restored), they become members: they may hold the newest copies."""
+        """Return the highest birth round above the status, for each worker with such a pod that is alive.
+
+        If the status really is behind, because etcd was restored, these pods become members: they may hold
+        the newest copies (ADR 0039).
+        """
         found: dict[Worker, RestartRound] = {}
         for pod in self.observed.pods:
             if not pod.alive or not self._is_evidence(pod.birth_round):
@@ -144,13 +157,13 @@ class World:
 
     @property
     def next_round(self) -> RestartRound:
-        """Above the status, and above whatever a sidecar or a pod remembers."""
+        """Return the lowest round above the status, all sealed sidecars and all birth rounds."""
         known = (self.status.restart_round, self.highest_sealed, self.highest_birth)
         return RestartRound(max((r for r in known if r is not None), default=-1) + 1)
 
     @cached_property
     def coordinator(self) -> CoordinatorState | None:
-        """The coordinator's state, if it speaks of the current round."""
+        """Return the coordinator's state if it is of the current round, else None."""
         state = self.observed.coordinator
         if state is None or state.round != self.status.restart_round:
             return None
@@ -158,13 +171,13 @@ class World:
 
     @property
     def last_persisted(self) -> PersistedView | None:
-        """The commit of the object tier that this round's history still contains."""
+        """Return status.lastPersisted if it is on the lineage, else None."""
         last = self.status.last_persisted
         return None if last is None or not on_lineage(last.id, self.status.lineage) else last
 
     @cached_property
     def highest_sealed(self) -> RestartRound | None:
-        """The highest round that any sidecar of the job says it is sealed for."""
+        """Return the highest round for which a sidecar of the job reported to be sealed."""
         rounds = [
             r
             for s in self.observed.sidecars
@@ -182,9 +195,9 @@ class World:
 
 
 def on_lineage(checkpoint: CheckpointId, lineage: tuple[LineageEntry, ...]) -> bool:
-    """(s, r) is a candidate only if for every later round r' s <= baseStep(r').
+    """Return whether step s of round r is on the lineage: s <= base_step(r') for every later round r'.
 
-    A later round that started from the very beginning leaves nothing of the rounds before it.
+    A later round that started without a checkpoint takes all steps of earlier rounds off the lineage.
     """
     for entry in lineage:
         if entry.round <= checkpoint.round:

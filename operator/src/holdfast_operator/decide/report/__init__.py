@@ -1,1 +1,1 @@
-"""What the status and the Events of a job say: conditions, phase, times of recoveries. Pure."""
+"""The contents of a job's status and Events: conditions, phase, times of recoveries. Pure."""

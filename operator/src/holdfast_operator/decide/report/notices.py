@@ -1,6 +1,6 @@
-"""Events that follow from a condition that turned bad or is well again. Pure.
+"""Events for conditions that turn bad or recover. Pure.
 
-A condition holds the present; who comes an hour later asks `kubectl describe` what happened.
+A condition shows only the present. The Events tell a user who looks an hour later what happened.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from holdfast_operator.model.reasons import Reason
 
 _HEALTH = (JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOTE_TIER_HEALTHY)
 _TROUBLE = frozenset({Reason.CONTAINER_CANNOT_START, Reason.CREATE_REFUSED})
-"""Reasons of Running=False that nobody else emits an Event of on the job."""
+"""Reasons of Running=False for which no other code emits an Event on the job."""
 
 
 def with_notices(decision: Decision, before: JobStatusView) -> Decision:
-    """The decision, and an Event for what its status write says for the first time."""
+    """Return the decision with Events for the conditions that its status write changes."""
     for action in decision.actions:
         match action:
             case BeginRound() | ChooseRestorePoint() | CommitPersisted() | WriteStatus():
@@ -38,7 +38,7 @@ def with_notices(decision: Decision, before: JobStatusView) -> Decision:
 
 
 def notices(before: JobStatusView, after: JobStatusView) -> list[EmitEvent]:
-    """Bad for another reason than before: Warning. Well again: Normal. Well as ever: nothing."""
+    """Return a Warning for each condition that is bad for a new reason, a Normal Event for each recovery."""
     events = []
     for kind in _HEALTH:
         old, new = before.condition(kind), after.condition(kind)
@@ -58,7 +58,7 @@ def notices(before: JobStatusView, after: JobStatusView) -> list[EmitEvent]:
 
 
 def _silence(before: JobStatusView, after: JobStatusView) -> list[EmitEvent]:
-    """SidecarsUnreachable is bad when it is true."""
+    """Return the Events for condition SidecarsUnreachable, which is bad when it is true."""
     old = before.condition(JobCondition.SIDECARS_UNREACHABLE)
     new = after.condition(JobCondition.SIDECARS_UNREACHABLE)
     if new is None:

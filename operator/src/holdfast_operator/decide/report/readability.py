@@ -1,4 +1,7 @@
-"""What cannot be read is not gone: a job with such a pod is left as it is until it can be read. Pure."""
+"""Leave a job alone while one of its pods cannot be parsed, and report it in condition Readable. Pure.
+
+Such a pod is missing among the job's pods, but it must not be treated as gone (ADR 0039).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ POD_KIND = "Pod"
 
 
 def plan(world: World, memory: JobMemory, now: Now) -> Decision | None:
-    """The whole decision while a pod of the job cannot be read, and the one pass that says that
-    everything can be read again; None otherwise."""
+    """Return the whole decision of the pass while a pod of the job cannot be parsed, else None.
+
+    The first pass in which all pods can be parsed again sets Readable=True, and does nothing else.
+    """
     job = world.observed.job
     hidden = [u for u in world.observed.unreadable if u.kind == POD_KIND]
     known = job.status.condition(JobCondition.READABLE)

@@ -1,18 +1,19 @@
-"""How long each part of a recovery took. Pure.
+"""Measure how long each phase of a recovery took. Pure.
 
-A recovery lasts from the fault to the first step of the new round. Its phases follow each other without
-a gap, so they are disjoint and their sum is the total:
+A recovery lasts from the fault until every rank has finished a step of the new round. Its phases follow each
+other without a gap, so they are disjoint and their sum is the total:
 
 1. detect: from the fault until this operator saw it;
-2. back_off: until the new round began (0 unless the gang fails again and again);
+2. back_off: until the new round began (about 0 unless the gang waited for a back-off or for sidecars);
 3. seal: until every survivor was sealed and the restore point was chosen;
 4. schedule: until the sidecar of every member had started;
 5. rehydrate: until the shards were on the nodes;
-6. rendezvous: until all ranks had met; what is not measured otherwise is in it;
+6. rendezvous: until all ranks had met, and all time that no other phase measures;
 7. first_step: until every rank had finished a step.
 
-1 to 4 are measured on the monotonic clock of this process. 5 to 7 are durations that the coordinator
-measured on its own: they are cut to what is left of the total, and never decide an order.
+Phases 1 to 4 are measured on the monotonic clock of this process. The coordinator measures the durations of 5
+and 7 on its own clock. They are limited to what is left of the total, and never decide an order. Phase 6 is
+the rest.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from holdfast_operator.model.job import JobMemory, Now, PodView, RecoveryView
 from holdfast_operator.model.reasons import Reason
 
 _SILENT = frozenset({Reason.NODE_LOST, Reason.SIDECAR_UNREACHABLE})
-"""Seen because something did not come: the fault lies where the last sign of life was."""
+"""Failures that are detected by the absence of answers. The fault is dated to the last sign of life."""
 
 
 def fault_at(world: World, failures: tuple[Failure, ...], memory: JobMemory) -> float | None:
-    """The moment of the fault (monotonic), as far as it can be known; None where nothing is known.
+    """Return the estimated time of the fault in monotonic seconds, or None if there is no evidence.
 
-    A fault lies between the last sign of life and the moment when it was seen. The last sign of life is
-    what is returned: the newest finished step of the gang, or what is known of the worker itself. With
-    long steps it may be early by up to one step.
+    A fault happened between the last sign of life and the moment at which it was seen. The last sign of life
+    is returned: the newest finished step of the gang, or newer evidence about a worker that failed. With long
+    steps the estimate may be early by up to one step.
     """
     seen = memory.failure_seen_at
     if seen is None:
@@ -61,8 +62,11 @@ def _signs(world: World, failure: Failure, memory: JobMemory) -> list[float | No
 
 
 def _on_our_clock(pod: PodView, memory: JobMemory) -> float | None:
-    """The kubelet's stamp of the container's end. Its clock is not ours: a stamp before the newest sign
-    of life, or after the failure was seen, is cut by the caller."""
+    """Convert the kubelet's stamp of the trainer container's end to this process's monotonic clock.
+
+    The clock of the node may be wrong. A stamp after the time at which the failure was seen becomes that
+    time, and the caller ignores a stamp before the newest sign of life.
+    """
     if pod.trainer_finished_at is None or memory.failure_seen_utc is None:
         return None
     if memory.failure_seen_at is None:
@@ -72,7 +76,7 @@ def _on_our_clock(pod: PodView, memory: JobMemory) -> float | None:
 
 
 def begun(recovery: RecoveryView, fault: float | None, memory: JobMemory, now: Now) -> RecoveryView:
-    """The record of a round that begins now: what happened before it is known already."""
+    """Return the record of a round that begins now, with the phases before the round."""
     seen = now.monotonic if memory.failure_seen_at is None else memory.failure_seen_at
     return replace(
         recovery,
@@ -85,7 +89,7 @@ def begun(recovery: RecoveryView, fault: float | None, memory: JobMemory, now: N
 def closed(
     recovery: RecoveryView, state: CoordinatorState, memory: JobMemory, now: Now
 ) -> RecoveryView:
-    """The record of a round whose ranks have all finished a step."""
+    """Return the complete record of a round in which every rank has finished a step or returned 0."""
     times = state.times
     before = (recovery.detect_seconds or 0.0) + (recovery.back_off_seconds or 0.0)
     sealed, scheduled, begin = _milestones(recovery, memory)
@@ -110,8 +114,10 @@ def closed(
 def _milestones(
     recovery: RecoveryView, memory: JobMemory
 ) -> tuple[float | None, float | None, float | None]:
-    """When the survivors were sealed, when the pods had started, and when the round began; None for a
-    process that did not see the round begin."""
+    """Return when the survivors were sealed, when the pods had started, and when the round began.
+
+    All three are None if another operator process began the round.
+    """
     if memory.round != recovery.round or memory.begun_at is None:
         return None, None, None
     begin = memory.begun_at
@@ -124,8 +130,11 @@ def _milestones(
 def _closed_by_another(
     recovery: RecoveryView, state: CoordinatorState, now: Now, before: float
 ) -> RecoveryView:
-    """The operator restarted in the middle. Its predecessor's milestones are lost; the total rests on
-    the stamp of the round's begin, and is never less than what is known."""
+    """Return the complete record of a round that another operator process began.
+
+    The times that the other process measured are lost. The total is computed from the UTC stamp of the
+    round's begin, and is never less than the sum of the known phases.
+    """
     times = state.times
     rehydrate = times.rehydrate_seconds
     rendezvous = times.rendezvous_seconds
@@ -145,10 +154,10 @@ def _closed_by_another(
 
 
 def started_training_at(state: CoordinatorState, memory: JobMemory, now: Now) -> float:
-    """When every rank had finished a step, on our clock: now, unless the gang has finished already.
+    """Return the monotonic time at which every rank had finished a step.
 
-    Then the first step lies in the past: it is counted from the restore point by what the coordinator
-    measured since.
+    It is now, unless the gang has finished training already. Then it is the time at which the restore point
+    was seen and the pods had started, plus the durations that the coordinator measured since.
     """
     times = state.times
     if not state.finished or memory.chosen_seen_at is None:

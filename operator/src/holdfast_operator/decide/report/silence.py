@@ -1,4 +1,4 @@
-"""Condition SidecarsUnreachable: which sidecars do not answer, what was tried, what to look at. Pure."""
+"""Condition SidecarsUnreachable: sidecars that do not answer, the failed call, and what to check. Pure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from holdfast_operator.model.job import JobMemory, JobStatusView, Now, PodPhase,
 from holdfast_operator.model.reasons import Reason
 
 SAID_AFTER_SECONDS = 30.0
-"""A restart of a sidecar's container takes less, and is no news."""
+"""Time without an answer after which the condition reports a sidecar. The restart of a sidecar container
+takes less time, and is not reported."""
 NAMED_PODS = 8
 LEASE_MARGIN_SECONDS = 5.0
-"""The operator sees a lease stop a little later than suspectAfterSeconds after the node was lost."""
+"""Margin on suspectAfterSeconds, because the operator notices a stopped lease a little later than that."""
 
 
 def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
-    """Why failed ranks begin no round yet: their peer may be on a node that is lost.
+    """Return why failed ranks do not begin a round yet: a peer's node may be lost. None: they do.
 
-    Ranks fail within seconds when such a node closes its connections, and its lease has stopped only
-    after suspectAfterSeconds. A round that begins before could only wait for that node; it would be
-    one more, and count towards maxRestarts.
+    When such a node closes its connections, the other ranks fail within seconds, but its lease counts as
+    stopped only after suspectAfterSeconds. A round that began before could only wait for that node. It would
+    be an additional round and count towards maxRestarts (ADR 0049).
     """
     failed_at, state = memory.failure_seen_at, world.coordinator
     if failed_at is None or state is None or not state.dead:
@@ -42,8 +43,11 @@ def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
 
 
 def with_silence(status: JobStatusView, world: World, now: Now) -> JobStatusView:
-    """The status with the condition of now. It stays as it is until every sidecar has answered: an
-    operator that has just started does not know yet."""
+    """Return the status with the present condition SidecarsUnreachable.
+
+    The condition turns False only when every sidecar has answered, or the job has ended or is suspended. An
+    operator that has just started has called no sidecar yet, so it keeps the condition of its predecessor.
+    """
     old = status.condition(JobCondition.SIDECARS_UNREACHABLE)
     silent = [m for m in world.members if _is_silent(m, now)]
     generation = world.observed.job.generation

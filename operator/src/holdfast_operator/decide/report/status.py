@@ -1,7 +1,7 @@
-"""How conditions, levels, goodput and the phase follow from what was observed. Pure.
+"""Derive conditions, levels, goodput and the phase from the observation. Pure.
 
-`refresh` is applied to every status that is written, whatever the reason of the write: so one write
-a pass carries everything. Levels alone are written at most every LEVELS_EVERY_SECONDS.
+`refresh` is applied to every status that is written, whatever the reason for the write, so the one write of a
+pass contains all changes. A change of levels alone is written at most every LEVELS_EVERY_SECONDS.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from holdfast_operator.model.job import (
 from holdfast_operator.model.reasons import Reason
 
 LEVELS_EVERY_SECONDS = 10.0
-"""etcd must not see a write for every step of every job."""
+"""Shortest interval between writes of levels. Otherwise each step of each job would cause a write in etcd."""
 MAX_MESSAGE_CHARACTERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Why the round does not run yet: reason and message of Running=False."""
+    """Reason and message of a condition."""
 
     reason: str
     message: str
@@ -44,7 +44,10 @@ def set_condition(
     now: Now,
     generation: int,
 ) -> JobStatusView:
-    """The status with that condition; the transition stamp moves only when the value does."""
+    """Return the status with that condition. Its transition time changes only if its value changes.
+
+    The message is cut to MAX_MESSAGE_CHARACTERS.
+    """
     old = status.condition(kind)
     moved = old is None or old.status is not value
     new = Condition(
@@ -63,7 +66,7 @@ def set_condition(
 
 
 def compute_phase(status: JobStatusView) -> str:
-    """For people only."""
+    """Return the phase, a summary of the conditions for users. No decision reads it."""
     if status.is_true(JobCondition.FAILED):
         return JobPhase.FAILED
     if status.is_true(JobCondition.COMPLETE):
@@ -80,7 +83,10 @@ def compute_phase(status: JobStatusView) -> str:
 def refresh(
     world: World, now: Now, memory: JobMemory, status: JobStatusView, note: Note | None = None
 ) -> JobStatusView:
-    """`status` with everything brought up to date that follows from the observation."""
+    """Return `status` with everything that follows from the observation brought up to date.
+
+    `note` is the reason and message of Running=False. Without it a running job stays Running.
+    """
     job = world.observed.job
     status = with_levels(status, world)
     status = _with_goodput(status, world, memory, now)
@@ -98,7 +104,10 @@ def refresh(
 
 
 def with_levels(status: JobStatusView, world: World) -> JobStatusView:
-    """Step and levels as the coordinator of this very round tells them; they never go down here."""
+    """Return `status` with the step and the levels that the coordinator of its round reports.
+
+    Committed levels and the step never go down here.
+    """
     state = world.coordinator
     if state is None or status.restart_round != state.round or status.restore_point is None:
         return status
@@ -109,7 +118,7 @@ def with_levels(status: JobStatusView, world: World) -> JobStatusView:
         step=_higher(status.step, step),
         last_committed_step=_higher(status.last_committed_step, _step(state.last_local)),
         last_replicated_step=_higher(status.last_replicated_step, _step(state.last_replicated)),
-        # No promises: as the coordinator tells them, also when they go down.
+        # These two are not guaranteed, so they follow the coordinator even when they go down.
         last_memory_step=status.last_memory_step
         if state.last_memory is None
         else state.last_memory.step,
@@ -150,7 +159,7 @@ def _with_running(
             status = set_condition(status, JobCondition.RESTARTING, False, done, now, generation)
         return status
     if status.is_true(JobCondition.RUNNING) and note is None:
-        # The coordinator is silent for the moment: that alone does not stop training.
+        # A coordinator that does not answer does not mean that training has stopped.
         return status
     why = note or Note(Reason.STARTING, f"round {status.restart_round} starts")
     return set_condition(status, JobCondition.RUNNING, False, why, now, generation)
@@ -159,9 +168,9 @@ def _with_running(
 def _with_recovery_closed(
     status: JobStatusView, world: World, memory: JobMemory, now: Now
 ) -> JobStatusView:
-    """Record what the recovery took, once every rank has finished a step, or has returned 0.
+    """Complete the record of the recovery once every rank has finished a step or returned 0.
 
-    Round 0 recovers from nothing.
+    The first round has no such record.
     """
     begun = status.last_recovery
     state = world.coordinator
@@ -177,9 +186,9 @@ def _with_recovery_closed(
 def _with_goodput(
     status: JobStatusView, world: World, memory: JobMemory, now: Now
 ) -> JobStatusView:
-    """Time since the last count goes to training while Running holds, else to recovery.
+    """Add the time since the last count to training if the gang trained, else to recovery.
 
-    The write that ends the job counts, too: a job of a few seconds may have no other.
+    The write that ends the job counts as well, because a job of a few seconds may have no other.
     """
     if status.restart_round is None or world.status.completion_time is not None:
         return status
@@ -198,7 +207,7 @@ def _with_goodput(
 
 
 def _training_seconds(world: World, memory: JobMemory, now: Now) -> float:
-    """For how long the gang has trained in this round, at the least."""
+    """Return for how long the gang has trained in this round at least, infinite if Running is True."""
     if world.status.is_true(JobCondition.RUNNING):
         return math.inf
     state = world.coordinator
@@ -208,14 +217,17 @@ def _training_seconds(world: World, memory: JobMemory, now: Now) -> float:
 
 
 def with_ratio(goodput: GoodputView) -> GoodputView:
-    """Share of all time that went into training that was kept and not blocked by saves."""
+    """Set the ratio, the share of all time that was training, without lost work and blocking saves."""
     total = goodput.training_seconds + goodput.recovery_seconds
     kept = goodput.training_seconds - goodput.checkpoint_seconds - goodput.lost_work_seconds
     return replace(goodput, ratio=1.0 if total <= 0 else min(1.0, max(0.0, kept / total)))
 
 
 def blocked_seconds(world: World) -> float | None:
-    """Trainer time that saves have cost in this round: the gang waits for its slowest rank."""
+    """Return the seconds for which saves blocked training in this round, or None without progress.
+
+    It is the maximum over the ranks, because the gang waits for its slowest rank.
+    """
     state = world.coordinator
     if state is None or not state.progress:
         return None
@@ -262,7 +274,7 @@ def _with_tier_conditions(status: JobStatusView, world: World, now: Now) -> JobS
 
 
 def _located(world: World, failure: Failure) -> str:
-    """The message of a failure with the worker and the node that it is of."""
+    """Return the message of a failure, preceded by its worker and node."""
     if failure.worker is None:
         return failure.message
     member = world.member(failure.worker)
@@ -272,10 +284,11 @@ def _located(world: World, failure: Failure) -> str:
 
 
 def must_write(old: JobStatusView, new: JobStatusView, memory: JobMemory, now: Now) -> bool:
-    """Changed truths at once; levels, goodput and mere words when the last write is old enough.
+    """Return whether the new status must be written now.
 
-    Goodput alone is written only while Running holds: a job that waits for days would otherwise write
-    the time that it waited every ten seconds. The next write of another truth carries it.
+    Changes of levels, goodput and messages wait until the last write is LEVELS_EVERY_SECONDS old. All other
+    changes are written immediately. A change of goodput alone is written only while Running is True.
+    Otherwise a job that waits for days would cause a write every ten seconds.
     """
     if _durable(old) != _durable(new):
         return True
@@ -287,10 +300,11 @@ def must_write(old: JobStatusView, new: JobStatusView, memory: JobMemory, now: N
 
 
 def _durable(status: JobStatusView) -> JobStatusView:
+    """Return the status without the parts whose changes may wait for LEVELS_EVERY_SECONDS."""
     return replace(
         status,
         step=None,
-        # The first commit is a truth of its own: from then on the job never starts from nothing.
+        # The first commit must not wait: once it is recorded, the job never starts without a checkpoint.
         last_committed_step=None if status.last_committed_step is None else Step(0),
         last_replicated_step=None,
         last_memory_step=None,
@@ -301,7 +315,7 @@ def _durable(status: JobStatusView) -> JobStatusView:
 
 
 def after_write(memory: JobMemory, world: World, now: Now) -> JobMemory:
-    """Memory once a status write was asked for: goodput up to now is in it."""
+    """Return the memory after a decision to write the status, which contains the goodput up to now."""
     blocked = blocked_seconds(world)
     return replace(
         memory,
