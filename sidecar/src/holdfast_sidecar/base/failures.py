@@ -19,7 +19,7 @@ from holdfast_sidecar.base import logs
 NODE_FULL = "NodeVolumeFull"
 PEER_FULL = "PeerFull"
 FULL = frozenset({NODE_FULL, PEER_FULL})
-"""Reasons that say that a node has no room. While one is reported, the coordinator prunes more steps."""
+"""Reasons for a node without room. While one is reported, the coordinator prunes more steps."""
 _MAX_KEPT = 32
 _MAX_MESSAGE = 1000
 
@@ -27,7 +27,7 @@ _MAX_MESSAGE = 1000
 def reason_of(tier: TierName, error: BaseException) -> str:
     """Return the CamelCase reason of an error in a tier.
 
-    It is one of a fixed list. The exception is a RefusedError, whose reason is its refusal code.
+    It is one of a fixed list, except that of a RefusedError, which is its refusal code.
     """
     match error:
         case CapacityError():
@@ -81,8 +81,10 @@ class Failures:
     def note_text(
         self, subject: str, tier: TierName, reason: str, message: str, *, step: Step | None = None
     ) -> Failure:
-        """Keep a failure that is not an exception, and return it. The oldest one is dropped if there are
-        too many."""
+        """Keep a failure with its reason and message, and return it.
+
+        Above a fixed number of failures the oldest one is dropped.
+        """
         failure = Failure(step, tier, reason, message[:_MAX_MESSAGE])
         before = self._kept.pop(subject, None)
         self._kept[subject] = failure

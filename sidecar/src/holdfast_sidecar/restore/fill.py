@@ -90,11 +90,11 @@ class Filler:
         return bool(self._targets)
 
     async def restore(self, state: RoundState, message: Restore) -> RestoreReply:
-        """Tell a rank what it restores from, and put the layouts that it needs into the shared volume.
+        """Return what a rank restores from, and put the layouts that it needs into the shared volume.
 
         Raises:
             RefusedError: The round does not match or is sealed, or the rank is not of this pod. BUSY: the
-                restore point is not on this node yet, or its layout cannot be had now.
+                restore point is not on this node yet, or its layout is not available now.
             NotFoundError: No place has the layout.
             FormatError: The layout is not valid.
             UnavailableError: The layout cannot be written to the shared volume.
@@ -195,7 +195,7 @@ class Filler:
     async def _rank_layout(self, rank: Rank, restored: Restored) -> Digest | None:
         """Put the layout of the rank's saved shard into the shared volume, and return its digest.
 
-        By it the rank notices that its state is sharded differently now. None if the layout cannot be had.
+        By it the rank notices that its state is sharded differently now. None if it is not available.
         """
         try:
             try:

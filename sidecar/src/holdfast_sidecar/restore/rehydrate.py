@@ -222,7 +222,7 @@ class Rehydrator:
                 continue
 
     async def _attempt(self, point: RestorePoint, tried: Tried) -> Restored | None:
-        """Bring the restore point here once. None if a part of it cannot be had now (`tried` says why)."""
+        """Try once to bring the restore point here. None if a part is missing (`tried` lists the errors)."""
         if point.step is None or point.round is None:
             return Restored(point, None, {}, {}, {})
         manifest = await self.manifest(point, CheckpointId(point.step, point.round), tried)
@@ -267,7 +267,7 @@ class Rehydrator:
         """Return the checkpoint's manifest and store it on the node tier, with its layout if available.
 
         The sources are the node tier, the other members and the object store, in this order. A damaged
-        manifest on this node is quarantined. None if no place has a good one (`tried` says why).
+        manifest on this node is quarantined. None if no place has a good one (`tried` lists the errors).
         """
         job_uid = self._job_uid(point)
         try:
@@ -398,7 +398,7 @@ class Rehydrator:
     async def _shard(self, ref: ShardRef, point: RestorePoint, tried: Tried) -> TierName | None:
         """Bring a shard to the node tier, and return the tier that served it.
 
-        NODE if it is here already. None if every source failed (`tried` says why).
+        NODE if it is here already. None if every source failed (`tried` lists the errors).
         """
         if await self._pools.read.run(self._node.find, ref) is not None:
             return TierName.NODE

@@ -201,8 +201,7 @@ class Flow:
         return tuple(self._shards.values())
 
     def untold(self, rank: Rank) -> tuple[Step, ...]:
-        """Return the rank's steps of this round that are durable here and whose PREPARED the coordinator
-        has not acknowledged."""
+        """Return the rank's durable steps of this round whose PREPARED is not acknowledged yet."""
         return tuple(
             k.step
             for k, s in self._shards.items()
@@ -354,8 +353,10 @@ class Flow:
         return held.coordinator
 
     async def _tell_prepared(self, shard: OwnShard) -> None:
-        """Send PREPARED, with the rank's layout if the coordinator requests it. Delete the shard if the
-        reply says that its step was pruned."""
+        """Send PREPARED, with the rank's layout if the coordinator requests it.
+
+        The shard is deleted if the coordinator replies that its step was pruned.
+        """
         message = Prepared(
             self._current().round,
             shard.ref.step,

@@ -4,7 +4,7 @@ A shard of the current round takes these steps: durable on this node; PREPARED a
 when all ranks are prepared and the manifest arrives; copied to every assigned target; REPLICATED
 acknowledged. If the coordinator requests its upload: uploaded; UPLOADED acknowledged.
 
-The planning is level-triggered: it depends only on what the table says is done. The same function
+The planning is level-triggered: it depends only on the present state of the table. The same function
 therefore serves the first attempt, a new coordinator, a lost reply and a restart of the sidecar.
 """
 

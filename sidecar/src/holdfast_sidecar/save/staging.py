@@ -11,8 +11,8 @@ The slot is freed, unless it was held and its bytes are still good: then it stay
 With three slots or more, a slot that is staged while an earlier one of the rank is being written is held
 (held.py): it is digested in memory, and written after the coordinator has chosen its step.
 
-Each owned slot has a note in the same tmpfs (slot_notes.py). A sidecar that restarts during step 2
-finishes the save by it; without the note the slot would stay OWNED and never become free.
+Each owned slot has a note in the same tmpfs (slot_notes.py). A sidecar that restarts during step 2 reads
+it and finishes the save.
 """
 
 from __future__ import annotations
@@ -103,8 +103,11 @@ class Stager:
 
     @property
     def idle(self) -> bool:
-        """Whether no slot is being digested or written, no held slot of a committed step has still to be
-        written, and the coordinator has acknowledged the present `holding`."""
+        """Whether nothing has to be done now, apart from held slots whose step is not committed.
+
+        No slot is being digested or written, every held slot of a committed step is written, has failed or
+        is pruned, and the coordinator has acknowledged the present `holding`.
+        """
         busy = any(
             o.where is not Where.HELD or (o.committed and o.waits) for o in self._owned.values()
         )
@@ -133,8 +136,7 @@ class Stager:
         return self._newest.get(rank)
 
     def under_way(self, rank: Rank) -> tuple[Step, ...]:
-        """Return the rank's steps that were staged in the current round and are neither durable nor failed
-        nor pruned."""
+        """Return the rank's steps of the current round that are neither durable nor failed nor pruned."""
         state = self._held_round
         return tuple(
             o.stage.step

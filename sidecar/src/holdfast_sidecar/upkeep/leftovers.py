@@ -1,8 +1,8 @@
-"""Delete what lost pods and deletions leave in the object store: unfinished multipart uploads, and objects
-and layouts that no checkpoint needs.
+"""Delete data in the object store that no checkpoint needs.
 
-The coordinator does this periodically in the background; no save or restore waits for it. After an error
-nothing more is deleted until the next period.
+Lost pods and deletions leave unfinished multipart uploads, objects and layouts behind. The coordinator
+looks for them periodically in the background; no save or restore waits for it. After an error nothing more
+is deleted until the next period.
 """
 
 from __future__ import annotations
