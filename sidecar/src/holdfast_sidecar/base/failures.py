@@ -1,4 +1,4 @@
-"""Troubles that last: kept until healthy again, reported to the coordinator, logged once."""
+"""Failures that persist: each is kept until it is healthy again, reported to the coordinator, logged once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from holdfast_sidecar.base import logs
 NODE_FULL = "NodeVolumeFull"
 PEER_FULL = "PeerFull"
 FULL = frozenset({NODE_FULL, PEER_FULL})
-"""A node has no room: the coordinator prunes earlier than it would."""
+"""Reasons for a node without room. While one is reported, the coordinator prunes more steps."""
 _MAX_KEPT = 32
 _MAX_MESSAGE = 1000
 
 
 def reason_of(tier: TierName, error: BaseException) -> str:
-    """CamelCase reason of an error in a tier, from a closed list."""
+    """Return the CamelCase reason of an error in a tier.
+
+    It is one of a fixed list, except that of a RefusedError, which is its refusal code.
+    """
     match error:
         case CapacityError():
             return NODE_FULL if tier is TierName.NODE else PEER_FULL
@@ -53,7 +56,10 @@ def reason_of(tier: TierName, error: BaseException) -> str:
 
 
 class Failures:
-    """One entry a subject (a tier, a target, a step); `on_change` runs when the set changes."""
+    """The current failures, one for each subject, such as the uploads or the copies to one worker.
+
+    `on_change` is called when a failure appears or ends, or has another reason or step.
+    """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
@@ -63,6 +69,10 @@ class Failures:
     def note(
         self, subject: str, tier: TierName, error: BaseException, *, step: Step | None = None
     ) -> Failure:
+        """Keep an error as the failure of its subject, and return it.
+
+        Errors other than HoldfastError are also logged with their traceback.
+        """
         reason = reason_of(tier, error)
         if not isinstance(error, HoldfastError):
             logs.failure(f"unexpected error: {subject}", error, step=step)
@@ -71,6 +81,10 @@ class Failures:
     def note_text(
         self, subject: str, tier: TierName, reason: str, message: str, *, step: Step | None = None
     ) -> Failure:
+        """Keep a failure with its reason and message, and return it.
+
+        Above a fixed number of failures the oldest one is dropped.
+        """
         failure = Failure(step, tier, reason, message[:_MAX_MESSAGE])
         before = self._kept.pop(subject, None)
         self._kept[subject] = failure
@@ -82,12 +96,13 @@ class Failures:
         return failure
 
     def healthy(self, subject: str) -> None:
+        """End the failure of a subject, if it has one."""
         if self._kept.pop(subject, None) is not None:
             self._changed.healthy(subject)
             self._on_change()
 
     def clear(self) -> None:
-        """A new round: what still fails will say so again."""
+        """Remove all failures for a new round. A failure that persists is noted again."""
         self._kept.clear()
 
     @property

@@ -1,6 +1,7 @@
-"""JSON logs on standard error: one object a line with job, worker, round and what the call adds.
+"""JSON logs on standard error: one object a line, with the fixed fields of the process and those of the call.
 
-`changed` logs a reason once and again only when it changes; a condition that lasts is silent.
+`Changed` logs a message about a subject only when it differs from the one before, so that a condition
+that lasts is logged once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure(**fixed: Any) -> None:
-    """Route all of this process's logs through one handler; `fixed` goes into every line."""
+    """Route all logs of this process through one handler, and add the `fixed` fields to every line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(fixed))
     handler.addFilter(BoundedLogs(LOGGER.name))
@@ -61,13 +62,15 @@ def warning(message: str, **fields: Any) -> None:
 
 
 def failure(message: str, error: BaseException, **fields: Any) -> None:
-    """An error that nothing else will report, with its traceback."""
+    """Log an error with its traceback, where nothing else reports it."""
     LOGGER.error(message, exc_info=error, extra={"fields": fields})
 
 
 class Seldom:
-    """Logs what others can cause as often as they like: a subject at most once a minute, with how
-    often it occurred."""
+    """Log with a limit for events that strangers can cause: one line a minute for each subject.
+
+    The field `occurred` counts the events since the line before.
+    """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -83,13 +86,13 @@ class Seldom:
 
 
 class Changed:
-    """Remembers what was said about a subject, and says it again only when it differs."""
+    """Log that omits a message if it is the same as the last one about its subject."""
 
     def __init__(self) -> None:
         self._said: dict[str, str] = {}
 
     def say(self, subject: str, message: str, *, calm: bool = False, **fields: Any) -> None:
-        """`calm`: nothing is wrong, it only takes its time."""
+        """Log the message unless it is the last one about `subject`. `calm`: at level info, not warning."""
         if self._said.get(subject) == message:
             return
         if len(self._said) > 1000:
@@ -98,5 +101,6 @@ class Changed:
         (info if calm else warning)(message, subject=subject, **fields)
 
     def healthy(self, subject: str) -> None:
+        """Log that the subject is healthy again, if a message about it was logged."""
         if self._said.pop(subject, None) is not None:
             info("healthy again", subject=subject)

@@ -1,4 +1,4 @@
-"""The sidecar's Prometheus metrics, in a registry of their own."""
+"""Prometheus metrics of the sidecar."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class Metrics:
+    """The metrics of one sidecar, in a registry of their own.
+
+    The help text of each metric is the definition of what its method counts.
+    """
+
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -183,8 +188,8 @@ class Metrics:
         return Gauge(name, help_text, labels, registry=self._registry)
 
     def gang(self, report: WorkerReport) -> None:
-        """This pod's ranks as the coordinator is told of them; what is unknown is not shown."""
-        self._reported.clear()  # a script that reports new names for ever must not fill memory
+        """Set the gauges of this pod's ranks from a report. Series without a value are removed."""
+        self._reported.clear()  # else a script that reports ever new names would fill the memory
         for progress in report.progress:
             self._step.labels(progress.rank).set(progress.step)
             for name, value in progress.metrics.items():
@@ -219,12 +224,15 @@ class Metrics:
         self._compression_output.labels(tier.value).inc(after_bytes)
 
     def fetched(self, tier: TierName, length_bytes: int) -> None:
-        """Payloads and chunk tables of ranges; whole files of shards that are brought whole."""
+        """Count bytes that a restore read: payload and chunk tables of ranges, or whole shard files."""
         self._fetched.labels(tier.value).inc(length_bytes)
 
     def trained(self, round_: int) -> None:
-        """A rank finished a step in this round: the rank's own word, since between a SEAL and the end of
-        the old ranks a report of the new round still shows the old round's steps."""
+        """Record that a rank has finished a step in this round, from the rank's own Progress.
+
+        Reports cannot be used for this: between a SEAL and the end of the old ranks, a report of the new
+        round still contains steps of the old round.
+        """
         self._trained_round.set(round_)
 
     def stalled(self, seconds: float, saves_skipped: int) -> None:
@@ -237,7 +245,7 @@ class Metrics:
         self._failed.labels(reason).inc()
 
     def unexpected(self, kind: str) -> None:
-        """`kind`: task, thread, connection or callback."""
+        """Count an unexpected exception. `kind` is task, thread, connection or callback."""
         self._unexpected.labels(kind).inc()
 
     def dropped(self, steps: int) -> None:

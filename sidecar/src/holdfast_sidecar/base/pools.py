@@ -1,7 +1,7 @@
-"""Bounded threads for everything that blocks: disk, peers' bulk connections, the object store.
+"""Bounded thread pools for all calls that block: disk, bulk connections of peers, object store.
 
-A thread cannot be cancelled. `drain` therefore waits for calls whose awaiting task is gone, so that
-a seal never lists an inventory while a write of the old round is still on its way.
+A thread cannot be cancelled. `drain` therefore also waits for calls whose awaiting task was cancelled, so
+that a seal does not list the inventory while a write of the old round is still under way.
 """
 
 from __future__ import annotations
@@ -16,28 +16,33 @@ T = TypeVar("T")
 
 
 class Pool:
-    """A named executor that knows what is still running in it."""
+    """Named thread pool with a record of its unfinished calls."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._running: set[Future[Any]] = set()
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The call is queued before this first gives up control: a check made just before it
-        still holds when a later `drain` looks."""
+        """Run `call` in a thread, and return or raise what it does.
+
+        The call is queued before the first await. If the caller checks the round just before, without an
+        await in between, then a SEAL that arrives later finds the call in `drain`. Cancelling the awaiting
+        task does not cancel the call.
+        """
         future = self._executor.submit(call, *args, **kwargs)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return await asyncio.shield(asyncio.wrap_future(future))
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Wait for the calls that run or wait now; False if the time ran out."""
+        """Wait for the calls that are running or queued now. Return False if the time ran out."""
         waiting = {asyncio.wrap_future(f) for f in tuple(self._running) if not f.cancelled()}
         if not waiting:
             return True
         done, pending = await asyncio.wait(waiting, timeout=timeout_seconds)
         for future in done:
-            future.exception()  # whoever awaited the call has it; this look is only for asyncio
+            # The caller of `run` receives the exception. Retrieving it here prevents asyncio's warning.
+            future.exception()
         return not pending
 
     def close(self) -> None:
@@ -45,13 +50,20 @@ class Pool:
 
 
 class Pools:
-    """One pool for each kind of slowness, so that a hung store never holds up a local commit.
+    """The thread pools of a sidecar, one for each kind of call that may be slow.
 
-    `shard` writes and deletes shards; `digest` reads what waits in memory, while `shard` is held up by
-    the disk; `meta` writes the round file, manifests and layouts (small: a
-    seal must not wait behind gigabytes for them); `read` only looks at the disk, `fill` reads
-    shards from it; `copy` sends to peers; `fetch` brings back what ranks wait for, from peers and
-    store; `store` uploads; `scrub` reads again what lies on the disk, slowly.
+    Calls of one kind do not delay those of another: a store that hangs does not delay a local commit.
+
+    * `shard`: write and delete shards on the node tier.
+    * `digest`: digest slots in memory, while the disk may occupy `shard`.
+    * `meta`: write the round file, manifests and layouts. They are small, and a seal must not wait for
+      them behind gigabytes of shards.
+    * `read`: read the index and small documents of the node tier.
+    * `fill`: read shards from the node tier, and write slots.
+    * `copy`: send copies to peers.
+    * `fetch`: read what ranks wait for, from peers and from the store.
+    * `store`: upload, and clean up the store.
+    * `scrub`: read the node tier again, slowly.
     """
 
     def __init__(self, *, disk: int, copy: int, store: int) -> None:
@@ -66,7 +78,10 @@ class Pools:
         self.scrub = Pool("scrub", 1)
 
     async def drain_writes(self, timeout_seconds: float) -> bool:
-        """No fenced write is on its way when this is True."""
+        """Wait for the calls of `shard` and `meta`, which make the writes that a round fences.
+
+        Return False if the time ran out.
+        """
         results = await asyncio.gather(
             self.shard.drain(timeout_seconds), self.meta.drain(timeout_seconds)
         )

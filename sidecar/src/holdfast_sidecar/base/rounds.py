@@ -1,11 +1,11 @@
-"""Which round this sidecar is in, and what that makes it refuse. Pure: no I/O, no clock.
+"""The round that this sidecar is in, and the refusal of messages that do not fit it. Pure: no I/O, no clock.
 
-The refusal table lives here as data (`RULES`), and `refuse` reads it; tests/sidecar/base/test_refusals.py has
-one case for each cell. Everything that writes passes through `refuse` first (I5).
+The refusal table is data (`RULES`), which `refuse` applies; tests/sidecar/base/test_refusals.py has one case
+for each cell. Every write request passes `refuse` or `fence` first (I5).
 
-States of one round: sealed (SEAL heard or the pod was born in it; no ROUND yet: nothing is written,
-and only the operator may read) -> held (ROUND accepted; higher versions replace it) -> sealed for a
-newer one.
+A round has two states. It is *sealed* after its SEAL, or from the start if the pod was created in it:
+nothing is written, and only the operator may read. It is *held* after its ROUND was accepted; a ROUND of a
+higher version replaces the one before. The SEAL of a newer round seals the sidecar again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from holdfast_core.messages.schema import (
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request, as its certificate says: the operator, or the pod of that name."""
+    """Sender of a request according to its certificate: the operator, or the pod of that name."""
 
     pod: str
     operator: bool = False
@@ -50,17 +50,20 @@ OPERATOR = Caller("operator", operator=True)
 
 @dataclass(frozen=True, slots=True)
 class RoundState:
-    """The fencing state. `held` is the ROUND of `round`, None while sealed."""
+    """The state by which requests are fenced."""
 
     worker: Worker
     procs_per_worker: int
     round: RestartRound
     version_floor: int = 0
-    """Version of the ROUND recorded before this process started: an older one is not accepted."""
+    """Version of the newest ROUND of this round that an earlier process of this sidecar recorded on the node
+    tier. A ROUND of a lower version is refused."""
     held: Round | None = None
+    """The accepted ROUND. None while sealed."""
 
     @property
     def version(self) -> int:
+        """Version of the accepted ROUND, 0 while sealed."""
         return self.held.version if self.held is not None else 0
 
     @property
@@ -69,6 +72,7 @@ class RoundState:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the gang, 0 while sealed."""
         return 0 if self.held is None else self.held.workers * self.procs_per_worker
 
     @property
@@ -86,14 +90,17 @@ class RoundState:
         return next((m for m in self.held.members if m.pod == pod), None)
 
     def copy_targets(self) -> tuple[Worker, ...]:
+        """Return the workers to which this worker has to copy its shards."""
         if self.held is None:
             return ()
         return tuple(c.target for c in self.held.copies if c.source == self.worker)
 
     def sealed_for(self, round_: RestartRound) -> RoundState:
+        """Return the state after the SEAL of a newer round."""
         return replace(self, round=round_, version_floor=0, held=None)
 
     def holding(self, message: Round) -> RoundState:
+        """Return the state after `message` was accepted."""
         return replace(self, held=message)
 
     def refused(self, code: Refusal, message: str) -> Refused:
@@ -101,6 +108,8 @@ class RoundState:
 
 
 class From(StrEnum):
+    """Permitted sender of a message."""
+
     OPERATOR = "operator"
     MEMBER = "member"
     COORDINATOR = "coordinator"
@@ -108,6 +117,8 @@ class From(StrEnum):
 
 
 class To(StrEnum):
+    """Sidecar that accepts a message."""
+
     ANY = "any sidecar"
     COORDINATOR = "the coordinator"
     ASKED = "the coordinator, or the sidecar of rank 0 when the coordinator asks"
@@ -115,11 +126,12 @@ class To(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who may send a message to whom; `fenced`: only in exactly the round that is held."""
+    """Permitted sender and receiver of a message type."""
 
     sender: From
     receiver: To
     fenced: bool
+    """Whether the message is accepted only if it is of exactly the round that is held."""
 
 
 RULES: dict[type[Any], Rule] = {
@@ -142,10 +154,10 @@ RULES: dict[type[Any], Rule] = {
 
 
 def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
-    """None if `message` may be served now; else why not.
+    """Return why `message` is refused, or None if it may be served now.
 
-    The order (round, sender, receiver) matters for what the caller learns, not for safety; while
-    sealed no members are known, so the round comes first.
+    The order of the checks (round, sender, receiver) determines only which refusal the caller receives. The
+    round is checked first, because the members are not known while the sidecar is sealed.
     """
     rule = RULES[type(message)]
     if isinstance(message, Seal):
@@ -166,10 +178,15 @@ def refuse(state: RoundState, caller: Caller, message: Any) -> Refused | None:
 def refuse_caller(
     state: RoundState, caller: Caller, kind: type[Any], round_: RestartRound | None = None
 ) -> Refused | None:
-    """Refuse a message of that kind by what is known before its body is read.
+    """Return why a message of type `kind` is refused by what is known before its body is read, or None.
 
-    `round_` is the round that the caller says the message is of, None where it says none. The message
-    itself passes through `refuse` afterwards.
+    Args:
+        state: The round that this sidecar is in.
+        caller: The sender.
+        kind: Type of the message.
+        round_: Round of the message according to the request's header. None if the header is missing.
+
+    The parsed message must pass `refuse` afterwards.
     """
     rule = RULES[kind]
     if rule.sender is From.OPERATOR:
@@ -182,10 +199,10 @@ def refuse_caller(
 
 
 def refuse_reader(state: RoundState, caller: Caller) -> Refused | None:
-    """Reads are for the operator and for members of the round that is held.
+    """Return why a read is refused, or None. The operator and members of the held round may read.
 
-    A sidecar that is sealed does not know its members: a pod that was removed from the job may still
-    have a valid certificate. Callers ask again until the ROUND has arrived.
+    While sealed, members are refused as well: the members are not known, and a pod that was removed from
+    the job may still have a valid certificate. Callers retry until the ROUND has arrived.
     """
     if caller.operator:
         return None
@@ -196,7 +213,7 @@ def refuse_reader(state: RoundState, caller: Caller) -> Refused | None:
 
 
 def fence(state: RoundState, round_: RestartRound) -> Refused | None:
-    """The round check of everything that writes, also of Stage, Fill and copies."""
+    """Return why a write of `round_` is refused, or None. Stage, Fill and copies also use this check."""
     if round_ < state.round:
         return _stale(state, round_)
     if round_ > state.round:
@@ -208,8 +225,11 @@ def fence(state: RoundState, round_: RestartRound) -> Refused | None:
 
 
 def refuse_copy(state: RoundState, caller: Caller, round_: RestartRound) -> Refused | None:
-    """May `caller` put a copy here: the right round, a member, and assigned? (Whether there is room
-    is the node tier's to say.)"""
+    """Return why a copy from `caller` is refused, or None.
+
+    The round must match, and the caller must be a member whose copies are assigned to this worker. Whether
+    there is room is checked by the node tier.
+    """
     refused = fence(state, round_)
     if refused is not None:
         return refused
@@ -230,7 +250,7 @@ def refuse_copy(state: RoundState, caller: Caller, round_: RestartRound) -> Refu
 
 
 def refuse_state(state: RoundState, caller: Caller) -> Refused | None:
-    """GET /v1/state is answered by the coordinator alone."""
+    """Return why GET /v1/state is refused, or None. Only the coordinator serves it."""
     refused = refuse_reader(state, caller)
     if refused is not None or state.is_coordinator:
         return refused
@@ -238,6 +258,7 @@ def refuse_state(state: RoundState, caller: Caller) -> Refused | None:
 
 
 def refuse_rendezvous(state: RoundState, caller: Caller, round_: RestartRound) -> Refused | None:
+    """Return why GET /v1/rendezvous is refused, or None. Only the worker that hosts the store serves it."""
     refused = fence(state, round_) or refuse_reader(state, caller)
     if refused is not None:
         return refused
@@ -337,7 +358,7 @@ def _receiver(state: RoundState, caller: Caller, receiver: To) -> Refused | None
 
 
 def _speaks_for_itself(state: RoundState, caller: Caller, message: Any) -> Refused | None:
-    """A worker reports its own ranks only: a spoofed rank is refused like a stranger."""
+    """Return why a message is refused that a member sends for another worker or for ranks it does not run."""
     if not isinstance(message, Prepared | Holding | Replicated | Uploaded | WorkerReport):
         return None
     member = state.member_of_pod(caller.pod)

@@ -1,6 +1,4 @@
-"""What the sidecar is told (the pod contract) and how long it waits for what; nothing is read here
-but the contract's environment.
-"""
+"""Settings of the sidecar: the pod contract, time-outs and bounds. The environment is read here only."""
 
 from __future__ import annotations
 
@@ -21,14 +19,16 @@ from holdfast_core.contract import (
 TERMINATION_LOG = "HOLDFAST_TERMINATION_LOG"
 DEFAULT_TERMINATION_LOG = "/dev/termination-log"
 PORTS_FILE = "ports.json"
-"""In the node volume, where the trainer cannot replace it: the ports that this sidecar listens on."""
+"""File with the ports that this sidecar listens on. It is in the node volume, which the trainer cannot
+write to."""
 HOOKS_SOCKET = "hooks.sock"
-"""In the node volume: what the pod's preStop hook connects to. The trainer cannot reach it."""
+"""Socket that the pod's preStop hook connects to. It is in the node volume, which the trainer cannot
+access."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The contract of this pod and every time-out and bound, with its unit in the name."""
+    """The contract of this pod, and all time-outs and bounds with their units in the names."""
 
     contract: SidecarContract
     disk_threads: int = 2
@@ -37,41 +37,47 @@ class Settings:
     end_seconds: float = 5.0
     """How long a seal waits for the launcher to end its ranks."""
     settle_seconds: float = 30.0
-    """How long a seal waits for writes in flight; what is not written by then is not listed."""
+    """How long a seal waits for writes under way, from the first SEAL of the round on. The inventory does
+    not list shards that are not written by then."""
     seal_seconds: float = 45.0
-    """Likewise, with what waits in memory, from the first SEAL of a round on, however often it is
-    repeated. With `end_seconds` less than the operator waits for a holder (HOLDERS_SECONDS)."""
+    """How long a seal waits for writes under way and for held slots together, from the first SEAL of the
+    round on. Repeated SEALs do not extend it. Together with `end_seconds` it must be less than the time
+    that the operator waits for a holder (HOLDERS_SECONDS, 60 s)."""
     disk_quiet_seconds: float = 60.0
-    """A write that takes no bytes for so long is reported: the disk hangs. A block is 16 MiB."""
+    """A write without progress for this long is reported as a hanging disk. A block is 16 MiB."""
     room_seconds: float = 5.0
     """How long a save waits on a full node volume for older steps to be deleted before it fails."""
     launcher_grace_seconds: float = 1.0
-    """Between the launcher's end of file and its ranks being reported dead."""
+    """Time for the launcher to reconnect before its ranks are reported dead."""
     call_seconds: float = 15.0
     """Total time-out of one control request to another sidecar."""
     report_interval_seconds: float = 0.5
+    """Minimum time between two reports, unless a rank has died."""
     heartbeat_seconds: float = 5.0
-    """A report is sent this often without a change: it finds a coordinator that restarted."""
+    """Time after which a report is sent without a change, to detect a coordinator that restarted."""
     backoff_first_seconds: float = 0.2
     backoff_last_seconds: float = 10.0
     restore_patience_seconds: float = 60.0
-    """How long a rank's restore waits for a source that is busy or restarting before anybody hears
-    of it: a new round would ask the same sources again, all ranks at once."""
+    """How long a restore waits for a source that is busy or restarting before it is reported. A report may
+    cause a new round, in which all ranks would ask the same sources again."""
     scrub_pass_seconds: float = 12 * 3600.0
-    """Everything on the node tier is read again in this time, so that no shard waits for more than
-    twice as long."""
+    """Time in which a scrub pass reads the whole node tier. Each shard is therefore read again within
+    twice this time."""
     scrub_rest_seconds: float = 300.0
-    """Between the start, or the end of a pass, and the next one at the earliest."""
+    """Minimum time before the first scrub pass and between two passes. Also the period in which the fetch
+    of quarantined data is retried between passes."""
     no_commit_intervals: int = 3
-    """Intervals of saves without a commit after which the status of the job reports it."""
+    """Number of save intervals without a commit after which the job's status reports it."""
     no_commit_seconds: float = 60.0
-    """It does so after this time at the earliest: a disk may be slower than many short intervals."""
+    """Minimum time without a commit before it is reported, since a disk may be slower than many short
+    intervals."""
     finish_give_up_seconds: float = 600.0
-    """How long a finished job waits for uploads before it gives them up with a Failure."""
+    """How long a finished job waits for its uploads. After that it gives them up and reports a Failure."""
     release_seconds: float = 20.0
-    """How long the coordinator's own pod stays up to release the others."""
+    """How long the coordinator waits for the other members to acknowledge that they are released, before
+    it releases its own pod."""
     flush_seconds: float = 25.0
-    """Bound of pre-stop and of the flush after SIGTERM."""
+    """Bound of the flush after SIGTERM. The preStop hook has its own bound (`pre-stop --timeout`)."""
 
     @classmethod
     def from_env(cls) -> Self:
@@ -95,7 +101,7 @@ class Settings:
 
     @property
     def staged_dir(self) -> Path:
-        """What was staged and is not durable yet: lets a restarted sidecar finish it."""
+        """Folder of the notes of staged slots, by which a restarted sidecar finishes their saves."""
         return self.shared / "staged"
 
     @property
@@ -104,25 +110,25 @@ class Settings:
 
 
 def termination_log() -> Path:
-    """Where a probe pod leaves its answer for the kubelet."""
+    """Return the file in which a store-probe pod writes its result for the kubelet."""
     return Path(os.environ.get(TERMINATION_LOG, DEFAULT_TERMINATION_LOG))
 
 
 def shared_dir() -> Path:
-    """For the startup probe, which needs no more of the contract than the socket's folder."""
+    """Return the folder of the sidecar's socket, for the startup probe, which needs no other setting."""
     return Path(os.environ.get("HOLDFAST_SHARED_DIR", SHARED_DIR))
 
 
 def node_dir() -> Path:
-    """For the preStop hook, which needs no more of the contract than this folder."""
+    """Return the folder of the node tier, for the preStop hook, which needs no other setting."""
     return Path(os.environ.get("HOLDFAST_NODE_DIR", NODE_DIR))
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment, for a child (testing)."""
+    """Return a copy of this process's environment, which tests pass to child processes."""
     return dict(os.environ)
 
 
 def store_environment() -> tuple[str, str]:
-    """(StoreConfig as JSON, folder of the keys) for a pod that only probes a store."""
+    """Return the StoreConfig as JSON and the folder of the keys, for a pod that only probes a store."""
     return os.environ.get("HOLDFAST_STORE", ""), os.environ.get("HOLDFAST_STORE_DIR", "")

@@ -1,6 +1,7 @@
-"""Calls that neither return nor get on: a disk that hangs. Told of while it lasts, never given up.
+"""Detection of calls that neither return nor make progress, such as writes to a disk that hangs.
 
-A thread inside the kernel cannot be ended, and its bytes may still arrive.
+Such a call is reported as long as it lasts and is not given up: a thread that is blocked in the kernel
+cannot be ended, and its bytes may still be written.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ async def until_done(
     stalled: Callable[[float], object],
     moving: Callable[[], object],
 ) -> T:
-    """What `call` returns or raises.
+    """Await `call`, report while it makes no progress, and return or raise what it does.
 
-    `stalled` is called with the seconds that passed whenever `progress` (any number that grows with
-    the work) has not grown for `quiet_seconds`; `moving` once it grows again.
+    Args:
+        call: The call to await.
+        progress: Returns a number that grows with the work, such as a count of bytes.
+        quiet_seconds: Period in which the progress is compared.
+        stalled: Called after each period without progress, with the seconds that the call has stalled.
+        moving: Called when there is progress again.
     """
     task = asyncio.ensure_future(call)
     seen, quiet = progress(), 0.0

@@ -1,7 +1,7 @@
-"""Background tasks of a component: kept alive, cancelled together, never silent when they die.
+"""Background tasks of a component: referenced while they run, and cancelled together.
 
-An exception that a task does not handle goes to the event loop's exception handler, as one of a
-callback does. The handler of a sidecar process is `deaths.Deaths`: it ends the process.
+An exception that a task does not handle is passed to the event loop's exception handler. The handler of a
+sidecar process is `deaths.Deaths`, which then ends the process.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 BACKGROUND_TASK = "holdfast background task"
-"""Key in the context of the loop's exception handler: the name of the task that died."""
+"""Key of the failed task's name in the context of the loop's exception handler."""
 
 
 class Tasks:
+    """The background tasks of one component. asyncio itself keeps only weak references to tasks."""
+
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -25,7 +27,7 @@ class Tasks:
         return task
 
     def soon(self, call: Callable[[], object], name: str) -> None:
-        """Run `call` on the loop after what runs now; its exceptions are handled as a task's."""
+        """Run `call` on the loop as a task, after the code that runs now has yielded."""
 
         async def work() -> None:
             call()
@@ -47,7 +49,7 @@ class Tasks:
         return len(self._tasks)
 
     async def cancel(self) -> None:
-        """Cancel all and wait; a task that cancels its own group is left alone."""
+        """Cancel all tasks and wait for them. A task that calls this itself is not cancelled."""
         current = asyncio.current_task()
         tasks = [t for t in self._tasks if t is not current]
         for task in tasks:
@@ -55,7 +57,7 @@ class Tasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def join(self, timeout_seconds: float) -> bool:
-        """Wait for all that run now; False if the time ran out."""
+        """Wait for all tasks that run now. Return False if the time ran out."""
         waiting = set(self._tasks)
         if not waiting:
             return True

@@ -1,7 +1,4 @@
-"""The restore barrier of this pod: when may its launcher fork the ranks of the round?
-
-Pure: facts in, `Run` or the reason why not out.
-"""
+"""Restore barrier of this pod: decide whether its launcher may fork the ranks of the round. Pure."""
 
 from __future__ import annotations
 
@@ -14,19 +11,22 @@ from holdfast_sidecar.base.rounds import RoundState
 
 @dataclass(frozen=True, slots=True)
 class Facts:
+    """Input of `open_barrier`."""
+
     state: RoundState
     restored: bool
-    """The own shards of the restore point are here (or there is none)."""
+    """Whether all that this node must have of the restore point is here, or there is no restore point."""
     store_address: Rendezvous | None
+    """Address of the round's TCPStore, if it is known."""
     launcher_connected: bool
     running_round: RestartRound | None
-    """Round whose ranks run in this pod now, as the launcher says."""
+    """Round whose ranks run in this pod now, as the launcher reported it."""
     last_round: RestartRound | None
-    """Newest round the launcher ever forked ranks for."""
+    """Newest round that the launcher has ever forked ranks for."""
 
 
 def open_barrier(facts: Facts) -> Run | str:
-    """`Run` for the launcher, or what is still missing."""
+    """Return `Run` for the launcher, or a message that names what is still missing."""
     state = facts.state
     held = state.held
     if held is None:

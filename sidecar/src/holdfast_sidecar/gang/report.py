@@ -1,5 +1,7 @@
-"""Tells the coordinator what this worker's part of its state is: on change, bundled, and now and
-then without one, to notice a coordinator that restarted and has heard nothing.
+"""Report this worker's part of the gang's state to the coordinator.
+
+A report is sent when the state changes, with a minimum interval that bundles changes. It is also sent
+periodically without a change, to detect a coordinator that restarted and has no reports yet.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from holdfast_sidecar.wire.client import Peers
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where a report's parts come from."""
+    """The components whose state a report contains."""
 
     gang: LocalGang
     flow: Flow
@@ -40,8 +42,14 @@ class Sources:
 
 
 def compose(state: RoundState, sources: Sources, instance: str, told: str = "") -> WorkerReport:
-    """The report as of now; `instance` names this life of the process, `told` that of the coordinator
-    that was told everything."""
+    """Return the present report of this worker.
+
+    Args:
+        state: The round that the report is of.
+        sources: The components to read.
+        instance: Random id of this sidecar process.
+        told: Id of the coordinator process that was sent everything. "": there is none.
+    """
     gang, rehydrator = sources.gang, sources.rehydrator
     return WorkerReport(
         round=state.round,
@@ -63,6 +71,7 @@ def compose(state: RoundState, sources: Sources, instance: str, told: str = "") 
 
 
 def _saves(state: RoundState, sources: Sources) -> Iterator[RankSaves]:
+    """Yield, for each rank that has saved in this round, its newest save and those under way."""
     for rank in map(Rank, state.own_ranks):
         newest = sources.stager.newest(rank)
         if newest is not None:
@@ -71,6 +80,7 @@ def _saves(state: RoundState, sources: Sources) -> Iterator[RankSaves]:
 
 
 def _tiers(rank: Rank, state: RoundState, sources: Sources) -> RankTiers:
+    """Return the newest step of the rank in each tier, and the tier that the rank was restored from."""
     targets = set(state.copy_targets())
     own = [s for s in sources.flow.shards() if s.ref.rank == rank]
     restored = sources.rehydrator.restored
@@ -102,7 +112,7 @@ def _newest(steps: list[Step]) -> Step | None:
 
 
 class Reporter:
-    """Sends `compose` to the coordinator while a ROUND is held."""
+    """Background task that sends reports to the coordinator of the current round."""
 
     def __init__(
         self,
@@ -121,6 +131,7 @@ class Reporter:
         self._changed = asyncio.Event()
         self._urgent = asyncio.Event()
         self._heard: tuple[RestartRound, Worker, str] | None = None
+        """The coordinator that replied last: round, worker, and id of its process."""
         self._instance = secrets.token_hex(8)
 
     def start(self) -> None:
@@ -130,17 +141,21 @@ class Reporter:
         await self._tasks.cancel()
 
     def now(self) -> WorkerReport:
-        """The report as it would be sent now."""
+        """Return the report that would be sent now."""
         return compose(self._current(), self._sources, self._instance, self._told())
 
     def _told(self) -> str:
-        """The coordinator of this round that was met: what it was not told, `Flow` knows."""
+        """Return the id of the coordinator process of this round that has replied, or "" without one.
+
+        It has been sent everything except the steps that the report names as under way (`Flow.untold`).
+        """
         state, heard = self._current(), self._heard
         if state.held is None or heard is None:
             return ""
         return heard[2] if heard[:2] == (state.round, state.held.coordinator) else ""
 
     def changed(self) -> None:
+        """Send a report soon, and without the minimum interval if a rank has died."""
         self._changed.set()
         if self._sources.gang.dead:
             self._urgent.set()
@@ -176,13 +191,13 @@ class Reporter:
                 await _wait(self._urgent, settings.report_interval_seconds)
 
     def _met(self, coordinator: Worker, reply: Ok) -> None:
-        """Another coordinator, or another life of it, has to hear everything again."""
+        """Record the coordinator that replied. If it is a new one or has restarted, send it everything."""
         state = self._current()
         if state.held is None or (state.round, state.held.coordinator) != (
             reply.round,
             coordinator,
         ):
-            return  # the next one is met by the next report
+            return  # the round or its coordinator has changed: the next report's reply counts
         met = (state.round, coordinator, reply.instance)
         if self._heard is not None and self._heard[0] == met[0] and self._heard != met:
             logs.info("the coordinator has changed: telling it everything again")
@@ -193,6 +208,7 @@ class Reporter:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for the event, for at most `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

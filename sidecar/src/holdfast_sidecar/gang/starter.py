@@ -1,7 +1,8 @@
-"""Starts and ends the ranks of this pod through its launcher: rendezvous address, Run, End.
+"""Start and end the ranks of this pod through its launcher, and exchange the rendezvous address.
 
-Keeps the two rules of a restart: no round runs twice in a pod, and a sealed round is not answered
-before the ranks of the old one are gone (or nobody is left to say so).
+Two rules of a restart are kept here. No round runs twice in a pod. A SEAL is answered only after the
+launcher has ended the old round's ranks, has disconnected, or has not replied within
+`Settings.end_seconds`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _POLL_SECONDS = 20.0
 
 
 class Starter:
+    """State of the launcher and of the rendezvous in the current round, on the event loop."""
+
     def __init__(
         self,
         settings: Settings,
@@ -66,7 +69,7 @@ class Starter:
     # ------------------------------------------------------------------ rounds
 
     def begin(self) -> None:
-        """A ROUND of a new round was accepted."""
+        """Begin a new round after its ROUND was accepted: host the TCPStore here, or ask for its address."""
         state = self._current()
         if state.held is None:
             return
@@ -77,7 +80,7 @@ class Starter:
         self.evaluate()
 
     async def reset(self) -> None:
-        """A newer round was sealed."""
+        """Forget the rendezvous of the round that ended, because a newer round was sealed."""
         await self._tasks.cancel()
         self._store = None
         known, self._store_known = self._store_known, asyncio.Event()
@@ -85,12 +88,17 @@ class Starter:
         self.barrier_open = False
 
     async def end_ranks(self, round_: RestartRound) -> bool:
-        """Tell the launcher to end all ranks below `round_`. True when it said so, is gone or runs
-        none; False when it did not answer in time."""
+        """Have the launcher end all ranks of rounds below `round_`.
+
+        Returns:
+            True once the launcher has confirmed it or disconnected, or if it runs no ranks. False if it
+            did not reply within `Settings.end_seconds`.
+        """
         self._ended.clear()
         told = self._intake.push_launcher(End(round_))
         if not told or self._gang.running_round is None:
-            # Nobody to wait for: a launcher that runs nothing may be busy for long (preloading).
+            # No ranks run. A launcher without ranks may be busy preloading for long, so its reply is not
+            # waited for.
             return True
         try:
             async with asyncio.timeout(self._settings.end_seconds):
@@ -101,7 +109,7 @@ class Starter:
         return True
 
     def evaluate(self) -> None:
-        """Push Run if everything is there and it was not pushed yet."""
+        """Send Run to the launcher if the barrier is open and Run was not sent yet."""
         state = self._current()
         if state.held is None or self._gang.running_round == state.round:
             return
@@ -128,7 +136,10 @@ class Starter:
     # ------------------------------------------------------------------ the launcher
 
     def hello(self, hello: Hello) -> None:
-        """The launcher has (re)connected; called after its reply is on the way."""
+        """Handle a launcher that has connected or reconnected.
+
+        Call it after the reply to the launcher's Hello is queued, because the reply must precede pushes.
+        """
         state = self._current()
         self._gang.running_round = hello.round
         self._last_round = hello.last_round
@@ -144,7 +155,10 @@ class Starter:
         self._on_change()
 
     def gone(self, connection: Connection) -> None:
-        """End of file: the launcher died with its ranks, unless it is back in a moment."""
+        """Handle the end of the launcher's connection.
+
+        If the launcher does not reconnect within `launcher_grace_seconds`, its ranks are reported dead.
+        """
         self._ended.set()
         running = self._gang.running_round
         state = self._current()
@@ -165,13 +179,14 @@ class Starter:
             self._on_change()
 
     def ended(self, round_: RestartRound) -> None:
+        """Handle Ended: the launcher has ended all ranks of rounds below `round_`."""
         if round_ >= self._current().round:
             self._gang.running_round = None
             self._ended.set()
             self._on_change()
 
     def store_address(self, message: StoreAddress) -> None:
-        """The launcher of the store host opened the store of this round."""
+        """Handle the launcher's StoreAddress: it has opened the TCPStore of this round in this pod."""
         state = self._current()
         member = state.member(state.worker)
         if message.round != state.round or member is None:
@@ -192,7 +207,10 @@ class Starter:
         self.evaluate()
 
     async def rendezvous(self, round_: RestartRound, timeout_seconds: float) -> Rendezvous:
-        """For the others, on the store host: waits until the address is known."""
+        """Return the store's address to another member, on the worker that hosts the store.
+
+        Waits until the address is known. The address is "" if the time runs out or the round ends.
+        """
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._store_known.wait()
@@ -201,6 +219,7 @@ class Starter:
         return Rendezvous(round_, "") if self._store is None else self._store
 
     async def _ask_for_store(self, round_: RestartRound) -> None:
+        """Poll the worker that hosts the store until it returns the address."""
         settings = self._settings
         backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
         while True:

@@ -1,6 +1,6 @@
-"""What this pod's own ranks and launcher are doing in the current round, as they said it.
+"""State of this pod's own ranks and launcher in the current round, as they reported it.
 
-Plain memory of facts; the reporter sends them to the coordinator, the starter decides by them.
+The reporter sends it to the coordinator, and the starter bases its decisions on it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ KILLED = -9
 
 
 class LocalGang:
-    """Reset at every new round; `running_round` survives, it is the launcher's word."""
+    """Record of the pod's ranks. A seal resets all but `running_round`, which depends on the launcher."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.running_round: RestartRound | None = None
+        """Round whose ranks the launcher runs now, if any."""
         self.progress: dict[Rank, RankProgress] = {}
         self.dead: dict[Rank, DeadRank] = {}
         self.done = False
+        """Whether all ranks of the pod have exited with code 0."""
         self.saves_skipped = 0
+        """Saves that ranks skipped in this round because no slot was free."""
 
     def reset(self) -> None:
         self.progress = {}
@@ -31,7 +34,7 @@ class LocalGang:
         self.saves_skipped = 0
 
     def progressed(self, message: Progress) -> None:
-        """Costs of saving add up over the round; metrics and step are the newest."""
+        """Record a rank's progress: its newest step and metrics, and the sum of its save costs."""
         before = self.progress.get(message.rank)
         blocked = message.blocked_seconds + (before.blocked_seconds if before else 0.0)
         now = RankProgress(message.rank, message.step, message.metrics, blocked)
@@ -41,14 +44,17 @@ class LocalGang:
         self.saves_skipped += message.saves_skipped
 
     def exited(self, message: Exited) -> None:
-        """Exit code 0 is no death: Finish follows when all ranks of the pod returned 0."""
+        """Record a rank that exited with an error.
+
+        Exit code 0 is not recorded: Finish follows when all ranks of the pod have exited with 0.
+        """
         if message.code != 0:
             self.dead[message.rank] = DeadRank(
                 message.rank, self._worker, message.code, message.message[:2048]
             )
 
     def lost(self, ranks: range, why: str) -> None:
-        """The launcher and all its ranks are gone without a word about their exit codes."""
+        """Record ranks as killed that ended together with the launcher, without reporting an exit code."""
         for number in ranks:
             rank = Rank(number)
             self.dead.setdefault(rank, DeadRank(rank, self._worker, KILLED, why))

@@ -1,8 +1,11 @@
-"""Puts a rank's shard of the restore point into one of the slots that the rank offers.
+"""Put a rank's shard of the restore point into one of the slots that the rank offers.
 
-A slot that still holds exactly those bytes (survived the restart in shared memory) is answered
-without a copy, after its checksums were compared. Otherwise the payload is read from the node tier,
-verified chunk by chunk as it goes; a bad copy is quarantined and the next source is asked.
+If a slot still holds exactly these bytes, because it survived the restart in shared memory, its checksums
+are compared and nothing is copied. Otherwise the payload is read from the node tier and each chunk is
+verified. A damaged copy is quarantined, and the shard is fetched again from another source.
+
+If the restore point was saved by another number of ranks, the payload is assembled from the shards of
+several ranks (reshard.py).
 """
 
 from __future__ import annotations
@@ -48,10 +51,12 @@ from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.staging import Stager
 
 _MAX_TRIES = 8
-"""Bad copies in a row before a rank is told no."""
+"""Number of damaged or missing copies in a row after which a fill fails."""
 
 
 class Filler:
+    """Handler of the Restore and Fill requests of this pod's ranks, on the event loop."""
+
     def __init__(
         self,
         settings: Settings,
@@ -77,17 +82,23 @@ class Filler:
         self._patience = patience
         self._on_change = on_change
         self._targets: dict[Rank, FillTarget] = {}
-        """Of the newest fill of each rank, while it runs."""
+        """Target of the newest fill of each rank, while it runs."""
 
     @property
     def busy(self) -> bool:
-        """A rank is being restored now."""
+        """Whether a fill is running."""
         return bool(self._targets)
 
     async def restore(self, state: RoundState, message: Restore) -> RestoreReply:
-        """Raises RefusedError: BUSY while the shards are not here (Run comes after that), and where
-        layout or restore point cannot be had now; NotFoundError, FormatError of a layout that was
-        asked for, UnavailableError where it cannot be given."""
+        """Return what a rank restores from, and put the layouts that it needs into the shared volume.
+
+        Raises:
+            RefusedError: The round does not match or is sealed, or the rank is not of this pod. BUSY: the
+                restore point is not on this node yet, or its layout is not available now.
+            NotFoundError: No place has the layout.
+            FormatError: The layout is not valid.
+            UnavailableError: The layout cannot be written to the shared volume.
+        """
         restored = self._restored(state, message)
         if restored.manifest is None:
             return RestoreReply(restored.point)
@@ -104,7 +115,16 @@ class Filler:
         )
 
     async def fill(self, state: RoundState, message: Fill) -> Filled:
-        """Raises RefusedError, NotFoundError, CapacityError, FormatError, StateMismatchError."""
+        """Put the rank's payload into one of the offered slots, and return which one and from which tier.
+
+        Raises:
+            RefusedError: The request does not fit the round or the restore point, or an offered slot is
+                not of the rank. BUSY: the restore point is not on this node yet, or the fill was stopped.
+            NotFoundError: No source has a good copy of a needed shard.
+            CapacityError: No offered slot is free and large enough.
+            FormatError: A layout is not valid, or is not that of the rank.
+            StateMismatchError: The checkpoint does not hold the tensors that the rank requests.
+        """
         restored = self._restored(state, message)
         if message.layout is None and restored.layout is not None:
             raise RefusedError(
@@ -117,8 +137,8 @@ class Filler:
                 raise RefusedError(
                     Refusal.BAD_REQUEST, f"slot {offer.name!r} is not one of rank {message.rank}"
                 )
-        # No await since the fence: what is registered here is of the round that is held, and a SEAL
-        # that comes from now on finds it.
+        # There is no await between the check of the round and this registration. The target is therefore
+        # of the current round, and a SEAL that arrives from now on finds and stops it.
         target = self._replace(message.rank)
         try:
             filled = await self._fill(message, restored, target)
@@ -133,13 +153,15 @@ class Filler:
         return filled
 
     def stop(self, why: str) -> None:
-        """No fill that runs now writes another byte; their ranks are told so."""
+        """Stop all fills. After this returns none writes another byte, and each raises RefusedError."""
         for target in self._targets.values():
             target.stop(why)
 
     def _replace(self, rank: Rank) -> FillTarget:
-        """Of the rank's newest fill: one before it has lost its connection, and its slots are the
-        same."""
+        """Register a new target for the rank's fill, and stop the fill before it.
+
+        A rank asks again only after its connection was lost, and it offers the same slots.
+        """
         old = self._targets.get(rank)
         if old is not None:
             old.stop("the rank asked again")
@@ -160,6 +182,7 @@ class Filler:
         return await self._from_node(names, ref, payload_bytes, restored, target)
 
     def _restored(self, state: RoundState, message: Restore | Fill) -> Restored:
+        """Return what the ranks restore from, if the request fits the round. Raises RefusedError."""
         refused = fence(state, message.round)
         if refused is not None:
             raise RefusedError(refused.code, refused.message)
@@ -170,16 +193,19 @@ class Filler:
         return self._rehydrator.restored
 
     async def _rank_layout(self, rank: Rank, restored: Restored) -> Digest | None:
-        """Of a shard as it was saved, so that a rank that is cut otherwise now notices."""
+        """Put the layout of the rank's saved shard into the shared volume, and return its digest.
+
+        By it the rank notices that its state is sharded differently now. None if it is not available.
+        """
         try:
             try:
                 document = await self._layouts.saved(restored.refs[rank])
             except HoldfastError:
                 document = await self._layouts.part(await self._layout(restored), rank)
         except (NotFoundError, FormatError) as error:
-            # The shard is good without it: a rank that is cut as it was must not wait for a document
-            # that nobody has, and of one that is not the shapes tell when it loads, unless they are
-            # the same.
+            # The shard can be restored without its layout, so a rank whose sharding has not changed must
+            # not fail for a document that no place has. A changed sharding is then noticed by the shapes
+            # at load, unless these are equal.
             logs.warning("a shard's layout is not here", rank=rank, error=str(error))
             return None
         try:
@@ -189,8 +215,14 @@ class Filler:
             return None
 
     async def _layout(self, restored: Restored) -> bytes:
-        """The checkpoint's; waits a while for who has it. Raises NotFoundError, FormatError,
-        RefusedError (BUSY: it may come; without it a rank might take another part for its own)."""
+        """Return the checkpoint's layout. Retry for a while if a place that may have it is unreachable.
+
+        Raises:
+            NotFoundError: No place has the layout.
+            FormatError: The layout is not valid.
+            RefusedError: BUSY: no place could provide it in time. The fill does not proceed without it,
+                since the rank could then load another part of a tensor as its own.
+        """
         patience = self._patience()
         while True:
             try:
@@ -222,7 +254,7 @@ class Filler:
             raise NotFoundError(f"rank {rank} has nothing to restore in this round")
         document = await self._layout(restored)
         if (found := digest_of(document)) != restored.manifest.layout:
-            # A plan made with another would cut shards where their tensors are not.
+            # A plan from another layout would read wrong byte ranges of the shards.
             raise CorruptionError(
                 f"layout of step {restored.point.step}: digest {found}, the manifest says "
                 f"{restored.manifest.layout}"
@@ -273,7 +305,10 @@ class Filler:
         raise NotFoundError(f"rank {rank}: {_MAX_TRIES} copies in a row were bad")
 
     def _failed(self, rank: Rank, words: str, target: FillTarget) -> None:
-        """Not of a fill that was stopped, whose words would be taken for the next round's."""
+        """Report why the rank cannot be restored, unless the fill was stopped.
+
+        The error of a stopped fill would be attributed to the next round. Raises RefusedError then.
+        """
         target.check()
         self._rehydrator.failed(rank, f"rank {rank}: {words}")
 
@@ -282,6 +317,7 @@ class Filler:
     def _from_memory(
         self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
     ) -> str | None:
+        """Return the offered slot that holds the shard already, or None. Every byte is compared."""
         for name in names:
             target.check()
             try:
@@ -309,6 +345,11 @@ class Filler:
     def _copy(
         self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
     ) -> tuple[str, ShardRecord]:
+        """Copy the payload from the node tier into an offered slot, and return the slot's name.
+
+        The slot is FILLING without an identity meanwhile, so that a slot that was filled in part is never
+        taken for the shard.
+        """
         with self._node.open_shard(ref) as reader:
             slot = self._room(names, payload_bytes, target)
             header = target.header()
@@ -332,8 +373,10 @@ class Filler:
             return slot, reader.record
 
     def _room(self, names: tuple[str, ...], payload_bytes: int, target: FillTarget) -> str:
-        """The target takes the first offered slot that nobody writes from and that is large
-        enough."""
+        """Give the target the first offered slot that is large enough and that the stager does not own.
+
+        Returns the slot's name. Raises CapacityError without such a slot.
+        """
         found: list[str] = []
         for name in names:
             if self._stager.owns(name):

@@ -1,7 +1,8 @@
-"""The slot that one fill writes: from the first byte until the fill is over or another is in its place.
+"""Guard around the slot that one fill writes, which stops the writes when the fill ends or is replaced.
 
-A thread cannot be cancelled: one that waits for a slow disk or peer may wake in the next round, when
-the slot is another fill's, or holds what the rank saves. Whatever a fill writes passes through here.
+A thread cannot be cancelled. One that waits for a slow disk or peer may continue in the next round, when
+the slot belongs to another fill or holds a save of the rank. Every write of a fill therefore goes through
+this guard.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from holdfast_core.shm.slot_header import SlotHeader
 
 
 class FillTarget:
-    """reshard.assemble.Target. Owns the slot's descriptor; from any thread."""
+    """Target of one fill, which owns the descriptor of its slot. Thread-safe.
+
+    It implements `reshard.assemble.Target`.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -27,8 +31,11 @@ class FillTarget:
         self._slot: SlotFile | None = None
 
     def stop(self, why: str) -> None:
-        """Nothing is written any more when this returns, and the descriptor is closed: under the
-        lock, since its number may be another file's at once. The first reason counts."""
+        """Forbid all further writes and close the slot's descriptor. Waits for a write under way.
+
+        The descriptor is closed while the lock is held, because its number may be reused for another file
+        immediately. A second call keeps the first reason.
+        """
         with self._lock:
             if self._stopped is None:
                 self._stopped = why
@@ -37,13 +44,16 @@ class FillTarget:
                 slot.close()
 
     def check(self) -> None:
-        """Raises RefusedError (BUSY) once it is stopped."""
+        """Raise RefusedError (BUSY) if the target was stopped."""
         with self.writing():
             return
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """The body runs before a `stop` or not at all. Raises as `check` does."""
+        """Hold the lock during the body, so that it runs entirely before any `stop`.
+
+        Raises RefusedError (BUSY) instead if the target was stopped.
+        """
         with self._lock:
             if self._stopped is not None:
                 raise RefusedError(
@@ -52,7 +62,10 @@ class FillTarget:
             yield
 
     def take(self, slot: SlotFile) -> None:
-        """Writes go there from here on. The slot is closed by this object, also if this raises."""
+        """Direct all further writes to `slot`, and close the slot before it.
+
+        The target owns the slot from this call on, and closes it even if this raises.
+        """
         try:
             with self.writing():
                 old, self._slot = self._slot, slot

@@ -1,9 +1,13 @@
-"""Brings the own ranks' shards of the restore point to this node before the ranks start.
+"""Bring the own ranks' shards of the restore point to this node before the ranks start.
 
-Per shard: node tier, then every other member, then the object store; each copy is verified, a bad
-one is quarantined where it lies, and the next source is tried. It is tried again until the operator
-chooses differently: never starts from nothing. `cannot_restore` tells the operator what was tried: at
-once where every place said no, after a while where one that may have it is silent or busy.
+The sources of a shard are the node tier, then every other member, then the object store. Each copy is
+verified. A bad copy at a member is reported to it, and the next source is tried. Failed attempts are
+repeated until a new round begins; the ranks never start without their restore point. If it was saved by
+another number of ranks, only its manifest and layout are brought here.
+
+`cannot_restore` reports to the operator what was tried: immediately if every place replied that it has
+nothing, and after `Settings.restore_patience_seconds` if a place that may have the data is unreachable
+or busy.
 """
 
 from __future__ import annotations
@@ -45,26 +49,28 @@ from holdfast_sidecar.wire.bulk import BulkPeers
 from holdfast_sidecar.wire.client import Peers
 
 _MANIFEST_SECONDS = 5.0
-"""A member that hangs must not hold up the next source for long."""
+"""Time-out of one request for a manifest, so that a member that hangs delays the next source only briefly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What the ranks of this pod restore from; `manifest` is None without a restore point."""
+    """What the ranks of this pod restore from."""
 
     point: RestorePoint
     manifest: Manifest | None
+    """None if the round has no restore point."""
     refs: dict[Rank, ShardRef]
+    """The own ranks' shards. Empty if another number of ranks saved the checkpoint."""
     payload_bytes: dict[Rank, int]
     sources: dict[Rank, TierName]
-    """Tier that each shard came from when this round began."""
+    """Tier that served each rank's shard. Refetches and fills update it."""
     layout: bytes | None = None
-    """The checkpoint's layout, where another number of ranks saved it. What a rank needs is known
-    when it says what it wants: no shard is brought here whole."""
+    """The checkpoint's layout if another number of ranks saved it, else None. In that case no whole shard
+    is brought here, because the byte ranges that a rank needs are known only from its Fill."""
 
 
 class Rehydrator:
-    """One at a time: the restore point of the round that is held."""
+    """Fetcher of the current round's restore point, and of shards that a fill or the scrub needs again."""
 
     def __init__(
         self,
@@ -95,18 +101,21 @@ class Rehydrator:
         self._tasks = Tasks()
         self._kick = asyncio.Event()
         self.restored: Restored | None = None
+        """What the restore point consists of, once it is on this node."""
         self.seconds: float | None = None
+        """How long it took to bring the restore point here."""
         self._tried = ""
-        """Why the restore point is not here."""
+        """Why the restore point is not on this node."""
         self._failed: dict[Rank, str] = {}
-        """Why it cannot be had for a rank."""
+        """Why a rank cannot be restored, by rank. An empty text: it can."""
 
     @property
     def cannot_restore(self) -> str:
-        """What the operator hears; empty while all is well."""
+        """The reasons that are reported to the operator; empty if there are none."""
         return "; ".join(words for words in (self._tried, *self._failed.values()) if words)
 
     async def reset(self) -> None:
+        """Cancel everything of the round that ended."""
         await self._tasks.cancel()
         self.restored = None
         self.seconds = None
@@ -114,17 +123,24 @@ class Rehydrator:
         self._failed = {}
 
     def begin(self, message: Round) -> None:
-        """Call once a round; `kick` when members change."""
+        """Start to bring the restore point here. Call it once a round, and `kick` when members change."""
         self._tasks.spawn(self._until_done(message.restore_point), "rehydrate")
 
     def kick(self) -> None:
+        """Begin the next attempt without waiting for the back-off."""
         self._kick.set()
 
     async def refetch(self, rank: Rank, restored: Restored) -> TierName:
-        """The node's copy turned out bad and is quarantined: fetch it again, and again while a place
-        that may have it is silent or busy.
+        """Fetch a rank's shard again, after the copy on this node was quarantined or is missing.
 
-        Raises NotFoundError with everything that was tried, RefusedError (BUSY) when the round ends.
+        This is retried as long as a place that may have the shard is unreachable or busy.
+
+        Returns:
+            The tier that served the shard.
+
+        Raises:
+            NotFoundError: Every place replied that it has no good copy. The message lists them.
+            RefusedError: BUSY: the round has ended.
         """
         patience = self._patience()
         while True:
@@ -146,9 +162,13 @@ class Rehydrator:
                 )
 
     async def layout(self, restored: Restored) -> bytes:
-        """The restore point's layout, of all ranks that saved it. Raises NotFoundError with
-        everything that was tried, where all said that they have none; UnavailableError, where it
-        may come."""
+        """Return the restore point's layout, which describes all ranks that saved it.
+
+        Raises:
+            NotFoundError: There is no restore point, or no place has the layout. The message lists what
+                was tried.
+            UnavailableError: A place that may have the layout is unreachable or busy.
+        """
         if restored.manifest is None:
             raise NotFoundError("there is no restore point in this round")
         if restored.layout is not None:
@@ -156,11 +176,11 @@ class Rehydrator:
         return await self.layout_of(restored.point, restored.manifest)
 
     def namespace_of(self, point: RestorePoint) -> str:
-        """Of the job that saved it, in the keys of the store."""
+        """Return the namespace, in the keys of the store, of the job that saved the restore point."""
         return point.job_namespace or self._contract.namespace
 
     def failed(self, rank: Rank, words: str) -> None:
-        """The rank cannot be restored from what can be had; without words: it can."""
+        """Set the reason why the rank cannot be restored. An empty `words` removes it."""
         if words == self._failed.get(rank, ""):
             return
         self._failed[rank] = words
@@ -202,6 +222,7 @@ class Rehydrator:
                 continue
 
     async def _attempt(self, point: RestorePoint, tried: Tried) -> Restored | None:
+        """Try once to bring the restore point here. None if a part is missing (`tried` lists the errors)."""
         if point.step is None or point.round is None:
             return Restored(point, None, {}, {}, {})
         manifest = await self.manifest(point, CheckpointId(point.step, point.round), tried)
@@ -230,7 +251,7 @@ class Rehydrator:
         return point.job_uid or self._contract.job_uid
 
     def others(self) -> tuple[Member, ...]:
-        """Every other member, the holders of own copies first."""
+        """Return all other members, beginning with the targets of this worker's copies."""
         state = self._current()
         if state.held is None:
             return ()
@@ -243,7 +264,11 @@ class Rehydrator:
     async def manifest(
         self, point: RestorePoint, checkpoint: CheckpointId, tried: Tried
     ) -> Manifest | None:
-        """On the node tier from now on; None where no place has it (`tried` says why)."""
+        """Return the checkpoint's manifest and store it on the node tier, with its layout if available.
+
+        The sources are the node tier, the other members and the object store, in this order. A damaged
+        manifest on this node is quarantined. None if no place has a good one (`tried` lists the errors).
+        """
         job_uid = self._job_uid(point)
         try:
             document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
@@ -290,7 +315,7 @@ class Rehydrator:
     async def _ask(
         self, member: Member, job_uid: JobUid, checkpoint: CheckpointId
     ) -> ManifestDocument:
-        """Manifest and layout as a member has them."""
+        """Request a checkpoint's manifest and layout from a member."""
         query = {
             "step": str(checkpoint.step),
             "round": str(checkpoint.round),
@@ -305,7 +330,11 @@ class Rehydrator:
         )
 
     async def layout_of(self, point: RestorePoint, manifest: Manifest) -> bytes:
-        """The layout that the manifest names, in the node tier from now on. Raises as `layout`."""
+        """Return the layout that the manifest names, and try to store it on the node tier.
+
+        Raises NotFoundError if no place has it, and UnavailableError if a place that may have it is
+        unreachable or busy.
+        """
         digest, job_uid = manifest.layout, self._job_uid(point)
         tried = Tried()
         try:
@@ -333,7 +362,7 @@ class Rehydrator:
         raise (UnavailableError if tried.may_come else NotFoundError)(str(tried))
 
     async def _keep_layout(self, document: bytes) -> bytes:
-        """It is good without this node: one that is full must not hold up a restore."""
+        """Store a layout on the node tier. A failure is only logged: a full node must not delay a restore."""
         try:
             await self._pools.meta.run(self._node.put_layout, document)
         except HoldfastError as error:
@@ -341,7 +370,7 @@ class Rehydrator:
         return document
 
     def _accept(self, document: bytes, point: RestorePoint, checkpoint: CheckpointId) -> Manifest:
-        """Raises CorruptionError unless it is the very document that the restore point names."""
+        """Parse a manifest. Raises CorruptionError unless it is the document that the restore point names."""
         found = digest_of(document)
         if point.manifest is not None and found != point.manifest:
             raise CorruptionError(f"digest {found}, the restore point names {point.manifest}")
@@ -363,11 +392,14 @@ class Rehydrator:
     # ------------------------------------------------------------------ shards
 
     async def fetch(self, ref: ShardRef, tried: Tried) -> TierName | None:
-        """Bring a shard of this job to the node tier. See `_shard`."""
+        """Bring a shard of this job to the node tier. The result is that of `_shard`."""
         return await self._shard(ref, RestorePoint(), tried)
 
     async def _shard(self, ref: ShardRef, point: RestorePoint, tried: Tried) -> TierName | None:
-        """Where it is or came from; None when every source failed (`tried` says how)."""
+        """Bring a shard to the node tier, and return the tier that served it.
+
+        NODE if it is here already. None if every source failed (`tried` lists the errors).
+        """
         if await self._pools.read.run(self._node.find, ref) is not None:
             return TierName.NODE
         tried.add(f"rank {ref.rank}: not in the node tier")
@@ -399,7 +431,7 @@ class Rehydrator:
         return None
 
     def accuse(self, member: Member, ref: ShardRef) -> None:
-        """Tell the member that its copy is bad, without waiting: it reads it back itself."""
+        """Report a bad copy to the member, without waiting. The member verifies its own copy itself."""
         self._tasks.spawn(self._suspect(member, ref), "suspect")
 
     async def _suspect(self, member: Member, ref: ShardRef) -> None:

@@ -1,10 +1,10 @@
-"""Makes the payload that a rank wants of the shards that other ranks saved, by ranges.
+"""Assemble the payload of one rank from byte ranges of the shards that other ranks saved.
 
-Of each shard that the plan names only the chunks that are needed are read, from the first place that
-has them (sources.py), verified, and written straight into the slot. Where a place fails in the
-middle, the next one is asked for the rest. A shard that cannot be had anywhere is left out: where
-another holds the same slices, the plan without it is tried. What only a place has that does not
-answer now is waited for: ranks that begin together ask the same few holders.
+The plan lists the byte ranges of each shard. Only the chunks that contain them are read, from the first
+place that has them (sources.py), verified, and written directly into the slot. If a place fails midway,
+the next place continues with the rest. A shard that no place has is left out, and a plan without it is
+made, since other shards may hold the same slices. A shard that only an unreachable place may have is
+waited for, because ranks that start together read from the same few holders and may overload them.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ _ORDER = (TierName.NODE, TierName.PEER, TierName.OBJECT)
 
 @dataclass(slots=True)
 class _Read:
-    """Of one fill."""
+    """State of the reads of one fill."""
 
     by_tier: Counter[TierName] = field(default_factory=Counter)
-    """Bytes of payloads."""
+    """Payload bytes that were read from each tier."""
     silent: set[str] = field(default_factory=set)
-    """Places that could not be reached: asked last from then on, so that a time-out is waited for
-    once a pass and not once a shard."""
+    """Names of the places that could not be reached in this pass. They are tried last, so that a pass
+    waits for a place's time-out once and not once for each shard."""
     away: set[Rank] = field(default_factory=set)
-    """Shards that such a place may have, and no other one had."""
+    """Ranks whose shard no place has provided, and which an unreachable place may have."""
     copying: dict[tuple[Move, ...], Copying] = field(default_factory=dict)
-    """Of one shard's moves each: a later pass goes on where this one ended."""
+    """Progress for each group of one shard's moves. A later pass continues there."""
     said: set[tuple[Rank, str]] = field(default_factory=set)
-    """Shards and places of which the log says that they failed."""
+    """Pairs of shard and place whose failure was logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the restore point holds."""
+    """The restore point: its manifest and layout, and where the store keeps it."""
 
     manifest: Manifest
     layout: Layout
     namespace: str
-    """Of the job that saved it, in the keys of the store."""
+    """Namespace of the job that saved it, as in the keys of the store."""
 
     def ref(self, rank: Rank) -> ShardRef:
         return self.manifest.ref(rank)
 
 
 class Shards(Protocol):
-    """What is needed of sources.Places."""
+    """The part of `sources.Places` that a Resharder needs."""
 
     def of(self, ref: ShardRef, namespace: str) -> Sequence[Place]: ...
 
@@ -79,6 +79,8 @@ class Shards(Protocol):
 
 
 class Resharder:
+    """Assembler of payloads from the shards of other ranks."""
+
     def __init__(
         self,
         shards: Shards,
@@ -98,14 +100,27 @@ class Resharder:
         target: FillTarget,
         waits: Callable[[str], None],
     ) -> TierName:
-        """The whole payload is in the slot, which is FREE and says no identity: it is nobody's
-        shard. Returns the farthest tier that served a part.
+        """Write the whole payload into the target's slot.
 
-        Where a place that may have what is missing does not answer, or is busy, it is asked again
-        until the target is stopped; `waits` hears the words once that has lasted too long.
+        The slot is then FREE and its header names no round and step, since its bytes are not a saved
+        shard. If a place that may have a missing part is unreachable or busy, it is tried again until it
+        serves the part or the target is stopped.
 
-        Raises StateMismatchError (the checkpoint holds other tensors), FormatError, NotFoundError
-        with everything that was tried, RefusedError when the target is stopped."""
+        Args:
+            saved: The restore point.
+            wanted: Layout of the payload to assemble.
+            target: Guard of the slot to write.
+            waits: Called with the reason, on each retry, once waiting has lasted longer than the patience.
+
+        Returns:
+            The farthest tier that served a part of the payload.
+
+        Raises:
+            StateMismatchError: The checkpoint does not hold the wanted tensors.
+            FormatError: `wanted` is not a valid layout of a payload.
+            NotFoundError: A part is available nowhere. The message lists what was tried.
+            RefusedError: The target was stopped.
+        """
         header = await self._pools.fill.run(_begin, target, wanted)
         missing: dict[Rank, str] = {}
         done: set[Move] = set()
@@ -118,7 +133,8 @@ class Resharder:
                 missing = {rank: words for rank, words in missing.items() if rank not in read.away}
                 if not read.away:
                     raise
-                await self._pools.fill.run(self._plan, saved, wanted, missing)  # else in vain
+                # This raises NotFoundError if even with the shards that may still come no plan exists.
+                await self._pools.fill.run(self._plan, saved, wanted, missing)
                 if patience is None:
                     patience = self._patience()
                     logs.warning("a fill waits for a source", rank=wanted.rank, error=str(error))
@@ -148,6 +164,11 @@ class Resharder:
                 return max(read.by_tier, key=_ORDER.index, default=TierName.NODE)
 
     def _plan(self, saved: Saved, wanted: RankLayout, missing: dict[Rank, str]) -> tuple[Move, ...]:
+        """Plan the moves without the shards of the `missing` ranks, whose values are the reasons.
+
+        Raises StateMismatchError if the checkpoint does not hold the wanted tensors, and NotFoundError if
+        it does but the other shards do not suffice.
+        """
         try:
             return plan(wanted, saved.layout, avoid=missing)
         except StateMismatchError as error:
@@ -164,7 +185,10 @@ class Resharder:
         target: FillTarget,
         read: _Read,
     ) -> None:
-        """Raises NotFoundError, with what was tried, when no place has good bytes of it all."""
+        """Copy the moves of one shard, from as many places as it takes.
+
+        Raises NotFoundError, with what was tried, if the places together do not have good bytes of all.
+        """
         copying = read.copying.setdefault(tuple(moves), Copying(moves))
         tried: list[str] = []
         away = False
@@ -176,7 +200,7 @@ class Resharder:
                 await place.pool.run(self._copy, place, saved, ref, copying, target)
                 return
             except HoldfastError as error:
-                target.check()  # what a fill that was stopped ran into is no source's fault
+                target.check()  # the error of a stopped fill must not be attributed to the place
                 tried.append(f"rank {ref.rank}: {place.name}: {error}")
                 if isinstance(error, UnavailableError):
                     read.silent.add(place.name)
@@ -201,6 +225,7 @@ class Resharder:
     def _copy(
         self, place: Place, saved: Saved, ref: ShardRef, copying: Copying, target: FillTarget
     ) -> None:
+        """Copy what is left of the moves from one place. Blocks. Raises HoldfastError."""
         before, table_bytes = copying.read_bytes, 0
         try:
             with place.open() as source:
@@ -215,7 +240,10 @@ class Resharder:
 
 
 def _begin(target: FillTarget, wanted: RankLayout) -> SlotHeader:
-    """FILLING, without an identity: a death from here on leaves a slot that nobody believes."""
+    """Set the slot FILLING without an identity, and write the payload's header. Return the old slot header.
+
+    If the fill ends midway, no later restore takes the slot for a shard.
+    """
     header = target.header()
     target.write_header(SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes))
     target.write_payload(0, memoryview(payload_plan(wanted).header))

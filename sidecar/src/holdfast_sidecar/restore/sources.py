@@ -1,7 +1,7 @@
-"""Where ranges of one shard of the restore point may be read: this node, each other member, the store.
+"""List the places that may hold one shard of the restore point, for reads of byte ranges.
 
-In that order, as whole shards are brought; of the members the one first whose rank saved it. Nothing
-is opened here before it is asked for.
+The order is this node, then the other members, then the object store, as for whole shards. Among the
+members, the worker whose rank saved the shard comes first. A place is opened only when it is used.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ class Place:
     tier: TierName
     name: str
     open: Callable[[], ShardSource]
-    """Blocks. Raises HoldfastError."""
+    """Open the shard for reading. Blocks. Raises HoldfastError."""
     pool: Pool
-    """Threads for opening and reading."""
+    """Threads to open and read the shard in."""
     member: Member | None = None
+    """The member, where the tier is PEER."""
 
 
 class Places:
-    """Lists places, and tells of those whose copy was bad."""
+    """The places of a shard, and the handling of places whose copy was bad."""
 
     def __init__(
         self,
@@ -56,7 +57,12 @@ class Places:
         self._procs_per_worker = procs_per_worker
 
     def of(self, ref: ShardRef, namespace: str) -> tuple[Place, ...]:
-        """In the order in which they are asked. `namespace`: of the job in the store's keys."""
+        """Return the places of a shard, in the order in which to try them.
+
+        Args:
+            ref: The shard.
+            namespace: Namespace of the job that saved the shard, as in the keys of the store.
+        """
         home = worker_of(ref.rank, self._procs_per_worker)
         members = sorted(self._rehydrator.others(), key=lambda member: member.worker != home)
         found = [Place(TierName.NODE, "node tier", partial(self._own, ref), self._pools.fill)]
@@ -76,7 +82,7 @@ class Places:
         return tuple(found)
 
     async def bad(self, place: Place, ref: ShardRef, words: str) -> None:
-        """The copy there is not the shard: the own one is quarantined, a member told to look."""
+        """Handle a damaged copy: quarantine the one on this node, or ask the member to verify its own."""
         self._metrics.corruption(place.tier)
         if place.member is not None:
             self._rehydrator.accuse(place.member, ref)

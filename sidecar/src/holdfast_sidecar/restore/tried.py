@@ -1,4 +1,4 @@
-"""The places that were asked for something, and what each of them said."""
+"""Record of the places that were asked for a shard or a document, and of the error of each."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from holdfast_core.errors import FormatError, NotFoundError
 
 
 class Tried:
+    """Errors of one attempt. `str()` joins them into one message."""
+
     def __init__(self) -> None:
         self._words: list[str] = []
         self.may_come = False
-        """Some place was silent or busy and may yet have it: asking again is not in vain."""
+        """Whether a retry may succeed, because a place was unreachable or busy and may have the data."""
 
     def failed(self, what: str, error: BaseException) -> None:
+        """Add the error of a place. Any error but NotFoundError and FormatError sets `may_come`."""
         self.add(f"{what}: {error}")
         self.may_come = self.may_come or not isinstance(error, NotFoundError | FormatError)
 
     def add(self, words: str) -> None:
-        """A place that has not got it."""
+        """Add a message about a place that does not have the data."""
         self._words.append(words)
 
     def __str__(self) -> str:

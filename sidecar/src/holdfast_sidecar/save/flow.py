@@ -1,7 +1,8 @@
-"""The pipeline of this pod's own shards once they are durable: tell, copy, upload, tell again.
+"""Report, copy and upload the shards of this pod's own ranks once they are durable on the node tier.
 
-`plan.next_actions` says what is missing; this file does it, a bounded number at a time, and tries
-again with backoff. A dead peer, store or coordinator holds up only what needs it.
+`plan.next_actions` computes the actions that are still missing. This module runs them, with a bounded
+number in parallel, and retries each failed action with exponential back-off. A dead peer, object store
+or coordinator delays only the actions that need it.
 """
 
 from __future__ import annotations
@@ -61,15 +62,21 @@ _PASSING = frozenset(
         Refusal.BUSY,
     }
 )
-"""Refusals of a round that has not arrived everywhere yet: no trouble, only tried again."""
+"""Refusals that are expected while a round has not reached every sidecar yet, or while a peer is busy.
+They are retried and not reported as failures."""
 
 
 def own_shard(record: ShardRecord, *, committed: bool = False) -> OwnShard:
+    """Return the table entry of a shard that is durable on this node and that nothing was done with yet."""
     return OwnShard(record.ref, info_of(record), record.header.layout, committed=committed)
 
 
 class Flow:
-    """The table of own shards of the current round and the tasks that move them on."""
+    """Table of this pod's own shards in the current round, with the tasks that run their actions.
+
+    The table also holds the own shards of the restore point that assigned peers lack. All methods run on
+    the event loop.
+    """
 
     def __init__(
         self,
@@ -110,12 +117,16 @@ class Flow:
         self._tasks = Tasks()
         self._wants: dict[tuple[Step, RestartRound], PersistRequest] = {}
         self._audience = 0
-        """Counts the coordinators: what an earlier one was told does not count for the next."""
+        """Number of coordinator changes. A message that was sent before a change is not recorded as
+        acknowledged after it."""
 
-    # ------------------------------------------------------------------ what others tell it
+    # ------------------------------------------------------------------ events
 
     def add(self, shard: OwnShard) -> None:
-        """A shard of the current round is durable here (or one of the restore point is)."""
+        """Add a shard that is durable on this node, of the current round or of the restore point.
+
+        A shard that is in the table already keeps its entry.
+        """
         known = self._shards.get(shard.key)
         if known is not None and known.ref == shard.ref:
             return
@@ -124,15 +135,19 @@ class Flow:
         self.wake()
 
     def committed(self, step: Step, round_: RestartRound) -> None:
-        """The manifest of this step is durable here."""
+        """Record that the manifest of this step is durable on this node."""
         for key, shard in tuple(self._shards.items()):
             if (key.step, key.round) == (step, round_):
                 self._shards[key] = replace(shard, committed=True)
         self.wake()
 
     def want(self, request: PersistRequest) -> None:
-        """Upload the own shards of this committed step. One that is there and needs no other checkpoint
-        is not sent again, whatever the request says."""
+        """Upload the own shards of this committed step.
+
+        A shard that is already stored is uploaded again only where `request.whole` is set and the stored
+        shard refers to earlier checkpoints. UPLOADED is sent again in any case. Without an object store
+        the request is ignored.
+        """
         if self._uploader is None:
             return
         self._wants[(request.step, request.step_round)] = request
@@ -143,7 +158,11 @@ class Flow:
         self.wake()
 
     def retell(self) -> None:
-        """Another coordinator, or another life of it: it has heard nothing yet."""
+        """Send PREPARED, REPLICATED and UPLOADED of every shard again, without waiting for back-offs.
+
+        Call this when the coordinator moved to another worker or its process restarted: the new one has
+        received none of these messages.
+        """
         self._audience += 1
         self._shards = {k: s.untold() for k, s in self._shards.items()}
         self._backoffs.clear()
@@ -151,14 +170,14 @@ class Flow:
         self.wake()
 
     def forget(self, steps: tuple[Step, ...]) -> None:
-        """Pruned."""
+        """Drop the shards of pruned steps and the requests to upload them."""
         self._shards = {k: s for k, s in self._shards.items() if k.step not in steps}
         self._wants = {w: r for w, r in self._wants.items() if w[0] not in steps}
         self._backoffs = {a: b for a, b in self._backoffs.items() if a.key.step not in steps}
         self._on_change()
 
     async def reset(self) -> None:
-        """A newer round was sealed: nothing of the old one goes on."""
+        """Cancel all actions and clear the table, because a newer round was sealed."""
         await self._tasks.cancel()
         self._shards.clear()
         self._running.clear()
@@ -182,7 +201,7 @@ class Flow:
         return tuple(self._shards.values())
 
     def untold(self, rank: Rank) -> tuple[Step, ...]:
-        """Steps of this round that are durable here, which the coordinator has not heard yet."""
+        """Return the rank's durable steps of this round whose PREPARED is not acknowledged yet."""
         return tuple(
             k.step
             for k, s in self._shards.items()
@@ -190,7 +209,7 @@ class Flow:
         )
 
     def wake(self) -> None:
-        """Start whatever can be started now."""
+        """Start every action that may start now. While the sidecar is sealed, none may."""
         state = self._current()
         if state.held is None:
             return
@@ -217,7 +236,7 @@ class Flow:
             self._failed(action, error)
         except CorruptionError as error:
             await self._accused(action, error)
-        except Exception as error:  # noqa: BLE001 - else the shard stops here and nothing reports it
+        except Exception as error:  # noqa: BLE001 - without a retry the shard would silently stay here
             self._failed(action, error)
         finally:
             self._running.discard(action)
@@ -243,7 +262,7 @@ class Flow:
         self.wake()
 
     def _gone(self, action: Action) -> bool:
-        """True if the shard itself is not on this node any more: nothing to do with it."""
+        """Return whether the shard itself is no longer on this node. Its entry is removed then."""
         shard = self._shards.get(action.key)
         if shard is not None and self._node.find(shard.ref) is not None:
             return False
@@ -251,8 +270,11 @@ class Flow:
         return True
 
     async def _accused(self, action: Action, error: CorruptionError) -> None:
-        """Bytes that left here did not verify. Only our own look decides whose fault it is: a peer with
-        bad memory must not cost a good copy."""
+        """Handle bytes of an own shard that did not verify at their receiver, or when they were read.
+
+        The copy on this node is read again, and is quarantined only if this read finds it damaged. A peer
+        with faulty memory must not cause the quarantine of a good copy.
+        """
         shard = self._shards.get(action.key)
         if shard is None:
             return
@@ -270,6 +292,7 @@ class Flow:
         await self._pools.meta.run(self._node.quarantine, shard.ref, str(own))
 
     def _damage(self, shard: OwnShard) -> CorruptionError | None:
+        """Read the whole shard and return its verification error, or None if it is good. Blocks."""
         try:
             with self._node.open_shard(shard.ref) as reader:
                 reader.verify()
@@ -304,7 +327,10 @@ class Flow:
         stored_as: StoredAs | None = None,
         copied: Worker | None = None,
     ) -> None:
-        """Write one fact into the table's newest entry (it may have changed meanwhile)."""
+        """Set one fact in the table's current entry of the shard.
+
+        `shard` is the entry as it was when the action started. The current one may have other facts.
+        """
         now = self._shards.get(shard.key)
         if now is None or now.ref != shard.ref:
             return
@@ -312,7 +338,7 @@ class Flow:
             now,
             prepared_told=now.prepared_told or told is Verb.PREPARED,
             replicated_told=now.replicated_told or told is Verb.REPLICATED,
-            # Asked for the whole shard meanwhile: what was said of the pack does not count.
+            # If the whole shard was requested meanwhile, the UPLOADED that named the pack does not count.
             uploaded_told=now.uploaded_told
             or (told is Verb.UPLOADED and now.uploaded and now.stored_as == shard.stored_as),
             uploaded=now.uploaded or stored_as is not None,
@@ -327,6 +353,10 @@ class Flow:
         return held.coordinator
 
     async def _tell_prepared(self, shard: OwnShard) -> None:
+        """Send PREPARED, with the rank's layout if the coordinator requests it.
+
+        The shard is deleted if the coordinator replies that its step was pruned.
+        """
         message = Prepared(
             self._current().round,
             shard.ref.step,
@@ -357,6 +387,7 @@ class Flow:
         await self._peers.call(self._coordinator(), message, Ok)
 
     def _speaker(self, shard: OwnShard) -> tuple[RestartRound, Step, Worker]:
+        """Return the fields that every message about a shard begins with: round, step and sender."""
         return self._current().round, shard.ref.step, self._settings.contract.worker
 
     async def _copy(self, shard: OwnShard, target: Worker | None) -> None:
@@ -379,7 +410,7 @@ class Flow:
         request = self._wants.get((shard.key.step, shard.key.round))
         stored_as = await self._pools.store.run(self._uploader.upload, shard.ref, request)
         if self._wants.get((shard.key.step, shard.key.round)) != request and stored_as.references:
-            return  # asked for differently meanwhile: look again
+            return  # the request has changed meanwhile: upload again as the newer one requires
         self._metrics.stored(
             TierName.OBJECT, shard.info.payload_bytes, self._clock.monotonic() - started
         )
@@ -387,6 +418,7 @@ class Flow:
 
 
 def _tier(action: Action) -> TierName:
+    """Return the tier to which a failure of the action is attributed."""
     match action.verb:
         case Verb.UPLOAD:
             return TierName.OBJECT
@@ -395,6 +427,7 @@ def _tier(action: Action) -> TierName:
 
 
 def _subject(action: Action) -> str:
+    """Return the subject under which failures of the action are kept."""
     match action.verb:
         case Verb.COPY:
             return f"copies to worker {action.target}"

@@ -1,9 +1,10 @@
-"""Slots that the sidecar owns, and what is said and decided about those that wait in memory. No I/O
-but the digest of a slot.
+"""State of the slots that the sidecar owns, and decisions about the held ones: report, write, seal.
 
-Where a rank has three slots or more, a step that comes while an earlier one is being written waits:
-digested, so that the gang can commit it in memory, and not written before the coordinator has chosen
-it for all ranks (choice.py).
+Where a rank has three slots or more, a step that is staged while an earlier one is being written is held.
+Its slot is digested, so that the gang can commit the step at level memory, and is written to the node
+tier only after the coordinator has chosen the step for all ranks (coordinator/choice.py, ADR 0033).
+
+Apart from `digest_slot` nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from holdfast_core.shm.slot_file import SlotFile
 
 
 class Where(Enum):
-    """How far an owned slot is."""
+    """Stage of an owned slot: being digested, held in memory, or being written to the node tier."""
 
     DIGESTING = auto()
     HELD = auto()
@@ -30,22 +31,24 @@ class Where(Enum):
 
 @dataclass(slots=True)
 class OwnedSlot:
-    """One slot between Stage and its release."""
+    """A slot that the sidecar owns, from Stage until it is freed."""
 
     stage: Stage
     slot: SlotFile
     world_size: int
     where: Where
     waited: bool = False
-    """It was not written at once: the coordinator is told of it."""
+    """Whether the slot was held instead of written immediately. HOLDING reports held slots to the
+    coordinator."""
     record: ShardRecord | None = None
-    """Of a slot that waited, once it is digested."""
+    """Digest and header of a held slot; None until it is digested, and for a slot that was not held."""
     committed: bool = False
-    """The step's manifest is on this node."""
+    """Whether the step's manifest is on this node."""
     failed: bool = False
-    """A write of it failed. Its bytes are good, so a seal tries once more."""
+    """Whether a write of the slot failed. Its bytes are good, so a seal tries to write it once more."""
     dropped: bool = False
-    """Nobody wants it any more; it is released as soon as nobody reads it."""
+    """Whether the step was pruned. A held slot is freed by `Stager.release`, after the manifest is
+    deleted; any other slot when its digest or write has ended."""
 
     @property
     def checkpoint(self) -> CheckpointId:
@@ -53,12 +56,12 @@ class OwnedSlot:
 
     @property
     def waits(self) -> bool:
-        """It is to be written, and is not."""
+        """Whether the slot has still to be written to the node tier and no write of it is under way."""
         return self.where is not Where.WRITING and not (self.failed or self.dropped)
 
 
 def info_of(record: ShardRecord) -> ShardInfo:
-    """How a digested shard is spoken of on the wire."""
+    """Return the description of a digested shard that messages carry."""
     return ShardInfo(
         record.header.rank, record.header.payload_bytes, record.blake3, record.chunk_table
     )
@@ -72,8 +75,16 @@ def digested(record: ShardRecord, *, stored: bool = False, failed: bool = False)
 def holding_of(
     rank: Rank, round_: RestartRound, owned: Iterable[OwnedSlot], stored: Iterable[ShardRecord]
 ) -> RankHolding:
-    """What the coordinator of this round is told of one rank. A late write of an older round makes it
-    busy; its step is none of this round, which may train it again to other bytes."""
+    """Return what HOLDING reports of one rank to the coordinator of `round_`.
+
+    Args:
+        rank: The rank that is reported.
+        round_: The current round. Held shards of older rounds are left out, because the current round may
+            train the same step again to other bytes. A write of an older round that is still under way is
+            reported as `writing`, since it occupies the rank.
+        owned: All slots that the sidecar owns, of any rank.
+        stored: Shards that were held and are durable by now, of any rank.
+    """
     mine = sorted((o for o in owned if o.stage.rank == rank), key=lambda o: o.stage.step)
     waited = [o for o in mine if o.waited and not o.dropped and o.stage.round == round_]
     shards = [digested(o.record, failed=o.failed) for o in waited if o.record is not None]
@@ -91,12 +102,18 @@ def holding_of(
 
 
 def is_quiet(holding: Iterable[RankHolding]) -> bool:
-    """Nothing waits, so that there is nothing to tell: writes at once are told by PREPARED."""
+    """Return whether no rank holds a step, so that HOLDING has nothing to report.
+
+    Shards that were written without being held are reported by PREPARED.
+    """
     return not any(said.shards or said.digesting for said in holding)
 
 
 def next_write(rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None) -> OwnedSlot | None:
-    """The slot to write now: that of the chosen step. One at a time for each rank."""
+    """Return the rank's held slot of the chosen step, if it may be written now.
+
+    None while another slot of the rank is being written: each rank has at most one write under way.
+    """
     mine = [o for o in owned if o.stage.rank == rank]
     if any(o.where is Where.WRITING for o in mine):
         return None
@@ -107,8 +124,11 @@ def next_write(rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None) -> O
 def to_seal(
     owned: Iterable[OwnedSlot], manifests: frozenset[CheckpointId]
 ) -> tuple[OwnedSlot, ...]:
-    """What a seal writes, oldest first: everything whose manifest is on this node. Of two such steps
-    every member has the older one's manifest, and only the older one may be complete everywhere."""
+    """Return the slots that a seal writes, oldest step first: all held ones whose manifest is on this node.
+
+    The newest one alone would not suffice. Of two such steps, the newer one's manifest may be missing on
+    another member; then only the older step can be complete on all members (ADR 0033).
+    """
     found = [
         o for o in owned if o.where is Where.HELD and not o.dropped and o.checkpoint in manifests
     ]
@@ -116,7 +136,10 @@ def to_seal(
 
 
 def digest_slot(header: ShardHeader, slot: SlotFile) -> ShardRecord:
-    """Blocking: one pass over the payload in memory. Raises what `SlotFile.read_into` raises."""
+    """Digest the payload in one pass over the shared memory. Blocks.
+
+    Raises what `SlotFile.pieces` raises.
+    """
     digester = PayloadDigester(header)
     for piece in slot.pieces(0, header.payload_bytes):
         digester.update(piece)

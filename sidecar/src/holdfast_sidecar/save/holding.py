@@ -1,7 +1,7 @@
-"""Tells the coordinator what lies in this pod's memory only, whenever that changes.
+"""Send HOLDING to the coordinator whenever the set of steps that this pod holds in memory changes.
 
-The whole of it each time, so that neither a lost message nor another order of two can leave the
-coordinator with something that is not there any more.
+Each message carries the whole set. A lost or reordered message can therefore not leave the coordinator
+with an entry that this pod no longer holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast_sidecar.wire.client import Peers
 
 
 class HoldTeller:
-    """`on_drop` hears the steps that the coordinator does not want any more."""
+    """Sender of HOLDING. `on_drop` is called with the steps that the coordinator has pruned."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class HoldTeller:
         self._tasks = Tasks()
         self._changed = asyncio.Event()
         self.on_drop: Callable[[frozenset[Step]], None] = lambda steps: None
-        """Set once what prunes exists."""
+        """Assigned by the component that prunes, which is created later."""
 
     def start(self) -> None:
         self._tasks.spawn(self._run(), "holding")
@@ -53,7 +53,7 @@ class HoldTeller:
         await self._tasks.cancel()
 
     def wake(self) -> None:
-        """What is held has changed."""
+        """Send again, because the set of held steps has changed or the coordinator is ready for it."""
         self._changed.set()
 
     async def _run(self) -> None:
@@ -83,6 +83,7 @@ class HoldTeller:
                     self.on_drop(frozenset(reply.drop))
 
     async def _tell(self, held: Round, holding: tuple[RankHolding, ...]) -> HoldingReply:
+        """Send HOLDING, and once more with the layouts that the first reply requests."""
         message = Holding(held.round, self._settings.contract.worker, holding)
         reply = await self._peers.call(held.coordinator, message, HoldingReply)
         if reply.need_layouts:

@@ -1,7 +1,9 @@
-"""Layouts: documents in the shared volume, named by digest; most the SDK leaves for the sidecar.
+"""Layout documents in the shared volume, named by their digest.
 
-Those of saves are read once, bounded, digested, and kept on the node tier; from there they are sent to a
-coordinator that does not know them yet.
+The SDK writes a document there for each layout that its ranks save or restore with, and the sidecar puts
+layouts there that ranks request. The trainer can write to the volume, so a document counts only if its
+size is bounded and its digest matches. The layouts of saves are stored on the node tier and are sent from
+there to a coordinator that lacks them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ MAX_LAYOUT_BYTES = 64 << 20
 
 
 class RankLayouts:
+    """Access to the layout documents of this pod's ranks, in the shared volume and on the node tier."""
+
     def __init__(self, directory: Path, node: NodeTier, pools: Pools) -> None:
         self._directory = directory
         self._node = node
@@ -34,31 +38,43 @@ class RankLayouts:
         self._known: set[Digest] = set()
 
     async def ensure(self, digest: Digest) -> None:
-        """The document is durable on the node tier when this returns.
-        Raises NotFoundError, FormatError (too large), CorruptionError (another digest)."""
+        """Make the document durable on the node tier.
+
+        Raises:
+            NotFoundError: The document is not in the shared volume.
+            FormatError: The document is too large, or is no regular file.
+            CorruptionError: The document has another digest.
+            UnavailableError: The document cannot be read.
+        """
         if digest not in self._known:
             await self._pools.meta.run(self._store, digest)
             self._known.add(digest)
 
     async def text(self, digest: Digest) -> str:
-        """For the coordinator. Raises NotFoundError."""
+        """Return a document from the node tier, for the coordinator. Raises NotFoundError."""
         return (await self._pools.read.run(self._node.get_layout, digest)).decode()
 
     async def wanted(self, digest: Digest) -> bytes:
-        """What a rank wants of the restore point. Raises as `ensure` does; keeps nothing."""
+        """Return the layout of the payload that a rank requests from the restore point.
+
+        The document is read from the shared volume and is not stored. Raises what `ensure` raises.
+        """
         return await self._pools.read.run(self._checked, digest)
 
     async def saved(self, ref: ShardRef) -> bytes:
-        """The layout of a shard in the node tier, where this node knows the document: its own ranks
-        saved it. Raises NotFoundError, CorruptionError."""
+        """Return the layout of a shard, both from the node tier.
+
+        A node has this document for shards that its own ranks saved. Raises NotFoundError and
+        CorruptionError.
+        """
         return await self._pools.read.run(self._saved, ref)
 
     async def part(self, document: bytes, rank: Rank) -> bytes:
-        """A rank's own layout out of a checkpoint's. Raises FormatError, CorruptionError."""
+        """Extract one rank's layout from the layout of a checkpoint. Raises FormatError, CorruptionError."""
         return await self._pools.fill.run(_part, document, rank)
 
     async def give(self, document: bytes) -> Digest:
-        """Put a layout where the ranks read it. Raises UnavailableError."""
+        """Write a layout to the shared volume, where the ranks read it. Raises UnavailableError."""
         return await self._pools.meta.run(self._give, document)
 
     def _store(self, digest: Digest) -> None:
@@ -80,7 +96,8 @@ class RankLayouts:
     def _give(self, document: bytes) -> Digest:
         digest = digest_of(document)
         with contextlib.suppress(HoldfastError):
-            # A volume that is full takes no more, and need not: every rank of the pod asks for it.
+            # Every rank of the pod requests the same document. One that is there already is not written
+            # again, so that a full volume does not fail the later requests.
             self._checked(digest)
             return digest
         try:
@@ -96,8 +113,9 @@ class RankLayouts:
         ):
             os.mkdir(self._directory.name, 0o700, dir_fd=above)
             with opened_directory(self._directory) as created:
-                # Ranks may have another uid and the same group. Of the descriptor, and only if it
-                # was created here: a path could be a link to a directory of the sidecar by now.
+                # Ranks may have another uid and the same group. The mode is set through the descriptor,
+                # and only if the directory was created here: by now the trainer could have replaced the
+                # path by a link to a directory of the sidecar.
                 os.fchmod(created, 0o2770)
         with opened_directory(self._directory) as directory:
             replace_file(directory, name, document, mode=0o660)

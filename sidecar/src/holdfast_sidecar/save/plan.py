@@ -1,9 +1,11 @@
-"""What a worker does next with its own shards. Pure: the table in, the actions out.
+"""Compute the next actions for a worker's own shards from their table. Pure functions.
 
-A shard of this round goes: durable here -> PREPARED told -> (all ranks have: the manifest comes) ->
-copied to every assigned target -> REPLICATED told; and, once asked to: uploaded -> UPLOADED told.
-All of it is level-triggered: after a new coordinator, a lost reply or a restart the same function
-says what is missing.
+A shard of the current round takes these steps: durable on this node; PREPARED acknowledged; committed,
+when all ranks are prepared and the manifest arrives; copied to every assigned target; REPLICATED
+acknowledged. If the coordinator requests its upload: uploaded; UPLOADED acknowledged.
+
+The planning is level-triggered: it depends only on the present state of the table. The same function
+therefore serves the first attempt, a new coordinator, a lost reply and a restart of the sidecar.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from holdfast_core.messages.schema import Reference, ShardInfo
 
 @dataclass(frozen=True, slots=True, order=True)
 class ShardKey:
-    """One own shard in the table; steps sort first, so that the oldest is served first."""
+    """Key of one own shard in the table. Keys sort by step, so that the oldest step is served first."""
 
     step: Step
     round: RestartRound
@@ -27,43 +29,53 @@ class ShardKey:
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """How the object store holds a shard, as far as others must know."""
+    """How the object store holds a shard, as UPLOADED reports it. Without references: self-contained."""
 
     base: Reference | None = None
+    """The checkpoint whose existence guarantees that of `references`. None if there are none."""
     references: tuple[Reference, ...] = ()
-    """Earlier checkpoints that it needs."""
+    """Earlier checkpoints that store chunks of this shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnShard:
-    """A shard of an own rank that is durable on this node, and how far it got from here."""
+    """A shard of an own rank that is durable on this node, with the actions that are done for it."""
 
     ref: ShardRef
     info: ShardInfo
     layout: Digest
     reported: bool = True
-    """False for a shard of the restore point: it is copied again, the coordinator knows it."""
+    """Whether the coordinator is sent messages about the shard. False for a shard of the restore point,
+    which is only copied to targets that lack it: the coordinator has a record of its step already."""
     prepared_told: bool = False
+    """Whether the current coordinator has acknowledged PREPARED."""
     committed: bool = False
-    """The step's manifest is here, so every rank's shard is durable. Copies wait for it: a target that
-    has its own shard by then takes from it what is the same, and only the rest is sent."""
+    """Whether the step's manifest is on this node. Copies wait for it, because every rank's shard is
+    durable then: a target reuses equal chunks of its own shard, and only the others are sent (ADR 0029)."""
     copied: frozenset[Worker] = frozenset()
+    """Workers that have acknowledged a durable copy."""
     replicated_told: bool = False
+    """Whether the current coordinator has acknowledged REPLICATED."""
     wanted: bool = False
+    """Whether the coordinator has requested the upload."""
     uploaded: bool = False
     stored_as: StoredAs = StoredAs()
+    """How the object store holds the shard. Valid if `uploaded` is set."""
     uploaded_told: bool = False
+    """Whether the current coordinator has acknowledged UPLOADED."""
 
     @property
     def key(self) -> ShardKey:
         return ShardKey(self.ref.step, self.ref.round, self.ref.rank)
 
     def untold(self) -> OwnShard:
-        """The same shard before a coordinator that has heard nothing yet."""
+        """Return the shard as a new coordinator requires it, with no message acknowledged."""
         return replace(self, prepared_told=False, replicated_told=False, uploaded_told=False)
 
 
 class Verb(StrEnum):
+    """Kind of an action on an own shard."""
+
     PREPARED = "tell prepared"
     COPY = "copy"
     REPLICATED = "tell replicated"
@@ -73,16 +85,19 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
+    """One thing to do for one own shard."""
+
     verb: Verb
     key: ShardKey
     target: Worker | None = None
-    """Of a copy."""
+    """The worker to copy to. None for every verb but COPY."""
 
 
 def next_actions(shards: Iterable[OwnShard], targets: tuple[Worker, ...]) -> tuple[Action, ...]:
-    """Everything that may be done now, oldest step first within each verb's turn.
+    """Return all actions that are missing and whose prerequisites are met, oldest step first.
 
-    With no target REPLICATED is never told: the coordinator knows that no copies are assigned.
+    Without targets REPLICATED is never sent: the coordinator derives from its ROUND that this worker has
+    no copies to make.
     """
     actions: list[Action] = []
     for shard in sorted(shards, key=lambda s: s.key):
@@ -107,8 +122,11 @@ def next_actions(shards: Iterable[OwnShard], targets: tuple[Worker, ...]) -> tup
 
 
 def startable(actions: Iterable[Action], running: frozenset[Action]) -> tuple[Action, ...]:
-    """Of those, what does not run yet and may: one copy a target and one upload at a time, so that
-    the oldest step gets the whole way and a slow peer holds up nobody else."""
+    """Return the actions that may start now, beside those that are running.
+
+    At most one copy to each target and one upload run at a time. The oldest step then gets the full
+    bandwidth, and a slow peer delays only its own copies.
+    """
     copying = {a.target for a in running if a.verb is Verb.COPY}
     uploading = any(a.verb is Verb.UPLOAD for a in running)
     chosen: list[Action] = []
@@ -128,11 +146,11 @@ def startable(actions: Iterable[Action], running: frozenset[Action]) -> tuple[Ac
 
 
 def idle(shards: Iterable[OwnShard], targets: tuple[Worker, ...]) -> bool:
-    """Nothing of this round waits here to be told, copied or uploaded."""
+    """Return whether no shard of this round has still to be reported, copied or uploaded."""
     return not next_actions((s for s in shards if s.reported), targets)
 
 
 def expects_commit(shards: Iterable[OwnShard]) -> bool:
-    """The newest step is durable here and its manifest may still come."""
+    """Return whether the newest own shard is of this round and its manifest has not arrived yet."""
     newest = max(shards, key=lambda s: s.key, default=None)
     return newest is not None and newest.reported and not newest.committed

@@ -1,4 +1,4 @@
-"""Writes that found the node volume full wait here for the next deletion, for a while."""
+"""Lets writes that found the node volume full wait for the next deletion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 
 
 class Room:
-    """On the loop. Closed while the sidecar is sealed: nothing is deleted then."""
+    """Signal that space was freed on the node volume, for use on the event loop.
+
+    It is closed while the sidecar is sealed, because nothing is deleted then.
+    """
 
     def __init__(self) -> None:
         self._made = asyncio.Event()
@@ -16,16 +19,16 @@ class Room:
         self._is_open = True
 
     def close(self) -> None:
-        """Those that wait get no room."""
+        """Let all present waits return False, and later ones until `open`."""
         self._is_open = False
         self._wake()
 
     def made(self) -> None:
-        """Something was deleted."""
+        """Wake all waits after a deletion."""
         self._wake()
 
     async def wait(self, seconds: float) -> bool:
-        """True after a deletion; False where none came in time, or the sidecar is sealed."""
+        """Wait for a deletion. Return False if there is none within `seconds` or the sidecar is sealed."""
         if not self._is_open:
             return False
         try:

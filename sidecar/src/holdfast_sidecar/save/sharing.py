@@ -1,9 +1,11 @@
-"""Uploads one own shard: as little of it as the store still needs, compressed where that is asked for.
-Blocking; runs in the store's pool.
+"""Upload one own shard: only the chunks that the object store lacks, compressed if requested.
 
-Gathers what the plan (format.pack_plan) decides on: how the store holds this rank's shard of the
-newest persisted checkpoint, and the chunk tables of the ranks that hold the same tensors. Whatever of
-it cannot be had now is taken for nothing shared: bytes are sent twice rather than waited for.
+All calls block and run in the `store` pool.
+
+`shards.pack_plan` decides which chunks are sent. Its inputs are gathered here: how the store holds this
+rank's shard of the newest persisted checkpoint, and the chunk tables of the ranks that hold the same
+tensors. An input that is missing or damaged, or that another worker does not send in time, is left out:
+the upload sends bytes twice rather than waits for another node.
 """
 
 from __future__ import annotations
@@ -36,11 +38,12 @@ from holdfast_sidecar.save.plan import StoredAs
 from holdfast_sidecar.wire.bulk import BulkPeers
 
 _TABLES_SECONDS = 60.0
-"""For the tables of all other ranks together; then the upload begins with those that came."""
+"""Time-out for fetching the chunk tables of all other ranks together, checked before each fetch. After
+it the upload begins with the tables that have arrived."""
 
 
 class ShardUploader:
-    """One upload at a time (plan.startable)."""
+    """Uploader of own shards. `plan.startable` ensures that it runs one upload at a time."""
 
     def __init__(
         self,
@@ -61,11 +64,22 @@ class ShardUploader:
         self._clock = clock
         self._groups: tuple[Digest, tuple[tuple[Rank, ...], ...]] | None = None
         self._widths: dict[Digest, bytes] = {}
-        """By the layout of an own rank; of the newest checkpoint alone."""
+        """Byte-shuffle width of each chunk, by the digest of an own rank's layout. Cleared when it has an
+        entry for every own rank and a new layout is added."""
 
     def upload(self, ref: ShardRef, request: PersistRequest | None) -> StoredAs:
-        """The store holds the shard when this returns: how. Raises NotFoundError, CorruptionError (the
-        own shard), AlreadyExistsError (the store holds other bytes), and what the tier raises."""
+        """Upload the shard unless the store holds it already, and return how the store holds it.
+
+        Args:
+            ref: The own shard on the node tier.
+            request: The coordinator's request. Without one the shard is stored whole.
+
+        Raises:
+            NotFoundError: The shard is not on the node tier.
+            CorruptionError: The shard on the node tier is damaged.
+            AlreadyExistsError: The store holds other bytes under the name of the whole shard.
+            HoldfastError: Any other error of the object tier.
+        """
         with self._node.open_shard(ref) as reader:
             found = None if request is None else self._upload_pack(reader, request)
             if found is None:
@@ -73,8 +87,11 @@ class ShardUploader:
             return found or StoredAs()
 
     def _upload_pack(self, reader: ShardReader, request: PersistRequest) -> StoredAs | None:
-        """None: the shard is to be stored whole. Where there is something under the whole shard's
-        name it must be that: readers look there first."""
+        """Store the shard as a pack, or return None if it is to be stored whole.
+
+        It is stored whole if an object has the whole shard's name already, because readers look there
+        first and would never see a pack.
+        """
         store, ref, namespace = self._packing, reader.record.ref, self._contract.namespace
         if store is None or request.whole or store.has_whole(namespace, ref):
             return None
@@ -92,23 +109,25 @@ class ShardUploader:
             else:
                 store.upload_encoded(namespace, reader, index, widths)
         except AlreadyExistsError:
-            # Of another attempt that had other tables: as good as ours, and never overwritten.
+            # Another attempt, which had other tables, has stored its pack. It holds the same shard, and
+            # objects are never overwritten.
             return self._found(store, ref)
         return _stored_as(index)
 
     def _found(self, store: S3ObjectTier, ref: ShardRef) -> StoredAs | None:
-        """The pack that an earlier attempt left, unless it is bad."""
+        """Return how an earlier attempt stored the shard as a pack. None without a pack or if it is bad."""
         try:
             index = store.stored(self._contract.namespace, ref, looks=1).index
         except (NotFoundError, CorruptionError):
             return None
         return None if index is None else _stored_as(index)
 
-    # ------------------------------------------------------------------ what is known
+    # ------------------------------------------------------------------ inputs of the plan
 
     def _plan(
         self, store: S3ObjectTier, reader: ShardReader, request: PersistRequest
     ) -> PackIndex | None:
+        """Plan a pack. Return None if no chunk can be shared."""
         ref = reader.record.ref
         trailer = Trailer(reader.record, reader.table)
         try:
@@ -132,7 +151,10 @@ class ShardUploader:
         return parse_manifest_of(document, ref.job_uid, ref.checkpoint)
 
     def _chunk_widths(self, reader: ShardReader) -> bytes | None:
-        """The shuffle of each chunk; None where the layout cannot be had: stored as it is then."""
+        """Return the byte-shuffle width of each chunk, for compression.
+
+        None if the layout cannot be read: the shard is then stored uncompressed.
+        """
         ref, header = reader.record.ref, reader.record.header
         if header.layout not in self._widths:
             try:
@@ -147,6 +169,7 @@ class ShardUploader:
         return self._widths[header.layout]
 
     def _group(self, manifest: Manifest, rank: Rank) -> tuple[Rank, ...]:
+        """Return the ranks that hold the same tensors as `rank`, including `rank` itself."""
         if self._groups is None or self._groups[0] != manifest.layout:
             layout = parse_layout(self._node.get_layout(manifest.layout))
             self._groups = manifest.layout, replica_groups(layout)
@@ -155,6 +178,10 @@ class ShardUploader:
     def _earlier(
         self, store: S3ObjectTier, ref: ShardRef, base: CheckpointId, request: PersistRequest
     ) -> Earlier | None:
+        """Return how the store holds this rank's shard of the base checkpoint.
+
+        None if that shard or its manifest is missing or damaged, or if the base had fewer ranks.
+        """
         try:
             document = store.get_manifest(self._contract.namespace, ref.job_uid, base)
             expected = None if request.base is None else request.base.manifest
@@ -174,8 +201,11 @@ class ShardUploader:
     def _shared(
         self, trailer: Trailer, manifest: Manifest, group: tuple[Rank, ...]
     ) -> list[Shared]:
-        """By the chunk tables of the others: from this node where it has them, else from who saved
-        them. A worker that does not answer is asked once. One table at a time is in memory."""
+        """Compare the shard with those of the other ranks in its group, by their chunk tables.
+
+        A table is read from this node if it has a copy of the shard, else fetched from the worker that
+        saved it. A worker whose fetch fails is not asked again. One table at a time is in memory.
+        """
         found: list[Shared] = []
         silent: set[Worker] = set()
         deadline = self._clock.monotonic() + _TABLES_SECONDS

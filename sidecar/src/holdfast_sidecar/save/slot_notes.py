@@ -1,7 +1,7 @@
-"""What was staged, noted beside the slots in the same tmpfs: what a sidecar that died had taken is taken up
-by the next one. Blocking, but small.
+"""Notes of staged slots, in the same tmpfs as the slots, so that a restarted sidecar can finish their saves.
 
-An owned slot without a note is done with: the note goes before the slot is free.
+A note is written before its slot becomes OWNED and removed before the slot becomes FREE. An OWNED slot
+without a note is therefore finished and may be freed. All calls block, but the files are small.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ _MAX_NOTE_BYTES = 64 << 10
 
 
 class SlotNotes:
-    """One file for each slot that is owned, in a directory that only the sidecar's user may write to.
+    """Store of the notes: one file for each owned slot, in a directory that only the sidecar may write to.
 
-    The trainer can rename that directory, since the volume above it is shared. Then the notes in it
-    are lost, as the slots are that it truncates; `shared_files` sees to it that nothing else is."""
+    The trainer can rename that directory, since the volume above it is shared. It then loses its own
+    notes, as it can lose its slots by truncating them; `shared_files` ensures that nothing else is affected.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def write(self, message: Stage) -> None:
-        """Raises UnavailableError: the volume is full."""
+        """Write the note of a slot. Raises UnavailableError, for example if the volume is full."""
         try:
             with self._opened() as directory:
                 replace_file(directory, _name(message.slot), dumps(message))
@@ -43,6 +44,7 @@ class SlotNotes:
             raise UnavailableError(f"writing the note of slot {message.slot}: {error}") from error
 
     def remove(self, slot: str) -> None:
+        """Remove the note of a slot. A failure is logged and not raised."""
         try:
             with self._opened() as directory:
                 remove(directory, _name(slot))
@@ -50,7 +52,7 @@ class SlotNotes:
             logs.warning("the note of a slot was not removed", slot=slot, error=str(error))
 
     def read(self, slot: str) -> Stage | None:
-        """Raises FormatError, OSError."""
+        """Return the note of a slot, or None if it has none. Raises FormatError, OSError."""
         try:
             with self._opened() as directory:
                 return loads(Stage, read_regular(directory, _name(slot), _MAX_NOTE_BYTES))
@@ -67,15 +69,19 @@ def _name(slot: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A slot that a sidecar owned, of a step whose manifest is on this node."""
+    """A slot that an earlier sidecar process owned, of a step whose manifest is on this node."""
 
     stage: Stage
     world_size: int
+    """Number of ranks that saved the step, from its manifest."""
 
 
 def take_or_free(slot: SlotFile, notes: SlotNotes, round_: RestartRound) -> Stage | None:
-    """What an earlier life owned in this round. Else None, and the slot is free if nobody else would
-    ever free it. Raises FormatError, OSError."""
+    """Return the note of a slot that an earlier sidecar process owned in this round, else None.
+
+    Where the result is None, a slot that is OWNED, or FULL of another round, is freed: no other process
+    would free it. Raises FormatError, OSError.
+    """
     header = slot.header()
     if header.state is SlotState.OWNED and header.round == round_:
         message = notes.read(slot.name)
@@ -98,8 +104,11 @@ def left_in_memory(
     *,
     known: Container[str],
 ) -> tuple[Left, ...]:
-    """Slots but the `known` ones, for a seal that comes before a ROUND could bring them back. One that
-    cannot be read is left out and logged."""
+    """Return the slots of committed steps that an earlier sidecar process owned, except the `known` ones.
+
+    A seal needs them where this process has received no ROUND, so that `Stager.recover` has not run. A
+    slot that cannot be read is logged and left out.
+    """
     found: list[Left] = []
     for name in list_slots(slots_dir):
         if name in known:
@@ -123,7 +132,7 @@ def left_in_memory(
 
 
 def check_slot(header: SlotHeader, message: Stage, *, expected: SlotState) -> None:
-    """The header is what counts: a torn or reused slot contradicts the message. Raises FormatError."""
+    """Raise FormatError if the slot's header contradicts the message, as in a torn or reused slot."""
     found = (header.state, header.round, header.step, header.payload_bytes)
     wanted = (expected, message.round, message.step, message.payload_bytes)
     if found != wanted:

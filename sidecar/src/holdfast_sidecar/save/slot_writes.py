@@ -1,4 +1,4 @@
-"""One pass over an owned slot: to the node tier, or for its digest alone. Decides nothing."""
+"""Write an owned slot to the node tier, or digest it only. `Stager` decides which slots and when."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from holdfast_sidecar.save.room import Room
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a staged slot: a durable shard, or why not."""
+    """Result of a write or a digest: the shard's record, or the failure that the rank is sent."""
 
     stage: Stage
     record: ShardRecord | None
     failed: SaveFailed | None = None
     is_corrupt: bool = False
-    """What lies in the slot is not what was digested there: it is good for nothing."""
+    """Whether the failure is a CorruptionError. The slot's bytes have changed and cannot be used."""
 
 
 class SlotWrites:
-    """What fails is reported, and is the outcome."""
+    """Runner of writes and digests. An error is noted in `Failures` and returned in the Outcome."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class SlotWrites:
         self._room = room
 
     async def digest(self, owned: OwnedSlot) -> Outcome:
-        """What the bytes in memory are; nothing is written."""
+        """Digest the slot's payload in memory."""
         try:
             record = await self._pools.digest.run(digest_slot, self._header(owned), owned.slot)
         except Exception as error:  # noqa: BLE001 - else the slot stays owned and nothing reports it
@@ -59,7 +59,11 @@ class SlotWrites:
         return Outcome(owned.stage, record)
 
     async def write(self, owned: OwnedSlot) -> Outcome:
-        """Durable on the node tier. Bytes that were digested as others before are quarantined there."""
+        """Write the slot to the node tier, durably.
+
+        If the slot was digested before and the written shard differs from that record, the shard is
+        quarantined and the write fails as corrupt.
+        """
         started = self._clock.monotonic()
         try:
             record = await self._with_room(owned)
@@ -79,12 +83,15 @@ class SlotWrites:
         return Outcome(owned.stage, record)
 
     async def delete(self, record: ShardRecord) -> None:
-        """Pruned while it was written: what was deleted then did not include it."""
+        """Delete a shard whose step was pruned during its write, which the pruning did not find."""
         await self._pools.shard.run(self._node.delete_shard, record.ref)
 
     async def _with_room(self, owned: OwnedSlot) -> ShardRecord:
-        """Write the shard; on a full volume again after each deletion, for a while. The coordinator
-        sees the failure in this worker's report meanwhile, and prunes what the job can do without."""
+        """Write the shard. On a full volume, retry after each deletion for up to `room_seconds`.
+
+        This worker's report carries the failure meanwhile, upon which the coordinator prunes steps that
+        the job does not need. Raises CapacityError if the room does not suffice in time.
+        """
         deadline: float | None = None
         while True:
             try:
@@ -96,14 +103,14 @@ class SlotWrites:
                     deadline = now + self._settings.room_seconds
                 if now >= deadline or not await self._room.wait(deadline - now):
                     raise
-                # The write that follows may take long. The coordinator would go on pruning meanwhile
-                # if this failure stayed.
+                # The next write may take long. If this failure stayed, the coordinator would continue to
+                # prune during it.
                 self._failures.healthy(_subject(owned))
 
     async def _watched(self, owned: OwnedSlot) -> ShardRecord:
-        """Write the shard; while the disk hangs, that is a failure for all to see."""
+        """Write the shard, and report a failure as long as the disk hangs."""
         slot, header, subject = owned.slot, self._header(owned), _subject(owned)
-        slot.bytes_read = 0  # a digest may have read all of it
+        slot.bytes_read = 0  # a digest may have increased it
 
         def stalled(quiet: float) -> None:
             self._failures.note_text(
@@ -137,6 +144,7 @@ class SlotWrites:
         )
 
     def _failed(self, owned: OwnedSlot, error: Exception) -> Outcome:
+        """Report and count the failed save, and return its Outcome."""
         stage = owned.stage
         failure = self._failures.note(_subject(owned), TierName.NODE, error, step=stage.step)
         self._metrics.save_failed(failure.reason)

@@ -1,14 +1,18 @@
-"""From a full slot to a durable shard on the node tier.
+"""Turn full slots into durable shards on the node tier.
 
-1. Stage: the slot's header must say exactly what the message says; then the sidecar owns the slot
-   and the rank gets `Staged`: from here on its bytes do not change.
-2. One pass in a thread: digest and write. 3. The slot is free again, and the shard goes to `Flow`.
-A failure of 2 is told to the rank and reported; it never fails a step, and the slot is freed.
-Where the ring is large enough, a slot that is staged while the rank's earlier one is written waits in
-memory (held.py): digested, and written when the coordinator has chosen its step.
+1. The rank sends Stage. The slot's header must agree with the message. The sidecar then owns the slot and
+   replies `Staged`; from then on the slot's bytes do not change.
+2. A thread digests and writes the slot in one pass.
+3. The slot becomes free, and the shard is passed to `Flow`.
 
-What was staged is noted beside the slots (in the same tmpfs), so that a sidecar that restarts in
-the middle of 2 finishes it instead of leaving the slot owned for ever.
+If step 2 fails, the failure is sent to the rank and reported to the coordinator, and training continues.
+The slot is freed, unless it was held and its bytes are still good: then it stays held.
+
+With three slots or more, a slot that is staged while an earlier one of the rank is being written is held
+(held.py): it is digested in memory, and written after the coordinator has chosen its step.
+
+Each owned slot has a note in the same tmpfs (slot_notes.py). A sidecar that restarts during step 2 reads
+it and finishes the save.
 """
 
 from __future__ import annotations
@@ -47,8 +51,11 @@ from holdfast_sidecar.save.slot_writes import Outcome, SlotWrites
 
 
 class Stager:
-    """Owns slots between Stage and durability. `on_outcome` hears each result, `on_held` that
-    `holding` has changed; both on the loop."""
+    """Owner of the slots from Stage until they are freed.
+
+    `on_outcome` is called with each result, and `on_held` when `holding` may have changed; both on the
+    event loop.
+    """
 
     def __init__(
         self,
@@ -77,23 +84,30 @@ class Stager:
         self._notes = SlotNotes(settings.staged_dir)
         self._owned: dict[str, OwnedSlot] = {}
         self._stored: dict[tuple[Rank, Step], ShardRecord] = {}
-        """Waited in memory and are written, which the coordinator was not told yet."""
+        """Shards that were held and are durable now, until the coordinator has acknowledged that."""
         self._newest: dict[Rank, Step] = {}
         self._told: tuple[RankHolding, ...] | None = None
+        """The last HOLDING that the coordinator acknowledged; None if it has no entry of this worker."""
         self._chosen: Step | None = None
         self._held_round: RoundState | None = None
-        """None while sealed: nothing new is written."""
+        """The round whose ROUND this process has accepted. None while sealed: only `write_held` begins
+        writes then."""
         self._tasks = Tasks()
         self.audience = 0
-        """Counts the coordinators: what an earlier one was told does not count for the next."""
+        """Number of coordinator changes. A message that was sent before a change is not recorded as
+        acknowledged after it."""
         self.has_coordinator = False
-        """The coordinator of the round has replied to a report of this worker."""
+        """Whether the coordinator of the round has replied to a report of this worker."""
         self.memory: dict[str, ShardRecord] = {}
-        """Slots whose bytes are known to be those of a durable shard, while the header agrees."""
+        """By slot name: the durable shard whose bytes the slot holds, as long as its header agrees."""
 
     @property
     def idle(self) -> bool:
-        """Nothing is written or digested, and what waits can get no further, as far as was said."""
+        """Whether nothing has to be done now, apart from held slots whose step is not committed.
+
+        No slot is being digested or written, every held slot of a committed step is written, has failed or
+        is pruned, and the coordinator has acknowledged the present `holding`.
+        """
         busy = any(
             o.where is not Where.HELD or (o.committed and o.waits) for o in self._owned.values()
         )
@@ -103,14 +117,14 @@ class Stager:
 
     @property
     def waiting(self) -> bool:
-        """A step lies in memory only, and may still be written."""
+        """Whether a slot has still to be written and its write has not begun."""
         return any(o.waits for o in self._owned.values())
 
     def owns(self, slot: str) -> bool:
         return slot in self._owned
 
     def held_steps(self, rank: Rank) -> tuple[Step, ...]:
-        """Digested in memory, written or not."""
+        """Return the rank's steps that are digested in memory, whether or not a write has begun."""
         return tuple(
             o.stage.step
             for o in self._owned.values()
@@ -118,11 +132,11 @@ class Stager:
         )
 
     def newest(self, rank: Rank) -> Step | None:
-        """What the rank handed over last in this round."""
+        """Return the step that the rank staged last in this round."""
         return self._newest.get(rank)
 
     def under_way(self, rank: Rank) -> tuple[Step, ...]:
-        """Handed over in the round that is held, and neither durable nor failed."""
+        """Return the rank's steps of the current round that are neither durable nor failed nor pruned."""
         state = self._held_round
         return tuple(
             o.stage.step
@@ -134,14 +148,17 @@ class Stager:
         )
 
     def find(self, rank: Rank, checkpoint: CheckpointId) -> ShardRecord | None:
-        """The shard that waits in memory, if it is digested and wanted."""
+        """Return the record of the checkpoint's shard in memory, if it is digested and not pruned."""
         for owned in self._owned.values():
             if (owned.stage.rank, owned.checkpoint) == (rank, checkpoint) and not owned.dropped:
                 return owned.record
         return None
 
     def may_find(self, rank: Rank, checkpoint: CheckpointId) -> bool:
-        """`find` cannot say yet: it is being digested, or this process has not looked at its slots."""
+        """Return whether `find` may return a record later, although it returns None now.
+
+        This is so while the shard is not digested yet, and before `recover` has looked at the slots.
+        """
         return self._held_round is None or any(
             (o.stage.rank, o.checkpoint) == (rank, checkpoint)
             and o.record is None
@@ -150,7 +167,19 @@ class Stager:
         )
 
     async def stage(self, current: Callable[[], RoundState], message: Stage) -> Staged:
-        """Raises RefusedError (Refusal codes) and FormatError; the slot is untouched then."""
+        """Take ownership of a full slot and begin to write or digest it. If it raises, the slot is unchanged.
+
+        Sending the same message again has no effect while the slot is owned.
+
+        Args:
+            current: Returns the present round. It is called again after each wait.
+            message: What the rank sent.
+
+        Raises:
+            RefusedError: The round does not match or is sealed, or the slot is owned (BUSY).
+            FormatError: The slot is not of a rank of this pod, or its header contradicts the message.
+            HoldfastError: The layout cannot be stored, the slot not opened, or its note not written.
+        """
         state = _fenced(current(), message)
         if rank_of_slot(message.slot) != message.rank or message.rank not in state.own_ranks:
             raise FormatError(
@@ -159,7 +188,7 @@ class Stager:
         if self._is_owned(message):
             return Staged(message.step)
         await self._layouts.ensure(message.layout)
-        state = _fenced(current(), message)  # a SEAL may have come while the layout was read
+        state = _fenced(current(), message)  # a SEAL may have arrived while the layout was read
         slot = SlotFile.open(self._settings.slots_dir, message.slot)
         try:
             check_slot(slot.header(), message, expected=SlotState.FULL)
@@ -178,10 +207,10 @@ class Stager:
         self._take(slot, message, state, waits=waits)
         return Staged(message.step)
 
-    # ------------------------------------------------------------------ what waits in memory
+    # ------------------------------------------------------------------ held slots
 
     def holding(self) -> tuple[RankHolding, ...]:
-        """What the coordinator is to know, of every rank of this pod."""
+        """Return what HOLDING reports of each rank of this pod, or nothing while sealed."""
         state = self._held_round
         if state is None:
             return ()
@@ -192,12 +221,12 @@ class Stager:
 
     @property
     def untold(self) -> tuple[RankHolding, ...] | None:
-        """`holding`, where the coordinator knows something else."""
+        """`holding`, or None if the coordinator has acknowledged it or there is nothing to report."""
         now = self.holding()
         return None if now == self._told or (is_quiet(now) and self._told is None) else now
 
     def told(self, holding: tuple[RankHolding, ...]) -> None:
-        """The coordinator has heard this."""
+        """Record that the coordinator has acknowledged `holding`."""
         known: list[RankHolding] = []
         for said in holding:
             for shard in said.shards:
@@ -208,19 +237,22 @@ class Stager:
         self._on_held()
 
     def coordinator_changed(self) -> None:
-        """Another coordinator, or another life of it, has received nothing yet."""
+        """Report everything again, because another coordinator, or a restarted one, has received nothing.
+
+        Sending starts when the coordinator has replied to a report.
+        """
         self._told = None
         self.audience += 1
         self.has_coordinator = False
 
     def coordinator_replied(self) -> None:
-        """The coordinator of this round takes messages of this worker."""
+        """Record that the coordinator of this round has replied, and so accepts this worker's messages."""
         if not self.has_coordinator:
             self.has_coordinator = True
             self._on_held()
 
     def choose(self, step: Step | None) -> None:
-        """The coordinator's choice: the step is written by every rank that holds it."""
+        """Set the step that the coordinator has chosen. Every rank that holds it writes it."""
         self._chosen = step
         self._advance()
 
@@ -230,25 +262,28 @@ class Stager:
 
     @property
     def dropped(self) -> frozenset[Step]:
-        """Forgotten, and not released."""
+        """Pruned steps whose slots are not freed yet."""
         return frozenset(o.stage.step for o in self._owned.values() if o.dropped)
 
     def committed(self, step: Step, round_: RestartRound) -> None:
-        """The step's manifest is on this node."""
+        """Record that the step's manifest is on this node."""
         for owned in self._owned.values():
             if owned.checkpoint == CheckpointId(step, round_):
                 owned.committed = True
 
     def forget(self, steps: frozenset[Step]) -> None:
-        """Nobody wants these any more. What was held of them stays until `release`, since manifests
-        go first; what is being written is deleted when it is done."""
+        """Mark the slots of pruned steps as dropped.
+
+        A held slot is freed by `release`, because a step's manifest is deleted before its bytes. A slot
+        that is being written finishes first; its shard is then deleted.
+        """
         for owned in self._owned.values():
             if owned.stage.step in steps:
                 owned.dropped = True
         self._stored = {k: r for k, r in self._stored.items() if k[1] not in steps}
 
     def release(self, steps: frozenset[Step]) -> None:
-        """Forgotten, and their manifests are gone from this node: free the slots."""
+        """Free the held slots of these dropped steps. Call it after their manifests are deleted."""
         dropped = [
             o
             for o in self._owned.values()
@@ -262,18 +297,23 @@ class Stager:
     # ------------------------------------------------------------------ rounds
 
     def seal(self) -> None:
-        """A newer round is sealed: nothing that waits is written any more but by `write_held`."""
+        """End the round: from now on only `write_held` begins writes of held slots."""
         self._held_round = None
         self._chosen = None
         self.room.close()
 
     async def settle(self, timeout_seconds: float) -> bool:
-        """Wait until every slot is written, waits in memory, or has failed."""
+        """Wait for all digests and writes under way. Return False if the time ran out."""
         return await self._tasks.join(timeout_seconds)
 
     async def write_held(self, manifests: frozenset[CheckpointId], timeout_seconds: float) -> bool:
-        """Sealed: what waits and is committed goes to the node tier, so that the inventory lists it.
-        False if the time ran out. What has no manifest is left: it is no restore point."""
+        """Write the held slots of committed steps while sealed, so that the inventory lists their shards.
+
+        Slots of steps without a manifest stay in memory, because such a step cannot be a restore point.
+
+        Returns:
+            False if the time ran out.
+        """
         deadline = self._clock.monotonic() + timeout_seconds
         await self.take_left(manifests)
         waiting = to_seal(self._owned.values(), manifests)
@@ -286,8 +326,11 @@ class Stager:
         return True
 
     async def take_left(self, manifests: frozenset[CheckpointId]) -> bool:
-        """Of what an earlier life owned, for a seal: this process may have died since the ROUND. True if
-        anything waits for `write_held`."""
+        """Take over slots of committed steps that an earlier process of this sidecar owned.
+
+        A seal calls this, since the sidecar may have restarted after the ROUND. Returns whether
+        `write_held` has anything to write.
+        """
         left = await self._pools.read.run(
             left_in_memory,
             self._settings.slots_dir,
@@ -305,8 +348,15 @@ class Stager:
         return bool(to_seal(self._owned.values(), manifests))
 
     def recover(self, state: RoundState, manifests: frozenset[CheckpointId] = frozenset()) -> None:
-        """After a ROUND: take up what an earlier life of this process owned in this round, and free
-        every other slot that nobody will ever free."""
+        """Begin a round, after its ROUND was accepted.
+
+        Slots that an earlier process of this sidecar owned in this round are taken over. Held slots of
+        older rounds, and slots that no other process would free, are freed.
+
+        Args:
+            state: The state of the round.
+            manifests: Checkpoints whose manifest is on this node.
+        """
         self._held_round = state
         self.room.open()
         self._chosen = self._told = None
@@ -314,7 +364,7 @@ class Stager:
         self._stored.clear()
         self._newest.clear()
         for owned in tuple(self._owned.values()):
-            # A late write of an older round is left alone: it may be of the restore point.
+            # A write of an older round that is still under way finishes: it may be of the restore point.
             if owned.stage.round != state.round and owned.where is not Where.WRITING:
                 owned.dropped = True
             if owned.dropped and owned.where is Where.HELD:
@@ -335,7 +385,7 @@ class Stager:
             if message is None:
                 slot.close()
             else:
-                # All of them wait, whatever was being written: the coordinator knows which is next.
+                # Even a slot whose write was interrupted is held: the coordinator chooses what is next.
                 self._take(slot, message, state, waits=self._may_hold(state))
         for owned in self._owned.values():
             owned.committed = owned.checkpoint in manifests
@@ -343,6 +393,7 @@ class Stager:
     # ------------------------------------------------------------------ inside
 
     def _is_owned(self, message: Stage) -> bool:
+        """Return whether this very message was accepted before. A rank sends it again after a reconnect."""
         owned = self._owned.get(message.slot)
         return owned is not None and owned.stage == message
 
@@ -350,6 +401,7 @@ class Stager:
         return state.held is not None and state.held.policy.keeps_every_step
 
     def _take(self, slot: SlotFile, message: Stage, state: RoundState, *, waits: bool) -> None:
+        """Add an owned slot, and begin its digest if it `waits`, else its write."""
         slot.throttle = self._pacing.take
         where = Where.DIGESTING if waits else Where.WRITING
         owned = OwnedSlot(message, slot, state.world_size, where, waited=waits)
@@ -366,7 +418,7 @@ class Stager:
         self._tasks.spawn(self._write(owned), f"write {owned.stage.slot}")
 
     def _advance(self) -> None:
-        """Start the writes that may start now."""
+        """Start the writes of held slots that may start now."""
         state = self._held_round
         if state is None:
             return
@@ -377,7 +429,10 @@ class Stager:
         self._on_held()
 
     def _free(self, owned: OwnedSlot) -> None:
-        """The note first: an owned slot without one is done with, should this process end here."""
+        """Remove the slot's note and set the slot FREE, in this order.
+
+        If the process ends in between, the next one finds an OWNED slot without a note and frees it.
+        """
         name = owned.stage.slot
         self._owned.pop(name, None)
         self._notes.remove(name)
@@ -385,7 +440,7 @@ class Stager:
         try:
             owned.slot.set_state(SlotState.FREE)
         except HoldfastError as error:
-            # The trainer can cause this at any time; a task that dies here would end the process.
+            # The trainer can cause this at any time, and an unhandled error of a task ends the process.
             logs.warning("a slot was not freed", slot=name, error=str(error))
         owned.slot.close()
 
@@ -395,7 +450,7 @@ class Stager:
         owned.record, owned.where = record, Where.HELD
         is_done = outcome.failed is not None
         if record is not None and not owned.dropped and self._node.find(record.ref) is not None:
-            is_done = True  # written by an earlier life, which died before the slot was free
+            is_done = True  # an earlier process wrote it and ended before it freed the slot
             self._is_stored(owned, record)
         if is_done or owned.dropped:
             self._free(owned)
@@ -427,13 +482,17 @@ class Stager:
             self._stored[(record.header.rank, record.header.step)] = record
 
     def _stays(self, owned: OwnedSlot, outcome: Outcome) -> bool:
-        """It lies in memory as it did before a write of it failed, and its round is not over."""
+        """Return whether a slot whose write failed is held again instead of freed.
+
+        It is if its bytes are still the digested ones, its step is not pruned and its round is not over.
+        """
         state = self._held_round
         current = state is None or state.round == owned.stage.round
         return owned.record is not None and not owned.dropped and not outcome.is_corrupt and current
 
 
 def _fenced(state: RoundState, message: Stage) -> RoundState:
+    """Return `state` if the message is of its round. Raises RefusedError otherwise."""
     refused = fence(state, message.round)
     if refused is not None:
         raise RefusedError(refused.code, refused.message)

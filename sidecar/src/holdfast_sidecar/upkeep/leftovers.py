@@ -1,8 +1,8 @@
-"""What dead pods and deletions leave in the store: unfinished uploads, and objects and layouts that no
-checkpoint needs.
+"""Delete data in the object store that no checkpoint needs.
 
-The coordinator looks now and then, never while somebody waits for it. A failure keeps what there is
-until the next time.
+Lost pods and deletions leave unfinished multipart uploads, objects and layouts behind. The coordinator
+looks for them periodically in the background; no save or restore waits for it. After an error nothing more
+is deleted until the next period.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.upkeep.store_layouts import StoreLayouts
 
 _STALE_UPLOADS = timedelta(hours=24)
-"""Unfinished multipart uploads cost money for ever."""
+"""Age from which an unfinished multipart upload is aborted. The store charges for its parts until then."""
 _QUIET = timedelta(hours=1)
-"""Nothing of a checkpoint was written for so long: a coordinator that was deposed, and does not know
-it, is not putting its manifest any more."""
+"""Objects of a checkpoint are deleted only if none of them was written for this long, and so are layouts.
+A coordinator that was replaced, without a record of it yet, has finished or given up its commit by then."""
 _SWEEP_SECONDS = 900.0
 _SWEEPS_A_REAP = 24
+"""Number of sweeps between two searches for unfinished uploads."""
 _SWEEPS_A_LOOK = 4
-"""Layouts are looked at less often, and deleted when two looks in a row found them unnamed."""
+"""Number of sweeps between two looks at the layouts. A layout is deleted when two looks in a row find that
+no manifest names it."""
 
 
 class Leftovers:
+    """Periodic clean-up of the job's objects in the store, by the coordinator of a round."""
+
     def __init__(
         self,
         contract: SidecarContract,
@@ -43,7 +47,17 @@ class Leftovers:
         clock: Clock,
         uploading: Callable[[], frozenset[CheckpointId]],
     ) -> None:
-        """`uploading`: what is on its way to the store; called by another thread."""
+        """Create the clean-up.
+
+        Args:
+            contract: The contract of this pod, which names the job.
+            round_: The round of this coordinator.
+            store: The object store. None: there is nothing to clean up.
+            node: The node tier, from which a layout that is missing in the store is put again.
+            pools: The calls run in its `store` pool.
+            clock: Measures the periods.
+            uploading: Returns the checkpoints that are being uploaded. It is called from other threads.
+        """
         self._contract = contract
         self._round = round_
         self._store = store
@@ -53,7 +67,7 @@ class Leftovers:
         self._uploading = uploading
 
     async def run(self) -> None:
-        """Until cancelled: one coordinator may live for weeks."""
+        """Clean up periodically until cancelled. Returns only if there is no object store."""
         store = self._store
         if store is None:
             return

@@ -1,7 +1,7 @@
-"""Deleting steps from this node: manifests first, shards after.
+"""Delete steps from this node: the manifest of each checkpoint first, then its shards.
 
-What may go is chosen by the coordinator alone (policy.retention); each sidecar checks it again
-against what its own ROUND protects.
+The coordinator alone chooses which steps are pruned (policy.retention). Each sidecar also refuses to prune
+steps that its own ROUND protects.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from holdfast_core.tiers.base import NodeTier
 
 
 def protected_steps(message: Round, committed: Iterable[CheckpointId] = ()) -> frozenset[Step]:
-    """What a sidecar does not delete in this round, not even on request: held steps, and the restore point
-    until a newer step of this round is among the `committed` ones."""
+    """Return the steps that a sidecar does not delete in this round, even if the coordinator requests it.
+
+    These are the pinned steps, and the step of the restore point until a newer step of this round is among
+    the `committed` ones.
+    """
     steps = set(message.holds)
     base = message.restore_point.step
     if base is not None and not any(c.round == message.round and c.step > base for c in committed):
@@ -24,7 +27,11 @@ def protected_steps(message: Round, committed: Iterable[CheckpointId] = ()) -> f
 
 
 def delete_steps(node: NodeTier, job_uid: JobUid, steps: frozenset[Step]) -> int:
-    """Blocking. Deletes these steps of every round of this job; returns how many checkpoints."""
+    """Delete all checkpoints of this job with these steps, of any round. Blocks.
+
+    Returns:
+        The number of checkpoints that were deleted.
+    """
     found = {
         checkpoint
         for uid, checkpoint in node.list_manifests()
@@ -40,19 +47,25 @@ def delete_steps(node: NodeTier, job_uid: JobUid, steps: frozenset[Step]) -> int
 
 
 def delete_manifests(node: NodeTier, job_uid: JobUid, steps: frozenset[Step]) -> None:
-    """Blocking. Of these steps of this job: what is not on this node but in its memory is no checkpoint
-    any more."""
+    """Delete the checkpoints of this job with these steps whose manifest is on this node. Blocks.
+
+    This is the first step of pruning a step that is held in shared memory: without its manifest it is no
+    checkpoint, so its slot may be freed.
+    """
     for uid, checkpoint in node.list_manifests():
         if uid == job_uid and checkpoint.step in steps:
             node.delete_checkpoint(uid, checkpoint)
 
 
 def delete_off_lineage(node: NodeTier, job_uid: JobUid, message: Round) -> int:
-    """Blocking. Steps of older rounds above the restore point will be trained again: delete what
-    the old rounds left of them, so that nothing can ever restore it.
+    """Delete the checkpoints of older rounds above the restore point, which are off the lineage. Blocks.
 
-    Without a restore point nothing is deleted: starting from the beginning is the one choice that
-    must not destroy what a person may still want back.
+    Their steps are trained again in this round, and the old ones must never be restored. Without a restore
+    point of this job nothing is deleted, because a user may still need the checkpoints of a job that starts
+    from the beginning.
+
+    Returns:
+        The number of checkpoints that were deleted.
     """
     base = message.restore_point.step
     if base is None or message.restore_point.job_uid not in (None, job_uid):
@@ -79,9 +92,21 @@ def delete_orphans(
     below: Step,
     protected: frozenset[Step],
 ) -> int:
-    """Blocking. Shards of older rounds, older than a safe step, whose manifest was never written
-    here (a rank's save failed, a round ended first): nothing can restore them. Those of the current
-    round are the coordinator's to give up: their manifest may be on its way."""
+    """Delete shards of older rounds that have no manifest on this node, and so cannot be restored. Blocks.
+
+    Such shards remain where a rank's save failed or a round ended before the commit. Shards of the current
+    round are left to the coordinator, because their manifest may still arrive.
+
+    Args:
+        node: The node tier.
+        job_uid: Only shards of this job are deleted.
+        before: The current round.
+        below: A step that is safe. Only shards of older steps are deleted.
+        protected: Steps that are not deleted.
+
+    Returns:
+        The number of checkpoints whose shards were deleted.
+    """
     committed = {checkpoint for uid, checkpoint in node.list_manifests() if uid == job_uid}
     orphans = {
         record.checkpoint

@@ -1,6 +1,7 @@
-"""Fetches again what was quarantined on this node: from a peer or the store, as long as it is wanted.
+"""Fetch quarantined shards, manifests and layouts of this node again, from a peer or the object store.
 
-A source may be away for a while, so what is missing is remembered, within a bound, and tried again.
+A source may be unreachable for a while. What is missing is therefore recorded, up to a bound, and retried
+as long as it is needed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _MAX_MISSING = 256
 
 
 class Replacer:
+    """Record of what is missing on this node since it was quarantined, and its replacement."""
+
     def __init__(
         self,
         node: NodeTier,
@@ -47,12 +50,15 @@ class Replacer:
             self._manifests[(job_uid, checkpoint)] = None
 
     def layout_is_bad(self, digest: Digest, job_uid: JobUid, checkpoint: CheckpointId) -> None:
-        """`checkpoint`: whose manifest names it."""
+        """Record a layout as missing. `checkpoint` is one whose manifest names it."""
         if len(self._layouts) < _MAX_MISSING:
             self._layouts[digest] = (job_uid, checkpoint)
 
     async def replace_missing(self) -> None:
-        """Try all that is missing, once. Nothing while the sidecar is sealed: no member is known."""
+        """Try to replace everything that is missing, once.
+
+        While the sidecar is sealed nothing is tried, because the members of the round are not known.
+        """
         if self._current().held is None:
             return
         for name in tuple(self._manifests):
@@ -66,7 +72,7 @@ class Replacer:
                 del self._shards[ref]
 
     async def _shard(self, ref: ShardRef) -> bool:
-        """True: it is here, or wanted no more."""
+        """Replace a shard. Return whether it is settled: it is here, or it is no longer needed."""
         if (ref.job_uid, ref.checkpoint) in self._manifests:
             return False
         if not await self._is_wanted(ref):
@@ -78,18 +84,23 @@ class Replacer:
             return False
         self._said.healthy(str(ref))
         if not await self._is_wanted(ref):
-            # Pruned while it came: what was deleted then did not include it.
+            # Its step was pruned during the fetch, when the pruning could not find the shard.
             await self._pools.shard.run(self._node.delete_shard, ref)
             return True
         logs.info("replaced a bad shard", ref=str(ref), source=tier)
         return True
 
     async def _is_wanted(self, ref: ShardRef) -> bool:
+        """Return whether the manifest of the shard's checkpoint is on this node."""
         found = await self._pools.read.run(self._node.list_manifests)
         return (ref.job_uid, ref.checkpoint) in found
 
     async def _manifest(self, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
-        """True: it is here, or wanted no more: a peer may still have one that was pruned here."""
+        """Replace a manifest. Return whether it is settled.
+
+        It is if the manifest is here, if no place has it, or if this node has no shard of the checkpoint.
+        Without a shard it is not fetched: the checkpoint was pruned here, and a peer may still have it.
+        """
         records = await self._pools.read.run(self._node.list_shards)
         if not any((r.header.job_uid, r.checkpoint) == (job_uid, checkpoint) for r in records):
             return True
@@ -102,13 +113,15 @@ class Replacer:
         return not tried.may_come
 
     async def _layout(self, digest: Digest, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
+        """Replace a layout. Return whether it is settled: it is here, not needed, or no place has it."""
         point = RestorePoint(checkpoint.step, checkpoint.round, job_uid=job_uid)
         try:
             document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
             manifest = parse_manifest_of(document, job_uid, checkpoint)
             await self._rehydrator.layout_of(point, manifest)
         except (NotFoundError, FormatError, CorruptionError):
-            return True  # pruned, or found bad by the next pass
+            # The checkpoint was pruned, no place has the layout, or the next pass finds the bad manifest.
+            return True
         except HoldfastError as error:
             self._said.say(digest, f"a bad layout cannot be replaced now: {error}")
             return False

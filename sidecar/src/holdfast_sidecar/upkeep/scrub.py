@@ -1,9 +1,9 @@
-"""Reads what lies on the node's disk again, so that bits that flipped are found while there are good copies.
+"""Scrub the node tier: read and verify everything, to find bit flips while other good copies exist.
 
-Every shard, manifest and layout on the node tier is read within two passes, own ones and peers' copies.
-Reads are slow, wait while a save or a restore moves bytes, and go on beside it only where the pass
-would not end in time. What is bad is quarantined and fetched again from a peer or the store. A process
-that restarts begins a new pass, in another order.
+Each shard, manifest and layout is verified within two passes, both of own ranks and of copies for peers.
+Reads are slow. They pause while a save or a restore moves bytes, unless the pass would not end in time.
+Damaged data is quarantined and fetched again from a peer or the object store. After a restart of the
+process a new pass begins, in another random order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BUSY_POLL_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Schedule:
-    """How fast a pass reads: evenly over half of its time, and never later than its end."""
+    """Pace of one pass. Without saves or restores it reads evenly and takes half of `pass_seconds`."""
 
     total_bytes: int
     pass_seconds: float
@@ -41,18 +41,22 @@ class Schedule:
     done_bytes: int = 0
 
     def pause_seconds(self, length: int) -> float:
-        """How long to wait after reading so many bytes in idle time."""
+        """Return how long to wait after `length` bytes were read."""
         rate = max(_LEAST_BYTES_PER_SECOND, 2 * self.total_bytes / self.pass_seconds)
         return length / rate
 
     def is_late(self, now: float) -> bool:
-        """It must go on beside saves: in the second half of its time, where the rest would not be read
-        by its end."""
+        """Return whether the pass must read even while saves or restores move bytes.
+
+        In the second half of its time it must, if the rest would otherwise not be read by the end.
+        """
         passed = (now - self.started) / self.pass_seconds
         return self.done_bytes < self.total_bytes * min(1.0, max(0.0, 2 * passed - 1))
 
 
 class Scrubber:
+    """Background task that reads the whole node tier again and again."""
+
     def __init__(
         self,
         settings: Settings,
@@ -66,8 +70,19 @@ class Scrubber:
         busy: Callable[[], bool],
         throttle: Callable[[int], object],
     ) -> None:
-        """`busy`: a save or a restore moves bytes now. `throttle` is called in a thread before bytes are
-        read, and may block."""
+        """Create the scrubber. `start` begins its task.
+
+        Args:
+            settings: Times of a pass.
+            node: The node tier to read.
+            replacer: Fetches what was quarantined.
+            pools: Reads run in its `scrub` pool.
+            metrics: Counts bytes and damaged copies.
+            failures: Receives errors of the disk.
+            clock: Measures the passes.
+            busy: Returns whether a save or a restore moves bytes now.
+            throttle: Called in a thread with the length of each piece that was read. It may block.
+        """
         self._settings = settings
         self._node = node
         self._replacer = replacer
@@ -103,9 +118,11 @@ class Scrubber:
             next_pass = started + settings.scrub_pass_seconds
 
     async def _pass(self) -> None:
-        """Read everything once. What cannot be read keeps nothing else from being read: the newest such
-        error is raised at the end. It is not quarantined: a volume that fails for a moment, on all nodes
-        perhaps, would take every copy away."""
+        """Read everything once.
+
+        A read error does not stop the pass; the newest one is raised at its end. What could not be read is
+        not quarantined: if volumes failed briefly on all nodes, no copy would be left.
+        """
         records = list(self._node.list_shards())
         random.shuffle(records)
         schedule = Schedule(
@@ -130,14 +147,16 @@ class Scrubber:
     # ------------------------------------------------------------------ shards
 
     async def _shard_is_bad(self, ref: ShardRef, schedule: Schedule) -> bool:
+        """Verify a shard. If it is damaged or missing, pass it to the replacer and return True."""
         try:
             await self._read(ref, schedule)
         except NotFoundError:
-            # Pruned meanwhile, or deleted by another program: what a manifest still names is fetched.
+            # The shard was pruned, or another program deleted its file. The replacer fetches it if a
+            # manifest still names it.
             self._replacer.shard_is_bad(ref)
             return True
         except CorruptionError as error:
-            # Once more: the memory of this process may be what is bad.
+            # Read it once more, since the fault may be in this process's memory.
             damage = await self._pools.scrub.run(self._damage, ref)
             if damage is None:
                 logs.warning("a shard verified at the second look", ref=str(ref), error=str(error))
@@ -150,6 +169,7 @@ class Scrubber:
         return False
 
     async def _read(self, ref: ShardRef, schedule: Schedule) -> None:
+        """Read and verify a shard at the pace of the schedule. Raises NotFoundError, CorruptionError."""
         reader = await self._pools.scrub.run(self._node.open_shard, ref)
         try:
             pieces = reader.read_payload()
@@ -168,7 +188,7 @@ class Scrubber:
             reader.close()
 
     async def _turn(self, schedule: Schedule) -> None:
-        """Wait for idle time, as long as the pass can still end in time."""
+        """Wait while a save or a restore moves bytes, as long as the pass can still end in time."""
         while self._busy() and not schedule.is_late(self._clock.monotonic()):
             await self._clock.sleep(_BUSY_POLL_SECONDS)
 
@@ -180,6 +200,7 @@ class Scrubber:
         return len(piece)
 
     def _damage(self, ref: ShardRef) -> CorruptionError | None:
+        """Read the whole shard and return its verification error. None if it is good or gone."""
         try:
             with self._node.open_shard(ref) as reader:
                 reader.verify()
@@ -192,6 +213,7 @@ class Scrubber:
     # ------------------------------------------------------------------ documents
 
     async def _documents(self) -> None:
+        """Verify all manifests and layouts. Quarantine and replace the damaged ones."""
         found = await self._pools.scrub.run(self._bad_documents)
         for bad in found:
             self._metrics.corruption(TierName.NODE)
@@ -210,10 +232,13 @@ class Scrubber:
 
 @dataclass(frozen=True, slots=True)
 class BadDocument:
+    """A damaged manifest or layout on the node tier: exactly one of the two fields is set."""
+
     words: str
+    """What is wrong with it."""
     manifest: tuple[JobUid, CheckpointId] | None = None
     layout: tuple[Digest, JobUid, CheckpointId] | None = None
-    """And the checkpoint whose manifest names it."""
+    """The layout's digest, and the job and checkpoint whose manifest names it."""
 
     def quarantine(self, node: NodeTier) -> None:
         if self.manifest is not None:
@@ -223,8 +248,14 @@ class BadDocument:
 
 
 def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[BadDocument]:
-    """Blocking. Manifests that are not what their name and digest say, and layouts that manifests name.
-    What a newer release wrote is not judged. `read` hears the bytes of each document."""
+    """Yield the damaged manifests, and the damaged layouts that a manifest names. Blocks.
+
+    Documents of a format that this release does not support are skipped.
+
+    Args:
+        node: The node tier.
+        read: Called with the number of bytes of each document that was read.
+    """
     layouts: set[Digest] = set()
     for job_uid, checkpoint in node.list_manifests():
         try:

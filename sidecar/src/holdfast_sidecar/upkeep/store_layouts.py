@@ -1,8 +1,7 @@
-"""Layouts in the object store that no manifest names any more, and manifests whose layout is missing.
+"""Delete layouts in the object store that no manifest names, and restore those that a manifest lacks.
 
-A layout is put before the manifest that names it, and is shared by all steps whose tensors lie the same
-way, so an old one may be needed by the next commit. Why no interleaving deletes one that is needed: ADR
-0043.
+A layout is put before the manifest that names it. All steps with the same tensor layout share it, so the
+next commit may need an old one. ADR 0043 shows why no interleaving deletes a layout that is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,10 @@ from holdfast_sidecar.base import logs
 
 
 class StoreLayouts:
-    """One for each life of a coordinator. Blocking; one thread at a time."""
+    """State of the looks at the store's layouts, one for each coordinator.
+
+    Calls block and must not run in parallel.
+    """
 
     def __init__(
         self,
@@ -29,21 +31,39 @@ class StoreLayouts:
         quiet: timedelta,
         uploading: Callable[[], Collection[CheckpointId]],
     ) -> None:
-        """`uploading`: what is on its way to the store."""
+        """Create the state before the first look.
+
+        Args:
+            contract: The contract of this pod, which names the job.
+            node: The node tier, from which a missing layout is put again.
+            store: The object store.
+            quiet: Layouts that were written within this time are not deleted.
+            uploading: Returns the checkpoints that are being uploaded.
+        """
         self._name = (contract.namespace, contract.job_uid)
         self._node = node
         self._store = store
         self._quiet = quiet
         self._uploading = uploading
         self._layout_of: dict[CheckpointId, Digest] = {}
-        """Of manifests that were read before: they never change."""
+        """Digest of the layout that each manifest names. Manifests never change, so each is read once."""
         self._unnamed: frozenset[Digest] = frozenset()
-        """What no manifest named at the last look."""
+        """Old layouts that no manifest named at the last look."""
 
     def look(self) -> frozenset[Digest]:
-        """Delete what no manifest named, neither at the last look nor at this one, while nothing is on its
-        way to the store; returns what was deleted. Raises what the store raises, CorruptionError and
-        FormatError: while one manifest cannot be read, every layout may be its own."""
+        """Delete the old layouts that no manifest named, both at the last look and at this one.
+
+        Nothing is deleted while an upload is under way. A layout that a manifest names and the store lacks
+        is put again, if this node has it.
+
+        Returns:
+            The layouts that were deleted. Empty if an upload began before the last of them was.
+
+        Raises:
+            CorruptionError: A manifest is damaged. It could name any layout, so none is deleted.
+            FormatError: A manifest cannot be parsed. None is deleted for the same reason.
+            HoldfastError: Any other error of the object store.
+        """
         before, self._unnamed = self._unnamed, frozenset()
         stored = self._store.list_layouts(*self._name, timedelta(0))
         old = self._store.list_layouts(*self._name, self._quiet)
@@ -56,12 +76,15 @@ class StoreLayouts:
         gone = before & self._unnamed
         for digest in sorted(gone):
             if self._uploading():
-                return frozenset()  # it may put the same layout; the next look begins anew
+                return frozenset()  # the upload may rely on this layout; two more looks are needed
             self._store.delete_layout(*self._name, digest)
         return gone
 
     def _named(self) -> frozenset[Digest]:
-        """After the layouts were listed: a manifest that comes later has put, or found, its layout."""
+        """Return the layouts that the store's manifests name. Call this after the layouts are listed.
+
+        Manifests that are put later have put their layout before, or found it (ADR 0043).
+        """
         listed = self._store.list_manifests(*self._name)
         self._layout_of = {c: d for c, d in self._layout_of.items() if c in listed}
         namespace, job_uid = self._name
@@ -73,7 +96,10 @@ class StoreLayouts:
         return frozenset(self._layout_of.values())
 
     def _restore(self, digest: Digest) -> None:
-        """A manifest names it and it is not there: put it again, if this node has it."""
+        """Put a layout that the store lacks although a manifest names it, if this node has it.
+
+        A failure is only logged.
+        """
         try:
             self._store.put_layout(*self._name, self._node.get_layout(digest))
             logs.warning("a layout was missing in the store: put again", layout=digest)
