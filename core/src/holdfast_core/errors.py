@@ -94,7 +94,3 @@ class DeviceError(HoldfastError):
 
 class SaveFailedError(HoldfastError):
     """A save did not reach the level that the caller waited for."""
-
-
-class StoppedError(HoldfastError):
-    """A wait ended because the gang was asked to stop."""

@@ -657,7 +657,6 @@ class Prepared:
     shard: ShardInfo
     layout: Digest
     rank_layout: Document | None = None
-    resent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Rules for when a save is due and which checkpoints may be pruned. Pure."""
+"""Rules for which checkpoints may be pruned. Pure."""

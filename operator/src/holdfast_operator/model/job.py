@@ -541,23 +541,8 @@ class Observed:
         found = (u for u in self.unreadable if u.kind == kind and u.name == name)
         return next(found, None)
 
-    def pod(self, worker: Worker, birth_round: RestartRound) -> PodView | None:
-        """Return the pod of this worker that was created in this round, or None if there is none."""
-        for pod in self.pods:
-            if pod.worker == worker and pod.birth_round == birth_round:
-                return pod
-        return None
-
     def sidecar_of(self, pod: PodView) -> SidecarView | None:
         return next((s for s in self.sidecars if s.pod_uid == pod.uid), None)
-
-    def member_pods(self) -> tuple[tuple[Worker, RestartRound, PodView | None], ...]:
-        """Return (worker, birth round, pod) of every member of the current round."""
-        by_key = {(p.worker, p.birth_round): p for p in self.pods}
-        return tuple(
-            (Worker(w), birth, by_key.get((Worker(w), birth)))
-            for w, birth in enumerate(self.job.status.members)
-        )
 
     def node_lost(self, pod: PodView) -> bool:
         """Return whether the pod's node counts as lost: its lease has stopped and the sidecar is unreachable.
