@@ -23,6 +23,10 @@ class FormatError(HoldfastError):
     """Bytes do not conform to their format. They are refused before any part of them is used."""
 
 
+class UnknownVersionError(FormatError):
+    """The format version is not one that this release reads. The bytes are not damaged."""
+
+
 class CorruptionError(FormatError):
     """A digest, an identity or a length does not match. The copy must be quarantined."""
 

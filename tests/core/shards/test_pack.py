@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.shards.builders import JOB_UID, payload
 from tests.support.shards.packs import trailer_of
 
-from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.ids import CheckpointId, JobUid, Rank, RestartRound, ShardRef, Step
 from holdfast_core.shards.coding import PLAIN, Coding
@@ -84,7 +84,7 @@ def test_an_index_of_a_newer_version_is_refused_by_its_version() -> None:
     )
     footer = struct.pack("<QQI", len(data), CODED.stored_bytes, crc32c(body))
     newer = body + footer + struct.pack("<I8s", crc32c(footer), b"HFPKEND1")
-    with pytest.raises(CorruptionError, match=r"version 2 is not known here .*a newer release"):
+    with pytest.raises(UnknownVersionError, match=r"version 2 is not known .*a newer release"):
         unpack_index(newer, CODED.stored_bytes + len(newer))
 
 

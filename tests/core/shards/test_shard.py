@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.shards.builders import payload, shard_file, shard_header
 
-from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
 from holdfast_core.format.digest import crc32c
 from holdfast_core.ids import Digest, JobUid, ShardRef
 from holdfast_core.shards.chunk_table import ChunkTable
@@ -162,3 +162,12 @@ def test_a_newer_version_is_unknown_and_not_corrupt() -> None:
 def test_a_table_of_another_length_is_not_written() -> None:
     with pytest.raises(FormatError, match="chunk table of 72 bytes"):
         pack_trailer(RECORD.header, RECORD.blake3, ChunkTable((1, 2), bytes(64)))
+
+
+def test_a_trailer_of_a_newer_version_is_unknown_and_not_corrupt() -> None:
+    trailer = FILE[trailer_offset(RECORD.header) :]
+    body = trailer[: -FOOTER.size].replace(b'"formatVersion":1', b'"formatVersion":2')
+    footer = struct.pack("<QQI", len(trailer), RECORD.header.payload_bytes, crc32c(body))
+    newer = body + footer + struct.pack("<I8s", crc32c(footer), b"HFSHEND1")
+    with pytest.raises(UnknownVersionError, match="newer release"):
+        unpack_trailer(newer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,14 @@ def test_a_node_tier_replaces_a_manifest_of_another_checkpoint_and_keeps_its_ala
     assert node.list_manifests() == ()
     node.quarantine_manifest(JOB_UID, CheckpointId(Step(99), RestartRound(0)), "it is not there")
     assert first.step == 10
+
+
+def test_files_that_are_no_checkpoints_are_not_listed(
+    store: DirectoryObjectTier, tmp_path: Path
+) -> None:
+    for key in ("manifests/s000000000001/notes.json", "layouts/notes.json"):
+        path = path_of(tmp_path, key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    assert store.list_manifests(NAMESPACE, JOB_UID) == ()
+    assert store.list_layouts(NAMESPACE, JOB_UID, timedelta(0)) == frozenset()

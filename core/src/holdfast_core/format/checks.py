@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast_core.errors import FormatError
+from holdfast_core.errors import FormatError, UnknownVersionError
 from holdfast_core.format.digest import parse_digest
 from holdfast_core.format.keys import MAX_ROUND, MAX_STEP
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, RestartRound, Step
@@ -95,7 +95,7 @@ def expect_digest(value: Any, path: str) -> Digest:
 def expect_version(value: Any, path: str, supported: int) -> None:
     version = expect_int(value, path, high=1 << 31)
     if version != supported:
-        raise FormatError(
+        raise UnknownVersionError(
             f"{path}: version {version} is not known here (this release reads {supported}): "
             "a newer release of Holdfast wrote it; restore with that release or a later one"
         )

@@ -103,7 +103,10 @@ def checked_job_uid(job_uid: JobUid) -> JobUid:
     return job_uid
 
 
-def parse_key(key: str) -> ShardKey | LayoutKey | ManifestKey | ReferencesKey:
+Key = ShardKey | LayoutKey | ManifestKey | ReferencesKey
+
+
+def parse_key(key: str) -> Key:
     """Parse a name that a `*_key` function produced. Raises FormatError for any other name."""
     if match := _SHARD.fullmatch(key):
         step, round_, rank, prefix, kind = match.groups()

@@ -16,12 +16,11 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
 from holdfast_core.format.canonical import dumps_canonical, loads_canonical
 from holdfast_core.format.checks import (
     expect_digest,
     expect_int,
-    expect_map,
     expect_object,
     expect_text,
     expect_version,
@@ -193,6 +192,8 @@ def unpack_trailer(data: bytes) -> Trailer:
             raise FormatError("footer, table and identity contradict each other")
         packed = bytes(body[start : start + table_bytes(count)])
         table = ChunkTable.unpack(packed, count)
+    except UnknownVersionError:
+        raise
     except FormatError as error:
         raise CorruptionError(f"shard trailer: {error}") from error
     if digest_of(packed) != chunk_table:
@@ -273,18 +274,14 @@ def _trailer_text(header: ShardHeader, blake3: Digest, chunk_table: Digest) -> b
 
 
 def _as_corruption(text: bytes, what: str) -> ShardHeader:
-    """Parse an identity. Raises CorruptionError for a wrong field, FormatError for a newer version.
+    """Parse an identity. Raises CorruptionError for a wrong field, UnknownVersionError for a newer version.
 
     A file of a newer version is not damaged, so it must not be quarantined.
     """
     try:
-        value = loads_canonical(text, what, limit_bytes=MAX_HEADER_BYTES)
-        version = expect_int(expect_map(value, what).get("formatVersion"), f"{what}.formatVersion")
-    except FormatError as error:
-        raise CorruptionError(str(error)) from error
-    expect_version(version, f"{what}.formatVersion", FORMAT_VERSION)
-    try:
-        return parse_identity(value, what)
+        return parse_identity(loads_canonical(text, what, limit_bytes=MAX_HEADER_BYTES), what)
+    except UnknownVersionError:
+        raise
     except FormatError as error:
         raise CorruptionError(str(error)) from error
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from holdfast_core.errors import CorruptionError, FormatError
+from holdfast_core.errors import CorruptionError, FormatError, UnknownVersionError
 from holdfast_core.format.canonical import dumps_canonical, loads_canonical
 from holdfast_core.format.checks import (
     expect_checkpoint,
@@ -260,6 +260,8 @@ def unpack_index(data: bytes, pack_bytes: int) -> PackIndex:
             raise FormatError(
                 f"{stored_bytes} bytes are stored, the places mean {index.stored_bytes}"
             )
+    except UnknownVersionError:
+        raise
     except FormatError as error:
         raise CorruptionError(f"pack index: {error}") from error
     return index

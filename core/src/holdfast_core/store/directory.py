@@ -17,11 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.errors import AlreadyExistsError, CorruptionError, NotFoundError
+from holdfast_core.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.keys import (
     LAYOUTS,
     MANIFESTS,
+    Key,
     LayoutKey,
     ManifestKey,
     job_prefix,
@@ -137,12 +138,8 @@ class DirectoryObjectTier:
 
     def list_manifests(self, namespace: str, job_uid: JobUid) -> tuple[CheckpointId, ...]:
         root = self._root / job_prefix(namespace, job_uid)
-        found = []
-        for path in (root / MANIFESTS).glob("*/*.json"):
-            key = parse_key(str(path.relative_to(root)))
-            if isinstance(key, ManifestKey):
-                found.append(key.checkpoint)
-        return tuple(sorted(found))
+        keys = (key for _, key in _keys(root, f"{MANIFESTS}/*/*.json"))
+        return tuple(sorted(key.checkpoint for key in keys if isinstance(key, ManifestKey)))
 
     def put_layout(self, namespace: str, job_uid: JobUid, document: bytes) -> Digest:
         digest = digest_of(document)
@@ -173,8 +170,7 @@ class DirectoryObjectTier:
         before = (SystemClock().utc_now() - older_than).timestamp()
         found = set[Digest]()
         with disk_errors(f"listing the layouts in {root}"):
-            for path in (root / LAYOUTS).glob("*.json"):
-                key = parse_key(str(path.relative_to(root)))
+            for path, key in _keys(root, f"{LAYOUTS}/*.json"):
                 if isinstance(key, LayoutKey) and path.stat().st_mtime <= before:
                     found.add(key.digest)
         return frozenset(found)
@@ -292,6 +288,13 @@ class DirectoryObjectTier:
         finally:
             os.close(fd)
             temp.unlink(missing_ok=True)
+
+
+def _keys(root: Path, pattern: str) -> Iterator[tuple[Path, Key]]:
+    """Yield the files below `root` whose name is a key of the store. Other files are ignored."""
+    for path in root.glob(pattern):
+        with suppress(FormatError):
+            yield path, parse_key(str(path.relative_to(root)))
 
 
 def _slices(fd: int, size: int) -> Iterator[memoryview]:

@@ -28,7 +28,7 @@ from holdfast_operator.base.settings import Settings
 from holdfast_operator.decide import releases
 from holdfast_operator.decide.acceptance import template_problem
 from holdfast_operator.decide.decide import decide
-from holdfast_operator.kube.api import ApiError, KubeApi
+from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.loop.observe import Observer
@@ -325,7 +325,7 @@ class Controller:
         """Read the node's lease from the API server, because the watch of leases is silent as well."""
         try:
             renewed = await self._cluster.lease_renewed(LEASES_PATH, node)
-        except ApiError as error:
+        except HoldfastError as error:
             self._said.warning(f"lease {node}", f"lease of node {node} not read: {error}")
             return
         if renewed is not None:

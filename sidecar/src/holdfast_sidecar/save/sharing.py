@@ -118,7 +118,7 @@ class ShardUploader:
         """Return how an earlier attempt stored the shard as a pack. None without a pack or if it is bad."""
         try:
             index = store.stored(self._contract.namespace, ref, looks=1).index
-        except (NotFoundError, CorruptionError):
+        except (NotFoundError, FormatError):
             return None
         return None if index is None else _stored_as(index)
 
