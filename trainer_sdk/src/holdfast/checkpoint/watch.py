@@ -1,4 +1,4 @@
-"""Notices that saves are made and none of them becomes durable. Pure: the caller passes the time."""
+"""Detects that saves are made but none of them becomes durable. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class CommitWatch:
         self._reported = False
 
     def saved(self, now: float) -> None:
-        """A save was due: handed over, failed or skipped. `now`: monotonic seconds."""
+        """Count a save that was handed over, failed or was skipped. `now` is in monotonic seconds."""
         if self._since is None:
             self._since = now
         self.saves_since_commit += 1
 
     def committed(self, step: Step, now: float) -> None:
+        """Record that the save of `step` became durable, and start to count anew."""
         if self.last_committed is None or step > self.last_committed:
             self.last_committed = step
         self.saves_since_commit = 0
@@ -35,7 +36,7 @@ class CommitWatch:
         self._reported = False
 
     def stalled_seconds(self, now: float) -> float | None:
-        """How long nothing became durable, once for each stall; None otherwise."""
+        """Return for how long no save became durable, once for each stall; otherwise None."""
         if self._reported or self._since is None or self.saves_since_commit < STALLED_SAVES:
             return None
         seconds = now - self._since
