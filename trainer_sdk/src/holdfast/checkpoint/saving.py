@@ -169,7 +169,7 @@ class Saver:
         self._session.stage(stage, slot, handle)
 
     def _hand_over_late(self, slot: Slot, stage: Stage, handle: SaveHandle) -> None:
-        """Hand the slot over in the thread of `DeviceCopies`. An error fails the handle, nothing is raised."""
+        """Hand the slot over in the thread of `DeviceCopies`. An error fails the handle and is not raised."""
         try:
             self._hand_over(slot, stage, handle)
         except BaseException as error:
