@@ -34,7 +34,7 @@ class Position:
     def __init__(self) -> None:
         self.done = 0
         self.is_known = False
-        """Whether a restore has set the position. A script may save before it restores, for example step 0."""
+        """Whether a restore has set the position. A script may save before it restores, such as step 0."""
         self._has_trained = False
         self._parts: dict[str, weakref.ref[Any]] = {}
 
