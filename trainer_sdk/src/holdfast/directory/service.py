@@ -661,7 +661,7 @@ class DirectoryService:
 
 
 def _push_all(pending: _Pending, messages: list[Any]) -> None:
-    """Push messages to all waiting ranks. A failed push is logged, because the trainer asks again."""
+    """Push messages to all waiting ranks. A failed push is only logged: the trainer stages again."""
     for push in pending.pushes:
         try:
             for message in messages:
