@@ -45,7 +45,7 @@ class OutputPump:
         asyncio.get_running_loop().add_reader(self._descriptor, self._on_readable)
 
     def close(self) -> None:
-        """Write an incomplete last line and close the pipe, even if a grandchild still holds its other end."""
+        """Write an incomplete last line and close the pipe, even if a grandchild holds its other end."""
         if not self.drained.is_set():
             asyncio.get_running_loop().remove_reader(self._descriptor)
             if self._partial:

@@ -14,7 +14,8 @@ from holdfast_core.errors import FormatError
 from holdfast_core.messages import codec
 
 MAX_PACKET_BYTES = 160 * 1024
-"""Limit of a packet. It is enough for the usual environment and command line."""
+"""Limit of a packet. It is enough for usual environments and command lines, and it is below the default
+send buffer of a Unix socket."""
 
 
 @dataclass(frozen=True, slots=True)
