@@ -400,7 +400,7 @@ class SlotRing:
         return self.directory / slot_name(self._rank, number)
 
     def _adopt(self, index: int, capacity_bytes: int, round_: RestartRound) -> Slot | None:
-        """Reuse a slot file of an earlier process if it is large enough and no one may still read it."""
+        """Reuse a slot file of an earlier process if it is large enough and no reader may still use it."""
         path = self._path(index)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
