@@ -177,7 +177,7 @@ class Checkpointer:
         self.skipped: tuple[str, ...] = ()
         """One line for each entry that the last restore with strict=False skipped."""
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ open and close
 
     def __enter__(self) -> Self:
         self.open()
@@ -534,7 +534,7 @@ class Checkpointer:
         step: number of optimizer steps done. Every rank must save the same steps.
         state: dict of names and objects.
 
-        Another process makes the copy durable. The handle tells which level the save has reached.
+        Another process makes the copy durable. The handle has the level that the save has reached.
 
         Parameters and optimizer state on a GPU are copied while training continues. The next
         `optimizer.step()` waits for these copies. Call `wait_staged` before anything else changes them.

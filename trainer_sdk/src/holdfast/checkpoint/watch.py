@@ -9,10 +9,11 @@ STALLED_SECONDS = 60.0
 
 
 class CommitWatch:
-    """Counts saves since the newest that became durable.
+    """Counter of the saves since the last one became durable.
 
-    A stall is at least `STALLED_SAVES` saves (failed and skipped ones included) over at least
-    `STALLED_SECONDS`: a slow disk under a short interval skips more saves than that between two commits.
+    A stall is at least `STALLED_SAVES` saves (failed and skipped saves included) during at least
+    `STALLED_SECONDS`. The number alone is not enough: with a slow disk and a short interval, more saves
+    than that are skipped between two commits.
     """
 
     def __init__(self) -> None:

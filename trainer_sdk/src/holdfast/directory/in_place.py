@@ -41,7 +41,7 @@ class InPlace:
     saved: dict[str, Any]
     """The saved state. Its tensors are those of the current state, or lie in new memory."""
     tier: TierName
-    """Where the bytes came from."""
+    """Tier from which the bytes came."""
 
 
 def read_in_place(

@@ -25,7 +25,7 @@ class ServiceOptions:
     restore: CheckpointId | None = None
     """The checkpoint that rank 0 chose, or None if there is none."""
     choose_restore: bool = True
-    """Whether to choose the restore point. If False, `restore` is it, also where it is None."""
+    """Whether to choose the restore point. If False, it is `restore`, which may be None."""
     rejected: tuple[CheckpointId, ...] = ()
     """Checkpoints that must not be chosen."""
     run_id: str = "standalone"

@@ -27,9 +27,9 @@ class Tail:
 
 
 class OutputPump:
-    """Reads one pipe until its end and writes whole lines, each behind `prefix`.
+    """Reads one pipe until its end and writes complete lines, each with `prefix` in front.
 
-    Call `start` in a running loop; `drained` is set at the end of the pipe.
+    Call `start` in a running event loop. `drained` is set at the end of the pipe.
     """
 
     def __init__(self, descriptor: int, prefix: str, target: BinaryIO, tail: Tail | None) -> None:

@@ -232,7 +232,7 @@ class SlotRing:
             self._ensure(capacity_bytes, round_, to_fill=to_fill)
         except VolumeFullError as error:
             if self.spare is None or self.directory == self.spare:
-                raise CapacityError(str(error)) from error  # the name that scripts catch
+                raise CapacityError(str(error)) from error  # the public error class
             logger.warning("slots lie in %s, and saves are slower: %s", self.spare, error)
             self._discard()
             self.directory = self.spare

@@ -15,7 +15,9 @@ from holdfast_core.errors import UnsupportedStateError
 
 
 def require_tensor(value: Any, path: str, *, in_place: bool) -> None:
-    """Check that a tensor of the state can be saved and loaded. Lazy and nested tensors are allowed here.
+    """Check that a tensor of the state can be saved and loaded.
+
+    The check uses only attributes that lazy and nested tensors have.
 
     Args:
         value: A torch.Tensor. For a DTensor the caller checks both the whole and its local part.

@@ -45,13 +45,16 @@ class RNG:
         torch = torch_module()
         if torch is not None:
             state["torch"] = torch.get_rng_state()
-            # A request would initialise CUDA. Before that its generators still have their seed's state.
+            # Reading their state would initialise CUDA. Before that, it follows from the seed.
             if torch.cuda.is_initialized():
                 state["cuda"] = list(torch.cuda.get_rng_state_all())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore all generators. Raises StateMismatchError if the number of generators or devices differs."""
+        """Restore all generators.
+
+        Raises StateMismatchError when the number of generators or CUDA devices differs.
+        """
         python = state["python"]
         random.setstate((python["version"], tuple(python["keys"].tolist()), python["gauss"]))
         np.random.set_state(tuple(state["numpy"]))

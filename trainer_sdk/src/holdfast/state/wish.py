@@ -145,7 +145,7 @@ class Wish:
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, ...], tuple[tuple[str, list[Any]], ...]]:
-        """Prefixes of the names of modules' tensors, and of optimizers' state with its parameters in order."""
+        """Name prefixes of modules' tensors, and those of optimizers' state with its parameters in order."""
         modules: list[str] = []
         optimizers: list[tuple[str, list[Any]]] = []
         for key, value in self._state.items():
@@ -185,7 +185,7 @@ class Wish:
         problems: list[str] = []
         for fqn, leaf in sorted(self._leaves.items()):
             if self._parameter(fqn)[0]:
-                continue  # loading an optimizer replaces what it has
+                continue  # loading an optimizer replaces its tensors, whatever their shape
             expected = f"{fqn}: expected {leaf.dtype} {list(leaf.global_shape)}"
             found = source.tensors.get(fqn)
             if found is None:
