@@ -232,8 +232,8 @@ class Checkpointer:
         """Finish the saves and close the connection.
 
         wait: with True, wait until the sidecar has acknowledged each save (in a pod) or until each save is
-          durable (in a folder). The wait is bounded. A save that has failed by then, or is not finished,
-          counts in `saves_failed`. Use False when an exception is already being raised.
+          durable (in a folder). The wait is bounded. A save that fails, or is too late, counts in
+          `saves_failed`. Use False when an exception is already being raised.
 
         With on_save_error="raise" and wait=True, raises SaveFailedError for such saves after everything is
         closed. It raises another error if the save of a loop that was just left early raised that error.
@@ -370,8 +370,8 @@ class Checkpointer:
     def stopping(self) -> bool:
         """Whether the gang was asked to stop, for example by a drain or a suspend.
 
-        `steps` then saves and ends by itself. In a loop of your own, `should_save` returns True for that
-        step: save, then leave the loop.
+        `steps` then saves and ends. In a loop of your own, `should_save` returns True for that step: save
+        and then leave the loop.
         """
         return self._stopping
 
@@ -395,7 +395,7 @@ class Checkpointer:
 
     @property
     def saves_failed(self) -> int:
-        """Number of saves of this rank that failed, or were not finished when `close` ended."""
+        """Number of saves of this rank that failed, including those that were too late for `close`."""
         return self._saves_failed
 
     @property

@@ -25,7 +25,8 @@ class SaveHandle:
         self._level: Level | None = None
         self._failures: dict[Level, str] = {}
         self.overtaken = False
-        """A newer save replaced this one before it reached the next level. This does not count as failed."""
+        """Whether a newer save replaced this one, or it was dropped before it was handed over. It reaches no
+        further level, but does not count as failed."""
 
     @property
     def level(self) -> Level | None:

@@ -196,7 +196,9 @@ class DirectoryPlace:
         try:
             make_directories(root)
         except OSError as error:
-            if not root.is_dir():  # an existing folder may be unwritable, then only restores work
+            if (
+                not root.is_dir()
+            ):  # if it exists, only the fsync of its parent failed, which is harmless
                 raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
         key = blake3(str(root).encode()).hexdigest()[:16]
         if slots_dir is not None:

@@ -384,7 +384,7 @@ class Restorer:
 
 
 def _why_never(place: DirectoryPlace, session: Session, *, patient: bool) -> HoldfastError | None:
-    """Return the error with which the persister will not answer, or None if it may still answer."""
+    """Return why the persister cannot be expected to answer, as an error, or None if it may still answer."""
     if isinstance(session.greeting_error, RefusedError) and (
         session.greeting_error.code == Refusal.BUSY
     ):

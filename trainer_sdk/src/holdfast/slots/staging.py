@@ -219,7 +219,7 @@ class SlotRing:
 
         Args:
             capacity_bytes: Payload bytes of each slot.
-            round_: Current round. A slot that an older round handed over is replaced by a new file.
+            round_: Current round. A FULL or OWNED slot of another round is replaced by a new file.
             to_fill: Leave new slots untouched, because another process fills them for a restore. The
                 restore does not have to wait for memory that only saves need. Do not use it where that
                 process is in another container, which would be charged for the memory.

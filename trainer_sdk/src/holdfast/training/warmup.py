@@ -40,8 +40,9 @@ def warm_up(model: Any, optimizer: Any, example_forward: Callable[[], Any]) -> N
 def pin_threads(count: int = 1) -> None:
     """Fix the number of threads that torch's operations use.
 
-    Sums depend on it, because another number of threads adds in another order. Call it before the first
-    operation: torch raises RuntimeError if it is too late to set the inter-operation threads.
+    Results depend on it, because another number of threads adds in another order. Call this function
+    before the first operation of torch. Later calls may raise RuntimeError, because torch cannot change
+    the number of inter-operation threads any more.
     """
     import torch
 
