@@ -196,9 +196,8 @@ class DirectoryPlace:
         try:
             make_directories(root)
         except OSError as error:
-            if (
-                not root.is_dir()
-            ):  # if it exists, only the fsync of its parent failed, which is harmless
+            # If it exists, only the fsync of its parent failed, which is harmless.
+            if not root.is_dir():
                 raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
         key = blake3(str(root).encode()).hexdigest()[:16]
         if slots_dir is not None:
@@ -411,9 +410,8 @@ class DirectoryPlace:
         self.keep_for_training()
         name = f"rank{self.settings.rank:06d}-{secrets.token_hex(8)}"
         process = Process(self.processes_dir, name)
-        if (
-            device_of(self.root) == self.device
-        ):  # otherwise the claim would be created on the disk below an unmounted file system
+        # Otherwise the claim would be created on the disk below an unmounted file system.
+        if device_of(self.root) == self.device:
             self._claim = claim(process.trainer)
         plain, theirs = socket.socketpair()
         ours = OwnSocket.of(plain)

@@ -133,9 +133,7 @@ class Restorer:
         self._left_parts = None
         from_nothing = self._settings.restore_known and self._settings.restore_step is None
         if from_nothing and not in_directory:
-            return (
-                None  # the launcher's environment says so; there is no need to wait for the sidecar
-            )
+            return None  # the launcher has set this; there is no need to wait for the sidecar
         while True:
             try:
                 found = self._fetch_once(wish)

@@ -173,9 +173,8 @@ class Saver:
         try:
             self._hand_over(slot, stage, handle)
         except BaseException as error:
-            if not isinstance(
-                error, UnavailableError
-            ):  # the link is closed: the copies took longer than `close` waits
+            # The link is closed: the copies took longer than `close` waits.
+            if not isinstance(error, UnavailableError):
                 logger.exception("handing over the save of step %d", handle.step)
             handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
 

@@ -92,9 +92,8 @@ class Committer:
             try:
                 prepared = self._prepared(checkpoint)
             except FileNotFoundError as error:
-                if self.is_committed(
-                    checkpoint
-                ):  # a later run committed it and removed the records
+                # A later run committed it and removed the records.
+                if self.is_committed(checkpoint):
                     return
                 raise NotFoundError(
                     f"checkpoint {checkpoint}: no record {error.filename}"
@@ -109,9 +108,8 @@ class Committer:
         """
         if not self._left():
             return
-        with (
-            self._one_at_a_time()
-        ):  # must not commit what that run's rank 0 prunes at the same time
+        # Must not commit what that run's rank 0 prunes at the same time.
+        with self._one_at_a_time():
             newest = max(((c.round, c.step) for c in candidates(self.tier)), default=(-1, -1))
             for checkpoint in self._left():
                 if (checkpoint.round, checkpoint.step) > newest:

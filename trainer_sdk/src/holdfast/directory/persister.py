@@ -45,10 +45,9 @@ _FOLDER_LOST = 72
 
 def main(argv: Sequence[str]) -> int:
     """Serve the trainer. Return 0 if every staged save was committed."""
+    # The trainer handles these signals, and this process ends after it.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # the trainer handles them; this process ends after it
+        signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     logging.basicConfig(level=logging.WARNING, format="[holdfast] %(message)s", stream=sys.stderr)
     sock = socket.socket(fileno=int(argv[0]))

@@ -39,9 +39,8 @@ def claim_round(directory: Path, at_least: RestartRound, run_id: str) -> Restart
             continue
         for older in taken:
             if older < round_:
-                with contextlib.suppress(
-                    OSError
-                ):  # an old file does no harm, and the next run removes it
+                # An old file does no harm, and the next run removes it.
+                with contextlib.suppress(OSError):
                     _path(directory, older).unlink()
         return round_
 
@@ -71,9 +70,8 @@ def _create(path: Path, run_id: str) -> bool:
     except FileExistsError:
         return False
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk may have no room for the text, but only the name counts
+        # A full disk may have no room for the text, but only the name counts.
+        with contextlib.suppress(OSError):
             text = f"run {run_id} of process {os.getpid()} on {socket.gethostname()}\n"
             os.write(descriptor, text.encode())
             os.fsync(descriptor)

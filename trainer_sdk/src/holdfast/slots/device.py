@@ -143,9 +143,8 @@ class CudaDevice:
             )
 
     def unpin(self, address: int) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # at the end of a process the runtime may be unloaded
+        # At the end of a process the runtime may be unloaded.
+        with contextlib.suppress(RuntimeError):
             if int(_cuda().cudart().cudaHostUnregister(address)) != 0:
                 _forget_last_error()
 

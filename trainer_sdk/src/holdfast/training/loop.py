@@ -165,9 +165,8 @@ def _parts(state: Mapping[str, Any]) -> dict[str, weakref.ref[Any]]:
     found: dict[str, weakref.ref[Any]] = {}
     for name, value in state.items():
         if is_stateful(value) or is_tensor(value) or isinstance(value, np.ndarray):
-            with contextlib.suppress(
-                TypeError
-            ):  # the script's class does not support weak references
+            # The script's class does not support weak references.
+            with contextlib.suppress(TypeError):
                 found[name] = weakref.ref(value)
     return found
 

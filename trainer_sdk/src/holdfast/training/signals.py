@@ -66,9 +66,8 @@ class HandledSignal:
             self._installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if (
-            os.getpid() != self._pid
-        ):  # a child that C code forked, or whose fork hook has not run yet
+        # A child that C code forked, or whose fork hook has not run yet.
+        if os.getpid() != self._pid:
             self.restore()
             os.kill(os.getpid(), number)
             return
