@@ -196,7 +196,7 @@ class DirectoryPlace:
         try:
             make_directories(root)
         except OSError as error:
-            # If it exists, only the fsync of its parent failed, which is harmless.
+            # If the folder exists, only the fsync of its parent failed, which is harmless.
             if not root.is_dir():
                 raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
         key = blake3(str(root).encode()).hexdigest()[:16]
@@ -410,7 +410,7 @@ class DirectoryPlace:
         self.keep_for_training()
         name = f"rank{self.settings.rank:06d}-{secrets.token_hex(8)}"
         process = Process(self.processes_dir, name)
-        # Otherwise the claim would be created on the disk below an unmounted file system.
+        # On another device the claim would be created on the disk below an unmounted file system.
         if device_of(self.root) == self.device:
             self._claim = claim(process.trainer)
         plain, theirs = socket.socketpair()

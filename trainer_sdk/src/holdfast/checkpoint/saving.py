@@ -173,7 +173,7 @@ class Saver:
         try:
             self._hand_over(slot, stage, handle)
         except BaseException as error:
-            # The link is closed: the copies took longer than `close` waits.
+            # UnavailableError means that the link is closed: the copies took longer than `close` waits.
             if not isinstance(error, UnavailableError):
                 logger.exception("handing over the save of step %d", handle.step)
             handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")

@@ -92,7 +92,7 @@ class Committer:
             try:
                 prepared = self._prepared(checkpoint)
             except FileNotFoundError as error:
-                # A later run committed it and removed the records.
+                # A later run may have committed it and removed the records.
                 if self.is_committed(checkpoint):
                     return
                 raise NotFoundError(
@@ -108,7 +108,7 @@ class Committer:
         """
         if not self._left():
             return
-        # Must not commit what that run's rank 0 prunes at the same time.
+        # The lock prevents a commit of what that run's rank 0 prunes at the same time.
         with self._one_at_a_time():
             newest = max(((c.round, c.step) for c in candidates(self.tier)), default=(-1, -1))
             for checkpoint in self._left():

@@ -165,7 +165,7 @@ def _parts(state: Mapping[str, Any]) -> dict[str, weakref.ref[Any]]:
     found: dict[str, weakref.ref[Any]] = {}
     for name, value in state.items():
         if is_stateful(value) or is_tensor(value) or isinstance(value, np.ndarray):
-            # The script's class does not support weak references.
+            # A class of the script may not support weak references.
             with contextlib.suppress(TypeError):
                 found[name] = weakref.ref(value)
     return found

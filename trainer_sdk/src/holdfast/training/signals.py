@@ -66,7 +66,7 @@ class HandledSignal:
             self._installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A child that C code forked, or whose fork hook has not run yet.
+        # This is a child that C code forked, or whose fork hook has not run yet.
         if os.getpid() != self._pid:
             self.restore()
             os.kill(os.getpid(), number)
