@@ -62,7 +62,7 @@ class LinkEvents(Protocol):
         ...
 
     def push(self, message: Any) -> None:
-        """Handle a message that is not a reply."""
+        """Handle a message that is not a reply to a request."""
         ...
 
 

@@ -33,7 +33,7 @@ class ChannelHandler(Protocol):
         ...
 
     async def push(self, message: Any) -> None:
-        """Handle a message that is not a reply."""
+        """Handle a message that is not a reply to a request."""
         ...
 
 
