@@ -75,9 +75,9 @@ def load_state(
         is_ours: Whether the tensors of `saved` are those of `state`, or in memory that may be kept.
 
     Raises:
-        StateMismatchError: Entries do not fit; the error names each with what was expected and found, and
-            nothing was loaded. It is also raised when an object's own load_state_dict raises. Other parts
-            may have been loaded then, and the error says so. With strict=False such an object is skipped.
+        StateMismatchError: Entries do not fit. The error names the first ten with what was expected and
+            found, and nothing was loaded. It is also raised when an object's own load_state_dict raises;
+            other parts may have been loaded then. With strict=False such an object is skipped.
     """
     comparison = _comparison(state, saved)
     if comparison.problems and strict:
