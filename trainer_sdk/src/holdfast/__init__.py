@@ -1,6 +1,7 @@
-"""Holdfast in a training script: `Checkpointer`, `save`, `restore`, and what a bit-identical resume needs.
+"""Public API of the Holdfast SDK for training scripts.
 
-Importing this module imports neither torch nor Kubernetes; torch is used where the state holds tensors.
+Importing this module imports neither torch nor a Kubernetes client. The SDK uses torch only where the
+state holds tensors.
 """
 
 from __future__ import annotations

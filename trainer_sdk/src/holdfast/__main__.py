@@ -14,7 +14,7 @@ EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code. Everything after `--` is the user's command."""
+    """Run the command line and return its exit code. The words after `--` are the user's command."""
     words = list(sys.argv[1:] if argv is None else argv)
     words, command = _split(words)
     parser = argparse.ArgumentParser(prog="holdfast", description="Fault-tolerant training.")

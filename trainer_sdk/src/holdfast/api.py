@@ -1,5 +1,7 @@
-"""Module-level `save` and `restore`: one Checkpointer for the whole process, for scripts that want no
-context manager."""
+"""Module-level `save` and `restore` for scripts that do not use a context manager.
+
+Both use one Checkpointer that the whole process shares.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,29 @@ _shared: tuple[str | None, Checkpointer] | None = None
 def restore(
     state: MutableMapping[str, Any], *, dir: str | os.PathLike[str] | None = None
 ) -> int | None:
-    """`Checkpointer.restore` of the process's Checkpointer."""
+    """Call `Checkpointer.restore` on the Checkpointer that this process shares.
+
+    Raises ConfigError when an earlier call named another `dir`.
+    """
     return _checkpointer(dir).restore(state)
 
 
 def save(
     step: int, state: Mapping[str, Any], *, dir: str | os.PathLike[str] | None = None
 ) -> SaveHandle:
-    """`Checkpointer.save` of the process's Checkpointer; it is closed, and waited for, at exit."""
+    """Call `Checkpointer.save` on the Checkpointer that this process shares.
+
+    At exit the process closes this Checkpointer and waits for its saves. Raises ConfigError when an
+    earlier call named another `dir`.
+    """
     return _checkpointer(dir).save(step, state)
 
 
 def _checkpointer(dir: str | os.PathLike[str] | None) -> Checkpointer:
-    """Raises ConfigError for a second directory in one process."""
+    """Return the shared Checkpointer; the first call opens it.
+
+    Raises ConfigError when `dir` differs from the directory of the first call.
+    """
     global _shared
     name = None if dir is None else str(folder_path(dir))
     with _lock:

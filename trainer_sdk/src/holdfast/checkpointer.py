@@ -1,8 +1,8 @@
-"""`Checkpointer`: what a training loop sees of Holdfast.
+"""`Checkpointer`, the interface between a training loop and Holdfast.
 
-Owns the order of things in the training thread: restore, allocate, train, save; leaves bytes to
-`staging`, words to `session`, and state to `state`. A failed save is a warning and a number, never an
-exception in the loop, unless the caller asked for it.
+This module defines the order of operations in the training thread: restore, allocate, train, save.
+`slots` stores the bytes, `connection` exchanges the messages, and `state` reads and loads the objects.
+A failed save is logged and counted. It raises in the loop only with on_save_error="raise".
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ WhenBusy = Literal["skip", "wait"]
 _DEFAULT_INTERVAL_STEPS = 100
 _BUSY_WAIT_SECONDS = 600.0
 _LEAVE_WAIT_SECONDS = 30.0
-"""For a slot when a loop is left: it may be left by an exception, which should not be held up for long."""
+"""Time to wait for a free slot when a loop is left. An exception that left it should not be delayed for
+long."""
 _ACKNOWLEDGE_SECONDS = 10.0
 _SETTLE_SECONDS = 120.0
 _COPIES_SECONDS = 120.0
-"""How long the end waits for a device's copies: a device may hang in a collective for ever."""
+"""Time that `close` waits for copies from a device. A device may hang in a collective for ever."""
 _COPIES_AFTER_ERROR_SECONDS = 10.0
 _LET_GO_SECONDS = 5.0
 
@@ -73,18 +74,22 @@ _LET_GO_SECONDS = 5.0
 class Checkpointer:
     """Saves and restores the state of one rank. Use it as a context manager, in the main thread.
 
-    dir: folder for checkpoints where there is no sidecar; in a worker pod leave it out.
-    interval_steps: optimizer steps between saves (in a pod the job's spec says it). 0: only on request.
-    keep_last: committed checkpoints that stay in `dir`, at least 1.
-    slots_dir: where the copies of a state lie until they are written to `dir`, instead of /dev/shm: a
-      directory of this machine that has `slots` times the room of the state. A pod has its own.
-    strict: a checkpoint must hold exactly what the state asks for; False: what does not fit is skipped
-      and listed in `skipped`.
-    on_save_error: "warn" logs and counts; "raise" raises at this or the next save.
-    when_busy: all slots of a rank are still being written when a step begins: every rank leaves its
-      save out ("skip"), or waits for a slot ("wait"). The same on every rank.
+    dir: folder for checkpoints. Leave it out in a worker pod, where the sidecar writes them.
+    interval_steps: optimizer steps between saves, 100 by default; 0 saves only on request. In a pod the
+      job's spec sets the interval, and this argument has no effect.
+    keep_last: number of committed checkpoints to keep in `dir`, at least 1. A pod ignores it.
+    slots: number of slots per rank, at least 1. A slot holds a copy of the rank's state until that copy
+      is written to `dir`. A pod ignores it.
+    slots_dir: directory on this machine for the slots, instead of /dev/shm. It needs room for `slots`
+      copies of the state. A pod ignores it.
+    strict: with True the checkpoint must hold exactly what the state contains. With False what does not
+      fit is skipped and listed in `skipped`.
+    on_save_error: "warn" logs and counts a failed save. "raise" raises its error in this save or in the
+      next one.
+    when_busy: what to do when a rank has no free slot for a save. With "skip" every rank leaves that save
+      out; with "wait" the rank waits up to 10 minutes for a slot. Use the same value on every rank.
 
-    Raises ConfigError for other values, and when neither a pod nor `dir` says where checkpoints go.
+    Raises ConfigError for an invalid argument, and outside a worker pod when `dir` is missing.
     """
 
     def __init__(
@@ -156,23 +161,23 @@ class Checkpointer:
         self._left_out: int | None = None
         self._began = False
         self._laps = 0
-        """How often the ranks rolled back."""
+        """Number of times that the ranks rolled back."""
         self._has_saved = False
-        """Since the folder was opened, or rolled back: the same on every rank."""
+        """Whether a save was started since the folder was opened or rolled back. The same on every rank."""
         self._last_saved: Step | None = None
         self._outcomes = Outcomes()
         self._position = Position()
         self._lazy_loaders = LazyLoaderWatch()
         self._loop: TrainingLoop | None = None
         self._left: SaveHandle | None = None
-        """The save of a loop that was left by `break`, until it is known what comes next."""
+        """The held save of a loop that was left early, until a later call keeps or drops it."""
         self._left_error: Exception | None = None
         self._was_interrupted = False
-        """Ctrl-C ended a loop after a step that is saved."""
+        """Ctrl-C ended a loop after it had saved its last step."""
         self.skipped: tuple[str, ...] = ()
-        """What the last restore with strict=False left alone, one line each."""
+        """One line for each entry that the last restore with strict=False skipped."""
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ open and close
 
     def __enter__(self) -> Self:
         self.open()
@@ -185,7 +190,7 @@ class Checkpointer:
         traceback: TracebackType | None,
     ) -> None:
         if os.getpid() != self._pid:
-            return  # a forked child leaves the block of its parent
+            return  # a forked child must not close what belongs to its parent
         waited_out = self._was_interrupted and isinstance(error, KeyboardInterrupt)
         deliberate = error is None or waited_out or _is_clean_exit(error)
         if not deliberate:
@@ -193,7 +198,10 @@ class Checkpointer:
         self.close(wait=deliberate)
 
     def open(self) -> None:
-        """Connect. Called by `with`; once. Raises ConfigError after `close`."""
+        """Connect to the sidecar, or start the process that writes to `dir`.
+
+        `with` calls this method. Further calls have no effect. Raises ConfigError after `close`.
+        """
         if self._session.link is not None:
             self._require_own()
             return
@@ -209,7 +217,7 @@ class Checkpointer:
         self._dropped = weakref.finalize(
             self, _let_go, os.getpid(), self._session, self._place, self._signal
         )
-        self._dropped.atexit = False  # the persister sees the end of the process by itself
+        self._dropped.atexit = False  # the persister detects the end of the process itself
         self._store = connect_store(self._settings)
         self._agreement = self._new_agreement()
         self._restorer = Restorer(
@@ -221,13 +229,18 @@ class Checkpointer:
         self._signal.install()
 
     def close(self, *, wait: bool = True) -> None:
-        """End the connection. `wait`: what was saved is safe in the sidecar's hands (in a pod) or
-        durable (in a directory) when this returns, or has failed and is counted in `saves_failed`.
+        """Finish the saves and close the connection.
 
-        With on_save_error="raise" and `wait`, raises SaveFailedError for such a save, after everything
-        is closed. Without `wait` nothing is raised: an exception is on its way already.
+        wait: with True, wait until the sidecar has acknowledged each save (in a pod) or until each save is
+          durable (in a folder). The wait is bounded. A save that fails, or is too late, counts in
+          `saves_failed`. Use False when an exception is already being raised.
 
-        Does nothing in a forked child: the connection, the slots and the persister are the parent's.
+        With on_save_error="raise" and wait=True, raises SaveFailedError for such saves after everything is
+        closed. It raises another error if the save of a loop that was just left early raised that error.
+        With wait=False it raises nothing.
+
+        Does nothing in a forked child, because the connection, the slots and the process that writes to
+        the folder belong to the parent.
         """
         if os.getpid() != self._pid:
             return
@@ -252,7 +265,7 @@ class Checkpointer:
         self._saver.close()
         if copied:
             self._ring.close()
-        else:  # the device may still write into the slots: they stay mapped until the process ends
+        else:  # the device may still write into the slots, so they stay mapped until the process ends
             logger.warning(
                 "a save is lost: its copies from the device were not done within %s s",
                 copies_seconds,
@@ -274,17 +287,26 @@ class Checkpointer:
         *,
         before_rng: Callable[[], None] | None = None,
     ) -> Generator[int, None, None]:
-        """Restore, then yield the index of each step still to do, 0 to total - 1.
+        """Restore, then yield the index of each step that remains, up to total - 1.
 
-        The body does one optimizer step: after the body of index i, i + 1 steps are done. Saves when
-        the interval says so, on request, at a stop and after the last step. Ends early, with
-        `stopping` set, when the gang was asked to stop. `before_rng`: see `restore`.
+        total: number of optimizer steps of the whole training.
+        state: dict of names and objects to save and restore.
+        before_rng: see `restore`.
 
-        `break` and `return` save what is done, as a stop would; an exception in the body does not. The
-        first Ctrl-C saves after the step that runs, then raises KeyboardInterrupt. Called again with
-        the same models and tensors it goes on where the training stands, without restoring. After
-        steps that the script did and reported by itself it restores first, and goes on after them
-        where there is nothing to restore.
+        The loop's body does one optimizer step: after the body of index i, i + 1 steps are done. The
+        loop saves at the interval, on request, at a stop and after the last step. It ends early, with
+        `stopping` set, when the gang was asked to stop.
+
+        `break` and `return` save the steps that are done; an exception in the body saves nothing. The
+        first Ctrl-C saves after the current step and then raises KeyboardInterrupt. A second Ctrl-C
+        raises immediately.
+
+        A second call with the same models and tensors continues after the steps that are done, without
+        a restore. If the script did and reported steps itself before the first restore, the loop restores
+        first. If there is nothing to restore, it continues after those steps.
+
+        Raises ConfigError when the script restores, or starts another loop, inside the body. Also raises
+        what `restore` and `save` raise.
         """
         total = checked_step(total, "Checkpointer.steps(total=...)")
         require_state(state, "steps")
@@ -297,7 +319,7 @@ class Checkpointer:
         if self._position.continues(state):
             start = self._position.done
         else:
-            # Before the first restore the saves of this process are no history to go back to.
+            # Saves that this process made before its first restore are not a history to roll back to.
             rolls_back = self._has_saved and self._position.is_known
             by_hand = self._position.done_by_hand(state)
             found = self._restore(state, None, before_rng, rolls_back=rolls_back)
@@ -311,7 +333,7 @@ class Checkpointer:
         try:
             self.allocate(state)
         except StateDictError as error:
-            # The state's own code may succeed later: as for every save, training goes on.
+            # The state's own code may succeed later. As with every failed save, training continues.
             logger.warning("memory for saves is taken at the first save, not now: %s", error)
         self._begin(start)
         loop = self._loop = TrainingLoop(state, self._session.interrupt)
@@ -334,21 +356,28 @@ class Checkpointer:
         if loop.was_interrupted:
             self._was_interrupted = True
             if self._session.forget_interrupt() and self._store is None:
-                self._stopping = False  # in a notebook the script may go on in the next cell
+                self._stopping = False  # a notebook may continue in its next cell
             raise KeyboardInterrupt(f"saved after {self._position.done} steps")
 
     def report(self, **metrics: Any) -> None:
-        """Numbers or scalar tensors of the step being done (loss=...): shown in the job's status."""
+        """Report metrics of the current step, such as loss=..., for the job's status.
+
+        Values are numbers or scalar tensors.
+        """
         self._progress.measured(metrics)
 
     @property
     def stopping(self) -> bool:
-        """The gang was asked to stop (drain, suspend): the state is saved, leave the loop."""
+        """Whether the gang was asked to stop, for example by a drain or a suspend.
+
+        `steps` then saves and ends. In a loop of your own, `should_save` returns True for that step: save
+        and then leave the loop.
+        """
         return self._stopping
 
     @property
     def interval_steps(self) -> int:
-        """Steps between saves that every rank agrees on; 0: only on request."""
+        """Optimizer steps between saves, the same on every rank. 0 means that ranks save only on request."""
         if self._interval_steps is not None:
             return self._interval_steps
         policy = self._session.policy
@@ -356,38 +385,44 @@ class Checkpointer:
 
     @property
     def blocked_seconds(self) -> float:
-        """Time that saves have cost the training thread so far."""
+        """Seconds that saves have blocked the training thread so far."""
         return self._blocked_seconds
 
     @property
     def saves_skipped(self) -> int:
-        """Saves that every rank left out because some rank's slots were all still being written."""
+        """Number of saves that were left out because a rank had no free slot."""
         return self._saves_skipped
 
     @property
     def saves_failed(self) -> int:
+        """Number of saves of this rank that failed, including those that were too late for `close`."""
         return self._saves_failed
 
     @property
     def last_committed_step(self) -> int | None:
-        """The newest step saved by this Checkpointer that is known to be durable; None before the first.
-        Up to date after each save and after `close`."""
+        """The newest durable step of this Checkpointer, or None before the first one.
+
+        It is updated by each save and by `close`.
+        """
         return self._outcomes.watch.last_committed
 
     @property
     def saves_since_commit(self) -> int:
-        """Saves that were due since one became durable, failed and skipped ones included. A number that
-        only rises says that nothing is saved any more; a warning says so, too, after a minute."""
+        """Number of saves since the last one became durable, failed and skipped saves included.
+
+        A number that only rises means that no save becomes durable any more. An error is logged after
+        5 such saves and 60 seconds.
+        """
         return self._outcomes.watch.saves_since_commit
 
     def should_save(self, step: int) -> bool:
-        """Whether every rank saves after `step` optimizer steps.
+        """Return whether every rank must save after `step` optimizer steps.
 
-        Call it once after each step, on every rank: it also reports the step to the job's status, and
-        sets `stopping`. `steps` does it itself. Raises ConfigError for what is no step.
+        Call it once after each step, on every rank, in a loop that does not use `steps`. It also reports
+        the step for the job's status and sets `stopping`. Raises ConfigError for an invalid step.
         """
         due = self._wants_save(checked_step(step, "Checkpointer.should_save(step)"))
-        if not due:  # otherwise the save reports the step, with what it cost
+        if not due:  # otherwise the save reports the step and the time that it blocked training
             self._progress.send(self._round())
         return due
 
@@ -400,18 +435,29 @@ class Checkpointer:
         step: int | None = None,
         before_rng: Callable[[], None] | None = None,
     ) -> int | None:
-        """Load the round's restore point in place; the number of optimizer steps done, or None.
+        """Load the restore point of this round into `state` and return its number of optimizer steps.
 
-        After a save of this process: the newest checkpoint that is committed, which is to roll back.
-        `step`: that one instead. Both need a folder, and every rank must call it. What is saved
-        afterwards replaces the later steps: a run that starts prefers it.
+        Returns None when there is nothing to restore.
 
-        Order: models, optimizers, schedulers, data loaders, anything else, `before_rng`, random
-        number generators. Make iterators of data loaders in `before_rng`: they may draw from them.
-        Raises StateMismatchError when the checkpoint does not fit (nothing was loaded then),
-        CapacityError, CorruptionError when no copy can be read (from a folder, the state may hold parts
-        of a bad one then). Blocks while the sidecar is away: a
-        run never starts from nothing because its checkpoint could not be asked for.
+        state: dict of names and objects. They are loaded in place.
+        step: load the checkpoint of this step instead, from a folder.
+        before_rng: function to call before the random number generators are loaded. Make iterators of
+          data loaders in it, because they may draw random numbers.
+
+        Every rank must call it. After a save of this process, or with `step`, the ranks roll back to the
+        newest committed checkpoint or to `step`. A rollback works only with a folder. Saves that follow
+        replace the later steps of the old history: a run that starts afterwards prefers them.
+
+        Objects are loaded in this order: models, optimizers, schedulers, data loaders, all others, then
+        `before_rng` is called, then random number generators.
+
+        Raises StateMismatchError when the checkpoint does not fit, before anything is loaded. Raises
+        CorruptionError when no copy can be read; the state may then hold parts of a bad copy if it came
+        from a folder. Raises CapacityError when there is no room for the bytes, and ConfigError for a
+        rollback in a pod or to a step that the folder does not hold.
+
+        Blocks while the sidecar cannot be reached, so that a run never starts from the beginning only
+        because its checkpoint was not available.
         """
         wanted = None if step is None else checked_step(step, "Checkpointer.restore(step)")
         require_state(state, "restore")
@@ -438,7 +484,7 @@ class Checkpointer:
         try:
             found = restorer.fetch(wish)
         except CorruptionError:
-            # Every rank raises this for a step that was asked for: the next call looks again.
+            # For a requested step every rank raises this, so that the next call rolls back again.
             self._has_saved = self._has_saved or step is not None
             raise
         if found is None:
@@ -466,29 +512,37 @@ class Checkpointer:
             self._lazy_loaders.restored()
         for line in self.skipped:
             logger.warning("not restored: %s", line)
-        # For every rank: each has its own copy, and a rank that reads from a slower tier delays all.
+        # Logged on every rank: each reads its own copy, and one slow tier delays all ranks.
         logger.info("rank %d restored step %d from %s", self._settings.rank, found.step, found.tier)
         self._say("restored step %d from %s", found.step, self._place_name(found))
         return found.step
 
     def allocate(self, state: Mapping[str, Any]) -> None:
-        """Take and touch the shared memory for this state now, before the first step. `steps` does it.
+        """Allocate the slots for this state and write to their memory pages once, before the first step.
 
-        Raises CapacityError, UnsupportedStateError, StateDictError."""
+        The first save is then as fast as later ones. `steps` calls this method. Raises CapacityError,
+        UnsupportedStateError, StateDictError, and ConfigError where this run may not save.
+        """
         require_state(state, "allocate")
         self._open_to_save()
         wish = Wish(state, self._settings.rank, strict=self._strict)
         self._saver.ensure_slots(wish.needed_bytes(), self._round())
 
     def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
-        """Copy the state as it is now and return: training may change it at once.
+        """Copy the state and return a handle of the save. Training may then change the state.
 
-        `step`: optimizer steps done. Every rank must save the same steps. Becoming durable goes on in
-        another process; ask the handle. Parameters and optimizer state on a GPU are copied while
-        training goes on, up to the next `optimizer.step()`: before anything else changes them, call
-        `wait_staged`. With on_save_error="raise", raises SaveFailedError and what prevented the copy
-        (CapacityError, UnsupportedStateError, UnavailableError, DeviceError). Raises ConfigError for what
-        is no step, before anything is taken. Ctrl-C is raised after the save; a second one at once.
+        step: number of optimizer steps done. Every rank must save the same steps.
+        state: dict of names and objects.
+
+        Another process makes the copy durable. The handle has the level that the save has reached.
+
+        Parameters and optimizer state on a GPU are copied while training continues. The next
+        `optimizer.step()` waits for these copies. Call `wait_staged` before anything else changes them.
+
+        With on_save_error="raise", raises SaveFailedError for this or an earlier save, or the error that
+        prevented the copy: CapacityError, UnsupportedStateError, UnavailableError or DeviceError. Raises
+        ConfigError for an invalid step, and where another run trains in the folder. During a save the
+        first Ctrl-C takes effect at its end, a second one immediately.
         """
         checked = checked_step(step, "Checkpointer.save(step)")
         require_state(state, "save")
@@ -498,10 +552,10 @@ class Checkpointer:
             return self._save(checked, state, wait=self._when_busy == "wait")
 
     def wait_staged(self) -> None:
-        """What the current CUDA stream is given from now on runs after the copies of the saves so far.
+        """Make later work on the current CUDA stream wait for the copies of all saves so far.
 
-        Call it before anything but an optimizer's own `step` changes parameters or optimizer state
-        that is on a GPU. Costs next to nothing: neither blocks the host, nor waits for durability.
+        Call it before anything other than an optimizer's `step` changes parameters or optimizer state
+        on a GPU. It does not block the host, and it does not wait for durability.
         """
         self._saver.wait_staged()
 
@@ -529,7 +583,7 @@ class Checkpointer:
             self._last_saved = handle.step
         except SaveFailedError:
             raise
-        # A state's own code may raise anything, and a failed save never ends training.
+        # A state's own code may raise any exception, and a failed save must not end training.
         except Exception as error:  # noqa: BLE001 - see above
             handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
             self._failed(error, step)
@@ -552,19 +606,22 @@ class Checkpointer:
         self._say("nothing to restore from %s: %s", self._place_name(), start)
 
     def _place_name(self, found: Fetched | None = None) -> str:
-        """Where checkpoints are, in the words of the script; of a restored one, how many are older."""
+        """Return the location of checkpoints for log messages.
+
+        For a checkpoint restored from a folder, rank 0 adds the number of older ones.
+        """
         if not isinstance(self._place, DirectoryPlace):
             return "the job's checkpoints" if found is None else f"the {found.tier} tier"
         if found is None or self._settings.rank != 0:
             return str(self._dir)
         try:
             older = older_than(self._place.root, found.step)
-        except OSError:  # the folder went away since: what was read is restored
+        except OSError:  # the folder was removed meanwhile; the state was already read from it
             return str(self._dir)
         return f"{self._dir} ({older} older {'exists' if older == 1 else 'exist'})"
 
     def _require_own(self) -> None:
-        """Raises ConfigError in a forked child."""
+        """Raise ConfigError in a forked child."""
         if os.getpid() != self._pid:
             raise ConfigError(
                 f"Checkpointer: process {self._pid} opened it and this is its forked child "
@@ -572,7 +629,10 @@ class Checkpointer:
             )
 
     def _roll_back(self, step: Step | None) -> None:
-        """All ranks: from the next request on, the folder answers with what is committed by now."""
+        """Make `step`, or the newest committed step, the restore point. Every rank must call it.
+
+        The next restore request is then answered with that checkpoint.
+        """
         restorer = self._opened()
         if isinstance(self._place, DirectoryPlace):
             self._session.wait_settled(_SETTLE_SECONDS)
@@ -586,7 +646,7 @@ class Checkpointer:
         return StepAgreement(self._session, self._store, self._settings.rank, self._laps)
 
     def _leave(self, loop: TrainingLoop) -> None:
-        """The loop is over, or its generator was closed in the middle of a body."""
+        """End a loop. If its body was left early, save the steps done and hold that save back."""
         if self._loop is not loop:
             return
         self._loop = None
@@ -597,18 +657,18 @@ class Checkpointer:
         self._position.trained(done)
         if done == 0 or done == self._last_saved:
             return
-        # Whether an exception left the body is not known here, and whether the script goes back to
-        # an older step: the bytes of this moment are kept until it is.
+        # It is not known here whether an exception left the body, or whether the script will roll back.
+        # The bytes of this moment are held until a later call shows which is the case.
         self._left = SaveHandle(Step(done), self._round())
         self._session.hold_back(self._left)
         try:
             self._open_to_save()
             self._start_save(self._left, loop.state, _LEAVE_WAIT_SECONDS)
-        except Exception as error:  # noqa: BLE001 - Python would print it and go on: see close
+        except Exception as error:  # noqa: BLE001 - Python would only print it; `close` raises it
             self._left_error = error
 
     def _hand_over_left(self) -> None:
-        """The state in which a loop was left is wanted. Raises what its save raised."""
+        """Hand over the held save of a loop that was left early. Raise the error of that save, if any."""
         left, self._left = self._left, None
         error, self._left_error = self._left_error, None
         if left is not None:
@@ -632,7 +692,10 @@ class Checkpointer:
         return self._restorer
 
     def _open_to_save(self) -> None:
-        """Raises ConfigError where this run may not save into the folder."""
+        """Open the connection and acquire the folder's training lock, once.
+
+        Raises ConfigError where this run may not save into the folder.
+        """
         self._opened()
         if isinstance(self._place, DirectoryPlace) and not self._may_save:
             take_for_training(self._place, self._store, self._settings.rank)
@@ -646,15 +709,18 @@ class Checkpointer:
         return interval > 0 and step % interval == 0
 
     def _foresee(self, step: int) -> None:
-        """Before `step` starts: tell the gang if its save would find no slot here."""
+        """Before `step` starts, publish to the gang if this rank would have no slot for its save."""
         if self._agreement is None or self._when_busy == "wait" or not self._is_due(step):
             return
         if self._ring.slots and not self._ring.has_free() and not self._may_get_free():
             self._agreement.leave_out(step)
 
     def _may_get_free(self) -> bool:
-        """Where the sidecar keeps every step in memory, an older one gives way as soon as the one that
-        was handed over just now is complete: before this step ends, unless that was wrong last time."""
+        """Return whether the sidecar is expected to free a slot before the next step ends.
+
+        A sidecar that keeps every step in memory frees the older slot as soon as the step that was just
+        handed over is complete. If the previous save found no slot, this expectation was wrong.
+        """
         policy = self._session.policy
         keeps = policy is not None and policy.keeps_every_step
         return keeps and isinstance(self._place, PodPlace) and not self._found_no_slot
@@ -707,7 +773,7 @@ class Checkpointer:
         due = self._wants_save(step)
         verdict = self._verdict(step)
         if due or last:
-            # What was asked for, and the last one, is worth waiting for a slot.
+            # A requested save and the last save wait for a free slot instead of being skipped.
             wanted = last or verdict.save or verdict.stop or self._when_busy == "wait"
             self._save(step, state, wait=wanted)
         else:
@@ -730,15 +796,21 @@ class Checkpointer:
         logger.info("save of step %d skipped: every slot is still being written", handle.step)
 
     def _raise_older(self) -> None:
-        """With on_save_error="raise": a save that failed after it was handed over is raised here."""
+        """Count the saves that failed after they were handed over.
+
+        With on_save_error="raise", raises SaveFailedError for the first of them.
+        """
         while (handle := self._outcomes.next_failed(time.monotonic())) is not None:
             self._failed(
                 SaveFailedError(f"save of step {handle.step}: {handle.failure}"), handle.step
             )
 
     def _count_last(self, *, wait: bool) -> SaveFailedError | None:
-        """What failed, or is not durable, when the connection is about to end; counted and logged. Without
-        `wait` a folder's unfinished saves have not failed: its persister goes on writing them."""
+        """Count and log the saves that have failed or are unfinished before the connection ends.
+
+        Returns the error that describes them, or None if there are none. Without `wait`, unfinished saves
+        of a folder do not count: the persister continues to write them.
+        """
         failed: list[tuple[Step, str]] = []
         while (handle := self._outcomes.next_failed(time.monotonic())) is not None:
             failed.append((handle.step, handle.failure or "unknown"))
@@ -789,15 +861,17 @@ class Checkpointer:
 
 
 def _is_clean_exit(error: BaseException) -> bool:
-    """The script ended itself in a way that says that all is well."""
+    """Return whether `error` is a SystemExit that reports success."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _let_go(pid: int, session: Session, place: Place, stop: HandledSignal) -> None:
-    """Of a Checkpointer that nobody refers to any more, as when a notebook's cell runs again: its memory
-    and its persister would stay as long as this process."""
+    """Release what an unreferenced Checkpointer holds, for example when a notebook's cell runs again.
+
+    Otherwise its memory and its persister would stay until this process ends.
+    """
     if os.getpid() != pid:
-        return  # a forked child has none of it
+        return  # the resources belong to the parent
     stop.restore()
     session.wait_settled(_LET_GO_SECONDS)
     link, session.link = session.link, None

@@ -1,4 +1,4 @@
-"""`python -m holdfast.run [options] -- COMMAND`: the same as `holdfast run`."""
+"""Entry point for `python -m holdfast.run [options] -- COMMAND`, which is equal to `holdfast run`."""
 
 from __future__ import annotations
 

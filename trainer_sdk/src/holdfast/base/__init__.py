@@ -1,1 +1,1 @@
-"""What every part of the SDK uses: settings, handles of saves, notices, and layout documents."""
+"""Parts that the whole SDK uses: settings, handles of saves, notices, and layout documents."""

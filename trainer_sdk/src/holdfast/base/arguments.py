@@ -1,7 +1,7 @@
-"""Check what a script passes to a Checkpointer, before anything is opened or taken.
+"""Checks the arguments that a script passes to a Checkpointer before anything is opened or allocated.
 
-A wrong value would otherwise fail far from its cause, or never: an unknown `on_save_error` would count as
-"warn".
+Without these checks a wrong value would fail far from its cause, or not at all: an unknown
+`on_save_error` would count as "warn".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast_core.errors import ConfigError
 
 
 def checked_count(value: Any, what: str, least: int) -> int:
-    """Return an integer of at least `least`. Raises ConfigError that names the argument `what`."""
+    """Return `value` as an integer of at least `least`. Raises ConfigError that names the argument `what`."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -27,14 +27,14 @@ def checked_count(value: Any, what: str, least: int) -> int:
 
 
 def require_one_of(value: Any, what: str, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError that names the argument `what` and its choices."""
+    """Raise ConfigError that names the argument `what`, unless `value` is one of `choices`."""
     if value not in choices:
         expected = " or ".join(repr(one) for one in choices)
         raise ConfigError(f"Checkpointer({what}={value!r}): expected {expected}")
 
 
 def require_state(state: Any, call: str) -> None:
-    """Raise ConfigError unless `state` is a dict: a script may pass the model itself."""
+    """Raise ConfigError unless `state` is a mapping. A script may pass the model itself by mistake."""
     if not isinstance(state, Mapping):
         raise ConfigError(
             f"Checkpointer.{call}: expected the state as a dict of names and objects, such as "

@@ -1,4 +1,4 @@
-"""What `Checkpointer(dir=...)` accepts: a path, or a file URL. Other URLs are not supported."""
+"""Parses `Checkpointer(dir=...)`: a path or a file URL. Other URLs are not supported."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from urllib.parse import unquote, urlsplit
 from holdfast_core.errors import ConfigError
 
 _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/")
-"""One slash: pathlib.Path makes one of two."""
+"""It requires only one slash, because pathlib.Path collapses two slashes into one."""
 
 
 def folder_path(dir: str | os.PathLike[str]) -> Path:
-    """The absolute path. Raises ConfigError for anything that is neither a path nor a file URL."""
+    """Return the absolute path. Raises ConfigError for anything but a path or a file URL."""
     text: object = os.fspath(dir)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise ConfigError(f"Checkpointer(dir={dir!r}): expected the path of a folder")

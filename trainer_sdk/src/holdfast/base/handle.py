@@ -1,4 +1,4 @@
-"""What `save` returns: where the save stands, and a way to wait for a level."""
+"""`SaveHandle`, which `save` returns: the progress of a save, and a way to wait for a level."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from holdfast_core.ids import Level, RestartRound, Step
 
 
 class SaveTimeoutError(SaveFailedError, TimeoutError):
-    """The level was not reached within the time that was waited; it may still be."""
+    """The save did not reach the level within the time-out. It may still reach it later."""
 
 
 class SaveHandle:
-    """One save of one rank. Levels only rise; a failure names the lowest level not reached.
+    """Progress of one save of one rank.
 
-    Thread-safe: waited for by anybody, updated by the connection's thread.
+    The level of a save only rises. All methods are thread-safe.
     """
 
     def __init__(self, step: Step, round_: RestartRound) -> None:
@@ -25,35 +25,39 @@ class SaveHandle:
         self._level: Level | None = None
         self._failures: dict[Level, str] = {}
         self.overtaken = False
-        """It gave way to a newer step: no level above the reached one comes, and nothing failed."""
+        """Whether a newer save replaced this one, or it was dropped before it was handed over. It reaches no
+        further level, but does not count as failed."""
 
     @property
     def level(self) -> Level | None:
-        """The highest level reached; None before the first."""
+        """The highest level reached, or None before the first."""
         return self._level
 
     @property
     def failure(self) -> str | None:
-        """Why a level was not reached, in words; None while nothing failed."""
+        """Why the lowest failed level was not reached, or None while no level failed."""
         with self._condition:
             return next((self._failures[lv] for lv in Level if lv in self._failures), None)
 
     @property
     def settled(self) -> bool:
-        """Nothing more will happen to the local level: it was reached, or failed."""
+        """Whether the local level was reached or has failed."""
         with self._condition:
             return self._reached(Level.LOCAL) or bool(self._why(Level.LOCAL))
 
     @property
     def durable(self) -> bool:
-        """It has reached level local."""
+        """Whether the save has reached the local level."""
         return self._reached(Level.LOCAL)
 
     def wait(self, level: Level | str = Level.LOCAL, timeout: float | None = None) -> None:
         """Block until the checkpoint (all ranks' shards of this step) has reached `level`.
 
-        `timeout` in seconds. Raises SaveFailedError when it cannot be reached any more,
-        SaveTimeoutError (a TimeoutError too) when the time is over, ValueError for no level.
+        level: the level or its name, such as "local".
+        timeout: seconds to wait at most; None waits without a limit.
+
+        Raises SaveFailedError when the level cannot be reached any more, SaveTimeoutError (which is also a
+        TimeoutError) at the time-out, and ValueError for an unknown level.
         """
         wanted = Level(level)
         with self._condition:
@@ -70,15 +74,17 @@ class SaveHandle:
                 )
 
     def reach(self, level: Level) -> None:
-        """For the connection: the checkpoint has reached `level`."""
+        """For the connection: record that the checkpoint has reached `level`."""
         with self._condition:
             if self._level is None or level.includes(self._level):
                 self._level = level
             self._condition.notify_all()
 
     def fail(self, level: Level, why: str) -> None:
-        """For the connection: `level`, and what is above it, will not be reached. One that was reached
-        has not failed."""
+        """For the connection: record that `level` and the levels above it will not be reached.
+
+        This has no effect if `level` was already reached.
+        """
         with self._condition:
             if self._reached(level):
                 return

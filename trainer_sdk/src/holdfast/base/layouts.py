@@ -1,4 +1,5 @@
-"""Layout documents in the shared directory: a message names one by its digest, the other side reads it."""
+"""Layout documents in the shared directory. A message names a document by its digest, and the receiver
+reads it."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from holdfast_core.ids import Digest
 
 
 class LayoutFiles:
-    """Written once a structure; seen whole or not at all."""
+    """Layout documents in one directory. A document is written once and appears atomically."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._written: set[str] = set()
 
     def ensure(self, document: bytes, digest: Digest) -> None:
-        """The document is there when this returns. Raises OSError."""
+        """Write the document unless this process has already written it. Raises OSError."""
         name = f"{hex_of(digest)}.json"
         path = self.directory / name
         if name in self._written and path.exists():
@@ -33,7 +34,7 @@ class LayoutFiles:
         self._written.add(name)
 
     def read(self, digest: Digest) -> bytes:
-        """What the other side has put there. Raises NotFoundError, CorruptionError."""
+        """Return the document that the other side wrote. Raises NotFoundError, CorruptionError."""
         path = self.directory / f"{hex_of(digest)}.json"
         try:
             document = path.read_bytes()

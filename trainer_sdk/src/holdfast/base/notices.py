@@ -1,7 +1,7 @@
-"""What a person has to know of a run, also where a script never configured logging.
+"""Notices for the user that appear even if the script never configured logging.
 
-Python shows nothing below WARNING then, and a warning would be wrong: nothing is. So these lines go to
-standard error where the script's own configuration would lose them.
+Without configuration Python shows only messages of level WARNING and above, and these notices are not
+warnings. They go to standard error where the script's configuration would drop them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _PARENT = "holdfast"
 
 
 def say(logger: logging.Logger, message: str, *args: object) -> None:
-    """Log at INFO; write the line to standard error where INFO is not shown.
+    """Log at INFO, or write the line to standard error where INFO is not shown.
 
-    `logging.getLogger("holdfast").setLevel(logging.WARNING)` turns these lines off. Call it on rank 0
-    only, once for each event.
+    A script turns these lines off with `logging.getLogger("holdfast").setLevel(logging.WARNING)`. Call
+    this on rank 0 only, once for each event.
     """
     is_shown = logger.hasHandlers() and logger.isEnabledFor(logging.INFO)
     if is_shown or logging.getLogger(_PARENT).level != logging.NOTSET:

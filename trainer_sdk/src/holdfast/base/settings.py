@@ -1,9 +1,8 @@
-"""The environment of a rank: what a launcher told this process, read in one place.
+"""The environment variables by which a launcher configures a rank.
 
-The launcher writes these variables with `rank_environment`, a rank reads them with
-`RankSettings.from_env`; a round-trip test keeps the two in step. torchrun's names are kept, so that
-scripts and libraries that know torchrun work unchanged. Nothing else in the SDK reads or writes the
-environment.
+The launcher writes them with `rank_environment`, and a rank reads them with `RankSettings.from_env`. A
+round-trip test compares the two. The names are those of torchrun, so that scripts and libraries for
+torchrun work unchanged. Other parts of the SDK read these settings only through this module.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from holdfast_core.errors import ConfigError
 from holdfast_core.ids import Rank, RestartRound, Step
 
 ENV_ROUND = "HOLDFAST_ROUND"
-"""Restart round of this rank process (the pod's birth round may be older)."""
+"""Restart round of this rank process. The round in which the pod was created may be older."""
 ENV_INTERVAL_STEPS = "HOLDFAST_INTERVAL_STEPS"
-"""The round's save interval; the same for every rank, which is what makes it agreed."""
+"""Save interval of the round, in optimizer steps. Every rank of the round has the same value."""
 ENV_RESTORE_STEP = "HOLDFAST_RESTORE_STEP"
 """Step that this round starts from; "" where there is nothing to restore."""
 ENV_STORE_SECRET = "HOLDFAST_STORE_SECRET"
-"""With it ranks of a round sign what they put into the gang's store. Never written to the store."""
+"""Secret with which the ranks of a round sign their values in the gang's store. It is never stored there."""
 ENV_SCRATCH_DIR = "HOLDFAST_SCRATCH_DIR"
-"""Directory in shared memory that the launcher owns and removes (standalone only)."""
+"""Directory in shared memory that the launcher of a standalone run owns and removes."""
 
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Must be set before torch is imported: a fork server may not own a thread pool."""
+"""These must be set before torch is imported, because a fork server must not own a thread pool."""
 
 
 _FIRST_RANK = Rank(0)
@@ -35,7 +34,7 @@ _FIRST_RANK = Rank(0)
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """Who this process is within the gang."""
+    """Identity and settings of this process within the gang."""
 
     rank: Rank = _FIRST_RANK
     world_size: int = 1
@@ -44,20 +43,26 @@ class RankSettings:
     master_address: str = ""
     master_port: int = 0
     round: RestartRound | None = None
-    """None: started by neither `holdfast run` nor torchrun (whose restart count is as good)."""
+    """Restart round. With torchrun it is torchrun's restart count. None: neither `holdfast run` nor
+    torchrun started this process."""
     interval_steps: int | None = None
     restore_step: Step | None = None
-    """None: nothing to restore, or not told; see `restore_known`."""
+    """Step to restore. None: there is nothing to restore, or the launcher did not say; see
+    `restore_known`."""
     restore_known: bool = False
+    """Whether the launcher set `restore_step`, also if there is nothing to restore."""
     scratch_dir: str | None = None
     agent_store: bool = False
-    """A launcher hosts the store at the master address: every rank connects to it as a client."""
+    """Whether a launcher hosts the store at the master address. Every rank is then its client."""
     store_secret: str | None = field(default=None, repr=False)
-    """None: started by a launcher that gives none, such as torchrun."""
+    """Secret of the round. None: the launcher provides none, as with torchrun."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RankSettings:
-        """Raises ConfigError when a variable is no whole number, or world size and rank disagree."""
+        """Read the settings from `env`, or from the process's environment.
+
+        Raises ConfigError when a variable is not a whole number or RANK is not below WORLD_SIZE.
+        """
         source = os.environ if env is None else env
         round_ = _int(source, ENV_ROUND)
         if round_ is None:
@@ -92,14 +97,18 @@ _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 def rank_environment(
     settings: RankSettings, *, group_rank: int, run_id: str, max_restarts: int = 0
 ) -> dict[str, str]:
-    """Variables that the launcher adds to a rank's environment: all that torchrun sets, and ours.
+    """Return the variables that the launcher adds to a rank's environment: torchrun's and Holdfast's.
 
-    `max_restarts`: of a standalone run. In a pod the operator counts, and the launcher does not know its
-    limit: the variable is then at least the number of the restart. All ranks have one role.
+    Args:
+        settings: Settings of the rank.
+        group_rank: Index of the rank's pod.
+        run_id: Value of TORCHELASTIC_RUN_ID.
+        max_restarts: Restart limit of a standalone run. In a pod the operator counts restarts, and the
+            launcher has no limit. The variable is then the number of the restart.
 
-    TORCHELASTIC_USE_AGENT_STORE makes `init_process_group` (env://) a client of the round's store
-    instead of letting rank 0 host one. Every round has a store process of its own, so that no key
-    of an older round can be seen.
+    TORCHELASTIC_USE_AGENT_STORE makes `init_process_group` (env://) connect to the round's store, so that
+    rank 0 does not host one. Every round has its own store process, so that keys of an older round are
+    never visible.
     """
     env = {
         "RANK": str(settings.rank),
@@ -117,8 +126,8 @@ def rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(max(max_restarts, settings.round or 0)),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Distributions build torch without libuv, and asking for it then is an error. Heard by torch
-        # after 2.6; for 2.6 see tcp_store.
+        # Some distributions build torch without libuv, where a request for it is an error. torch reads
+        # this variable in versions after 2.6; see tcp_store for 2.6.
         "USE_LIBUV": "0",
         _NCCL_ERRORS: os.environ.get(_NCCL_ERRORS, "1"),
     }
@@ -136,17 +145,17 @@ def rank_environment(
 
 
 def current_environment() -> dict[str, str]:
-    """A copy of this process's environment, for a child."""
+    """Return a copy of this process's environment for a child."""
     return dict(os.environ)
 
 
 def apply_environment(env: Mapping[str, str]) -> None:
-    """Set variables in this process (a forked rank, before the user's code runs)."""
+    """Set variables in this process. A forked rank calls this before the user's code runs."""
     os.environ.update(env)
 
 
 def single_thread_defaults(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` with one thread for every maths library that the user did not set up himself."""
+    """Return `env` with one thread for each maths library whose variable is not set in it."""
     return {**SINGLE_THREAD, **env}
 
 

@@ -1,1 +1,1 @@
-"""One save and one restore of a rank: which place serves them, and what became of them."""
+"""A rank's saves and restores: which process serves them, and how each save ends."""

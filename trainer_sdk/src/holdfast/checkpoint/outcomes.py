@@ -1,4 +1,4 @@
-"""What became of the saves that were handed over: failures to count, and commits to watch."""
+"""Outcomes of the saves that were handed over: failures to count, and commits to watch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from holdfast.checkpoint.watch import CommitWatch
 
 
 class Outcomes:
-    """The training thread's alone; the handles are settled by others meanwhile."""
+    """Handles of saves whose outcome has not been counted yet.
+
+    Only the training thread uses it. Other threads settle the handles.
+    """
 
     def __init__(self) -> None:
         self.watch = CommitWatch()
@@ -19,8 +22,13 @@ class Outcomes:
         self._handles.append(handle)
 
     def next_failed(self, now: float) -> SaveHandle | None:
-        """A save that failed after it was handed over, each once. Saves that were overtaken by a newer
-        one have not failed."""
+        """Return the next save that failed after it was handed over, or None.
+
+        Each failed save is returned once. A save that a newer one replaced does not count as failed.
+
+        Args:
+            now: Monotonic seconds.
+        """
         for handle in tuple(self._handles):
             if not handle.settled:
                 continue
@@ -32,7 +40,11 @@ class Outcomes:
         return None
 
     def take_unfinished(self, is_safe: Callable[[SaveHandle], bool]) -> list[SaveHandle]:
-        """At the end: saves that are neither settled nor safe with someone who finishes them."""
+        """Remove all handles and return those that are neither settled nor safe.
+
+        Args:
+            is_safe: Whether another process will finish this save after the connection has ended.
+        """
         unfinished = [h for h in self._handles if not h.settled and not is_safe(h)]
         self._handles = []
         return unfinished

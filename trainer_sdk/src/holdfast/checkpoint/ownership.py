@@ -1,10 +1,10 @@
-"""One run trains in a folder; others may restore from it.
+"""Lets only one run train in a folder. Other runs may restore from it.
 
-The order, in every rank, before the first save:
- 1. rank 0: takes DIR/training.lock (see directory.claims), which ends with its process, and writes to the
-    gang's store whether it has it.
- 2. others: read that.
- 3. all: go on, or raise the same error.
+Every rank does this before its first save:
+ 1. Rank 0 acquires DIR/training.lock (see directory.claims), which it holds until its process ends at the
+    latest. It writes to the gang's store whether it holds the lock.
+ 2. The other ranks read that value.
+ 3. All ranks continue, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _KEY = "training"
 
 
 def take_for_training(place: DirectoryPlace, store: GangStore | None, rank: Rank) -> None:
-    """Once for each Checkpointer. Raises ConfigError where another run trains in the folder, and where the
-    folder cannot be written."""
+    """Acquire the folder's training lock for all ranks. Call it once for each Checkpointer.
+
+    Raises ConfigError where another run trains in the folder, and where the folder cannot be written.
+    """
     if rank != 0 and store is not None:
         error = json.loads(store.wait(_KEY))
         if error is not None:
@@ -41,7 +43,7 @@ def take_for_training(place: DirectoryPlace, store: GangStore | None, rank: Rank
 
 
 def report_other_training(place: DirectoryPlace) -> None:
-    """At opening: who opens the folder learns at once that it cannot train there."""
+    """Warn, when the folder is opened, that another run trains in it and that saves will fail."""
     holder = place.trained_by()
     if holder is not None:
         logger.warning(

@@ -1,6 +1,7 @@
-"""Where a Checkpointer's slots lie and who takes them: the sidecar of a pod, or a process over a folder.
+"""The location of a Checkpointer's slots and the process that reads them.
 
-Both are reached by the same messages; this is the only place that knows which one it is.
+In a pod that process is the sidecar. For a folder it is a persister, which each rank starts. Both serve
+the same messages. This module contains all other differences between the two.
 """
 
 from __future__ import annotations
@@ -42,51 +43,54 @@ SHARED_MEMORY = Path("/dev/shm")
 _LEAVE_SECONDS = 120.0
 _OWN_LOCK = "in-use.lock"
 _MEMORY = "memory"
-"""In the folder: slots for which there is no room in shared memory."""
+"""Subdirectory of the folder for slots that do not fit into shared memory."""
 _ENDING_SECONDS = 10.0
-"""How long a process that was killed may take to end: it gives back much memory."""
+"""Time that a killed process may take to end. It takes long where much memory must be freed."""
 _POLL_SECONDS = 0.05
 
 
 class Place(Protocol):
-    """What a Checkpointer needs to know of where it is."""
+    """Interface of a Checkpointer to the location of its slots and to the process that reads them."""
 
     slots_dir: Path
     spare_slots_dir: Path | None
-    """Where slots lie for which `slots_dir` has no room; None: nowhere."""
+    """Directory for slots that do not fit into `slots_dir`. None: there is no such directory."""
     advice: SlotAdvice
     layouts_dir: Path
     slots: int
     job_uid: JobUid
     hello_seconds: float | None
-    """How long to wait for the answer to a greeting; None: as long as the other side lives."""
+    """Time to wait for the reply to Hello. None: wait until the other side ends."""
 
     @property
     def peer(self) -> str:
-        """Names the other side in messages."""
+        """Name of the other side for log and error messages."""
         ...
 
     @property
     def where_to_look(self) -> str:
-        """What to look at when saves do not become durable."""
+        """Advice for log messages: what to check when saves do not become durable."""
         ...
 
     def open(self) -> None:
-        """Before the first connection. The directories are right from then on."""
+        """Prepare the place before the first connection. This may change the directories above."""
         ...
 
     def connect(self) -> socket.socket:
-        """A new connection; raises OSError."""
+        """Open a new connection. Raises OSError."""
         ...
 
     def close(self, *, wait: bool) -> None:
-        """After the connection ended. `wait`: until what was staged is durable."""
+        """Release the place after the connection has ended.
+
+        With `wait`, this waits a bounded time until all staged saves are durable.
+        """
         ...
 
 
 @dataclass(slots=True)
 class PodPlace:
-    """A worker pod: the sidecar's socket in the shared volume."""
+    """Place of a worker pod: the sidecar, reached by its socket in the shared volume."""
 
     socket_path: Path
     slots_dir: Path
@@ -109,7 +113,7 @@ class PodPlace:
         return "look at the log of the sidecar container and at the conditions of the TrainingJob"
 
     def open(self) -> None:
-        """The sidecar was there before."""
+        """Do nothing: Kubernetes has already started the sidecar."""
 
     @classmethod
     def of(cls, contract: PodContract) -> PodPlace:
@@ -132,12 +136,12 @@ class PodPlace:
         return OwnSocket.of(connection)
 
     def close(self, *, wait: bool) -> None:
-        """The sidecar outlives the ranks: nothing to wait for."""
+        """Do nothing: the sidecar outlives the ranks and finishes their saves."""
 
 
 @dataclass(slots=True)
 class DirectoryPlace:
-    """A folder: each rank starts a persister, which lives as long as the connection."""
+    """Place of a folder. Each rank starts a persister, which ends after the connection has ended."""
 
     root: Path
     settings: RankSettings
@@ -146,28 +150,29 @@ class DirectoryPlace:
     layouts_dir: Path
     slots: int
     removes_slots: bool
-    """No launcher removes them: they go with this Checkpointer."""
+    """Whether `close` removes the slots, because no launcher does."""
     spare_slots_dir: Path | None = None
     job_uid: JobUid = JOB_UID
     round: RestartRound | None = None
     restore: CheckpointId | None = None
     rejected: list[CheckpointId] = field(default_factory=list)
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    """The same for all ranks: rank 0's."""
+    """Identity of the run. Rank 0 creates it, and all ranks use the same."""
     is_read_only: bool = False
     device: int | None = None
-    """Of the file system on which the folder was when it was opened."""
+    """Device number of the folder's file system when the folder was opened."""
     hello_seconds: float | None = None
     advice: SlotAdvice = IN_A_FOLDER
     exit_status: int | None = None
-    """Of the last persister that ended while it was wanted."""
+    """Exit status of the last persister that `connect` had to replace."""
     _process: subprocess.Popen[bytes] | None = None
     _claim: Claim | None = None
     _memory: Claim | None = None
     _training: Claim | None = None
     _keeping: threading.Lock = field(default_factory=threading.Lock)
-    """`connect` is called by the link's thread."""
+    """Serializes `keep_for_training`: `connect` calls it in the link's thread."""
     _seen: frozenset[CheckpointId] = frozenset()
+    """Checkpoints that the folder held at the last `look`."""
 
     @classmethod
     def of(
@@ -177,12 +182,22 @@ class DirectoryPlace:
         policy: Policy,
         slots_dir: Path | None = None,
     ) -> DirectoryPlace:
-        """`slots_dir`: where slots lie, instead of shared memory. Raises ConfigError when a folder cannot
-        be used."""
+        """Make the place for the folder `root`, which is created if it does not exist.
+
+        Args:
+            root: Absolute path of the folder.
+            settings: Environment of this rank.
+            policy: Policy that the persister follows.
+            slots_dir: Directory for the slots, instead of shared memory.
+
+        Raises:
+            ConfigError: `root` cannot be created, or `slots_dir` cannot be written.
+        """
         try:
             make_directories(root)
         except OSError as error:
-            if not root.is_dir():  # of one that is there, durable names are its owner's concern
+            # If the folder exists, only the fsync of its parent failed, which is harmless.
+            if not root.is_dir():
                 raise ConfigError(f"Checkpointer(dir={str(root)!r}): {error}") from error
         key = blake3(str(root).encode()).hexdigest()[:16]
         if slots_dir is not None:
@@ -195,7 +210,8 @@ class DirectoryPlace:
         elif settings.scratch_dir is not None:
             memory = Path(settings.scratch_dir) / key
         elif os.access(SHARED_MEMORY, os.W_OK):
-            # The same folder finds the same slots again, touched, after a crash.
+            # The name depends on the folder alone, so that a run after a crash reuses the same slots,
+            # whose memory is already touched.
             memory = SHARED_MEMORY / f"holdfast-{os.getuid()}-{key}"
         else:
             memory = root / _MEMORY
@@ -233,13 +249,19 @@ class DirectoryPlace:
         return self.root / "training.lock"
 
     def trained_by(self) -> str | None:
-        """The process of another run that trains in the folder."""
+        """Return a description of the other run's process that trains in the folder, or None."""
         return None if self._training is not None else holder(self._training_lock)
 
     def take_for_training(self) -> None:
-        """Keep other runs from saving here until `close`, or until this process ends. Waits for a moment
-        for a process that is ending. Raises ConfigError, also where another run has saved since `look`: this
-        one goes on from an older step, and its later round would hide what the other one did."""
+        """Acquire the lock that keeps other runs from saving here until `close` or the end of this process.
+
+        It waits up to 10 seconds for a process that is ending. Where the file system has no locks, this
+        logs it and continues without one.
+
+        Raises ConfigError where the folder is read-only, where another run holds the lock, and where
+        another run has saved since `look`. In the last case this run continues from an older step, and
+        its later round would hide the other run's checkpoints.
+        """
         if self.is_read_only:
             raise ConfigError(
                 f"{self.root} cannot be written by this process (user {os.getuid()}): it can be restored "
@@ -265,8 +287,10 @@ class DirectoryPlace:
             raise
 
     def keep_for_training(self) -> None:
-        """Take the lock of `take_for_training` again where it was removed, alone or with the folder. Does not
-        wait. Raises ConfigError where another run has taken the folder since, or has saved in it."""
+        """Acquire the lock of `take_for_training` again if its file was removed, alone or with the folder.
+
+        This does not wait. Raises ConfigError where another run has acquired the lock since, or has saved.
+        """
         with self._keeping:
             held = self._training
             if held is None or held.is_in_place() or device_of(self.root) != self.device:
@@ -302,13 +326,19 @@ class DirectoryPlace:
             )
 
     def look(self) -> None:
-        """Remember which checkpoints are there, before it is chosen what this run starts from: one that is
-        committed in between must not count as seen."""
+        """Record which checkpoints exist.
+
+        Call it before the restore point is chosen: a checkpoint that is committed in between must not
+        count as seen.
+        """
         self._seen = self._checkpoints()
 
     def _is_of_later_run(self, checkpoint: CheckpointId) -> bool:
-        """What the writer of this run found complete at its start and committed is what the run starts from,
-        or older."""
+        """Return whether another run saved this checkpoint after this run chose its restore point.
+
+        This run's own persister may commit what an ended run left complete. Such a checkpoint is the
+        restore point, or older than it.
+        """
         if checkpoint.round == self.round:
             return False
         start = self.restore
@@ -318,16 +348,20 @@ class DirectoryPlace:
         try:
             return frozenset(checkpoint for _, checkpoint in manifests_in(self.root / "tier"))
         except (HoldfastError, OSError):
-            return frozenset()  # the folder is gone: there is nothing to hide
+            return frozenset()  # the folder was removed, so that it holds no newer checkpoint
 
     @property
     def processes_dir(self) -> Path:
         return self.root / "processes"
 
     def open(self) -> None:
-        """Rank 0 waits for what an ended run still writes, the others for rank 0. Then this rank takes
-        memory: where an earlier life of it left some, unless that lives, or somebody who looks at the
-        same folder. Two that shared slots would read each other's steps."""
+        """Wait for the writers of an ended run (rank 0 only), and acquire a directory for slots.
+
+        The directory is the one that an earlier process of this rank used, so that its memory is reused.
+        If another live process holds it (that earlier process, or another run that opened the same
+        folder), this rank uses a new directory. Two processes that shared slots would read each other's
+        steps.
+        """
         shared = self.slots_dir.parent
         self.device = device_of(self.root)
         if self.settings.rank == 0:
@@ -341,12 +375,15 @@ class DirectoryPlace:
             self.slots_dir, self.layouts_dir = own / SLOTS_DIR, own / LAYOUTS_DIR
             if self.spare_slots_dir is not None:
                 self.spare_slots_dir = self.root / _MEMORY / own.name / SLOTS_DIR
-            self.removes_slots = True  # nobody else would find them
+            self.removes_slots = True  # no later run looks for a directory with a random name
         except OSError as error:
             logger.info("%s: %s; others do not see that it is in use", shared, error)
 
     def holds_memory(self) -> bool:
-        """Whether the slots' directory is this rank's, also after its lock was removed with the slots."""
+        """Return whether this process still holds the directory of its slots.
+
+        If the lock file was removed with the slots, this acquires the lock again.
+        """
         if self._memory is None or self._memory.is_in_place():
             return True
         path = self.slots_dir.parent / self._memory.name
@@ -359,8 +396,11 @@ class DirectoryPlace:
         return True
 
     def connect(self) -> socket.socket:
-        """End a persister from before, which has been given up, and start another one. Raises OSError, and
-        ConfigError where another run trains in the folder by now."""
+        """Kill the previous persister, if one runs, and start a new one.
+
+        Returns the socket to the new persister. Raises OSError, and ConfigError where another run trains
+        in the folder by now.
+        """
         if self._process is not None:
             if self._process.poll() is None:
                 self._process.kill()
@@ -370,9 +410,8 @@ class DirectoryPlace:
         self.keep_for_training()
         name = f"rank{self.settings.rank:06d}-{secrets.token_hex(8)}"
         process = Process(self.processes_dir, name)
-        if (
-            device_of(self.root) == self.device
-        ):  # else it would be made below an unmounted file system
+        # On another device the claim would be created on the disk below an unmounted file system.
+        if device_of(self.root) == self.device:
             self._claim = claim(process.trainer)
         plain, theirs = socket.socketpair()
         ours = OwnSocket.of(plain)
@@ -404,8 +443,8 @@ class DirectoryPlace:
                     ],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    # A launcher ends a rank's group, and a terminal interrupts it: what was given to
-                    # the persister is still to be written.
+                    # A launcher kills a rank's process group, and a terminal interrupts it. The
+                    # persister must survive both to write what was staged.
                     process_group=0,
                 )
             except OSError:
@@ -438,7 +477,7 @@ class DirectoryPlace:
             self._training = None
 
     def _reap(self, seconds: float) -> bool:
-        """Whether no persister is left."""
+        """Wait up to `seconds` for the persister to end. Return whether none is left."""
         if self._process is not None:
             try:
                 self._process.wait(seconds)
@@ -453,7 +492,7 @@ class DirectoryPlace:
             self._claim = None
 
     def _remove_slots(self, directory: Path) -> None:
-        """Of this rank, and the directory behind the last one."""
+        """Remove this rank's slots from `directory`, and the directory if it is empty then."""
         with contextlib.suppress(OSError):
             for path in directory.glob(f"rank{self.settings.rank:06d}.*.slot"):
                 path.unlink(missing_ok=True)
@@ -462,7 +501,7 @@ class DirectoryPlace:
 
 
 def _sweep(shared: Path, spare: Path) -> None:
-    """Remove the memory of those that had their own and were killed."""
+    """Remove the directories that `open` made under random names for processes that were killed."""
     for left in shared.parent.glob(f"{shared.name}+*"):
         with contextlib.suppress(OSError):
             held = Claim(left / _OWN_LOCK, wait=False)

@@ -1,11 +1,11 @@
-"""Which checkpoint this rank starts from, and its bytes: in a slot, or in the state's tensors already.
+"""Finds the checkpoint that this rank starts from and reads its bytes into a slot or into the tensors.
 
-In a pod the sidecar knows; every rank asks its own. In a directory the ranks agree:
- 1. rank 0: its persister fixes round and restore point; rank 0 writes both to the gang's store.
- 2. others: read them, start their persisters with them.
- 3. all: fetch and verify their shards, write success or failure to the store; rank 0 reads them all
-    and writes the verdict.
- 4. a shard that does not verify: all reject that checkpoint and begin again at 1.
+In a pod every rank asks its own sidecar. In a directory the ranks agree:
+ 1. Rank 0's persister chooses the round and the restore point. Rank 0 writes both to the gang's store.
+ 2. The other ranks read both and start their persisters with them.
+ 3. All ranks fetch and verify their shards and write success or failure to the store. Rank 0 reads all
+    results and writes the verdict.
+ 4. If any shard fails verification, all ranks reject that checkpoint and begin again at 1.
 """
 
 from __future__ import annotations
@@ -56,34 +56,36 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 3600.0
-"""A fill reads a whole shard, perhaps from a slow disk: the connection tells when its end is dead."""
+"""Time-out of a request. A fill may read a whole shard from a slow disk. If the other side ends, the
+connection ends, so that a request never waits this long for it."""
 _FIRST_CONNECT_SECONDS = 5.0
 _SAY_AFTER_SECONDS = 15.0
 _GOOD = "good"
 _BAD = "bad"
 _STARTS = 5
-"""Of a persister that ends before it answers, in at least this time: memory or descriptors may be short
-for a moment."""
+"""Starts of a persister that end before it answers, after which the restore fails."""
 _STARTING_SECONDS = 5.0
+"""The least time for these starts: memory or descriptors may be short for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What this rank has saved, verified."""
+    """This rank's part of a checkpoint, verified."""
 
     step: Step
     tier: str
     saved: Callable[[], dict[str, Any]]
-    """The state. Raises FormatError, which no other rank should have to wait for."""
+    """Returns the saved state. It is called after the ranks have agreed, so that an invalid payload, which
+    raises FormatError, does not make other ranks wait."""
     is_ours: bool
-    """Its tensors are those of the present state, or in memory that may be kept; else they are views into
-    a slot, valid until the next save."""
+    """Whether the tensors are those of the current state, or in memory that may be kept. Otherwise they are
+    views into a slot, valid until the next save."""
     lies_over: CheckpointId | None = None
-    """A checkpoint that was rejected when parts of it were in the state already."""
+    """A rejected checkpoint, parts of which are already in the state."""
 
 
 class Restorer:
-    """Opens the session's link, and asks for what is to be restored."""
+    """Opens the session's link and fetches the restore point."""
 
     def __init__(
         self,
@@ -103,12 +105,15 @@ class Restorer:
         self._attempt = 0
         self._lookups = 0
         self._asked: Step | None = None
-        """The step that a script asked for: no other one is restored instead."""
+        """The step that the script asked for. No other step is restored instead."""
         self._left_parts: CheckpointId | None = None
-        """The last one that was put into the state, wholly or not."""
+        """The last checkpoint that was read into the state in place, completely or in part."""
 
     def connect(self) -> None:
-        """In a directory: agree on round and restore point. In a pod: the first try only."""
+        """Connect. In a directory, also agree on the round and the restore point.
+
+        In a pod this waits a few seconds only; the link continues to try.
+        """
         if isinstance(self._place, DirectoryPlace):
             self._agree(self._place)
         else:
@@ -117,13 +122,18 @@ class Restorer:
                 self._session.link.wait_connected(_FIRST_CONNECT_SECONDS)
 
     def fetch(self, wish: Wish) -> Fetched | None:
-        """None when there is nothing to restore. Raises StateMismatchError when another number of
-        ranks, or other placements, saved a state that this one cannot be made of."""
+        """Fetch and verify this rank's part of the restore point.
+
+        Returns None when there is nothing to restore. Raises StateMismatchError when the checkpoint was
+        saved by another number of ranks, or with other placements, and this rank's state cannot be
+        assembled from it. Raises CorruptionError when no checkpoint, or not the requested one, can be
+        read, and UnavailableError when a persister does not answer.
+        """
         in_directory = isinstance(self._place, DirectoryPlace)
         self._left_parts = None
         from_nothing = self._settings.restore_known and self._settings.restore_step is None
         if from_nothing and not in_directory:
-            return None  # the launcher was told so: no need to wait for the sidecar
+            return None  # the launcher has set this; there is no need to wait for the sidecar
         while True:
             try:
                 found = self._fetch_once(wish)
@@ -131,7 +141,7 @@ class Restorer:
             except UnavailableError:
                 if isinstance(self._place, DirectoryPlace):
                     raise
-                continue  # the sidecar went away in between: it is asked again when it is back
+                continue  # the connection to the sidecar was lost; ask again when it is back
             except (CorruptionError, RefusedError) as error:
                 if not isinstance(self._place, DirectoryPlace) or not _is_bad_copy(error):
                     raise
@@ -172,13 +182,14 @@ class Restorer:
             document = wanted.to_bytes()
             digest, payload_bytes = digest_of(document), wanted.payload_bytes
             self._layouts.ensure(document, digest)
-        # In a pod whoever touches a page first is charged for it: a sidecar that filled untouched slots
-        # would be killed for a whole state of memory. A persister lives in this process's container.
+        # The container whose process touches a page first is charged for it. In a pod, a sidecar that
+        # filled untouched slots would be charged for the whole state and killed. A persister runs in this
+        # process's container.
         in_directory = isinstance(self._place, DirectoryPlace)
         needed_bytes = max(wish.needed_bytes(), payload_bytes)
         self._ring.ensure(needed_bytes, round_, to_fill=in_directory)
         offers = tuple(slot.offer() for slot in self._ring.slots)
-        # A folder's files can be read here; those of a pod's node tier are the sidecar's.
+        # This process can read the files of a folder. Those of a pod's node tier belong to the sidecar.
         if in_directory and wanted is None and wish.is_read_in_place():
             reply = self._request(Fill(round_, rank, offers, reads_files=True), (Filled, ShardFile))
             if isinstance(reply, ShardFile):
@@ -200,8 +211,11 @@ class Restorer:
     def _read_in_place(
         self, file: ShardFile, wish: Wish, held: memoryview | None
     ) -> InPlace | None:
-        """None: to be asked for in a slot. There what does not fit is told by name, what is bad is put
-        aside, and what is loaded lies over what this may have left behind."""
+        """Read the shard into the state's tensors. Return None if it must be requested in a slot instead.
+
+        A load from a slot names what does not fit, a bad shard is quarantined then, and the loaded values
+        replace what this method may have left in the state.
+        """
 
         def begins() -> None:
             self._left_parts = file.shard.checkpoint
@@ -213,7 +227,7 @@ class Restorer:
             return None
 
     def _wanted(self, wish: Wish, reply: RestoreReply, round_: RestartRound) -> RankLayout | None:
-        """None: this rank's shard as it was saved fits."""
+        """Return the layout to assemble for this rank, or None if its shard fits as it was saved."""
         if reply.world_size in (0, self._settings.world_size):
             if reply.rank_layout is None:
                 return None
@@ -240,8 +254,11 @@ class Restorer:
         return reply
 
     def _wait_connected(self) -> RestartRound:
-        """Waits without limit: the sidecar's container restarts by itself, and a folder's disk may be
-        slow. Raises where a folder's persister will not answer: CorruptionError, UnavailableError."""
+        """Wait until the link is connected, without a time limit, and return the round.
+
+        Kubernetes restarts the sidecar's container, and a folder's disk may be slow. Raises
+        CorruptionError or UnavailableError where a folder's persister cannot be expected to answer.
+        """
         began = time.monotonic()
         say_at = began + _SAY_AFTER_SECONDS
         while True:
@@ -312,13 +329,13 @@ class Restorer:
         self._begin_again(place)
 
     def roll_back(self, step: Step | None) -> None:
-        """Every rank of a folder: make `step` (None: the newest committed one) the restore point.
+        """Make `step` (None: the newest committed step) the restore point. Call it on every rank.
 
-        A new persister is started in a new round: what is saved from then on is a new history, which
-        does not clash with later steps of the old one, and which a run that starts prefers.
+        This starts a new persister in a new round. Later saves form a new history, which does not collide
+        with later steps of the old one, and which a run that starts afterwards prefers.
 
-        Raises ConfigError in a pod, and where the folder has no such step; CorruptionError where it
-        cannot be read.
+        Raises ConfigError in a pod, and where the folder has no such step. Raises CorruptionError where
+        the folder cannot be read.
         """
         place = self._place
         if not isinstance(place, DirectoryPlace):
@@ -335,8 +352,11 @@ class Restorer:
         self._asked = step
 
     def _newer_than(self, place: DirectoryPlace, step: Step) -> list[CheckpointId]:
-        """What is passed over to find `step`. Rank 0 looks, and all raise the same ConfigError: ranks may
-        see a shared folder at different moments."""
+        """Return the checkpoints that the search for `step` must skip (on rank 0; empty on the others).
+
+        Only rank 0 reads the folder, because ranks may see a shared folder at different moments. All
+        ranks raise the same ConfigError where it holds no such step.
+        """
         self._lookups += 1
         key = f"lookup/{self._lookups}"
         if self._settings.rank != 0 and self._store is not None:
@@ -362,7 +382,7 @@ class Restorer:
 
 
 def _why_never(place: DirectoryPlace, session: Session, *, patient: bool) -> HoldfastError | None:
-    """None: it may answer yet."""
+    """Return why the persister cannot be expected to answer, as an error, or None if it may still answer."""
     if isinstance(session.greeting_error, RefusedError) and (
         session.greeting_error.code == Refusal.BUSY
     ):

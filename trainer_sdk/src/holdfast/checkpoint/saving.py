@@ -1,9 +1,10 @@
-"""One save of one rank: a state's bytes into a free slot, and the slot into the sidecar's hands.
+"""One save of one rank: copy the state's bytes into a free slot and hand the slot over.
 
-Knows the order of it and nothing about steps: which are saved, and what a failure means for training,
-is the `Checkpointer`'s. The order, where some of the state is on a device:
- 1. training thread: plan, take a slot (FILLING), start the device's copies, copy the rest, return.
- 2. the thread of `DeviceCopies`, when the device is done: the slot is FULL and handed over.
+`Checkpointer` decides which steps are saved and what a failure means for training. The order, where
+some of the state is on a device:
+ 1. The training thread plans the save, acquires a slot (FILLING), starts the device's copies, copies the
+    rest and returns.
+ 2. When the device is done, the thread of `DeviceCopies` marks the slot FULL and hands it over.
 Without a device the training thread does both.
 """
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Not thread-safe: the training thread's alone, but for `wait_staged`."""
+    """Saves states into the ring's slots. Not thread-safe, except for `wait_staged`."""
 
     def __init__(self, session: Session, ring: SlotRing, layouts: LayoutFiles, rank: Rank) -> None:
         self._session = session
@@ -48,8 +49,11 @@ class Saver:
         self._copies: DeviceCopies | None = None
 
     def prepare(self) -> None:
-        """Before slots are allocated or filled anew: what is under way into them is done, and those
-        to come are made for the device that the process uses, if it uses one."""
+        """Wait for pending device copies, or start to use the process's device, if it has one by now.
+
+        Call it before slots are allocated or a restore fills them: no device may write into them then,
+        and new slots are pinned for the device.
+        """
         if self._copies is not None:
             self._copies.wait()
             return
@@ -58,24 +62,24 @@ class Saver:
             self.use(device)
 
     def use(self, device: Device) -> None:
-        """Tensors that `device` holds are copied by it from now on. Once."""
+        """Let `device` copy the tensors that it holds, from now on. Call it once at most."""
         self._ring.pin_with(device)
         self._copies = DeviceCopies(device)
         self._copies.start()
 
     def ensure_slots(self, payload_bytes: int, round_: RestartRound) -> None:
-        """Raises CapacityError."""
+        """Make sure that the slots hold `payload_bytes` each. Raises CapacityError."""
         too_small = self._ring.capacity_bytes < payload_bytes
         if self._copies is None or too_small or self._ring.has_lost():
             self.prepare()
         self._ring.ensure(payload_bytes, round_)
 
     def save(self, handle: SaveHandle, state: Mapping[str, Any], wait_seconds: float) -> bool:
-        """Copy the state as it is now; False when no slot got free in time.
+        """Copy the state as it is now. Return False when no slot became free within `wait_seconds`.
 
-        What is on a device may be copied while training goes on, and is handed over later; the handle
-        tells if that fails. Raises UnavailableError, CapacityError, UnsupportedStateError,
-        DeviceError; the slot is FREE again then.
+        A device may continue its copies after this returns. The slot is then handed over later, and the
+        handle reports a failure. Raises UnavailableError, CapacityError, UnsupportedStateError or
+        DeviceError; the slot is then FREE again.
         """
         link = self._session.link
         if link is None or not link.is_connected:
@@ -122,12 +126,15 @@ class Saver:
         return True
 
     def wait_staged(self) -> None:
-        """See `Checkpointer.wait_staged`."""
+        """Make later work on the current stream wait for the device's copies of all saves so far."""
         if self._copies is not None:
             self._copies.hold_back()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Every save is handed over, or has failed. While not, the slots must stay as they are."""
+        """Wait until every save is handed over or has failed. Return False at the time-out.
+
+        After a time-out the slots must stay mapped, because a device may still write into them.
+        """
         return self._copies is None or self._copies.wait(timeout_seconds)
 
     def close(self) -> None:
@@ -141,7 +148,7 @@ class Saver:
     def _start(
         self, copies: DeviceCopies, plan: SavePlan, snapshot: Snapshot, slot: Slot
     ) -> PendingCopies | None:
-        """None when the device has nothing left to do."""
+        """Start the device's copies into `slot`. Return None if none of them is pending on return."""
         jobs = device_copies(
             plan, snapshot, slot.payload, copies.device.holds, non_blocking=slot.is_pinned
         )
@@ -149,7 +156,7 @@ class Saver:
             return None
         if slot.is_pinned:
             return copies.enqueue(jobs, snapshot.optimizers)
-        # Here and not in the Copier: its helper thread knows nothing of this thread's streams.
+        # These copies do not run in the Copier: its helper thread does not use this thread's streams.
         try:
             for job in jobs:
                 job.run()
@@ -162,19 +169,18 @@ class Saver:
         self._session.stage(stage, slot, handle)
 
     def _hand_over_late(self, slot: Slot, stage: Stage, handle: SaveHandle) -> None:
-        """In the thread of `DeviceCopies`: nobody is there to raise to."""
+        """Hand the slot over in the thread of `DeviceCopies`. An error fails the handle and is not raised."""
         try:
             self._hand_over(slot, stage, handle)
         except BaseException as error:
-            if not isinstance(
-                error, UnavailableError
-            ):  # that is one that came later than the end waits
+            # UnavailableError means that the link is closed: the copies took longer than `close` waits.
+            if not isinstance(error, UnavailableError):
                 logger.exception("handing over the save of step %d", handle.step)
             handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
 
 
 def _give_up(slot: Slot, handle: SaveHandle, why: str) -> None:
-    """In the thread of `DeviceCopies`: the training thread counts it at its next save."""
+    """Fail the save in the thread of `DeviceCopies`. The training thread counts it at its next save."""
     slot.abandon()
     handle.fail(Level.LOCAL, why)
     logger.warning("save of step %d failed, training goes on: %s", handle.step, why)

@@ -1,1 +1,1 @@
-"""The connection of a rank to what takes its slots, a sidecar or a process over a folder."""
+"""The connection of a rank to its sidecar, or to the persister of a folder."""

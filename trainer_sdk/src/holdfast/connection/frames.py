@@ -1,4 +1,4 @@
-"""Frames out of a stream of bytes, for a socket that is read without blocking."""
+"""Decoder of frames for a socket that is read without blocking."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ _LENGTH = struct.Struct("!I")
 
 
 class FrameDecoder:
-    """Feed it what arrives; it gives the frames that are complete. Bounded by one frame."""
+    """Splits a stream of bytes into frames. It buffers at most one incomplete frame."""
 
     def __init__(self) -> None:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Raises FormatError; the connection is then out of step and must be closed."""
+        """Add received bytes and return the frames that are complete.
+
+        Raises FormatError for an invalid frame. The stream cannot be decoded any further then, and the
+        connection must be closed.
+        """
         self._buffer += data
         frames: list[Frame] = []
         while len(self._buffer) >= _LENGTH.size:

@@ -1,8 +1,8 @@
-"""The rank's side of the Unix socket: one thread that reads, writes and reconnects for ever.
+"""The rank's side of the Unix socket: one thread that reads, writes and reconnects without a limit.
 
-The training thread never touches the socket: it puts frames into a bounded queue and goes on. A peer
-that is slow, stopped or dead costs training nothing; requests to it fail, and it is greeted again
-when it comes back.
+The training thread never uses the socket. It puts frames into a bounded queue and continues, so that a
+slow, stopped or dead peer does not delay training. Requests to such a peer fail. After a reconnect the
+link sends Hello again.
 """
 
 from __future__ import annotations
@@ -39,33 +39,45 @@ _READ_BYTES = 64 * 1024
 
 
 class LinkEvents(Protocol):
-    """Called from the link's thread: be short, do not block."""
+    """Callbacks of a link. They run in the link's thread and must not block."""
 
-    def hello(self) -> Hello: ...
+    def hello(self) -> Hello:
+        """Return the Hello for a new connection."""
+        ...
 
     def greeted(self, reply: HelloReply) -> None:
-        """Before any request of this connection can be sent."""
+        """Handle the reply to Hello. No request can be sent on this connection before this returns."""
         ...
 
     def connected(self) -> None:
-        """Requests can be sent."""
+        """Handle a new connection, on which requests can be sent."""
         ...
 
-    def disconnected(self, reason: str) -> None: ...
+    def disconnected(self, reason: str) -> None:
+        """Handle the end of a connection, or a failed attempt to connect."""
+        ...
 
     def refused(self, error: HoldfastError) -> None:
-        """Hello was refused; it is tried again."""
+        """Handle a refused Hello. The link tries again."""
         ...
 
-    def push(self, message: Any) -> None: ...
+    def push(self, message: Any) -> None:
+        """Handle a message that is not a reply to a request."""
+        ...
 
 
 class Link:
-    """`connect` opens a socket or raises OSError; it is called again after every end, and where a
-    greeting is not answered within `hello_seconds`. `peer` names the other side in messages.
+    """Connection to the sidecar or persister that reconnects by itself.
 
-    The thread outlives every exception: one of `connect` or of a connection ends that connection, one of
-    a callback is logged, and the callbacks that follow are called.
+    The thread survives every exception. An exception of `connect` or of a connection ends that
+    connection. An exception of a callback is logged, and later callbacks are still called.
+
+    Args:
+        connect: Opens a socket, or raises OSError. It is called again after each end of a connection, and
+            where Hello is not answered within `hello_seconds`.
+        events: Receives the callbacks.
+        hello_seconds: Time-out of the reply to Hello; None for none.
+        peer: Name of the other side for log and error messages.
     """
 
     def __init__(
@@ -104,9 +116,11 @@ class Link:
         return self._ready.wait(timeout_seconds)
 
     def submit(self, message: Any) -> Future[Any]:
-        """The reply, later. The future raises RefusedError (also where too much waits to be sent),
-        StaleRoundError for a refusal of the round, UnavailableError when there is no connection or it
-        ends first."""
+        """Send a request and return a future of its reply.
+
+        The future raises RefusedError for a refusal and for a full queue, StaleRoundError for a refusal
+        of the round, and UnavailableError when there is no connection or it ends before the reply.
+        """
         future: Future[Any] = Future()
         name = type(message).__name__
         error: HoldfastError
@@ -128,7 +142,10 @@ class Link:
         return future
 
     def request(self, message: Any, timeout_seconds: float) -> Any:
-        """Wait for the reply. Raises like `submit`, and UnavailableError when the time is over."""
+        """Send a request and wait for its reply.
+
+        Raises what the future of `submit` raises, and UnavailableError at the time-out.
+        """
         try:
             return self.submit(message).result(timeout_seconds)
         except TimeoutError as error:
@@ -137,12 +154,15 @@ class Link:
             ) from error
 
     def notify(self, message: Any) -> bool:
-        """Send without a reply; False when there is no connection."""
+        """Send a message that has no reply. Return False where it cannot be queued.
+
+        That is so without a connection, and when the queue is full.
+        """
         with self._lock:
             return self._ready.is_set() and self._enqueue(write_frame(message, 0))
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Send what is queued, then end the connection."""
+        """Send the queued messages, then end the connection and the thread."""
         self._closing = True
         self._wake()
         if self._thread is not None:
@@ -162,9 +182,9 @@ class Link:
             try:
                 self._wakers[1].send(b"w")
             except BlockingIOError:
-                return  # it is going to look anyway
+                return  # the socket's buffer is full, so that the thread wakes up in any case
             except OSError:
-                return  # it has ended
+                return  # the thread has ended and closed the sockets
 
     # ------------------------------------------------------------------ the thread
 
@@ -184,7 +204,7 @@ class Link:
                 waker.close()
 
     def _live(self) -> str:
-        """One connection, from its opening to its end; why it ended."""
+        """Open one connection, serve it to its end, and return why it ended."""
         try:
             connection = self._connect()
         except (OSError, ConfigError) as error:
@@ -203,7 +223,7 @@ class Link:
             return f"{type(error).__name__}: {error}"
 
     def _call(self, callback: Callable[[], object]) -> None:
-        """An exception here would end the thread, and with it every later save."""
+        """Run a callback and log its exception, which would otherwise end the thread and all later saves."""
         try:
             callback()
         except BaseException:
@@ -235,7 +255,7 @@ class Link:
                         return
 
     def _greet(self, connection: socket.socket, decoder: FrameDecoder) -> list[Frame]:
-        """Hello and its reply; frames that came right behind it are handed on."""
+        """Send Hello and wait for its reply. Return the other frames that arrived with it."""
         connection.settimeout(self._hello_seconds)
         connection.sendall(write_frame(self._events.hello(), 1 << 40))
         frames: list[Frame] = []
@@ -253,7 +273,7 @@ class Link:
                         raise error
                     if not isinstance(reply, HelloReply):
                         raise FormatError(f"Hello was answered with {type(reply).__name__}")
-                    # Whoever waits for the connection reads the round as soon as it is ready.
+                    # A thread in `wait_connected` reads the round as soon as `_ready` is set.
                     self._events.greeted(reply)
                     with self._lock:
                         self._ready.set()

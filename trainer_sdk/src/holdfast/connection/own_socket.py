@@ -1,8 +1,8 @@
-"""A socket that belongs to the process that made it, and to none of its forked children.
+"""A socket that is closed in forked children.
 
-A data loader's workers are forked children: they inherit every descriptor. The other side of a socket
-sees its end only when the last process that holds it has closed it, so that a worker that lives would
-keep a persister, and `Checkpointer.close`, waiting.
+A data loader's workers are forked children and inherit every descriptor. The other side of a socket sees
+its end only when the last process that holds it has closed it. A live worker would thus keep a persister
+and `Checkpointer.close` waiting.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from typing import Self
 
 
 class OwnSocket(socket.socket):
-    """Closed in a forked child right after the fork. `close` ends the connection at once, also
-    where another process still holds the descriptor (a child that C code forked runs no Python)."""
+    """Socket that a forked child closes right after the fork.
+
+    `close` ends the connection even if another process still holds the descriptor: a child that C code
+    forked does not run Python's fork hooks.
+    """
 
     @classmethod
     def of(cls, plain: socket.socket) -> Self:
-        """Take over the descriptor of `plain`, which is unusable afterwards."""
+        """Return a socket that takes over the descriptor of `plain`, which is unusable afterwards."""
         owned = cls(plain.family, plain.type, plain.proto, fileno=plain.detach())
         _open.add(owned)
         return owned
 
     def close(self) -> None:
         if self.fileno() >= 0:
-            with contextlib.suppress(OSError):  # the other side is gone already
+            with contextlib.suppress(OSError):  # the other side has already closed its end
                 self.shutdown(socket.SHUT_RDWR)
         super().close()
 
     def forget(self) -> None:
-        """Close this process's descriptor only: the connection stays that of the parent process."""
+        """Close only this process's descriptor. The connection of the parent process stays open."""
         super().close()
 
 

@@ -1,7 +1,7 @@
-"""Report finished steps, metrics and the cost of saves to the sidecar.
+"""Reports finished steps, metrics and the cost of saves to the sidecar.
 
 `steps`, `should_save` and `save` all report here, so that the job's status does not depend on which of
-them a script uses. Decides nothing and never blocks the training thread.
+them a script uses. Reports never block the training thread.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ProgressReporter:
         self._skipped += 1
 
     def finished(self, step: Step) -> None:
-        """Note that `step` optimizer steps are done; `send` sends it."""
+        """Record that `step` optimizer steps are done. `send` reports it."""
         self._done = step
 
     def send(self, round_: RestartRound) -> None:
-        """Send the newest finished step, if anything changed since the last message.
+        """Send the newest finished step, if it or the costs changed since the last message.
 
         Without a connection the costs stay here for the next message, and the session sends the step
         again when it is connected.

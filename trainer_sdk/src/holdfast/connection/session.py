@@ -1,7 +1,7 @@
-"""What a rank says to its sidecar and hears from it, over connections that come and go.
+"""Messages between a rank and its sidecar or persister, over successive connections.
 
-Keeps the handles of saves on their way, repeats `Stage` after a reconnect, collects requests to save
-or stop. Knows no tensors and decides nothing about steps.
+A session keeps the handles of unfinished saves, sends `Stage` again after a reconnect, and collects
+requests to save or stop. It does not decide which steps are saved.
 """
 
 from __future__ import annotations
@@ -38,29 +38,36 @@ from holdfast_core.shm.slot_header import SlotState
 logger = logging.getLogger(__name__)
 
 _MAX_HANDLES = 64
-"""Handles of older saves are forgotten: their levels may come very late, or never."""
+"""Number of handles to keep. Levels of older saves may be reached very late, or never."""
 _LOSSES_AT_THE_END = 5
-"""Connections in a row that did not come about, after which the end waits no longer."""
+"""Lost or failed connections in a row, after which `wait_settled` stops waiting."""
 
 
 @dataclass(slots=True)
 class _Staged:
-    """A save whose slot the sidecar may not have taken yet."""
+    """A save that was handed over, with its slot and its handle."""
 
     stage: Stage
     slot: Slot
     handle: SaveHandle
     acknowledged: bool = False
     before: _Staged | None = None
-    """An unfinished save of the same step and round. A message names these alone, so it is for both."""
+    """An earlier unfinished save of the same step and round. Messages name only step and round, so that
+    they apply to both."""
 
 
 class Session:
-    """Thread-safe: the training thread and the link's thread meet here. Set `link` before use.
+    """A rank's session with its sidecar or persister. Set `link` before use.
 
-    peer: names the other side in messages.
-    knows_what_is_durable: the other side answers for saves whose slots it has freed, so that it is asked
-      about every save that is not settled when it comes back.
+    It is thread-safe: the training thread and the link's thread use it.
+
+    Args:
+        job_uid: Job that Hello names.
+        rank: This rank.
+        round_: Restart round, or None to take it from the first HelloReply.
+        peer: Name of the other side for log and error messages.
+        knows_what_is_durable: Whether the other side can answer a `Stage` for a slot that it has freed.
+            If so, the session sends `Stage` again for every unsettled save after a reconnect.
     """
 
     def __init__(
@@ -86,9 +93,9 @@ class Session:
         self._held_back: SaveHandle | None = None
         self._held: _Staged | None = None
         self._progress: Progress | None = None
-        """The newest, sent again after a reconnect: a sidecar that restarted knows no step."""
+        """The newest progress. It is sent after a reconnect, because a restarted sidecar has no record."""
         self.losses = 0
-        """Connections that ended or did not come about, since one was answered."""
+        """Connections that ended or could not be opened since the last HelloReply."""
         self.lost_because = ""
         self.round = round_
         self.policy: Policy | None = None
@@ -124,8 +131,8 @@ class Session:
         if progress is not None and self.link is not None:
             self.link.notify(replace(progress, blocked_seconds=0.0, saves_skipped=0))
         for save in again:
-            # A slot that is FREE by now was written by an earlier life; its level is still to come.
-            # One that holds a newer save by now is that save's.
+            # A FREE slot was already written by the sidecar before it restarted, and its level is still to
+            # be reported. A slot that holds a newer save by now must not be staged for the old one.
             if self._knows_what_is_durable or _state_of(save) not in (None, SlotState.FREE):
                 self._submit(save)
 
@@ -170,8 +177,10 @@ class Session:
     # ------------------------------------------------------------------ the training thread
 
     def stage(self, stage: Stage, slot: Slot, handle: SaveHandle) -> None:
-        """Hand a FULL slot over, or keep it where `hold_back` asked for that. Failure is told by the
-        handle; the slot is FREE again then."""
+        """Hand over a FULL slot, or keep it if `hold_back` was called for this save.
+
+        If the other side refuses it, the handle reports the failure and the slot is FREE again.
+        """
         save = _Staged(stage, slot, handle)
         with self._lock:
             dropped = handle.settled
@@ -184,12 +193,12 @@ class Session:
             self._take(save)
 
     def hold_back(self, handle: SaveHandle) -> None:
-        """Keep the slot of this save until `hand_over_held` or `drop_held`. One at a time."""
+        """Keep the slot of this save until `hand_over_held` or `drop_held`. Only one save is held."""
         with self._lock:
             self._held_back = handle
 
     def hand_over_held(self) -> None:
-        """The save that was held back is wanted."""
+        """Hand over the save that was held back."""
         with self._lock:
             save = self._held
             self._held_back, self._held = None, None
@@ -197,7 +206,7 @@ class Session:
             self._take(save)
 
     def drop_held(self, why: str) -> None:
-        """The save that was held back is not wanted: it counts as overtaken, not as failed."""
+        """Drop the save that was held back and free its slot. It counts as overtaken, not as failed."""
         with self._lock:
             handle, save = self._held_back, self._held
             self._held_back, self._held = None, None
@@ -208,12 +217,16 @@ class Session:
             save.slot.abandon()
 
     def progress(self, message: Progress) -> bool:
-        """Send the newest finished step; False when there is no connection to send it over."""
+        """Send the newest finished step. Return False where it could not be queued.
+
+        It is sent again after a reconnect.
+        """
         with self._lock:
             self._progress = message
         return self.link is not None and self.link.notify(message)
 
     def take_save_request(self) -> bool:
+        """Return whether a save was requested, and clear the request."""
         with self._lock:
             wanted, self._save_wanted = self._save_wanted, False
             return wanted
@@ -223,20 +236,20 @@ class Session:
         return self._stop_wanted or self._is_interrupted
 
     def want_stop(self) -> None:
-        """Like a push; also called by a signal handler, so it takes no lock."""
+        """Record a request to stop. A signal handler calls this, so it must not acquire a lock."""
         self._stop_wanted = True
 
     def interrupt(self) -> None:
-        """Ctrl-C: as `want_stop`, until `forget_interrupt`."""
+        """Record a request to stop by Ctrl-C, which lasts until `forget_interrupt`."""
         self._is_interrupted = True
 
     def forget_interrupt(self) -> bool:
-        """The loop that was interrupted has ended. False where a stop was asked for besides."""
+        """Clear the request of `interrupt`. Return False if another request to stop remains."""
         self._is_interrupted = False
         return not self._stop_wanted
 
     def wait_acknowledged(self, timeout_seconds: float) -> bool:
-        """The sidecar owns every slot that was handed over."""
+        """Wait until every save is acknowledged or settled. Return False at the time-out."""
         with self._lock:
             return self._lock.wait_for(
                 lambda: all(s.acknowledged or s.handle.settled for s in self._saves.values()),
@@ -244,7 +257,10 @@ class Session:
             )
 
     def wait_settled(self, timeout_seconds: float) -> bool:
-        """Every save is local, or has failed. Returns early when the other side cannot be reached again."""
+        """Wait until every save is local or has failed. Return whether that is so.
+
+        This returns early when several connections in a row have failed.
+        """
         with self._lock:
             self._lock.wait_for(
                 lambda: self.losses >= _LOSSES_AT_THE_END or self._all_settled(), timeout_seconds
@@ -252,7 +268,7 @@ class Session:
             return self._all_settled()
 
     def was_taken(self, handle: SaveHandle) -> bool:
-        """The other side has said that it holds this save."""
+        """Return whether the other side has acknowledged this save."""
         with self._lock:
             return any(s.handle is handle and s.acknowledged for s in self._saves.values())
 
@@ -277,8 +293,11 @@ class Session:
         return all(s.handle.settled for s in self._saves.values())
 
     def _forget_old(self) -> None:
-        """The oldest of those that are settled first. One that is not has been overtaken by so many that
-        it has failed."""
+        """Drop the oldest saves above the limit, settled ones first.
+
+        An unsettled save that is dropped has failed: its outcome did not arrive before that of many later
+        saves.
+        """
         while len(self._saves) > _MAX_HANDLES:
             settled = (key for key, save in self._saves.items() if save.handle.settled)
             forgotten = self._saves.pop(next(settled, next(iter(self._saves))))
@@ -289,7 +308,7 @@ class Session:
         try:
             self._take_answer(save, future)
         except BaseException as error:
-            # concurrent.futures swallows it, and the save would wait for its answer for ever.
+            # concurrent.futures only logs an exception, and the save would wait for ever.
             logger.exception("the answer to the save of step %d", save.stage.step)
             save.handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
         self._settled()
@@ -298,16 +317,16 @@ class Session:
         try:
             reply = future.result()
         except UnavailableError:
-            return  # repeated when the connection is back
+            return  # `connected` sends it again
         except HoldfastError as error:
             state = _state_of(save)
             is_left = state is SlotState.OWNED and not self._knows_what_is_durable
             if is_left and not save.slot.is_lost():
-                # An earlier life of the sidecar took it; this one takes it up, or frees it.
+                # The sidecar took it before it restarted. The new process continues or frees it.
                 save.acknowledged = True
             else:
                 if state is not None:
-                    save.slot.abandon()  # it was refused: nobody else will free it
+                    save.slot.abandon()  # the other side refused it and will not free the slot
                 save.handle.fail(Level.LOCAL, str(error))
         else:
             save.acknowledged = isinstance(reply, Staged)
@@ -337,7 +356,7 @@ class Session:
 
 
 def _state_of(save: _Staged) -> SlotState | None:
-    """Of the slot; None where it holds another save by now, or is not mapped any more."""
+    """Return the slot's state, or None where the slot holds another save by now or is not mapped."""
     try:
         header = save.slot.header()
     except (FormatError, ValueError):

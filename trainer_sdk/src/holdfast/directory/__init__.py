@@ -1,5 +1,5 @@
-"""Checkpoints in a directory, without a cluster: what the sidecar does in a pod, over one folder.
+"""Checkpoints in a folder, without a cluster: a service that does the sidecar's work.
 
 `DirectoryService` answers the same messages as a sidecar, so that the SDK has one code path. It runs in
-a process of its own (`holdfast.directory.persister`) next to each rank, or in a test (`holdfast.testing`).
+a separate process next to each rank (`holdfast.directory.persister`), or in a test (`holdfast.testing`).
 """

@@ -1,8 +1,8 @@
-"""Which checkpoint of a directory a new run starts from. Pure, but for reading through the tier.
+"""Chooses the checkpoint of a directory from which a new run starts.
 
-Newest history first: rounds from the highest down (a round begins where an older one was restored),
-steps from the highest down within a round. A checkpoint counts only if its manifest can be read and
-every shard that it names is there.
+The order is newest history first: by round from the highest down (each round begins where an older
+checkpoint was restored), and by step from the highest down within a round. A checkpoint counts only if
+its manifest can be read and every shard that it names exists.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
 from holdfast_core.node.tier import DiskNodeTier, manifests_in
 
 JOB_UID = JobUid("standalone")
-"""Every directory holds one job's checkpoints; there is no cluster to give it a uid."""
+"""Job UID in every directory. A directory holds one job's checkpoints, and no cluster assigns a UID."""
 
 _LOOKS = 100
-"""At a directory in which another run trains."""
+"""Number of attempts to choose while another run changes the directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,10 @@ class Choice:
 
 
 def next_round(tier: DiskNodeTier, others: Iterable[RestartRound]) -> RestartRound:
-    """A round that neither anything on the tier nor `others` carry. Not taken yet: see
-    `holdfast.directory.rounds`."""
+    """Return a round above all rounds of the tier and of `others`.
+
+    This does not reserve the round, see `holdfast.directory.rounds`.
+    """
     rounds = [*others]
     rounds += [checkpoint.round for _, checkpoint in tier.list_manifests()]
     rounds += [record.header.round for record in tier.list_shards()]
@@ -39,22 +41,28 @@ def next_round(tier: DiskNodeTier, others: Iterable[RestartRound]) -> RestartRou
 
 
 def candidates(tier: DiskNodeTier) -> list[CheckpointId]:
+    """Return the committed checkpoints of the tier, in the order in which `choose` tries them."""
     return _newest_first(tier.list_manifests())
 
 
 def committed(root: Path) -> list[CheckpointId]:
-    """The checkpoints of a folder that another process writes, in the order in which `choose` tries
-    them. Reads names alone."""
+    """Return the committed checkpoints of a folder, in the order in which `choose` tries them.
+
+    This reads only the names of files, so that another process may write to the folder.
+    """
     return _newest_first(manifests_in(root / "tier"))
 
 
 def older_than(root: Path, step: Step) -> int:
-    """How many checkpoints of lower steps a folder holds."""
+    """Return the number of checkpoints of a folder whose step is lower than `step`."""
     return sum(checkpoint.step < step for checkpoint in committed(root))
 
 
 def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
-    """Raises NotFoundError, CorruptionError or FormatError when it cannot be restored from here."""
+    """Load the manifest of `checkpoint` and check that all its shards exist.
+
+    Raises NotFoundError, CorruptionError or FormatError when the checkpoint cannot be restored from here.
+    """
     document = tier.get_manifest(JOB_UID, checkpoint)
     manifest = parse_manifest_of(document, JOB_UID, checkpoint)
     missing = [s.rank for s in manifest.shards if tier.look_up(manifest.ref(s.rank)) is None]
@@ -64,14 +72,14 @@ def load_choice(tier: DiskNodeTier, checkpoint: CheckpointId) -> Choice:
 
 
 def choose(tier: DiskNodeTier, rejected: Collection[CheckpointId] = ()) -> Choice | None:
-    """The newest complete checkpoint, whatever number of ranks saved it; None in a directory without
-    any checkpoint.
+    """Return the newest complete checkpoint, or None in a directory without checkpoints.
 
-    A run that trains in the directory meanwhile commits newer checkpoints and prunes older ones. Where
-    that shows, the search begins again: what was pruned is no reason for an older step, nor for an error.
+    It may have been saved by any number of ranks. Another run may commit newer checkpoints and prune older
+    ones during the search. If a checkpoint cannot be loaded and the list has changed, the search begins
+    again, so that a pruned checkpoint leads neither to an older step nor to an error.
 
-    Raises CorruptionError when there are checkpoints and none can be read: a run never silently
-    starts from nothing. Raises UnavailableError when the directory does not hold still.
+    Raises CorruptionError when there are checkpoints and none can be read, so that a run never silently
+    starts from the beginning. Raises UnavailableError when the list changes in every attempt.
     """
     for _ in range(_LOOKS):
         listed = candidates(tier)
@@ -95,7 +103,7 @@ def choose(tier: DiskNodeTier, rejected: Collection[CheckpointId] = ()) -> Choic
 def _first_that_loads(
     tier: DiskNodeTier, listed: Iterable[CheckpointId], rejected: Collection[CheckpointId]
 ) -> tuple[Choice | None, list[str]]:
-    """With the reasons why those before it do not."""
+    """Return the first checkpoint that loads, and the reasons why those before it do not."""
     reasons: list[str] = []
     for checkpoint in listed:
         if checkpoint in rejected:

@@ -1,7 +1,7 @@
-"""A file that is locked while it is held: gone, or free, as soon as its process has ended, however.
+"""Lock files (claims) by which a process shows others in a shared directory that it is alive.
 
-For what a process says of itself in a place that it shares with others. Whoever finds it free may
-remove it.
+The lock is free as soon as its process has ended, however it ended. Any process that finds the lock free
+may remove the file. The file contains the process's id and host name.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class Claim:
-    """Held from when it is made until `release`, or until nobody refers to it any more."""
+    """A locked file. It is held until `release`, or until the object is garbage-collected."""
 
     def __init__(self, path: Path, *, wait: bool = True) -> None:
-        """Raises OSError, also where files cannot be locked; BlockingIOError, unless `wait`, where
-        somebody holds it."""
+        """Create and lock the file.
+
+        Raises OSError, also where the file system has no locks. Raises BlockingIOError if another process
+        holds the lock and `wait` is False.
+        """
         self._path = path
         self._descriptor: int | None = _locked(path, wait=wait)
         _held.add(self)
@@ -32,17 +35,19 @@ class Claim:
         return self._path.name
 
     def release(self) -> None:
-        """Remove the file, and its directory if nothing else is in it. A file that another process has made
-        under this name since stays."""
+        """Remove the file and release the lock. Also remove the directory if it is empty then.
+
+        A file that another process has created under this name in the meantime is not removed.
+        """
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # the folder may be gone, and the lock ends anyhow
+            with contextlib.suppress(OSError):  # the folder may be gone; `forget` releases the lock
                 if self.is_in_place():
                     self._path.unlink(missing_ok=True)
                     self._path.parent.rmdir()
             self.forget()
 
     def is_in_place(self) -> bool:
-        """Whether the file that is held is still the one of this name."""
+        """Return whether the path still names the file that this claim holds."""
         if self._descriptor is None:
             return False
         try:
@@ -51,7 +56,7 @@ class Claim:
             return False
 
     def forget(self) -> None:
-        """Not held by this process; the file stays."""
+        """Close this process's descriptor without removing the file."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -70,13 +75,13 @@ def _forget_all() -> None:
         claim.forget()
 
 
-# A data loader's worker outlives a killed trainer by seconds, and a lock lives as long as the last
-# process that has its descriptor.
+# A lock is held until the last process that has its descriptor has closed it, and a data loader's worker
+# outlives a killed trainer by seconds.
 os.register_at_fork(after_in_child=_forget_all)
 
 
 def claim(path: Path) -> Claim | None:
-    """None where that cannot be: nobody sees then that this process is there."""
+    """Return a claim of `path`, or None where that fails. Other processes do not see this one then."""
     try:
         return Claim(path)
     except OSError as error:
@@ -85,7 +90,7 @@ def claim(path: Path) -> Claim | None:
 
 
 def holder(path: Path) -> str | None:
-    """What the process that holds the file says of itself; None where no process holds it."""
+    """Return the description of the process that holds the file, or None where no process holds it."""
     if not is_held(path):
         return None
     try:
@@ -95,6 +100,7 @@ def holder(path: Path) -> str | None:
 
 
 def is_held(path: Path) -> bool:
+    """Return whether a process holds the file. Return False where that cannot be determined."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -111,8 +117,10 @@ def is_held(path: Path) -> bool:
 
 
 def remove_if_free(path: Path) -> bool:
-    """False where somebody holds it, or where nobody can tell. Removed under the lock, so that it is
-    not another's by then."""
+    """Remove the file if no process holds it. Return False otherwise, or where locks do not work.
+
+    The lock is held during the removal, so that no other process can acquire it in between.
+    """
     try:
         Claim(path, wait=False).release()
     except OSError:
@@ -132,7 +140,7 @@ def _locked(path: Path, *, wait: bool) -> int:
         try:
             descriptor = os.open(path, flags, 0o660)
         except FileNotFoundError:
-            continue  # somebody else left, and took the directory away
+            continue  # another process released its claim and removed the empty directory
         try:
             fcntl.flock(descriptor, operation)
             os.ftruncate(descriptor, 0)
@@ -143,8 +151,8 @@ def _locked(path: Path, *, wait: bool) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise
-        except OSError:  # of no use without a lock
+        except OSError:  # the file must not stay where it cannot be locked or written
             path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
-        os.close(descriptor)  # it was free for a moment, and somebody removed it
+        os.close(descriptor)  # another process removed the file before this one had locked it

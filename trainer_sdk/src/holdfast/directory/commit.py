@@ -1,11 +1,12 @@
-"""From durable shards to a checkpoint: prepared records of all ranks, then the manifest, then pruning.
+"""Commit of a checkpoint in a folder: records of all ranks' shards, then the manifest, then pruning.
 
- 1. Every rank: shard and layout durable -> a record under prepared/s<step>-r<round>/.
- 2. Rank 0: all ranks' records are there -> layout and manifest, put-if-absent. Committed.
- 3. Every rank sees the manifest -> its own shards that no kept checkpoint names may go.
-A kill between any two leaves the older checkpoint as it was. What was killed between 1 and 2 is
-committed by the run that comes next: the manifest follows from the records alone, so that it does not
-matter who makes it, nor whether two do.
+ 1. When a rank's shard and layout are durable, it writes a record under prepared/s<step>-r<round>/.
+ 2. When the records of all ranks exist, rank 0 writes the layout and the manifest (put-if-absent). The
+    checkpoint is then committed.
+ 3. When a rank finds the manifest, it may delete its own shards that no kept checkpoint names.
+A kill between any two of these leaves the older checkpoint unchanged. After a kill between 1 and 2 the
+next run commits the checkpoint. The manifest depends on the records alone, so that any process may write
+it, or two processes at the same time.
 """
 
 from __future__ import annotations
@@ -33,22 +34,23 @@ from holdfast_core.tiers.local_commit import build_manifest, commit_local, merge
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"s(\d{1,18})-r(\d{1,9})", re.ASCII)
-"""Of a directory of records: str(CheckpointId)."""
+"""Name of a directory of records: str(CheckpointId)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A rank's record of a durable shard, with what the manifest says of the run."""
+    """A rank's record of a durable shard, with the run's fields of the manifest."""
 
     record: ShardRecord
     run_id: str
-    """Shards of two runs are never committed together, whatever round they carry."""
+    """Run that saved the shard. Shards of two runs are never committed together, even in one round."""
     parent: Digest | None = None
+    """Digest of the manifest from which the run started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committer:
-    """Stateless over the directory: any process that opens it sees the same."""
+    """Commits and prunes the checkpoints of a directory. All its state is in the directory."""
 
     tier: DiskNodeTier
     prepared_dir: Path
@@ -59,7 +61,7 @@ class Committer:
     parent: Digest | None = None
 
     def prepare(self, record: ShardRecord) -> None:
-        """Say that this rank's shard is durable. Seen whole or not at all."""
+        """Write the record of this rank's durable shard. It appears atomically."""
         directory = self._directory(record.checkpoint)
         with disk_errors(f"writing the record of rank {record.header.rank} to {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
@@ -82,15 +84,16 @@ class Committer:
         return True
 
     def commit(self, checkpoint: CheckpointId) -> None:
-        """Rank 0, once all are prepared. Idempotent. Raises FormatError for a bad record, NotFoundError where
-        a record or a shard is missing."""
-        with self._one_at_a_time():  # another rank may drop its shard where the folder is full
+        """Commit `checkpoint`. Rank 0 calls it when all ranks are prepared. It is idempotent.
+
+        Raises FormatError for an invalid record, and NotFoundError where a record or a shard is missing.
+        """
+        with self._one_at_a_time():  # another rank may delete its shard where the folder is full
             try:
                 prepared = self._prepared(checkpoint)
             except FileNotFoundError as error:
-                if self.is_committed(
-                    checkpoint
-                ):  # by the run that came next, which cleared up, too
+                # A later run may have committed it and removed the records.
+                if self.is_committed(checkpoint):
                     return
                 raise NotFoundError(
                     f"checkpoint {checkpoint}: no record {error.filename}"
@@ -98,13 +101,15 @@ class Committer:
             self._commit(checkpoint, prepared)
 
     def commit_left(self) -> None:
-        """Commit what all ranks of a former run had made durable, where it is newer than every checkpoint.
+        """Commit what all ranks of an earlier run made durable, if it is newer than every checkpoint.
 
-        Records are not synced: one that a power cut tore, or whose shard is gone, is passed over.
+        Records are written without fsync. A checkpoint with a record that a power failure damaged, or
+        whose shard is missing, is skipped.
         """
         if not self._left():
             return
-        with self._one_at_a_time():  # what its own rank 0 prunes meanwhile must not come back
+        # The lock prevents a commit of what that run's rank 0 prunes at the same time.
+        with self._one_at_a_time():
             newest = max(((c.round, c.step) for c in candidates(self.tier)), default=(-1, -1))
             for checkpoint in self._left():
                 if (checkpoint.round, checkpoint.step) > newest:
@@ -112,14 +117,19 @@ class Committer:
 
     @property
     def rounds(self) -> list[RestartRound]:
-        """Of the records that are there."""
+        """Rounds of the existing records."""
         return [checkpoint.round for checkpoint in self._left()]
 
     def prune(self, newest: CheckpointId, protected: CheckpointId | None, *, leader: bool) -> None:
-        """After `newest` was committed: keep the last ones and the restore point of this run.
+        """Delete old checkpoints and shards after `newest` was committed.
 
-        Only the leader takes manifests away; every process then removes shards of its own ranks
-        that no manifest names and that are older than `newest`.
+        Only the leader deletes checkpoints. It keeps the last `keep_last` and `protected`. Every process
+        deletes those shards of its own ranks that no manifest names and that are older than `newest`.
+
+        Args:
+            newest: The checkpoint that was just committed.
+            protected: The restore point of this run.
+            leader: Whether this process serves rank 0.
         """
         with self._one_at_a_time():
             self._prune(newest, protected, leader)
@@ -127,14 +137,16 @@ class Committer:
     def make_room(
         self, wanted: CheckpointId, protected: CheckpointId | None
     ) -> CheckpointId | None:
-        """Delete what is worth least, for a save of `wanted` that found no room; None where nothing is left
-        that may go. In this order, one at a time:
+        """Delete one item so that a save of `wanted` has more room.
 
-        1. shards of this process's ranks that no checkpoint names, older than the newest checkpoint;
-        2. the oldest checkpoint, never the newest, nor the restore point before this run has one of its
-           own;
-        3. shards of this process's ranks of older saves that other ranks have not completed: with the disk
-           full on their side, too, they never will.
+        Returns the checkpoint of the deleted item, or None if nothing may be deleted. The order is:
+
+        1. a shard of this process's ranks that no checkpoint names and that is older than the newest
+           checkpoint;
+        2. the oldest checkpoint, but never the newest one, and not the restore point `protected` before
+           this run has committed a checkpoint of its own;
+        3. a shard of this process's ranks of an older save that other ranks have not completed. They
+           cannot complete it while the disk is full for them, too.
         """
         with self._one_at_a_time():
             held = self._held()
@@ -156,23 +168,29 @@ class Committer:
             return self._drop(orphans[0]) if orphans else None
 
     def _drop(self, record: ShardRecord) -> CheckpointId:
-        """The record first: what has a record may be committed."""
+        """Delete a shard and, before it, its record: a save whose records all exist may be committed."""
         _file(self._directory(record.checkpoint), record.header.rank).unlink(missing_ok=True)
         self._delete(record)
         return record.checkpoint
 
     def _held(self) -> list[CheckpointId]:
-        """Committed checkpoints, oldest first."""
+        """Return the committed checkpoints, oldest first."""
         return sorted((c for uid, c in self.tier.list_manifests() if uid == JOB_UID), key=_order)
 
     def _is_own(self, record: ShardRecord, *, leader: bool) -> bool:
-        """Ranks that an older world had and this one lacks are the leader's."""
+        """Return whether this process may delete the shard.
+
+        The leader is also responsible for ranks that exist only in an earlier, larger world.
+        """
         rank = record.header.rank
         return rank in self.own_ranks or (leader and rank >= self.world_size)
 
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        """Each process removes directories that it emptied; never under another's hands."""
+        """Hold the lock under which processes commit and delete.
+
+        Otherwise a process could remove an empty directory into which another one is about to write.
+        """
         path = self.prepared_dir.with_name(".prune")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o660)
@@ -187,7 +205,7 @@ class Committer:
         if leader:
             extra = held[: -self.keep_last] if self.keep_last else []
             for checkpoint in extra:
-                # Until this run has its own committed ones, what it came from is the way back.
+                # The restore point of this run stays, to which a restart can return.
                 if checkpoint not in (newest, protected):
                     self.tier.delete_checkpoint(JOB_UID, checkpoint)
                     held.remove(checkpoint)
@@ -200,7 +218,8 @@ class Committer:
                 self._delete(record)
 
     def _delete(self, record: ShardRecord) -> None:
-        with contextlib.suppress(NotFoundError):  # gone with its manifest: the index forgets it
+        # If the shard was deleted with its checkpoint, `open_shard` drops it from the tier's index.
+        with contextlib.suppress(NotFoundError):
             self.tier.open_shard(record.ref).close()
             self.tier.delete_shard(record.ref)
 
@@ -210,7 +229,7 @@ class Committer:
                 shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
 
     def _left(self) -> list[CheckpointId]:
-        """What has records, oldest first. Other names are somebody else's."""
+        """Return the checkpoints that have records, oldest first. Other directory names are ignored."""
         found: list[CheckpointId] = []
         with contextlib.suppress(FileNotFoundError):
             for path in self.prepared_dir.iterdir():
@@ -227,7 +246,10 @@ class Committer:
             logger.info("checkpoint %s of a former run stays uncommitted: %s", checkpoint, error)
 
     def _prepared(self, checkpoint: CheckpointId) -> list[Prepared]:
-        """By rank. Raises FileNotFoundError while one is missing, FormatError."""
+        """Return the records in the order of ranks.
+
+        Raises FileNotFoundError while a record is missing, and FormatError for an invalid one.
+        """
         directory = self._directory(checkpoint)
         first = _read(directory, 0)
         others = range(1, first.record.header.world_size)
@@ -251,11 +273,14 @@ class Committer:
         shutil.rmtree(self._directory(checkpoint), ignore_errors=True)
 
     def _expect_shard(self, record: ShardRecord) -> None:
-        """A manifest that names what is not there would count as the newest checkpoint, and older ones that
-        can be restored would be deleted. Raises NotFoundError, CorruptionError, FormatError."""
+        """Raise NotFoundError, CorruptionError or FormatError unless the tier holds the recorded shard.
+
+        A manifest with a missing shard would count as the newest checkpoint, and older checkpoints that
+        can be restored would be deleted.
+        """
         found = self.tier.look_up(record.ref)
         if found is not None:
-            self.tier.open_shard(record.ref).close()  # what the tier has listed may be gone since
+            self.tier.open_shard(record.ref).close()  # the tier's index may be out of date
         if found != record:
             raise NotFoundError(
                 f"checkpoint {record.checkpoint}: its record of rank {record.header.rank} names {record}, "

@@ -1,4 +1,4 @@
-"""One connection to a DirectoryService: reads requests in a thread, answers them, pushes levels."""
+"""One connection to a DirectoryService: reads requests, answers them and pushes levels."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ _LONGEST_WORDS = 2000
 
 
 def in_words(error: BaseException) -> str:
-    """For a message to the trainer. Errors of Holdfast say what was tried; of others the type says most."""
+    """Return the text of an error for a message to the trainer.
+
+    The text starts with the type, except for errors of Holdfast, which explain themselves.
+    """
     text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
     return text[:_LONGEST_WORDS]
 
 
 class Service(Protocol):
-    """What answers requests: a DirectoryService, or something in front of one."""
+    """Interface of a Connection to what answers requests: a DirectoryService, or a wrapper of one."""
 
     @property
     def current_round(self) -> RestartRound: ...
@@ -47,8 +50,14 @@ class Service(Protocol):
 
 
 class Connection:
-    """`intercept` may answer in the service's place (None: let the service answer). `heard` hears each
-    message before it is answered; a Hello after that, since what is pushed before is not for its sender.
+    """Serves one connection of a trainer.
+
+    Args:
+        sock: The connection. It is closed at the end of `serve`.
+        service: Answers the requests.
+        intercept: May return a reply in place of the service; None lets the service answer.
+        heard: Called with each message before it is answered, but with a Hello after its answer: messages
+            pushed before that do not belong to this connection.
     """
 
     def __init__(
@@ -66,7 +75,7 @@ class Connection:
         self.hello: Hello | None = None
 
     def serve(self) -> None:
-        """Until the other side is gone. Raises FormatError for what is no frame."""
+        """Serve requests until the other side closes the connection. Raises FormatError for a bad frame."""
         try:
             while (frame := receive_frame(self._socket)) is not None:
                 message = frame.message
@@ -84,14 +93,17 @@ class Connection:
             self.close()
 
     def push(self, message: Any) -> None:
-        """To a side that may be gone: it asks again when it comes back."""
+        """Send a message without a request.
+
+        Nothing is raised if the connection has ended: the other side stages again after it reconnects.
+        """
         self._send(message, 0)
 
     def close(self) -> None:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # it is gone already
+            pass  # the other side has already closed it
         self._socket.close()
 
     def _send(self, message: Any, id_: int) -> None:
@@ -123,7 +135,7 @@ class Connection:
         except HoldfastError as error:
             return self._refused(Refusal.BUSY, error)
         except BaseException as error:
-            # It would end the process, and the trainer would send the same request to the next one.
+            # Otherwise the process would end, and the trainer would repeat the request to the next one.
             logger.exception("%s could not be served", type(message).__name__)
             return self._refused(Refusal.BUSY, error)
 

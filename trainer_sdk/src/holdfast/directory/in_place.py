@@ -1,12 +1,13 @@
-"""Reads a shard of a folder straight into the tensors of a state, without a slot in between.
+"""Reads a shard of a folder directly into the tensors of a state, without a slot in between.
 
-1. What is no tensor is read first, and the state is asked whether all of it fits: nothing has been
-   written into it then.
-2. Where a slot may still hold the shard, its chunks are compared with the file's table and put where
-   they belong; if one differs, all that was put is overwritten by 3.
-3. The file is read in order, each chunk verified, each byte put where it belongs.
+1. The objects that are not tensors are read first, and all of the shard is compared with the state.
+   Nothing has been written into the state at this point.
+2. If a slot may still hold the shard, its chunks are compared with the checksums of the file and copied
+   into the tensors. If a chunk differs, step 3 overwrites all that was copied.
+3. Otherwise the file is read in order. Each chunk is verified and copied into the tensors.
 
-A copy that turns out bad in 3 leaves a part of itself behind: the caller must load another one over it.
+If a chunk fails verification in step 3, parts of the bad copy remain in the state. The caller must load
+another copy over them.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from holdfast_core.node.files import BufferPool, disk_errors
 from holdfast_core.node.shard_file import WRITE_BYTES, DiskShardReader
 
 _CHUNKS_AT_ONCE = 4
-"""Compared, then put while they are in the processor's cache: 1 MiB, as shards are written now."""
+"""Number of chunks to compare and then copy while they are in the processor's cache. With the chunk size
+of new shards this is 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
+    """Result of a read into the tensors of a state."""
+
     saved: dict[str, Any]
-    """In the memory of the state's tensors, and in new memory."""
+    """The saved state. Its tensors are those of the current state, or lie in new memory."""
     tier: TierName
-    """Where the bytes came from."""
+    """Tier from which the bytes came."""
 
 
 def read_in_place(
@@ -47,9 +51,18 @@ def read_in_place(
     held: memoryview | None = None,
     begins: Callable[[], None] = lambda: None,
 ) -> InPlace | None:
-    """None where the state does not fit, and nothing was written. `held`: what lies in `file.slot`;
-    `begins` is called before the first byte is written.
-    Raises CorruptionError, FormatError, NotFoundError, UnavailableError."""
+    """Read the shard into the tensors `leaves`. Return None, without writing, if the state does not fit.
+
+    Args:
+        file: The shard's file.
+        leaves: Tensors of the current state.
+        fits: Whether a saved state fits the current one.
+        held: Payload of `file.slot`, which may still hold the shard.
+        begins: Called before the first byte is written.
+
+    Raises:
+        CorruptionError, FormatError, NotFoundError, UnavailableError: The shard cannot be read.
+    """
     path = Path(file.path)
     with disk_errors(f"opening shard {path}"):
         reader = DiskShardReader.open(path, file.shard, BufferPool(WRITE_BYTES, keep=1))
@@ -73,7 +86,7 @@ def read_in_place(
 
 
 def _put_held(reader: DiskShardReader, destinations: Destinations, held: memoryview) -> bool:
-    """Whether every chunk is the shard's, and was put. By two threads."""
+    """Compare and copy the slot's chunks with two threads. Return False if a chunk differs."""
     chunk, crcs = reader.record.header.chunk_bytes, reader.table.crcs
 
     def put(chunks: range) -> int | None:
@@ -97,7 +110,7 @@ def _put_held(reader: DiskShardReader, destinations: Destinations, held: memoryv
 
 
 def _expect_all(destinations: Destinations, done: int) -> None:
-    """A tensor that nobody wrote to would keep what it had, without a sign of it."""
+    """Raise CorruptionError unless all bytes were copied: a tensor could keep old values unnoticed."""
     if done != destinations.wanted_bytes:
         raise CorruptionError(
             f"{done} bytes of the payload found their place in the state, "
@@ -106,7 +119,7 @@ def _expect_all(destinations: Destinations, done: int) -> None:
 
 
 def _read(reader: DiskShardReader, wanted: ByteRange) -> bytes:
-    """Any stretch of the payload, by the chunks that it lies in."""
+    """Return a range of the payload. Reads and verifies the chunks that contain it."""
     header = reader.record.header
     chunk = header.chunk_bytes
     start = wanted.start // chunk * chunk

@@ -1,4 +1,4 @@
-"""What a DirectoryService is told at its start, and how that travels to the process that runs it."""
+"""Options of a DirectoryService, and their encoding as an argument of the persister."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ class ServiceOptions:
     own_ranks: range
     policy: Policy
     round: RestartRound | None = None
-    """None: choose a new one and record it (rank 0)."""
+    """Restart round. None: choose a new round and reserve it (on rank 0)."""
     restore: CheckpointId | None = None
-    """The checkpoint that rank 0 chose."""
+    """The checkpoint that rank 0 chose, or None if there is none."""
     choose_restore: bool = True
-    """False: `restore` says it, also where it is None."""
+    """Whether to choose the restore point. If False, it is `restore`, which may be None."""
     rejected: tuple[CheckpointId, ...] = ()
+    """Checkpoints that must not be chosen."""
     run_id: str = "standalone"
-    """Of the run that this process writes for; in its records and manifests. The same for all ranks."""
+    """Identity of the run, which is written into records and manifests. All ranks have the same."""
     device: int | None = None
-    """Of the file system on which the run opened the folder first."""
+    """Device number of the folder's file system when the run first opened it."""
     spare_slots_dir: Path | None = None
-    """Where slots lie for which `slots_dir` has no room."""
+    """Directory for slots that do not fit into `slots_dir`."""
     read_only: bool = False
-    """The folder cannot be written: restore from it only."""
+    """Whether the folder cannot be written, so that it serves restores only."""
     writer: Path | None = None
-    """To be claimed until all is written: see holdfast.directory.processes."""
+    """File to claim until all that was staged is durable, see holdfast.directory.processes."""
 
 
 def format_options(
@@ -56,7 +57,7 @@ def format_options(
     read_only: bool,
     writer: Path,
 ) -> str:
-    """The persister's one argument: what `parse_options` reads back."""
+    """Encode the options as the persister's argument, which `parse_options` decodes."""
     return json.dumps(
         {
             "root": str(root),
@@ -80,7 +81,7 @@ def format_options(
 
 
 def parse_options(text: str) -> ServiceOptions:
-    """What `format_options` wrote, for the process that serves one rank."""
+    """Decode the result of `format_options` for a process that serves one rank."""
     value: dict[str, Any] = json.loads(text)
     rank = int(value["rank"])
     round_ = value["round"]

@@ -1,11 +1,11 @@
-"""The process that writes a rank's checkpoints to a directory.
+"""The persister: the process that writes a rank's checkpoints to a directory.
 
-Its command is `python -m holdfast.directory.persister FD OPTIONS`.
+Its command is `python -m holdfast.directory.persister FD OPTIONS`. FD is a socket to the trainer.
 
-Started by the SDK where there is no sidecar, so that digests, fsync and commits never take the
-trainer's interpreter lock. It ends with the trainer: after the connection ends it writes what was
-staged (a run that starts meanwhile waits for that), waits a bounded time for the other ranks, and
-leaves.
+The SDK starts it where there is no sidecar. In a separate process, digests, fsync and commits never hold
+the trainer's interpreter lock. When the connection to the trainer has ended, the persister writes what
+was staged (a run that starts in the meantime waits for this), waits a bounded time for the other ranks,
+and exits.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from holdfast_core.messages.socket_frames import receive_frame, send_frame
 logger = logging.getLogger(__name__)
 
 _NICENESS = 10
-"""Where cores are scarce the trainer's threads come first, nine times out of ten."""
+"""Nice value of this process: the trainer's threads get about nine tenths of a core that both need."""
 _COMMIT_SECONDS = 30.0
-"""How long the last checkpoint may wait for the shards of ranks that still write."""
+"""Time that the last checkpoint may wait for the shards of ranks that still write."""
 
 
 _WRITER_ENDED = 70
-"""Exit status (EX_SOFTWARE): the trainer starts another process, and hands over again what it holds."""
+"""Exit status (EX_SOFTWARE): the writer thread failed. The trainer starts another persister and stages its
+unsettled saves again."""
 
 _FOLDER_LOST = 72
-"""Exit status (EX_OSFILE): the folder was deleted or unmounted. The next process looks which."""
+"""Exit status (EX_OSFILE): the folder was deleted or unmounted. The next persister finds out which."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when everything that was staged has been committed."""
+    """Serve the trainer. Return 0 if every staged save was committed."""
+    # The trainer handles these signals, and this process ends after it.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are the trainer's; its end is ours
+        signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     logging.basicConfig(level=logging.WARNING, format="[holdfast] %(message)s", stream=sys.stderr)
     sock = socket.socket(fileno=int(argv[0]))
@@ -67,13 +69,13 @@ def main(argv: Sequence[str]) -> int:
     except Exception:
         logger.exception("the connection to the trainer failed; what it has handed over is written")
     service.write_out()
-    if writing is not None:  # what all ranks have written, the next run may commit itself
+    if writing is not None:  # the next run can commit what all ranks have written
         writing.release()
     return 0 if service.finish(_COMMIT_SECONDS) else 1
 
 
 def _refuse_hello(sock: socket.socket, error: Exception) -> None:
-    """The trainer hears why, in the reply to its Hello."""
+    """Refuse the trainer's Hello with the error as the reason."""
     frame = receive_frame(sock)
     if frame is not None:
         code = Refusal.BUSY if isinstance(error, UnavailableError) else Refusal.NOT_FOUND

@@ -1,8 +1,8 @@
-"""Whether a folder is still the one that was opened, or was deleted or unmounted since.
+"""Detects that a folder was deleted or unmounted since it was opened.
 
-A folder that was deleted is made again, because each checkpoint is complete by itself. One whose file
-system was unmounted must not be: the checkpoints would fill the disk below, and be hidden when the file
-system comes back.
+A deleted folder is created again, because each checkpoint is complete by itself. A folder whose file
+system was unmounted must not be created again: the checkpoints would fill the disk below the mount point
+and would be hidden when the file system is mounted again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, er
 
 
 def device_of(path: Path) -> int:
-    """Of the file system of `path`, or of its nearest parent that is there."""
+    """Return the device number of `path`, or of its nearest parent that exists."""
     while True:
         try:
             return path.stat().st_dev
@@ -26,8 +26,10 @@ def device_of(path: Path) -> int:
 
 
 def expect_not_unmounted(root: Path, device: int | None) -> None:
-    """For a process that opens again what its run has opened on `device`, and finds nothing in it. Raises
-    TierError."""
+    """Raise TierError if `root` is no longer on the file system `device`.
+
+    Call it where a process opens its run's folder again and finds the folder empty.
+    """
     if device is not None and device_of(root) != device:
         raise TierError(
             f"{root}: the file system on which this run opened the folder is not mounted there any more; "
@@ -37,17 +39,18 @@ def expect_not_unmounted(root: Path, device: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Of one directory, as it was when it was made."""
+    """Identity of a directory when this object was made."""
 
     path: Path
     identity: tuple[int, int]
 
     @classmethod
     def of(cls, path: Path) -> Presence:
-        """Raises OSError."""
+        """Record the identity of `path`. Raises OSError."""
         return cls(path, _identity(path))
 
     def is_lost(self) -> bool:
+        """Return whether the directory was removed, replaced or unmounted."""
         try:
             return _identity(self.path) != self.identity
         except OSError as error:
@@ -55,7 +58,7 @@ class Presence:
 
 
 def says_gone(error: BaseException) -> bool:
-    """Whether the reason of a failed write is that a directory below the folder is not there."""
+    """Return whether a write failed because the folder, or a directory in it, does not exist."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _GONE:

@@ -1,12 +1,12 @@
-"""Which processes use a directory, so that a run waits for what the one before it still writes.
+"""Record of the processes that use a directory, so that a run waits for writers of the previous run.
 
-DIR/processes/<name>.trainer and <name>.writer are held (see claims) while that process lives:
- 1. a trainer takes its own before it starts its persister;
- 2. the persister holds the other until all that it was given is durable;
- 3. a run that starts waits for each writer whose trainer is gone. Whoever chose a checkpoint earlier
-    would train again what is just being written.
-A trainer that lives is not waited for: it may be somebody who looks at the same folder. Where the file
-system knows no locks, nobody waits.
+Each process holds a claim (see claims) while it lives:
+ 1. A trainer acquires DIR/processes/<name>.trainer before it starts its persister.
+ 2. The persister holds <name>.writer until all that was staged is durable.
+ 3. A run that starts waits for each writer whose trainer has ended. If it chose a checkpoint earlier, it
+    would repeat the steps that are being written.
+It does not wait for a writer whose trainer lives, because that process may only read the same folder.
+Where the file system has no locks, no run waits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
 _LONGEST_WAIT_SECONDS = 600.0
-"""Of a start: a disk that hangs never ends a write, and a shard may be some hundred GiB."""
+"""Longest wait of a start. A shard may have some hundred GiB, and a write to a hanging disk never ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What a trainer and its persister are called in the directory."""
+    """Names of the claims of one trainer and its persister."""
 
     directory: Path
     name: str
@@ -43,10 +43,10 @@ class Process:
 
 
 def wait_for_writers(directory: Path, longest_seconds: float = _LONGEST_WAIT_SECONDS) -> None:
-    """Returns when no persister is left that still writes for a trainer that is gone."""
+    """Wait until no persister writes for a trainer that has ended, at most `longest_seconds`."""
     deadline = time.monotonic() + longest_seconds
     names: set[str] = set()
-    with contextlib.suppress(OSError):  # nobody has been here, or the last one leaves
+    with contextlib.suppress(OSError):  # the directory does not exist yet, or has just been removed
         names = {path.stem for path in directory.iterdir()}
     for name in sorted(names):
         process = Process(directory, name)

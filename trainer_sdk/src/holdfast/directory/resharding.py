@@ -1,7 +1,7 @@
-"""A rank's payload made of verified ranges of other ranks' shard files.
+"""Assembly of a rank's payload from verified ranges of several shard files.
 
-A shard that turns out bad is quarantined and not asked again: where another shard holds the same
-slices, that one is read instead.
+A shard that fails verification is quarantined and not read again. Where another shard holds the same
+slices, that shard is read instead.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ logger = logging.getLogger(__name__)
 def assemble_payload(
     tier: DiskNodeTier, manifest: Manifest, wanted: RankLayout, slot: SlotFile
 ) -> int:
-    """The whole payload is in the slot when this returns; the bytes read for it. The slot's header
-    is the caller's, who says before that what lies in it is not whole.
+    """Assemble the payload of the layout `wanted` in the slot. Return the number of bytes read.
 
-    Raises StateMismatchError (the checkpoint holds other tensors), FormatError, CorruptionError (too
-    many shards are bad; the bad ones are quarantined).
+    The caller owns the slot's header and must mark the slot as incomplete before.
+
+    Raises:
+        StateMismatchError: The checkpoint holds other tensors.
+        CorruptionError: Too many shards are bad. The bad ones are quarantined.
+        FormatError: A layout is invalid.
     """
     source = parse_layout(tier.get_layout(manifest.layout))
     slot.write_payload(0, memoryview(payload_plan(wanted).header))
@@ -57,5 +60,5 @@ def assemble_payload(
             bad[rank] = str(error)
             tier.quarantine(ref, str(error))
         except NotFoundError as error:
-            bad[rank] = str(error)  # another rank's process has quarantined it meanwhile
+            bad[rank] = str(error)  # another rank's process has quarantined it in the meantime
         logger.warning("shard of rank %d: %s: its slices are read elsewhere", rank, bad[rank])

@@ -1,8 +1,8 @@
-"""How a run of a folder takes a round that no other run has, also where they start at the same time.
+"""Reserves a round of a folder for one run, also where several runs start at the same time.
 
-A round is taken by creating `rounds/r<round>` with O_EXCL, which is atomic on every local file system and
-on NFS since version 3. The file names its run for people; only its name counts, so that no damaged byte
-can hide a checkpoint.
+A run reserves a round by creating `rounds/r<round>` with O_EXCL, which is atomic on every local file
+system and on NFS since version 3. The content of the file is for people. Only its name counts, so that a
+damaged byte cannot hide a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _NAME = re.compile(r"r(\d{6})", re.ASCII)
 
 
 def claim_round(directory: Path, at_least: RestartRound, run_id: str) -> RestartRound:
-    """Take the lowest round that is free, is `at_least` that high and above every round taken before.
-    Durable when it returns. Raises OSError."""
+    """Reserve and return the lowest round that is at least `at_least` and above all reserved rounds.
+
+    The reservation is durable when this returns. Raises OSError.
+    """
     make_directories(directory)
     while True:
         round_ = RestartRound(max(at_least, *(taken + 1 for taken in _taken(directory)), 0))
@@ -31,28 +33,27 @@ def claim_round(directory: Path, at_least: RestartRound, run_id: str) -> Restart
             continue
         fsync_directory(directory)
         taken = _taken(directory)
-        # Between the listing and the creation another run may have taken this round and a higher one,
-        # and have removed the file of this one.
+        # Between the listing and the creation, another run may have reserved this round and a higher one,
+        # and have removed the file of this round.
         if max(taken) > round_:
             continue
         for older in taken:
             if older < round_:
-                with contextlib.suppress(
-                    OSError
-                ):  # they cost a name, and the next run removes them
+                # An old file does no harm, and the next run removes it.
+                with contextlib.suppress(OSError):
                     _path(directory, older).unlink()
         return round_
 
 
 def keep_round(directory: Path, round_: RestartRound, run_id: str) -> None:
-    """Take a round that this run has taken before, in a folder that was deleted since."""
+    """Reserve this run's round again if the folder was deleted and holds no reservation."""
     make_directories(directory)
     if not _taken(directory):
         _create(_path(directory, round_), run_id)
 
 
 def has_rounds(directory: Path) -> bool:
-    """Whether a run has been here."""
+    """Return whether a run has ever reserved a round in this folder."""
     return directory.is_dir() and bool(_taken(directory))
 
 
@@ -62,16 +63,15 @@ def _taken(directory: Path) -> list[RestartRound]:
 
 
 def _create(path: Path, run_id: str) -> bool:
-    """False where the file is there already."""
+    """Create the file. Return False if it already exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o640)
     except FileExistsError:
         return False
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk has room for the name, which is what counts
+        # A full disk may have no room for the text, but only the name counts.
+        with contextlib.suppress(OSError):
             text = f"run {run_id} of process {os.getpid()} on {socket.gethostname()}\n"
             os.write(descriptor, text.encode())
             os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""The messages of a sidecar, answered from a directory: restore, fill, stage, levels.
+"""Answers the messages of a sidecar from a directory: restore, fill, stage, levels.
 
-One instance serves one rank (`holdfast.directory.persister`) or all ranks of a test. Calls come from the
-connections' threads; one worker thread writes and commits, in order. Whatever exception a save meets, it
-fails that save, is reported to its rank, and ends neither the thread nor the service.
+One instance serves one rank (`holdfast.directory.persister`), or all ranks of a test. Connection threads
+call it, and one worker thread writes and commits in order. An exception during a save fails that save and
+is reported to its rank. It does not end the thread or the service.
 """
 
 from __future__ import annotations
@@ -71,13 +71,15 @@ _POLL_SECONDS = 0.01
 
 @dataclasses.dataclass(slots=True)
 class _Pending:
+    """A save that is durable on this rank and waits for its commit."""
+
     checkpoint: CheckpointId
     pushes: list[Push] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """A staged save. Its slot stays open: by its name the next run's ranks may have put another there."""
+    """A staged save. Its slot stays open, because a rank of the next run may replace the file of its name."""
 
     stage: Stage
     slot: SlotFile
@@ -85,7 +87,7 @@ class _Job:
 
 
 class DirectoryService:
-    """Call `start` before anything else, `finish` at the end."""
+    """Service over one directory. Call `start` before anything else, and `finish` at the end."""
 
     def __init__(
         self,
@@ -93,8 +95,14 @@ class DirectoryService:
         on_worker_end: Callable[[BaseException], None] = lambda error: None,
         on_folder_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_worker_end` is called in the worker thread when an exception has ended it, `on_folder_lost`
-        when the folder was deleted or unmounted: a service that is started anew opens it again."""
+        """Make a service.
+
+        Args:
+            options: Directory, ranks and policy.
+            on_worker_end: Called in the worker thread when an exception has ended it.
+            on_folder_lost: Called when the folder was deleted or unmounted. A new service must be started,
+                which opens the folder again.
+        """
         self._options = options
         self._on_worker_end = on_worker_end
         self._on_folder_lost = on_folder_lost
@@ -122,9 +130,9 @@ class DirectoryService:
         self.round = RestartRound(0)
 
     def start(self) -> None:
-        """Open the directory, fix the round and the restore point.
+        """Open the directory, determine the round and the restore point, and start the worker thread.
 
-        Raises CorruptionError (see `choose`), TierError.
+        Raises CorruptionError or UnavailableError (see `choose`), and TierError.
         """
         options = self._options
         if options.round is not None and not has_rounds(options.root / "rounds"):
@@ -149,7 +157,8 @@ class DirectoryService:
             try:
                 self._choice = load_choice(self._tier, options.restore)
             except (NotFoundError, CorruptionError) as error:
-                # Pruned by a run that trains here, since rank 0 chose it: all ranks choose again.
+                # Another run pruned it after rank 0 had chosen it. `_restore` raises this error, so that
+                # all ranks choose again.
                 self._choice_error = error
         parent = None if self._choice is None else self._choice.digest
         self._committer = dataclasses.replace(committer, parent=parent)
@@ -182,14 +191,16 @@ class DirectoryService:
         return RestorePoint(manifest.step, manifest.restart_round, self._choice.digest)
 
     def write_out(self) -> None:
-        """Returns when the shards of all that was staged are durable, or have failed."""
+        """Wait until every staged save is durable on this rank or has failed."""
         self._pacing.hurry()
         with self._lock:
             self._lock.wait_for(lambda: not self._queue and not self._busy)
 
     def finish(self, commit_seconds: float) -> bool:
-        """Write what is staged, wait a bounded time for the other ranks' shards, then stop. Whether every
-        save of this service was committed."""
+        """Write what is staged, wait up to `commit_seconds` for the other ranks' shards, then stop.
+
+        Returns whether every save of this service was committed.
+        """
         self.write_out()
         with self._lock:
             all_committed = self._lock.wait_for(lambda: not self._pending, commit_seconds)
@@ -200,7 +211,7 @@ class DirectoryService:
         return all_committed and not self._failures
 
     def abort(self) -> None:
-        """Stop as a kill would: what is staged stays staged."""
+        """Stop as a kill would, without writing what is staged."""
         with self._lock:
             self._closing = True
             for job in self._queue:
@@ -212,8 +223,16 @@ class DirectoryService:
     # ------------------------------------------------------------------ messages
 
     def handle(self, message: Any, push: Push) -> Any:
-        """The reply. Raises RefusedError, StaleRoundError, NotFoundError, FormatError,
-        StateMismatchError."""
+        """Answer a request and return the reply.
+
+        Args:
+            message: Restore, Fill or Stage.
+            push: Sends later messages about a staged save to its rank.
+
+        Raises:
+            StaleRoundError: The request is of an older round.
+            HoldfastError: The request cannot be served.
+        """
         match message:
             case Restore():
                 self._fence(message.round)
@@ -230,7 +249,7 @@ class DirectoryService:
                 )
 
     def progressed(self, message: Progress) -> None:
-        """A rank finished a step: if steps suffer from what is being written, that gives way."""
+        """Record a finished step: writing slows down where it delays training steps."""
         if message.rank == self._options.own_ranks[0]:
             self._pacing.step_done(message.step, message.blocked_seconds)
 
@@ -272,7 +291,7 @@ class DirectoryService:
         try:
             return None if record is None else self._give_layout(record.header.layout)
         except (NotFoundError, CorruptionError) as error:
-            # Nothing is lost: the rank takes its shard as it is and compares shapes as it loads.
+            # The rank can do without it: it fetches its shard as saved and compares shapes as it loads.
             logger.warning("the layout of %s: %s", ref, error)
             return None
 
@@ -302,7 +321,7 @@ class DirectoryService:
         slot = self._slot(offer.name)
         try:
             with self._tier.open_shard(ref) as reader:
-                # Without an identity until all is there: these bytes are no shard of any step.
+                # The header names no step until the payload is complete.
                 slot.write_header(SlotHeader(SlotState.FILLING, message.rank, offer.capacity_bytes))
                 offset = 0
                 with closing(reader.read_payload()) as pieces:
@@ -333,7 +352,7 @@ class DirectoryService:
         offer = _fitting(message.slots, wanted.payload_bytes)
         slot = self._slot(offer.name)
         try:
-            # Without an identity from here on: these bytes are no rank's shard of any step.
+            # The header names no step, because an assembled payload is not a shard of any step.
             slot.write_header(SlotHeader(SlotState.FILLING, message.rank, offer.capacity_bytes))
             read = assemble_payload(self._tier, manifest, wanted, slot)
             slot.write_header(SlotHeader(SlotState.FREE, message.rank, offer.capacity_bytes))
@@ -343,8 +362,10 @@ class DirectoryService:
         return Filled(offer.name, wanted.payload_bytes, TierName.NODE)
 
     def _slot(self, name: str) -> SlotFile:
-        """Raises FormatError, UnavailableError. A slot that is gone is not a checkpoint that is gone: as
-        NotFoundError it would make the ranks reject what they restore from."""
+        """Open a slot in the slots' directory or in the spare one. Raises FormatError, UnavailableError.
+
+        A missing slot does not raise NotFoundError, because ranks would then reject the checkpoint.
+        """
         spare = self._options.spare_slots_dir
         try:
             return SlotFile.open(self._options.slots_dir, name)
@@ -357,7 +378,7 @@ class DirectoryService:
             raise UnavailableError(f"{error}, nor in {self._options.slots_dir}") from error
 
     def _may_hold(self, offer: SlotOffer, ref: ShardRef, payload_bytes: int) -> bool:
-        """As far as its header says."""
+        """Return whether the slot's header names this shard. The payload is not verified."""
         with closing(self._slot(offer.name)) as slot:
             try:
                 header = slot.header()
@@ -367,11 +388,12 @@ class DirectoryService:
             return found == (SlotState.FREE, ref.step, ref.round, payload_bytes)
 
     def _holds(self, name: str, ref: ShardRef, payload_bytes: int) -> bool:
+        """Return whether the slot's payload is this shard, verified."""
         with closing(self._slot(name)) as slot:
             try:
                 return slot_holds(slot, self._tier, ref, payload_bytes)
             except FormatError:
-                return False  # it is shorter than its header says
+                return False  # the file is shorter than its header says
 
     def _stage(self, message: Stage, push: Push) -> Staged:
         with self._lock:
@@ -403,14 +425,15 @@ class DirectoryService:
                     f"{wanted}"
                 )
             checkpoint = CheckpointId(message.step, message.round)
-            # A layout that was removed from shared memory fails this save: it is not the folder that is gone.
+            # Outside the `try` below: a missing layout does not mean that the folder is lost.
             layout = self._layouts.read(message.layout)
             try:
                 self._expect_folder()
                 self._with_room(checkpoint, lambda: self._tier.put_layout(layout))
             except HoldfastError as error:
                 if says_gone(error) or self._is_lost():
-                    # Without an answer: the trainer hands the save over again, to a folder made anew.
+                    # The process ends without a reply, so that the trainer stages the save again in the
+                    # folder that the next persister creates.
                     self._on_folder_lost()
                 raise
             slot.set_state(SlotState.OWNED)
@@ -423,8 +446,11 @@ class DirectoryService:
         return Staged(message.step)
 
     def _was_made_durable(self, message: Stage, push: Push) -> bool:
-        """By an earlier life of this process, which freed the slot then and was killed before the trainer
-        heard of the commit. What is left is to commit it and to say so."""
+        """Return whether an earlier persister has already made this save durable.
+
+        It has then freed the slot and was killed before it reported the commit. This method schedules the
+        commit and its report.
+        """
         checkpoint = CheckpointId(message.step, message.round)
         committer = self._committer
         if committer is None or not (
@@ -451,7 +477,7 @@ class DirectoryService:
             self._on_worker_end(error)
 
     def _work_once(self) -> bool:
-        """False when the service is closing."""
+        """Write one staged save, if there is one, and commit what is complete. Return False at the end."""
         with self._lock:
             if not self._queue and not self._closing:
                 self._lock.wait(_POLL_SECONDS if self._pending else None)
@@ -482,14 +508,14 @@ class DirectoryService:
             self._give_up(checkpoint, "WriterEnded", words)
 
     def _write(self, job: _Job) -> None:
-        """Any exception is a failed save: one that ended this thread would be the end of all later ones."""
+        """Write a staged save. Any exception only fails this save, so that the thread continues."""
         stage, slot = job.stage, job.slot
         checkpoint = CheckpointId(stage.step, stage.round)
         try:
             try:
                 self._write_shard(stage, slot)
             finally:
-                # After the record: a slot that is free and has no record is a save that failed.
+                # The record is written first, so that a FREE slot without a record means a failed save.
                 slot.set_state(SlotState.FREE)
                 slot.close()
             failpoint("directory.slot_freed")
@@ -528,7 +554,10 @@ class DirectoryService:
             self._with_room(checkpoint, lambda: committer.prepare(record))
 
     def _with_room(self, wanted: CheckpointId, write: Callable[[], T]) -> T:
-        """Write; where the folder is full, delete what is worth least and write again."""
+        """Call `write`. While the folder is full, delete an old item and call it again.
+
+        Raises CapacityError when nothing may be deleted any more.
+        """
         while True:
             try:
                 return write()
@@ -561,7 +590,7 @@ class DirectoryService:
             )
 
     def _advance(self) -> None:
-        """Commit what is complete (rank 0), tell who waits, prune, forget what was overtaken."""
+        """Commit complete checkpoints (on rank 0), report committed ones, prune, and fail older saves."""
         committer = self._committer
         if committer is None:
             return
@@ -599,7 +628,7 @@ class DirectoryService:
         return 0 in self._options.own_ranks
 
     def _commit(self, committer: Committer, checkpoint: CheckpointId) -> bool:
-        """Whether it is committed now."""
+        """Commit the checkpoint if this process leads and it is complete. Return whether it is committed."""
         failpoint("directory.before_commit")
         self._expect_folder()
         if self._leads and committer.is_complete(checkpoint):
@@ -632,7 +661,7 @@ class DirectoryService:
 
 
 def _push_all(pending: _Pending, messages: list[Any]) -> None:
-    """A trainer that cannot be told asks again: its connection, not this thread, is what ends."""
+    """Push messages to all waiting ranks. A failed push is only logged: the trainer stages again."""
     for push in pending.pushes:
         try:
             for message in messages:
@@ -642,12 +671,16 @@ def _push_all(pending: _Pending, messages: list[Any]) -> None:
 
 
 def _unexpected(error: BaseException) -> bool:
-    """Whether the log needs a traceback."""
+    """Return whether the error is unexpected, so that the log needs a traceback."""
     return not isinstance(error, HoldfastError | OSError)
 
 
 def _levels(checkpoint: CheckpointId) -> list[Any]:
-    """A directory has one copy and no object tier: local is also replicated, and that is all."""
+    """Return the messages for a committed checkpoint.
+
+    A directory holds one copy and has no object tier. A local checkpoint therefore counts as replicated
+    and is never persisted.
+    """
     step, round_ = checkpoint.step, checkpoint.round
     return [
         LevelReached(step, round_, Level.LOCAL),

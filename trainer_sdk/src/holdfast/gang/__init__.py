@@ -1,1 +1,1 @@
-"""What the ranks of a gang agree on, through a TCPStore of their own."""
+"""Agreement between the ranks of a gang, through a TCPStore of their own."""

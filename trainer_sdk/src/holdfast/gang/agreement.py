@@ -1,17 +1,18 @@
-"""Which step is saved, which is the last: agreed by all ranks, without a collective of our own.
+"""Agreement of all ranks on the steps to save and on the last step, without an additional collective.
 
-With an interval it follows from the step. For a request (save now, stop) the order is:
- 1. rank 0, before it starts step s + 1: writes `at/<lap>/<s+1>` into the round's store and reads it back,
-    so that the store has it;
- 2. all: do step s + 1, whose collective nobody leaves before rank 0 entered it;
- 3. every rank, after its own step s + 1: looks for `at/<lap>/<s+1>`. All see the same.
-A rank that was asked to stop by a signal leaves `stop-wanted` in the store for rank 0.
+Saves at the interval follow from the step number. For a request (save now, stop) the order is:
+ 1. Before rank 0 starts step s + 1, it writes `at/<lap>/<s+1>` into the round's store and reads it back,
+    so that the store has the value.
+ 2. All ranks do step s + 1. No rank leaves the collective of that step before rank 0 has entered it.
+ 3. After its own step s + 1, every rank reads `at/<lap>/<s+1>`. All ranks read the same value.
+A rank that was asked to stop by a signal writes `stop-wanted` into the store for rank 0.
 
-Leaving a save out is agreed the same way, because a step is committed only if every rank saved it:
-ranks that skip each on its own would seldom skip the same steps. A rank without a free slot writes
-`full/<lap>/<parity>` before it starts step s + 1; after that step all ranks look for it.
+Ranks agree in the same way to leave a save out, because a step is committed only if every rank saved it.
+Ranks that decided alone would seldom skip the same steps. A rank without a free slot writes
+`full/<lap>/<parity>` before it starts step s + 1. After that step all ranks read this key.
 
-The values are signed with the secret of the round (gang_store): only ranks of it can ask for a stop.
+The values are signed with the secret of the round (see `gang.store`), so that only its ranks can request
+a stop.
 """
 
 from __future__ import annotations
@@ -30,17 +31,23 @@ _STOP = "stop"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks do after this step, besides what the interval says."""
+    """What all ranks must do after a step, in addition to saves at the interval."""
 
     save: bool = False
     stop: bool = False
 
 
 class StepAgreement:
-    """Call `begin` before the first step and `after_step` once after each, on every rank.
+    """Agreement of the ranks during a run of steps.
 
-    `lap`: how often the ranks rolled back. They do the same steps again then, and what was agreed
-    before must not count.
+    Call `begin` before the first step, and `after_step` once after each step, on every rank.
+
+    Args:
+        session: Receives this rank's requests to save or stop.
+        store: The gang's store, or None for a gang of one rank.
+        rank: This rank.
+        lap: Number of rollbacks so far. It keeps the keys apart when the ranks repeat steps after a
+            rollback.
     """
 
     def __init__(self, session: Session, store: GangStore | None, rank: Rank, lap: int = 0) -> None:
@@ -52,11 +59,12 @@ class StepAgreement:
         self._posted_stop = False
 
     def begin(self, step: int) -> None:
-        """`step` optimizer steps are done; the next one is about to start."""
+        """Publish this rank's requests when `step` steps are done and the next one is about to start."""
         if self._store is not None:
             self._ask(self._store, step + 1)
 
     def after_step(self, step: int) -> Verdict:
+        """Return the verdict for `step`, and publish this rank's requests for the next step."""
         if self._store is None:
             save = self._session.take_save_request()
             return Verdict(save, self._session.stop_wanted)
@@ -66,12 +74,15 @@ class StepAgreement:
         return Verdict(word == _SAVE, word == _STOP)
 
     def leave_out(self, step: int) -> None:
-        """This rank has no slot for the save after `step`, which is about to start."""
+        """Before `step` starts, publish that this rank has no slot for its save."""
         if self._store is not None:
             self._store.publish(self._full(step), str(step))
 
     def is_left_out(self, step: int) -> bool:
-        """Some rank had no slot when `step` started: no rank saves it. The same on every rank."""
+        """Return whether a rank had no slot when `step` started. Then no rank saves it.
+
+        The answer is the same on every rank.
+        """
         if self._store is None:
             return False
         return self._store.read(self._full(step)) == str(step)
@@ -94,5 +105,8 @@ class StepAgreement:
         return f"at/{self._lap}/{step}"
 
     def _full(self, step: int) -> str:
-        """Two keys in turn: no rank writes for step s + 2 before all have looked after step s."""
+        """Return the key of `step`, one of two that alternate.
+
+        No rank writes the key for step s + 2 before all ranks have read it after step s.
+        """
         return f"{_FULL}/{self._lap}/{step % 2}"

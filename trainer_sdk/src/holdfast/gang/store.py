@@ -1,9 +1,9 @@
-"""The gang's TCPStore, as a client: the few keys by which ranks agree on something.
+"""Client of the gang's TCPStore, by whose keys the ranks reach agreement.
 
-Anyone who reaches the store's port may write into it: torch's store asks for no name and no password.
-What ranks put there is therefore signed with the secret of the round, which the launcher gives them in
-their environment and which is never in the store. A value without a valid signature counts as absent.
-Needs torch only where there is more than one rank.
+torch's store has no authentication, so that any process that reaches its port may write into it. Ranks
+therefore sign their values with the secret of the round. The launcher passes the secret in their
+environment, and it is never stored. A value without a valid signature counts as absent. torch is needed
+only where there is more than one rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast_core.errors import ConfigError, UnavailableError
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(minutes=30)
-"""Ranks of a large job start minutes apart; a rank that never comes is the launcher's to notice."""
+"""Ranks of a large job start minutes apart. The launcher, not this time-out, detects a missing rank."""
 _POLL_SECONDS = 0.2
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
@@ -31,25 +31,26 @@ _instances = itertools.count()
 
 
 class PlainStore(Protocol):
-    """What is used of torch.distributed.Store."""
+    """The part of torch.distributed.Store that `GangStore` uses."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
     def get(self, key: str, /) -> bytes:
-        """Blocks until the key is there."""
+        """Wait until the key exists and return its value."""
         ...
 
     def check(self, keys: list[str], /) -> bool: ...
 
 
 class GangStore:
-    """Keys and values that ranks of this round wrote; what others wrote counts as absent.
+    """Keys and values of the ranks of this round. Values of other writers count as absent.
 
     Args:
-        plain: Where they are kept.
-        context: What the keys belong to (round and Checkpointer): a value signed for another one is
+        plain: Store of the signed values.
+        context: Round and Checkpointer that the keys belong to. A value signed for another context is
             not valid here.
-        secret: The round's. None: the launcher gave none (torchrun), and every value is believed.
+        secret: Secret of the round. None: the launcher provides none (torchrun), and every value is
+            accepted.
     """
 
     def __init__(self, plain: PlainStore, context: str = "", secret: bytes | None = None) -> None:
@@ -59,17 +60,20 @@ class GangStore:
         self._has_warned = False
 
     def publish(self, key: str, value: str) -> None:
-        """Write a value; all ranks can read it when this returns."""
+        """Write a value. All ranks can read it when this returns."""
         self._plain.set(key, self._signed(key, value))
         self._plain.get(key)
 
     def read(self, key: str) -> str | None:
-        """The value that a rank of this round wrote; None for none. Does not wait."""
+        """Return the value that a rank of this round wrote, or None. This does not wait for it."""
         return self._verified(key, self._plain.get(key)) if self._plain.check([key]) else None
 
     def wait(self, key: str) -> str:
-        """The value, as soon as a rank of this round has written it. Raises UnavailableError where only
-        values of others are there for too long, and what torch raises where there is none."""
+        """Wait until a rank of this round has written the key, and return its value.
+
+        Raises UnavailableError if only values without a valid signature appear within 30 minutes, and
+        torch's exception if the key does not appear within torch's time-out.
+        """
         deadline = time.monotonic() + _TIMEOUT.total_seconds()
         while True:
             value = self._verified(key, self._plain.get(key))
@@ -111,9 +115,9 @@ class GangStore:
 
 
 def connect_store(settings: RankSettings) -> GangStore | None:
-    """None for a gang of one. Keys are under a prefix of this round and this Checkpointer.
+    """Connect to the gang's store. Return None for a gang of one rank.
 
-    Raises ConfigError when there is no store to connect to.
+    Keys have a prefix for this round and this Checkpointer. Raises ConfigError when there is no store.
     """
     if settings.world_size == 1:
         return None

@@ -1,7 +1,7 @@
-"""torch's TCPStore, also where torch was built without libuv (Debian's python3-torch).
+"""torch's TCPStore for builds of torch without libuv, such as Debian's python3-torch.
 
-Such a build refuses its own default (`use_libuv=True`), and `init_process_group` with a launcher's store
-gives no way to ask for the other backend. Both speak the same protocol to the same server.
+Such a build rejects its own default (`use_libuv=True`), and `init_process_group` with a launcher's store
+cannot select the other backend. Both backends use the same protocol and the same server.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def open_store(*arguments: Any, **options: Any) -> Any:
-    """A TCPStore; tried with torch's default backend first. Raises what torch raises."""
+    """Open a TCPStore, with torch's default backend first. Raises what torch raises."""
     from torch import distributed as untyped
 
     distributed: Any = untyped  # torch's stubs do not export its stores
@@ -24,9 +24,10 @@ def open_store(*arguments: Any, **options: Any) -> Any:
 
 
 def tolerate_missing_libuv() -> None:
-    """Let `init_process_group("gloo")` (env://) of this process open its store by `open_store`.
+    """Make `init_process_group("gloo")` (env://) of this process open its store with `open_store`.
 
-    Where libuv is there, nothing changes. Does nothing in a process that has not imported torch.
+    A build with libuv behaves as before. This does nothing in a process that has not imported
+    torch.distributed.
     """
     rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
     if rendezvous is not None and hasattr(rendezvous, "TCPStore"):

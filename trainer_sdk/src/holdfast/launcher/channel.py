@@ -1,7 +1,6 @@
-"""The launcher's connection to the sidecar: frames on the pod's Unix socket, reconnected for ever.
+"""The launcher's connection to the sidecar: frames on the pod's Unix socket, with endless reconnects.
 
-asyncio. Knows frames and reconnects, not rounds: what is said on a new connection and what a push
-means is the caller's.
+It uses asyncio. A handler decides which messages a new connection begins with, and handles pushes.
 """
 
 from __future__ import annotations
@@ -26,18 +25,20 @@ _HELLO_SECONDS = 10.0
 
 class ChannelHandler(Protocol):
     def hello(self) -> Hello:
-        """What to say first on every new connection."""
+        """Return the Hello for a new connection."""
         ...
 
     async def connected(self, reply: HelloReply) -> None:
-        """Say again what the sidecar may have missed."""
+        """Send again the messages that the sidecar may not have received."""
         ...
 
-    async def push(self, message: Any) -> None: ...
+    async def push(self, message: Any) -> None:
+        """Handle a message that is not a reply to a request."""
+        ...
 
 
 class SidecarChannel:
-    """One connection at a time. `run` never returns; cancel it."""
+    """Connection to the sidecar that reconnects by itself. `run` never returns; cancel it."""
 
     def __init__(
         self,
@@ -81,14 +82,20 @@ class SidecarChannel:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def notify(self, message: Any) -> bool:
-        """Send without a reply; False when there is no connection (it is told again by `connected`)."""
+        """Send a message that has no reply. Return False when there is no connection.
+
+        The handler's `connected` must send it again.
+        """
         if self._writer is None or self._writer.is_closing():
             return False
         self._writer.write(write_frame(message, 0))
         return True
 
     async def request(self, message: Any) -> Any:
-        """The reply or Refused. Raises ConnectionResetError when the connection ends first."""
+        """Send a request and return the reply, which may be Refused.
+
+        Raises ConnectionResetError when there is no connection, or when it ends before the reply.
+        """
         if self._writer is None:
             raise ConnectionResetError("no connection to the sidecar")
         self._next_id += 1

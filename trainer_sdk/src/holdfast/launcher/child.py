@@ -1,6 +1,6 @@
-"""What a forked process becomes: a rank that runs the user's program, or the host of a TCPStore.
+"""Code of a forked child, which becomes a rank with the user's program or the host of a TCPStore.
 
-Runs in the child alone, once, right after the fork.
+It runs only in the child, once, right after the fork.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from holdfast.launcher import wire
 from holdfast.launcher.command import CommandKind
 
 EXIT_NOT_FOUND = 127
-"""As a shell: the command does not exist."""
+"""Exit code for a command that does not exist, as in a shell."""
 EXIT_NOT_EXECUTABLE = 126
+"""Exit code for a command that cannot be executed, as in a shell."""
 
 
 RANK_PROCESS_NAME = b"holdfast-rank"
-"""What `ps -o comm` and `top` show: a rank is told from the launcher and the fork server."""
+"""Process name in `ps -o comm` and `top`, to distinguish ranks from the launcher and the fork server."""
 _PR_SET_NAME = 15
 
 
@@ -37,7 +38,10 @@ def _name_process(name: bytes) -> None:
 
 
 def become_rank(request: wire.ForkRank, stdout: int, stderr: int) -> int:
-    """Run the user's program as `__main__`; returns its exit code, or does not return (EXEC)."""
+    """Run the user's program as `__main__` and return its exit code.
+
+    With EXEC this returns only if the command cannot be executed.
+    """
     _wire_streams(stdout, stderr)
     _name_process(RANK_PROCESS_NAME)
     apply_environment(request.env)
@@ -57,7 +61,7 @@ def become_rank(request: wire.ForkRank, stdout: int, stderr: int) -> int:
             runpy.run_path(target, run_name="__main__")
     except SystemExit:
         raise
-    except BaseException:  # noqa: BLE001 - said as the interpreter would say it
+    except BaseException:  # noqa: BLE001 - printed as the interpreter would print it
         sys.excepthook(*sys.exc_info())
         return 130 if isinstance(sys.exc_info()[1], KeyboardInterrupt) else 1
     return 0
@@ -74,7 +78,7 @@ def become_store(listener: socket.socket) -> int:
         wait_for_workers=False,
         timeout=timedelta(seconds=60),
         master_listen_fd=listener.detach(),
-        use_libuv=False,  # distributions build torch without it
+        use_libuv=False,  # some distributions build torch without it
     )
     while store is not None:
         signal.pause()
@@ -88,7 +92,7 @@ def _wire_streams(stdout: int, stderr: int) -> None:
     os.dup2(stderr, 2)
     for descriptor in {null, stdout, stderr} - {0, 1, 2}:
         os.close(descriptor)
-    # Lines must reach the log when they are written: a killed rank flushes nothing.
+    # Lines must reach the log when they are written, because a killed rank does not flush its buffers.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with contextlib.suppress(AttributeError):
@@ -96,7 +100,7 @@ def _wire_streams(stdout: int, stderr: int) -> None:
 
 
 def _as_if_freshly_started() -> None:
-    """Undo what the child shares with its siblings: signal handlers and seeded generators."""
+    """Reset signal handlers, and seed the generators that would be the same in all forked ranks."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(
             number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

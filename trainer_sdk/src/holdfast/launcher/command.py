@@ -1,6 +1,7 @@
-"""What `holdfast run -- CMD` is to run: a Python script or module that a fork can become, or anything else.
+"""Parses the command of `holdfast run -- CMD`.
 
-Pure: looks at the words alone, apart from resolving a path to an interpreter.
+The command is a Python script or module, which a fork can run, or another program. Parsing does not touch
+the file system, except to resolve the path of an interpreter.
 """
 
 from __future__ import annotations
@@ -17,30 +18,31 @@ from holdfast_core.errors import ConfigError
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
 _HARMLESS_FLAGS = frozenset({"-u", "-B"})
-"""Flags of the interpreter that mean nothing to a rank that was forked (its output is unbuffered)."""
+"""Interpreter flags that a forked rank may ignore: its output is line-buffered, and -B only affects
+the cache of bytecode."""
 
 
 class CommandKind(StrEnum):
     SCRIPT = "script"
-    """`python FILE ...`: forked from the fork server."""
+    """`python FILE ...`, forked from the fork server."""
     MODULE = "module"
-    """`python -m NAME ...`: forked from the fork server."""
+    """`python -m NAME ...`, forked from the fork server."""
     EXEC = "exec"
-    """Anything else: started afresh in each round; nothing is preloaded for it."""
+    """Any other command, started by exec in each round, without preloaded modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     kind: CommandKind
     argv: tuple[str, ...]
-    """SCRIPT and MODULE: file or module name, then its arguments. EXEC: the words as given."""
+    """SCRIPT and MODULE: file or module name, then its arguments. EXEC: the command and its arguments."""
 
 
 def parse_command(words: Sequence[str], executable: str = sys.executable) -> Command:
-    """Raises ConfigError when there is nothing to run.
+    """Parse a command. Raises ConfigError when it is empty.
 
-    A bare `python` means the interpreter that runs the launcher, as torchrun does it. A path to
-    another interpreter, or interpreter flags that a forked process cannot honour, are executed.
+    A bare `python` means the interpreter that runs the launcher, as with torchrun. A command with the path
+    of another interpreter, or with interpreter flags that a forked process cannot support, is run by exec.
     """
     if not words:
         raise ConfigError("holdfast run: no command; expected: holdfast run -- python train.py ...")
@@ -64,7 +66,7 @@ def _is_own_python(word: str, executable: str) -> bool:
     if path.name == word:
         return True
     own = Path(executable)
-    # Two virtual environments may share one interpreter by links: their folders tell them apart.
+    # Two virtual environments may link to the same interpreter. They differ in their directories.
     return os.path.realpath(word) == os.path.realpath(executable) and (
         Path(os.path.realpath(path.parent)) == Path(os.path.realpath(own.parent))
     )

@@ -1,13 +1,13 @@
-"""The process that has torch imported and forks ranks: `python -m holdfast.launcher.forkserver FD`.
+"""The fork server, which imports torch and forks ranks: `python -m holdfast.launcher.forkserver FD`.
 
-It owns exactly one thread, runs no tensor operation and opens no process group: a fork after a
-thread pool came to life leaves the child with locks that nobody will release. Its life ends with the
-launcher's: at the end of the socket it kills every process group that it started.
+It has exactly one thread, runs no tensor operation and opens no process group: a fork after a thread
+pool has started would leave the child with locks that are never released. It ends with the launcher: at
+the end of the socket it kills every process group that it started.
 
- 1. launcher: starts it with one end of a socket pair, OMP and BLAS held to one thread.
- 2. server: imports what the launcher names (torch, what DDP and FSDP import at first use, what the
-    user asked for); says Ready.
- 3. launcher: ForkRank, ForkStore; server: forks, says Forked; later Reaped.
+ 1. The launcher starts it with one end of a socket pair, and with OMP and BLAS limited to one thread.
+ 2. The server imports the modules that the launcher names (torch, what DDP and FSDP import at first use,
+    and the user's modules) and sends Ready.
+ 3. The launcher sends ForkRank and ForkStore. The server forks and sends Forked, and later Reaped.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ TORCH_MODULES = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
 )
-"""DDP() alone imports some 900 modules at its first use: seconds that a restart must not pay."""
+"""The first use of DDP() alone imports about 900 modules. This takes seconds, which a restart must avoid."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ChildTask:
-    """What the forked process is to be: returned out of the serving loop, so that the child runs on
-    a clean stack and ends by an ordinary interpreter exit."""
+    """Task of a forked child.
+
+    The serving loop returns it, so that the child runs outside of the loop and ends by a normal
+    interpreter exit.
+    """
 
     request: wire.ForkRank | wire.ForkStore
     stdout: int = -1
@@ -63,7 +66,11 @@ class ForkServer:
         self._pid = os.getpid()
 
     def serve(self) -> ChildTask | None:
-        """None: the launcher is gone. A task: this is a freshly forked child, do it and exit."""
+        """Serve the launcher's requests.
+
+        Returns None in the server when the launcher has ended. Returns a task in a newly forked child,
+        which must do it and exit.
+        """
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -90,7 +97,7 @@ class ForkServer:
             os.close(wake_write)
 
     def end(self) -> None:
-        """SIGKILL to the process group of every child, and wait for them."""
+        """Send SIGKILL to the process group of every child and wait for the children."""
         for pid in self._children:
             kill_group(pid)
         for pid in self._children:
@@ -118,8 +125,8 @@ class ForkServer:
                     os.close(descriptor)
 
     def _fork_store(self, request: wire.ForkStore) -> ChildTask | None:
-        # The listener exists before the fork: its port is known at once, and clients that come
-        # early wait in its backlog.
+        # The listener is created before the fork, so that its port can be reported immediately and early
+        # clients wait in its backlog.
         if request.host:
             listener = socket.create_server((request.host, 0))
         else:
@@ -132,7 +139,7 @@ class ForkServer:
         return None
 
     def _fork(self, key: str, port: int = 0) -> bool:
-        """True in the child."""
+        """Fork and report the child to the launcher. Return True in the child."""
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)
@@ -152,7 +159,7 @@ class ForkServer:
             if done == 0:
                 continue
             del self._children[pid]
-            kill_group(pid)  # what the rank started (data loader workers) goes with it
+            kill_group(pid)  # also ends what the rank started, such as data loader workers
             self._say(wire.Reaped(key, pid, os.waitstatus_to_exitcode(status)))
 
     def _say(self, message: wire.Message) -> None:
@@ -161,19 +168,20 @@ class ForkServer:
 
 
 class ThreadsError(Exception):
-    """Something that was imported started a thread: forking would not be safe."""
+    """An imported module has started a thread, so that a fork would not be safe."""
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL a whole process group; it may be gone."""
+    """Send SIGKILL to a process group. The group may have ended already."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import what ranks need. A torch that is not there is no error: ranks need not use it.
+    """Import the modules that ranks need. A missing torch is not an error, because ranks may not use it.
 
-    Raises ImportError for a module that the user named, ThreadsError for one that starts threads.
+    Raises ImportError for a missing module that the user named, and ThreadsError for a module that starts
+    threads.
     """
     _require_one_thread("at the start")
     importlib.import_module("holdfast.checkpointer")
@@ -198,14 +206,14 @@ def _require_one_thread(moment: str) -> None:
 def _die_with_parent(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
 
 
 def main(argv: Sequence[str]) -> int:
     launcher = socket.socket(fileno=int(argv[0]))
     launcher.set_inheritable(False)
-    # A signal that the terminal sends to the whole group is the launcher's to answer.
+    # A terminal sends its signals to the whole process group. Only the launcher handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     started = time.monotonic()

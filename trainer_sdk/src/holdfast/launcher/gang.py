@@ -1,6 +1,6 @@
-"""One round of this pod's ranks: fork them all, hear of each end, end them all.
+"""One round of this pod's ranks: fork them, wait for their ends, and kill them.
 
-Shared by the standalone launcher and the one that obeys a sidecar; decides nothing itself.
+The standalone launcher and the pod's launcher both use it and decide when to do so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STORE_SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Everything that the ranks of one round are told."""
+    """Settings of the ranks of one round in this pod."""
 
     round: RestartRound
     world_size: int
@@ -36,7 +36,7 @@ class RoundPlan:
 
 
 def environments(plan: RoundPlan) -> list[tuple[Rank, dict[str, str]]]:
-    """The environment of each rank of this pod, in order."""
+    """Return the variables that each rank of this pod gets, in the order of ranks."""
     result = []
     for local_rank in range(plan.procs):
         rank = Rank(plan.first_rank + local_rank)
@@ -73,11 +73,15 @@ class Gang:
         self._ranks: list[RankProcess] = []
 
     async def start(self) -> None:
+        """Request the fork of all ranks."""
         for rank, env in environments(self.plan):
             self._ranks.append(await self._processes.fork_rank(rank, env))
 
     async def next_end(self, seen: set[Rank]) -> RankProcess | None:
-        """The next rank that ended by itself and is not in `seen`; None when all are."""
+        """Wait for the end of a rank that is not in `seen`, and return it.
+
+        Returns None when all ranks are in `seen`.
+        """
         waiting = {
             asyncio.ensure_future(process.ended.wait()): process
             for process in self._ranks
@@ -93,4 +97,5 @@ class Gang:
         return min((waiting[future] for future in done), key=lambda process: process.rank)
 
     async def end(self) -> None:
+        """Kill all ranks and wait until they are reaped."""
         await self._processes.end_ranks()

@@ -1,7 +1,8 @@
-"""`holdfast run`: options, signals, exit code. Decides between the pod's launcher and a standalone one.
+"""`holdfast run`: options, signals and exit codes. Starts the pod's launcher or a standalone one.
 
-Exit codes: 0 all ranks returned 0; the failed rank's code (128 + N for signal N) when a standalone run
-gives up; 143 after SIGTERM, 130 after SIGINT; 2 for a wrong command line; 1 otherwise.
+The exit code is 0 if all ranks returned 0. It is the failed rank's code (128 + N for signal N) when a
+standalone run has no restarts left, 143 after SIGTERM, 130 after SIGINT, 2 for a wrong command line, and
+1 otherwise.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RunOptions:
 
 class Supervisor(Protocol):
     def stop(self) -> None:
-        """Start no more ranks: the launcher is about to leave."""
+        """Start no more ranks, because the launcher is about to exit."""
         ...
 
 
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(arguments: argparse.Namespace, command: Sequence[str]) -> RunOptions:
-    """Raises ConfigError."""
+    """Return the options of a command line. Raises ConfigError for invalid values."""
     if arguments.nproc is not None and arguments.nproc < 1:
         raise ConfigError(f"holdfast run: --nproc {arguments.nproc}: expected at least 1")
     return RunOptions(
@@ -86,8 +87,11 @@ def options_from(arguments: argparse.Namespace, command: Sequence[str]) -> RunOp
 
 
 def run(options: RunOptions, contract: PodContract | None) -> int:
-    """Blocks until the ranks are done or a signal came. Leaves no process behind but persisters of a
-    folder that still write what their ranks had saved; the next run waits for those."""
+    """Run until the ranks have ended or a signal arrives. Return the exit code.
+
+    Afterwards no process of this launcher is left, except persisters of a folder that still write what
+    their ranks have saved. The next run waits for them.
+    """
     logging.basicConfig(
         level=logging.INFO, format="[holdfast] %(message)s", stream=sys.stderr, force=True
     )
@@ -154,7 +158,7 @@ def _supervisor(
 async def _leave(
     options: RunOptions, processes: Processes, supervisor: Supervisor, stop: _StopSignals
 ) -> int:
-    """Ask the ranks to save and stop; after the grace, or at a second signal, end them."""
+    """Ask the ranks to save and stop. Kill them after the grace period or at a second signal."""
     number = stop.first.result()
     supervisor.stop()
     logger.info(
@@ -176,7 +180,7 @@ async def _leave(
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT as futures: the first asks, the second insists."""
+    """SIGTERM and SIGINT as futures. The first signal asks the ranks to stop, the second kills them."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

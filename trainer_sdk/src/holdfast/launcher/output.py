@@ -1,6 +1,6 @@
-"""Lines of the ranks, prefixed by rank, on the launcher's own stdout and stderr; and their last words.
+"""Copies the ranks' output, prefixed by rank, to the launcher's stdout and stderr, and keeps its tail.
 
-Bounded: a rank that writes megabytes without a newline is cut into pieces, the tail keeps 2 KiB.
+Memory is bounded: a line above 64 KiB is split, and a tail keeps the last 2 KiB.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Tail:
 
 
 class OutputPump:
-    """Reads one pipe until its end and writes whole lines, each behind `prefix`.
+    """Reads one pipe until its end and writes complete lines, each with `prefix` in front.
 
-    Call `start` in a running loop; `drained` is set at the end of the pipe.
+    Call `start` in a running event loop. `drained` is set at the end of the pipe.
     """
 
     def __init__(self, descriptor: int, prefix: str, target: BinaryIO, tail: Tail | None) -> None:
@@ -45,7 +45,7 @@ class OutputPump:
         asyncio.get_running_loop().add_reader(self._descriptor, self._on_readable)
 
     def close(self) -> None:
-        """Write what is left and close the pipe, also when a grandchild still holds the other end."""
+        """Write an incomplete last line and close the pipe, even if a grandchild holds its other end."""
         if not self.drained.is_set():
             asyncio.get_running_loop().remove_reader(self._descriptor)
             if self._partial:
@@ -78,5 +78,5 @@ class OutputPump:
             self._target.write(data)
             self._target.flush()
         except (BrokenPipeError, ValueError):
-            # Nobody reads the log any more (`holdfast run | head`): training goes on.
+            # The reader of the log has ended (`holdfast run | head`). Training must continue.
             self._target = open(os.devnull, "wb")  # noqa: SIM115

@@ -1,12 +1,13 @@
-"""`holdfast run` in a worker pod: obeys the rounds that the sidecar pushes.
+"""`holdfast run` in a worker pod: runs the rounds that the sidecar requests.
 
- 1. Connect and say Hello: which round's ranks run now, which round was forked last.
- 2. HostStore: start this round's store process, answer with StoreAddress.
- 3. Run: make the round durable, fork its ranks. A round is never run twice.
- 4. A rank ends: Exited. All with 0: Finish, and leave when the sidecar releases it.
- 5. End: SIGKILL all ranks at once, reap them, say Ended. Then wait for the next Run.
+ 1. The launcher connects and sends Hello, with the round whose ranks run and the last round that it forked.
+ 2. On HostStore it starts the round's store process and sends StoreAddress.
+ 3. On Run it records the round durably and forks the round's ranks. It never runs a round twice.
+ 4. When a rank ends, it sends Exited. When all ranks have returned 0, it sends Finish and exits as soon as
+    the sidecar releases it.
+ 5. On End it sends SIGKILL to all ranks, reaps them and sends Ended. Then it waits for the next Run.
 
-All of it also holds when the sidecar starts late, restarts, or repeats itself.
+This also works when the sidecar starts late, restarts, or repeats a message.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Store:
 
 
 class PodLauncher:
-    """State of one pod's ranks. `run` returns when the gang has finished."""
+    """Launcher of one pod's ranks. `run` returns when the gang has finished."""
 
     def __init__(self, processes: Processes, contract: PodContract, record: RoundRecord) -> None:
         self._processes = processes
@@ -69,7 +70,10 @@ class PodLauncher:
         self.channel: SidecarChannel | None = None
 
     async def run(self, channel: SidecarChannel) -> int:
-        """0 when the gang is done. Raises FormatError for a round record that cannot be read."""
+        """Serve the sidecar until the gang has finished, then return 0.
+
+        Raises FormatError for an invalid round record.
+        """
         self.channel = channel
         self._last_round = self._record.read()
         connection = asyncio.ensure_future(channel.run())
@@ -86,7 +90,7 @@ class PodLauncher:
                 self._watch.cancel()
 
     def stop(self) -> None:
-        """The pod is being ended: fork nothing, and do not call the job finished."""
+        """Fork no more ranks and send no Finish, because the pod is about to end."""
         self._stopping = True
 
     # ------------------------------------------------------------------ ChannelHandler
@@ -101,7 +105,7 @@ class PodLauncher:
         )
 
     async def connected(self, reply: HelloReply) -> None:
-        """Repeat what an earlier life of the sidecar may not have heard."""
+        """Send again the messages that the sidecar may not have received."""
         logger.info("connected to the sidecar, which is in round %d", reply.round)
         if self._ended_round is not None and self._gang is None:
             self._notify(Ended(self._ended_round))
@@ -204,7 +208,7 @@ class PodLauncher:
             self._notify(Exited(self._last_round, process.rank, process.code, words))
 
     async def _finish(self) -> int:
-        """Ask until the sidecar says that everything is where it has to be."""
+        """After all ranks have succeeded, send Finish until the sidecar releases the launcher. Return 0."""
         while True:
             await self._succeeded.wait()
             if self.channel is not None and self._last_round is not None and not self._stopping:

@@ -1,6 +1,7 @@
-"""The launcher's side of the fork server: start it, fork ranks and stores, hear of their ends, kill.
+"""The launcher's side of the fork server: start it, fork ranks and stores, await their ends, kill them.
 
-asyncio; one instance a launcher. Everything that it started is dead after `close`.
+It uses asyncio, with one instance for each launcher. After `close`, all processes that it started have
+ended.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from holdfast_core.errors import ConfigError, HoldfastError
 from holdfast_core.ids import Rank
 
 _DRAIN_SECONDS = 1.0
-"""How long the last lines of a dead rank are waited for."""
+"""Time to wait for the last lines of a rank that has ended."""
 
 
 class ForkServerError(HoldfastError):
-    """The fork server ended or could not do what was asked: nothing can be started any more."""
+    """The fork server has ended or could not fork. No process can be started any more."""
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class RankProcess:
     pid: int | None = None
     code: int | None = None
     forked: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has a pid, or could not be forked."""
+    """Set when the rank has a pid or could not be forked."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def last_words(self) -> str:
@@ -67,7 +68,7 @@ class Processes:
         self.on_server_lost: Callable[[str], None] = lambda _: None
 
     def start(self) -> None:
-        """Start the fork server; it imports torch meanwhile."""
+        """Start the fork server. It imports torch after this returns; `ready` waits for that."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             for end in (ours, theirs):
@@ -78,7 +79,7 @@ class Processes:
                     "-m",
                     "holdfast.launcher.forkserver",
                     str(theirs.fileno()),
-                    # What is executed afresh can use nothing of what was imported here.
+                    # A command that is started by exec cannot use modules that the server imported.
                     *([] if self._command.kind is CommandKind.EXEC else TORCH_MODULES),
                     *self._preload,
                 ],
@@ -93,7 +94,10 @@ class Processes:
         loop.add_reader(ours, self._on_readable)
 
     async def ready(self) -> float:
-        """Seconds that the preload took. Raises ConfigError when a module cannot be preloaded."""
+        """Wait for the fork server and return the seconds that its preload took.
+
+        Raises ConfigError when a module cannot be preloaded, and ForkServerError when the server ended.
+        """
         if self._ready is None:
             raise ForkServerError("the fork server was not started")
         return await asyncio.shield(self._ready)
@@ -103,7 +107,7 @@ class Processes:
         return tuple(self._ranks.values())
 
     async def fork_rank(self, rank: Rank, env: dict[str, str]) -> RankProcess:
-        """Returns when the request is sent; the process may not run yet."""
+        """Request the fork of a rank. This returns before the process runs."""
         await self.ready()
         key = self._next_key(f"rank{rank}")
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
@@ -131,7 +135,13 @@ class Processes:
         return process
 
     async def fork_store(self, host: str) -> tuple[str, int]:
-        """Key and port of a process that hosts a TCPStore; it accepts connections when this returns."""
+        """Fork a process that hosts a TCPStore, and return its key and port.
+
+        Clients can connect when this returns.
+
+        Args:
+            host: Address to listen on; "" for all addresses.
+        """
         await self.ready()
         key = self._next_key("store")
         self._stores[key] = asyncio.get_running_loop().create_future()
@@ -144,37 +154,37 @@ class Processes:
             kill_group(pid)
 
     def signal_ranks(self, number: signal.Signals) -> None:
-        """To every rank process itself, not to its group: what it started is its own to stop."""
+        """Send a signal to every rank's process, but not to its group: a rank stops its own children."""
         for process in self._ranks.values():
             if process.pid is not None and process.code is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     async def end_ranks(self) -> None:
-        """SIGKILL to every rank's process group, at once; returns when all are reaped.
+        """Send SIGKILL to every rank's process group and wait until all ranks are reaped.
 
-        A rank that hangs in a collective ends by nothing else.
+        No other signal ends a rank that hangs in a collective.
         """
         for process in self._ranks.values():
             if process.pid is not None and process.code is None:
                 kill_group(process.pid)
         for process in tuple(self._ranks.values()):
             if process.pid is None and process.code is None:
-                await process.forked.wait()  # asked for: it shows up, and is killed then
+                await process.forked.wait()  # the fork was requested; its pid arrives soon
                 if process.pid is not None and process.code is None:
                     kill_group(process.pid)
             await process.ended.wait()
         self._ranks.clear()
 
     async def close(self) -> None:
-        """End everything, the fork server included."""
+        """Kill all processes, and end the fork server."""
         self._closing = True
         if self._server is None or self._socket is None:
             return
         asyncio.get_running_loop().remove_reader(self._socket)
         for pid in self._living():
             kill_group(pid)
-        self._socket.close()  # the server's own sign to kill what is left and leave
+        self._socket.close()  # the server then kills the remaining processes and exits
         await asyncio.to_thread(self._join)
         for process in self._ranks.values():
             for pump in process.pumps:
@@ -250,7 +260,7 @@ class Processes:
             self._spawn(self._conclude(process, code))
 
     async def _conclude(self, process: RankProcess, code: int) -> None:
-        """The rank is dead; take its last words from the pipes before anybody is told."""
+        """Read the rest of an ended rank's output, then set its exit code and its events."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_SECONDS):
                 for pump in process.pumps:

@@ -1,7 +1,7 @@
-"""The newest round that this pod ever forked ranks for: durable, because it may never run twice.
+"""Durable record of the newest round for which this pod has forked ranks. A round must never run twice.
 
-A launcher whose container restarts in the middle of a round must not fork that round's ranks again:
-the gang has moved on without them. The record is written before the first fork.
+If the launcher's container restarts during a round, it must not fork that round's ranks again, because
+the gang cannot continue with them. The record is written before the first fork.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from holdfast_core.ids import RestartRound
 
 
 class RoundRecord:
-    """A small file, replaced by rename after an fsync. One writer: the launcher of the pod."""
+    """A small file that is replaced by rename after an fsync. Only the pod's launcher writes it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> RestartRound | None:
-        """None when no round was ever run. Raises FormatError when the file says nothing sane."""
+        """Return the recorded round, or None if no round was ever run. Raises FormatError."""
         try:
             text = self._path.read_text(errors="replace")
         except FileNotFoundError:
@@ -35,7 +35,7 @@ class RoundRecord:
             ) from error
 
     def write(self, round_: RestartRound) -> None:
-        """Durable when it returns."""
+        """Record `round_`. It is durable when this returns."""
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o660)

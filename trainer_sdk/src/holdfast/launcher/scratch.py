@@ -1,7 +1,7 @@
-"""A directory in shared memory for the slots of a standalone run, removed with the launcher.
+"""A directory in shared memory for the slots of a standalone run. The launcher removes it at its end.
 
-It outlives the ranks, so that a restart in place finds its slots touched and filled. A launcher that
-was killed leaves its directory behind; the next one sees by the lock that nobody owns it.
+It outlives the ranks, so that a restart in place finds its slots touched and filled. The next launcher
+removes the directory of a killed launcher, because its lock is free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class ScratchDirectory:
-    """Created by `open`, removed by `close`; held by a file lock in between."""
+    """A temporary directory with a lock file, which `open` creates and `close` removes."""
 
     def __init__(self, parent: Path = SHARED_MEMORY) -> None:
         self._parent = parent
@@ -27,7 +27,10 @@ class ScratchDirectory:
         self.path: Path | None = None
 
     def open(self) -> Path | None:
-        """None where the machine has no usable shared memory: slots then lie beside the shards."""
+        """Create the directory. Return None where the machine has no usable shared memory.
+
+        The slots are then in the folder of the checkpoints.
+        """
         if not os.access(self._parent, os.W_OK):
             return None
         sweep(self._parent)
@@ -47,7 +50,7 @@ class ScratchDirectory:
 
 
 def sweep(parent: Path) -> None:
-    """Remove own directories whose launcher is dead. Another user's are left alone."""
+    """Remove this user's directories whose launcher has ended."""
     for path in parent.glob(f"{_PREFIX}*"):
         try:
             if path.stat().st_uid != os.getuid():

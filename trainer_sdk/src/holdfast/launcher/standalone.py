@@ -1,7 +1,7 @@
-"""`holdfast run` without a sidecar: ranks on this machine alone, restarted in place when one fails.
+"""`holdfast run` without a sidecar: runs ranks on one machine and restarts them all when one fails.
 
-Behaves like `torchrun --standalone`; every round has a store process and a fork of the same warm
-server. Which step a round starts from is the SDK's business (`Checkpointer(dir=...)`).
+It behaves like `torchrun --standalone`. Every round has its own store process, and its ranks are forked
+from the same fork server. `Checkpointer(dir=...)` decides from which step a round starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StandaloneOptions:
 
 
 class StandaloneLauncher:
-    """Runs rounds until all ranks return 0, or the restarts are used up."""
+    """Runs rounds until all ranks return 0 or no restarts are left."""
 
     def __init__(self, processes: Processes, options: StandaloneOptions) -> None:
         self._processes = processes
@@ -37,11 +37,11 @@ class StandaloneLauncher:
         self._stopping = False
 
     def stop(self) -> None:
-        """Restart nothing any more."""
+        """Do not restart the ranks any more."""
         self._stopping = True
 
     async def run(self) -> int:
-        """The exit code: 0, or that of the rank that failed first in the last round."""
+        """Run the rounds. Return 0, or the exit code of the rank that failed first in the last round."""
         round_ = RestartRound(0)
         while True:
             failed = await self._run_round(round_)
@@ -64,7 +64,10 @@ class StandaloneLauncher:
             round_ = RestartRound(round_ + 1)
 
     async def _run_round(self, round_: RestartRound) -> RankProcess | None:
-        """The rank that failed first, None when all returned 0. No process of the round is left."""
+        """Run one round and end all its processes.
+
+        Returns the rank that failed first, or None when all ranks returned 0.
+        """
         store, port = await self._processes.fork_store(_LOOPBACK)
         plan = RoundPlan(
             round=round_,
@@ -94,7 +97,7 @@ class StandaloneLauncher:
 
 
 def _exit_code(code: int | None) -> int:
-    """As a shell reports it: a signal N is 128 + N."""
+    """Return the exit code as a shell reports it: 128 + N for signal N."""
     if code is None:
         return 1
     return 128 - code if code < 0 else code

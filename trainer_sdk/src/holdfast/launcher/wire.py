@@ -1,7 +1,7 @@
-"""The words between the launcher and its fork server, on a SOCK_SEQPACKET pair: one packet, one message.
+"""Messages between the launcher and its fork server, one per packet of a SOCK_SEQPACKET pair.
 
-Both ends come from the same installation and the socket has no name, so the messages are trusted;
-they are still parsed by the strict codec, which gives errors a path.
+Both ends come from the same installation and the socket has no name, so that the messages are trusted.
+The strict codec still parses them, because its errors name the field.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from holdfast_core.errors import FormatError
 from holdfast_core.messages import codec
 
 MAX_PACKET_BYTES = 160 * 1024
-"""Above any sane environment and command line, below the default send buffer of a Unix socket."""
+"""Limit of a packet. It is enough for usual environments and command lines, and it is below the default
+send buffer of a Unix socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForkRank:
-    """Launcher -> server, with the write ends of two pipes (stdout, stderr) as descriptors."""
+    """Launcher to server: fork a rank. The write ends of two pipes (stdout, stderr) go along with it."""
 
     key: str
-    """Chosen by the launcher; names the process in every later message."""
+    """Name of the process in every later message. The launcher chooses it."""
     kind: str
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -30,31 +31,34 @@ class ForkRank:
 
 @dataclass(frozen=True, slots=True)
 class ForkStore:
-    """Launcher -> server: a process that hosts one TCPStore on a free port."""
+    """Launcher to server: fork a process that hosts one TCPStore on a free port."""
 
     key: str
     host: str
-    """Address to listen on; "" for all."""
+    """Address to listen on; "" for all addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Server -> launcher: everything is imported, the process has one thread."""
+    """Server to launcher: all modules are imported, and the process has one thread."""
 
     seconds: float
+    """Duration of the imports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forked:
+    """Server to launcher: a process was forked."""
+
     key: str
     pid: int
     port: int = 0
-    """Of a store process."""
+    """Port of a store process, otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """A child ended; `code` is its exit code, or -N for signal N."""
+    """Server to launcher: a child has ended. `code` is its exit code, or -N for signal N."""
 
     key: str
     pid: int
@@ -63,7 +67,7 @@ class Reaped:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The server cannot do what was asked; `key` is empty when it cannot serve at all."""
+    """Server to launcher: a request failed. `key` is empty when the server cannot serve at all."""
 
     key: str
     message: str
@@ -77,7 +81,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def encode(message: Message) -> bytes:
-    """Raises FormatError when the message does not fit a packet."""
+    """Return the packet of a message. Raises FormatError when it does not fit into a packet."""
     packet = json.dumps([type(message).__name__, codec.to_json(message)]).encode()
     if len(packet) > MAX_PACKET_BYTES:
         raise FormatError(

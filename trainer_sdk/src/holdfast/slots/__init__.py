@@ -1,1 +1,1 @@
-"""The ring of shared-memory slots, and copies into it from the host and from a device."""
+"""The ring of slots in shared memory, and the copies into it from host memory and from devices."""

@@ -1,7 +1,8 @@
-"""How much shared memory may be taken: asked before it is, because running out of it is no error code.
+"""Checks for enough shared memory before slots are allocated.
 
-A tmpfs that is full gives SIGBUS on the first touch; a memory cgroup that is full gives the OOM
-killer. Both are checked here, and the room is reserved under a lock that all ranks of the pod share.
+Too little memory does not give an error code at allocation: a full tmpfs causes SIGBUS at the first write
+to a page, and a full memory cgroup starts the OOM killer. Both limits are checked here. The ranks of a
+pod share a lock under which each of them checks the room and creates its slots.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LOCK = ".allocate"
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that may still be taken, and what sets the limit."""
+    """Bytes that may still be allocated, the limit that they come from, and how to raise it."""
 
     available_bytes: int
     limit: str
@@ -30,12 +31,14 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class SlotAdvice:
-    """What to do where slots find no room, in the terms of the place."""
+    """Texts for errors about missing room, in the terms of a pod or of a folder."""
 
     place: str
-    """What the directory of the slots lies on."""
+    """Kind of volume that holds the directory of the slots."""
     volume: str
+    """Advice if the volume is full."""
     memory: str
+    """Advice if the memory limit is reached."""
 
 
 IN_A_POD = SlotAdvice(
@@ -55,10 +58,11 @@ IN_A_FOLDER = SlotAdvice(
 
 
 class VolumeFullError(CapacityError):
-    """The volume of the slots has no room. Another one may have."""
+    """The volume of the slots has no room. Another volume may have."""
 
 
 def volume_room(directory: Path, advice: SlotAdvice = IN_A_POD) -> Room:
+    """Return the free room of the volume that holds `directory`."""
     stats = os.statvfs(directory)
     return Room(
         stats.f_bavail * stats.f_frsize,
@@ -68,7 +72,7 @@ def volume_room(directory: Path, advice: SlotAdvice = IN_A_POD) -> Room:
 
 
 def memory_room(root: Path = _CGROUP, advice: SlotAdvice = IN_A_POD) -> Room | None:
-    """What the memory cgroup of this process has left; None where there is no visible limit."""
+    """Return the free room of this process's memory cgroup, or None where no limit is visible."""
     unified = _read_int(root / "memory.max"), _read_int(root / "memory.current")
     stat, cache = root / "memory.stat", "inactive_file"
     if unified[0] is None or unified[1] is None:
@@ -88,7 +92,7 @@ def memory_room(root: Path = _CGROUP, advice: SlotAdvice = IN_A_POD) -> Room | N
 
 
 def reserved_bytes(directory: Path) -> int:
-    """Slot files that exist at their full length but whose pages were not all taken yet."""
+    """Return the bytes of existing slot files whose pages are not allocated yet."""
     total = 0
     for path in directory.glob("*.slot"):
         with contextlib.suppress(FileNotFoundError):
@@ -100,8 +104,10 @@ def reserved_bytes(directory: Path) -> int:
 def require_room(
     directory: Path, needed_bytes: int, slots: int, advice: SlotAdvice = IN_A_POD
 ) -> None:
-    """Raises CapacityError (VolumeFullError where it is the volume's) that says what is needed, what is
-    there, and what to raise."""
+    """Raise CapacityError if `needed_bytes` more do not fit, or VolumeFullError if the volume is too small.
+
+    The error names the needed and the available bytes, and what to change.
+    """
     pending = reserved_bytes(directory)
 
     def words(room: Room) -> str:
@@ -121,7 +127,7 @@ def require_room(
 
 @contextlib.contextmanager
 def allocation_lock(directory: Path) -> Iterator[None]:
-    """One rank of the pod checks and reserves at a time."""
+    """Hold the lock under which one rank at a time checks the room and creates its slots."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(directory / _LOCK, flags, 0o660)
     try:

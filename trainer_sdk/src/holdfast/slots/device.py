@@ -1,8 +1,8 @@
-"""What staging needs of an accelerator, and how CUDA (and ROCm, which torch calls so too) does it.
+"""Interface of the slots to an accelerator, and its implementation for CUDA and ROCm (torch.cuda).
 
-The only place that knows streams, events and page-locking. Decides nothing: which copies may go on
-beside training is `device_copies`' to say. What torch raises becomes a DeviceError, so that a device
-that fails ends a save and not the training.
+Only this module uses streams, events and page-locking. `device_copies` decides which copies run in
+parallel with training. An exception of torch becomes a DeviceError, so that a failing device ends a save
+and not the training.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from holdfast.state.tensors import is_tensor, torch_module
 from holdfast_core.errors import DeviceError
 
 _REGISTER_PORTABLE = 1
-"""For all devices of the process, not for the current one alone."""
+"""cudaHostRegisterPortable: page-locked for all devices of the process, not only the current one."""
 
 
 class Mark(Protocol):
-    """A point behind some copies. Thread-safe."""
+    """Marks the end of some copies. Thread-safe."""
 
     def hold_back(self) -> None:
-        """What the calling thread's current streams are given from now on runs after the copies.
-        Does not block the host. Raises DeviceError."""
+        """Make later work on the calling thread's current streams wait for the copies.
+
+        This does not block the host. Raises DeviceError.
+        """
         ...
 
     def wait(self) -> None:
@@ -37,30 +39,34 @@ class Device(Protocol):
     """The accelerators of this process."""
 
     def holds(self, source: object) -> bool:
-        """Whether it is a tensor in the memory of one of them."""
+        """Return whether `source` is a tensor in the memory of one of them."""
         ...
 
     def enqueue(self, copies: Sequence[DeviceCopy]) -> Mark:
-        """Start the copies behind all that the current streams were given, beside what they are
-        given next. Raises DeviceError; none of these copies is under way then."""
+        """Start the copies after all earlier work of the current streams, in parallel with later work.
+
+        Raises DeviceError; then none of these copies is pending.
+        """
         ...
 
     def is_capturing(self) -> bool:
-        """Whether the current stream records a graph, whose replay will call no hook."""
+        """Return whether the current stream captures a graph. Its replay does not call hooks."""
         ...
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Lock the pages of this memory for copies that do not block. Raises DeviceError."""
+        """Page-lock this memory, for copies that do not block the host. Raises DeviceError."""
         ...
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`, with no copy under way there. Never raises."""
+        """Undo `pin`. No copy into the memory may be pending. This does not raise."""
         ...
 
 
 def find_device() -> Device | None:
-    """None while the process has not used an accelerator that is known here: then no tensor of a
-    state can be on one."""
+    """Return the process's device, or None while the process has not used a supported accelerator.
+
+    In that case no tensor of a state can be on one.
+    """
     torch = torch_module()
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -70,7 +76,7 @@ def find_device() -> Device | None:
 @dataclass(frozen=True, slots=True)
 class _CudaMark:
     events: tuple[tuple[Any, Any], ...]
-    """Device, and the event recorded behind the copies from it."""
+    """Each device, and the event recorded after the copies from it."""
 
     def hold_back(self) -> None:
         with _translated("making the current stream wait for the copies of a save"):
@@ -80,13 +86,13 @@ class _CudaMark:
     def wait(self) -> None:
         with _translated("waiting for the copies of a save"):
             for device, event in self.events:
-                # A thread's first call would else make a context on device 0, whatever the rank's.
+                # Without this, a thread's first call would create a context on device 0.
                 with _cuda().device(device):
                     event.synchronize()
 
 
 class CudaDevice:
-    """One side stream a device."""
+    """The CUDA devices of this process, with one side stream each for copies."""
 
     def __init__(self) -> None:
         self._streams: dict[Any, Any] = {}
@@ -117,7 +123,7 @@ class CudaDevice:
         with _cuda().stream(side):
             for copy in copies:
                 copy.run()
-            # blocking: whoever waits for it sleeps, and takes no core from the trainer's threads.
+            # blocking=True: a thread that waits for the event sleeps and does not use a core.
             event = _cuda().Event(blocking=True)
             event.record(side)
         return event
@@ -137,21 +143,24 @@ class CudaDevice:
             )
 
     def unpin(self, address: int) -> None:
-        with contextlib.suppress(RuntimeError):  # at the end of a process the runtime may be gone
+        # At the end of a process the runtime may be unloaded.
+        with contextlib.suppress(RuntimeError):
             if int(_cuda().cudart().cudaHostUnregister(address)) != 0:
                 _forget_last_error()
 
 
 def _cuda() -> Any:
-    """torch.cuda, which is only partly typed, and imported only when there is something to do."""
+    """Return torch.cuda. It has few types, and it is imported only when it is needed."""
     import torch
 
     return torch.cuda
 
 
 def _forget_last_error() -> None:
-    """The runtime keeps the error of a call and gives it to whoever asks next, which is the launch
-    of some kernel of the training: let that be one of ours."""
+    """Clear the runtime's last error by a small operation.
+
+    The runtime would otherwise report the error at the next kernel launch of the training.
+    """
     import torch
 
     with contextlib.suppress(RuntimeError):
@@ -160,7 +169,7 @@ def _forget_last_error() -> None:
 
 @contextlib.contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """What torch raises for a device's errors is a RuntimeError of one kind or another."""
+    """Turn a RuntimeError, which torch raises for errors of a device, into a DeviceError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,15 +1,15 @@
-"""Copies from a device into a slot that go on while training does: whose bytes must stay till when.
+"""Copies from a device into a slot that run while training continues, and their order with its writes.
 
-What only an optimizer's step writes is copied beside training, and the next step is held back. All
-else (running statistics, averages, anything whose writer is not known) may be written by the next
-forward pass already, so the device finishes it before it does what training gives it next. The host
-waits for neither. An optimizer is believed only if the hook saw it step since the last save: a
-replayed graph and a compiled step call no hook.
+Tensors that only an optimizer's step writes are copied in parallel with training, and the next step
+waits for these copies on the device. The next forward pass may already write all other tensors (running
+statistics, averages, tensors whose writer is unknown). The device therefore copies them before it does
+any later work of training. The host waits in neither case. An optimizer is trusted only if the hook has
+seen a step of it since the last save, because replayed graphs and compiled steps do not call the hook.
 
-Life of a save's copies:
- 1. training thread: `enqueue`, at the end of `save`.
- 2. whoever steps an optimizer, or calls `wait_staged`: `hold_back`.
- 3. this module's thread: waits for the device, then calls `done`, or `failed` with the reason.
+The copies of a save:
+ 1. The training thread calls `enqueue` at the end of `save`.
+ 2. An optimizer's step or `wait_staged` calls `hold_back`.
+ 3. This module's thread waits for the device, then calls `done`, or `failed` with the reason.
 """
 
 from __future__ import annotations
@@ -32,19 +32,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class PendingCopies:
-    """The copies of one save that the device may not have done yet."""
+    """The copies of one save that the device may not have finished yet."""
 
     marks: list[Mark] = field(default_factory=list)
     copies: Sequence[DeviceCopy] = ()
-    """All of them: their sources must live until they were read."""
+    """All copies of the save. This keeps their sources alive until they have been read."""
     beside: list[tuple[DeviceCopy, Any, int]] = field(default_factory=list)
-    """Those that go on beside training: with the optimizer, and the count of writes so far."""
+    """Copies in parallel with training. Each has the optimizer that writes its tensor, and the count of
+    writes to the tensor when the copy was enqueued."""
     is_held_back: bool = False
     failure: str | None = None
 
 
 class DeviceCopies:
-    """`start` it before the first save, in the training thread; `close` it."""
+    """The device copies of this process's saves.
+
+    Call `start` in the training thread before the first save, and `close` at the end.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -57,12 +61,13 @@ class DeviceCopies:
         self._hook: Any = None
 
     def start(self) -> None:
-        """From now on every step of every optimizer in this process is held back by pending copies."""
+        """Install the hook that makes every optimizer's step in this process wait for pending copies."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-            # Traced into a compiled step, this is nothing: such a step is not seen, and not believed.
+            # In a compiled step this must be a no-op. Such a step is not recorded, so that its optimizer
+            # is not trusted.
             if not torch.compiler.is_compiling():
                 self._before_step(optimizer)
 
@@ -71,9 +76,15 @@ class DeviceCopies:
         self._thread.start()
 
     def enqueue(self, copies: Sequence[DeviceCopy], optimizers: Sequence[Any]) -> PendingCopies:
-        """Start to copy the values of this moment. `optimizers`: those of the state.
+        """Start to copy the current values.
 
-        Raises DeviceError; none of the copies is under way then."""
+        Args:
+            copies: The copies of this save.
+            optimizers: The optimizers of the state.
+
+        Raises:
+            DeviceError: The copies cannot be started. None of them is pending then.
+        """
         pending = PendingCopies(copies=copies)
         with self._changed:
             believed = [o for o in optimizers if o in self._seen and o not in self._distrusted]
@@ -100,18 +111,18 @@ class DeviceCopies:
         return pending
 
     def cancel(self, pending: PendingCopies) -> None:
-        """Nothing writes into the slot any more when this returns. Instead of `when_done`."""
+        """Wait until no copy writes into the slot, and forget the copies. Call it instead of `when_done`."""
         for mark in pending.marks:
             try:
                 mark.wait()
             except DeviceError:
-                continue  # a copy that failed writes no more either
+                continue  # a failed copy does not write any more either
         self._remove(pending)
 
     def when_done(
         self, pending: PendingCopies, done: Callable[[], None], failed: Callable[[str], None]
     ) -> None:
-        """One of the two is called, in another thread, in the order of the saves."""
+        """Call `done` or `failed` when the copies have ended, in another thread, in the order of saves."""
 
         def finish() -> None:
             try:
@@ -121,7 +132,7 @@ class DeviceCopies:
                 else:
                     failed(failure)
             except BaseException as error:
-                # It would end the thread, and no later save would be handed over.
+                # Otherwise the thread would end, and no later save would be handed over.
                 logger.exception("the copies of a save from its device")
                 failed(f"{type(error).__name__}: {error}")
             finally:
@@ -130,8 +141,10 @@ class DeviceCopies:
         self._to_finish.put(finish)
 
     def hold_back(self) -> None:
-        """What the current stream is given from now on runs after all pending copies. Does not block
-        the host and raises nothing: a copy that cannot be waited for is a save that fails."""
+        """Make later work on the current stream wait for all pending copies.
+
+        This does not block the host and does not raise: if it fails for a copy, that copy's save fails.
+        """
         with self._changed:
             for pending in self._pending:
                 if not pending.is_held_back:
@@ -144,12 +157,12 @@ class DeviceCopies:
                     pending.failure = pending.failure or str(error)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Every save's copies are done and its slot is handed over, or given up."""
+        """Wait until the slot of every save is handed over or given up. Return False at the time-out."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout_seconds)
 
     def close(self) -> None:
-        """Does not wait: see `wait`."""
+        """Remove the hook and let the thread end after the pending copies, without waiting for them."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -159,7 +172,7 @@ class DeviceCopies:
 
     def _before_step(self, optimizer: Any) -> None:
         if self.device.is_capturing():
-            # Nothing runs now, and what runs at a replay is held back by nobody.
+            # A capture runs nothing, and a later replay of the graph does not call this hook.
             with self._changed:
                 self._distrusted.add(optimizer)
             return
@@ -175,7 +188,7 @@ class DeviceCopies:
                 logger.exception("the end of a save's copies from its device")
 
     def _outcome(self, pending: PendingCopies) -> str | None:
-        """Waits. Why the bytes must not be used; None when they are the step's."""
+        """Wait for the copies. Return why their bytes must not be used, or None if they are valid."""
         try:
             for mark in pending.marks:
                 mark.wait()
@@ -187,7 +200,10 @@ class DeviceCopies:
             return pending.failure
 
     def _written(self, pending: PendingCopies) -> str | None:
-        """What somebody wrote before he was held back: the bytes may be of two steps then."""
+        """Return an error if a tensor was written before `hold_back`, so that its copy may be torn.
+
+        Its optimizer is not trusted any more.
+        """
         found = [
             (copy.leaf.name, writer)
             for copy, writer, writes in pending.beside

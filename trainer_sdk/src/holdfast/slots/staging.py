@@ -1,7 +1,7 @@
-"""The ring of shared-memory slots: where a step's bytes are copied while training waits.
+"""The ring of slots in shared memory, into which a step's bytes are copied while training waits.
 
-Allocated and touched before step 1, so that a save costs one copy and nothing else. A slot that the
-sidecar still reads is never written: both busy means that the save is skipped, and counted.
+Slots are allocated and touched before the first step, so that a save costs only one copy. A slot that the
+sidecar still reads is never written. If all slots are busy, the save is skipped and counted.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ Jobs = Sequence[tuple[int, Callable[[], object]]]
 
 
 class Pinner(Protocol):
-    """What a device needs of memory that it copies into by itself."""
+    """The part of a device that page-locks memory into which the device copies."""
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Lock the pages. Raises DeviceError."""
+        """Page-lock the memory. Raises DeviceError."""
         ...
 
-    def unpin(self, address: int) -> None: ...
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        ...
 
 
 class Slot:
@@ -65,7 +67,7 @@ class Slot:
     def __init__(
         self, path: Path, index: int, memory: mmap.mmap, rank: Rank, identity: tuple[int, int]
     ) -> None:
-        """`identity`: device and inode of the mapped file."""
+        """Make a slot of mapped memory. `identity` is the device and inode number of the mapped file."""
         self.path = path
         self._identity = identity
         self.index = index
@@ -85,8 +87,10 @@ class Slot:
         return self._bytes[HEADER_BYTES:]
 
     def is_lost(self) -> bool:
-        """The file was removed or replaced (tmp cleaners, logind's RemoveIPC): others that open it by its
-        name do not find what this process writes."""
+        """Return whether the file was removed or replaced, for example by a tmp cleaner or by RemoveIPC.
+
+        Processes that open it by its name then do not see what this process writes.
+        """
         try:
             found = self.path.stat()
         except OSError:
@@ -100,20 +104,19 @@ class Slot:
         return SlotOffer(self.name, self.capacity_bytes)
 
     def begin(self, round_: RestartRound, step: Step, payload_bytes: int) -> None:
-        """FREE -> FILLING, with the identity of what is about to be copied."""
+        """Change the state from FREE to FILLING, and write the round and step of the copy to the header."""
         self._write(SlotState.FILLING, round_, step, payload_bytes)
 
     def complete(self) -> None:
-        """FILLING -> FULL: the last word written."""
+        """Change the state from FILLING to FULL. This must be the last write of a save."""
         self._set_state(SlotState.FULL)
 
     def abandon(self) -> None:
-        """What was begun is void: FREE, without an identity."""
+        """Set the state to FREE, and clear the round and the step in the header."""
         self._write(SlotState.FREE, None, None, 0)
 
     def touch(self) -> None:
-        """All of its pages are there, and known to this process. What lies in it stays. Raises
-        CapacityError, OSError."""
+        """Prefault all pages of the slot. Its contents do not change. Raises CapacityError, OSError."""
         _touch(self._memory, self.path, len(self._memory))
         self.is_touched = True
 
@@ -122,14 +125,16 @@ class Slot:
         return self._unpin is not None
 
     def pin(self, pinner: Pinner) -> None:
-        """Lock the pages until `close`. Raises DeviceError."""
+        """Page-lock the slot until `close`. Raises DeviceError."""
         address = self._bytes.ctypes.data
         pinner.pin(address, len(self._memory))
         self._unpin = partial(pinner.unpin, address)
 
     def close(self) -> None:
-        """Views into the payload may still be held; then the mapping goes with the last of them.
-        No device may copy into it any more."""
+        """Unmap the slot, or leave that to the last view into the payload if there are any.
+
+        No device may copy into the slot any more.
+        """
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
@@ -145,7 +150,7 @@ class Slot:
         header = SlotHeader(
             state, self._rank, self.capacity_bytes, round_, step, payload_bytes
         ).pack()
-        # The state word goes from FREE to FILLING before the identity changes under it.
+        # The state becomes FILLING before round and step change, so that no reader trusts them.
         self._set_state(SlotState.FILLING)
         rest = STATE_OFFSET + len(pack_state(state))
         self._memory[:STATE_OFFSET] = header[:STATE_OFFSET]
@@ -158,8 +163,10 @@ class Slot:
 
 
 class SlotRing:
-    """The slots of one rank in this process. Not thread-safe: the training thread's alone. A thread of
-    the ring's own touches pages that nobody waits for yet."""
+    """The slots of one rank. Not thread-safe: only the training thread uses it.
+
+    The ring has a thread of its own that touches pages in the background.
+    """
 
     def __init__(
         self,
@@ -169,13 +176,13 @@ class SlotRing:
         advice: SlotAdvice = IN_A_POD,
     ) -> None:
         self.directory = directory
-        """Of the slot files; may be set until the first of them is there."""
+        """Directory of the slot files. It may be changed until the first of them exists."""
         self.spare: Path | None = None
-        """Where they lie if `directory` has no room for them; slower, but the saves go on."""
+        """Directory for the slots if `directory` has no room. Saves are slower with it."""
         self.is_ours: Callable[[], bool] = lambda: True
-        """Asked before slots that were removed are made again in `directory`."""
+        """Whether this process still holds `directory`. Called before removed slots are created again."""
         self.lost = 0
-        """Slots that were removed by others so far."""
+        """Number of slots that other programs have removed so far."""
         self._advice = advice
         self._rank = rank
         self._count = count
@@ -187,43 +194,52 @@ class SlotRing:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Others may fill them. This process writes only into what `acquire` gives."""
+        """All slots. This process writes only into a slot that `acquire` has returned."""
         return tuple(self._slots)
 
     @property
     def capacity_bytes(self) -> int:
+        """Payload bytes that every slot can hold, or 0 without slots."""
         return min((slot.capacity_bytes for slot in self._slots), default=0)
 
     def pin_with(self, pinner: Pinner) -> None:
-        """Page-lock the slots that are there and those to come. Where that fails it is said once, and
-        not tried again: what is copied into them blocks the training thread then."""
+        """Page-lock all current and later slots.
+
+        If that fails, it is logged once and not tried again. Device copies then block the training thread.
+        """
         self._join()
         self._pinner = pinner
         self._pin()
 
     def ensure(self, capacity_bytes: int, round_: RestartRound, *, to_fill: bool = False) -> None:
-        """Every slot holds at least `capacity_bytes`, is mapped and touched, or is being touched (see
-        `touch_meanwhile`). With `to_fill` they are neither: a restore need not wait for memory that
-        only saves need, nor share its processors with whoever zeroes it. Not where who fills them is
-        charged to another container.
+        """Make sure that every slot is mapped, touched and holds at least `capacity_bytes`.
 
-        Slots of an earlier life of this rank are taken over with what lies in them: memory that was
-        touched once is not paid for again, and a restore may find its bytes there.
-        Raises CapacityError before anything is taken; if the volume fills up meanwhile, the next call
-        or `acquire` does.
+        Slots of an earlier process of this rank are reused with their contents: their memory is already
+        touched, and a restore may find its bytes there.
+
+        Args:
+            capacity_bytes: Payload bytes of each slot.
+            round_: Current round. A FULL or OWNED slot of another round is replaced by a new file.
+            to_fill: Leave new slots untouched, because another process fills them for a restore. The
+                restore does not have to wait for memory that only saves need. Do not use it where that
+                process is in another container, which would be charged for the memory.
+
+        Raises:
+            CapacityError: There is not enough room. It is raised before anything is allocated. If the
+                volume fills up later, the next call or `acquire` raises it.
         """
         try:
             self._ensure(capacity_bytes, round_, to_fill=to_fill)
         except VolumeFullError as error:
             if self.spare is None or self.directory == self.spare:
-                raise CapacityError(str(error)) from error  # the name that scripts catch
+                raise CapacityError(str(error)) from error  # the public error class
             logger.warning("slots lie in %s, and saves are slower: %s", self.spare, error)
             self._discard()
             self.directory = self.spare
             self._ensure(capacity_bytes, round_, to_fill=to_fill)
 
     def _discard(self) -> None:
-        """Leave the directory: what was handed over from it is read by those that have it open."""
+        """Close and remove the slots of the directory. Readers keep the files that they have open."""
         for slot in self._slots:
             slot.close()
         self._slots = []
@@ -268,13 +284,15 @@ class SlotRing:
             self._join()
 
     def has_lost(self) -> bool:
-        """Whether `ensure` has to make slots again: no device may copy into them then."""
+        """Return whether `ensure` has to create lost slots again. No device may copy into them then."""
         return any(slot.is_lost() for slot in self._slots)
 
     def _let_go_of_lost(self) -> None:
-        """What was handed over from one is read to its end by those that have the file open. Raises
-        VolumeFullError where another process has the directory by now: two that shared slots would save
-        each other's bytes."""
+        """Close the lost slots. Readers keep the files that they have open.
+
+        Raises VolumeFullError where another process holds the directory by now: two processes that shared
+        slots would save each other's bytes.
+        """
         self._await_toucher()
         lost = [slot for slot in self._slots if slot.is_lost()]
         self.lost += len(lost)
@@ -292,20 +310,25 @@ class SlotRing:
             raise VolumeFullError(f"{self.directory} is used by another process by now")
 
     def touch_meanwhile(self) -> None:
-        """Touch what is not touched yet, in a thread: the first step after a restore does not wait for
-        it, the first save does."""
+        """Start to touch the untouched slots in a thread.
+
+        The first save, but not the first step after a restore, waits for that thread.
+        """
         untouched = [slot for slot in self._slots if not slot.is_touched]
         if untouched and self._toucher is None:
             self._toucher = ThreadPoolExecutor(1, thread_name_prefix="holdfast-touch")
             self._touched = self._toucher.submit(_touch_all, untouched)
 
     def has_free(self) -> bool:
-        """Whether `acquire` would find a slot now; only this rank's own saves take one."""
+        """Return whether `acquire` would find a slot now. Only this rank's own saves acquire slots."""
         return any(slot.header().state is SlotState.FREE or slot.is_lost() for slot in self._slots)
 
     def acquire(self, wait_seconds: float = 0.0) -> Slot | None:
-        """A slot that may be written, the one not used last first; None when all are busy. Raises
-        CapacityError: see `ensure`."""
+        """Return a FREE slot, or None when all slots stay busy for `wait_seconds`.
+
+        The slot that was used last is chosen only if no other one is free. Raises CapacityError: see
+        `ensure`.
+        """
         self._join()
         deadline = time.monotonic() + wait_seconds
         while True:
@@ -318,16 +341,17 @@ class SlotRing:
             time.sleep(_POLL_SECONDS)
 
     def find(self, name: str) -> Slot:
-        """Raises FormatError for a slot that is not of this ring."""
+        """Return the slot called `name`. Raises FormatError if this ring has none."""
         for slot in self._slots:
             if slot.name == name:
                 return slot
         raise FormatError(f"slot {name!r} is none of {[slot.name for slot in self._slots]}")
 
     def close(self, *, remove: bool = False) -> None:
+        """Close all slots. With `remove`, also remove their files."""
         try:
             self._await_toucher()
-        except CapacityError as error:  # nobody needs them any more
+        except CapacityError as error:  # the slots are not needed any more
             logger.warning("%s", error)
         for slot in self._slots:
             slot.close()
@@ -336,12 +360,15 @@ class SlotRing:
         self._slots = []
 
     def _join(self) -> None:
-        """All slots are touched. Raises CapacityError, once: those that are not are no slots."""
+        """Touch all slots and wait for that.
+
+        Raises CapacityError if the volume is full, and drops the slots that could not be touched.
+        """
         self.touch_meanwhile()
         self._await_toucher()
 
     def _await_toucher(self) -> None:
-        """Raises as `_join`."""
+        """Wait for the thread of `touch_meanwhile`, if it runs. Raises what `_join` raises."""
         touched, toucher = self._touched, self._toucher
         if touched is None or toucher is None:
             return
@@ -368,12 +395,12 @@ class SlotRing:
                 logger.warning("saves copy from the device while training waits: %s", error)
 
     def _path(self, index: int) -> Path:
-        # Other names in the spare directory: the reader looks for a name in both.
+        # The names in the spare directory differ, because the reader looks for a name in both.
         number = _SPARE_INDEX + index if self.directory == self.spare else index
         return self.directory / slot_name(self._rank, number)
 
     def _adopt(self, index: int, capacity_bytes: int, round_: RestartRound) -> Slot | None:
-        """A slot file of an earlier life, if it is large enough and nobody may still read it."""
+        """Reuse a slot file of an earlier process if it is large enough and no reader may still use it."""
         path = self._path(index)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -385,7 +412,7 @@ class SlotRing:
             if size - HEADER_BYTES < capacity_bytes or header.capacity_bytes + HEADER_BYTES != size:
                 return None
             if header.state in (SlotState.FULL, SlotState.OWNED) and header.round != round_:
-                # A late reader keeps the old file; the name gets a new one.
+                # A late reader keeps the old file. The caller creates a new file of this name.
                 return None
             slot = Slot(path, index, _map(descriptor, size), self._rank, _identity(descriptor))
             if header.state is SlotState.FILLING:
@@ -404,7 +431,7 @@ class SlotRing:
         return descriptor
 
     def _open(self, index: int, descriptor: int) -> Slot:
-        """With a header, which others may read; the rest of its pages is not there yet."""
+        """Map a new slot file and write its header. The other pages are not touched yet."""
         path, size = self._path(index), os.fstat(descriptor).st_size
         try:
             memory, identity = _map(descriptor, size), _identity(descriptor)
@@ -420,13 +447,13 @@ class SlotRing:
 
 
 class Copier:
-    """Runs copies in the calling thread and one helper: two threads saturate the memory bus."""
+    """Runs copies in the calling thread and in one helper. Two threads saturate the memory bus."""
 
     def __init__(self) -> None:
         self._helper: ThreadPoolExecutor | None = None
 
     def run(self, jobs: Jobs) -> None:
-        """Returns when all are done. Raises what a copy raised."""
+        """Run all copies and wait for them. Raises what a copy raised."""
         total = sum(size for size, _ in jobs)
         if total < _TWO_THREADS_FROM_BYTES or len(jobs) < 2:
             _run_all(jobs)
@@ -468,7 +495,7 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
 
 
 def _touch(memory: mmap.mmap, path: Path, size_bytes: int) -> None:
-    """Raises CapacityError where there is no room, and OSError."""
+    """Prefault the memory. Raises CapacityError where there is no room, and OSError."""
     try:
         touch(memory, path, size_bytes)
     except OSError as error:

@@ -1,5 +1,7 @@
-"""Shared memory whose pages are all there: the first copy into it costs what every copy costs, and a
-volume that is full is an error here, where a later first touch would be SIGBUS.
+"""Prefaults the pages of shared memory.
+
+The first copy into the memory is then as fast as later copies. A full volume raises an error here, where
+a first write later would cause SIGBUS.
 """
 
 from __future__ import annotations
@@ -17,19 +19,21 @@ _TWO_THREADS_FROM_BYTES = 16 << 20
 
 
 def touch(memory: mmap.mmap, path: Path, size_bytes: int) -> None:
-    """The first `size_bytes` of the mapped file are there, whatever they are: what others write there
-    meanwhile stays. Raises OSError: ENOSPC, ENOMEM.
+    """Prefault the first `size_bytes` of the mapped file. Their contents do not change.
 
-    Zeroing pages is most of it, and one thread zeroes a GiB in most of a second: two do it.
+    Other processes may write to the file at the same time. Two threads do the work for large files,
+    because the kernel needs most of a second to zero one GiB in one thread. Raises OSError (ENOSPC,
+    ENOMEM).
     """
     try:
         _populate(memory, size_bytes)
     except OSError as error:
-        if error.errno == errno.EFAULT:  # what would have been SIGBUS
+        if error.errno == errno.EFAULT:  # a write to this page would cause SIGBUS
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         if error.errno != errno.EINVAL:
             raise
-        # A kernel before 5.14 cannot populate, so the page tables are filled by the first save.
+        # A kernel before 5.14 does not support MADV_POPULATE_WRITE. This only allocates the pages, and
+        # the first save fills the page tables.
         with open(path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, size_bytes)
 

@@ -1,1 +1,1 @@
-"""What training holds, as tensors and JSON, and back: nothing here knows slots, sockets or rounds."""
+"""The state of a training as tensors and JSON: how it is read for a save and loaded by a restore."""

@@ -1,8 +1,8 @@
-"""Where the bytes of a payload belong in a state that is there: straight into its tensors.
+"""Copies the bytes of a payload directly into the tensors of the current state.
 
-A saved tensor goes into the memory of the tensor that has its name, type and shape now, or into new
-memory where there is none yet (an optimizer before its first step) or it is not to be written: not in
-one piece, shared with another tensor, replaced when it is loaded.
+A saved tensor goes into the memory of the current tensor with the same name, dtype and shape. It goes
+into new memory where there is no such tensor (an optimizer before its first step), or where that tensor
+must not be written: it is not contiguous, shares memory with another tensor, or is replaced by the load.
 """
 
 from __future__ import annotations
@@ -24,15 +24,23 @@ _ALIGNMENT_BYTES = 64
 _NUMBERED = re.compile(r"(.*)~\d+", re.DOTALL)
 
 Memory = np.ndarray[Any, Any]
-"""uint8, one dimension."""
+"""One-dimensional uint8 array."""
 
 
 class Destinations:
-    """Of one payload. Makes the saved state with the tensors that its bytes will be put into."""
+    """Destinations of one payload's bytes, and the saved state whose tensors they fill."""
 
     def __init__(self, plan: PayloadPlan, objects: bytes, leaves: Iterable[Leaf]) -> None:
-        """`objects`: that part of the payload, and `plan.header` its beginning: what is put there
-        later must be the same. Raises FormatError."""
+        """Build the saved state.
+
+        Args:
+            plan: Plan of the payload. Bytes that are put later must agree with its header.
+            objects: The objects of the payload. Bytes that are put later must agree with them.
+            leaves: Tensors of the current state.
+
+        Raises:
+            FormatError: The objects are invalid.
+        """
         self._live = _live_memory(leaves, _twice(tensor.fqn for tensor in plan.tensors))
         self._known = [
             (ByteRange(0, len(plan.header)), np.frombuffer(plan.header, np.uint8)),
@@ -40,15 +48,22 @@ class Destinations:
         ]
         self._places: list[tuple[ByteRange, Memory]] = []
         self.saved = build_state(plan, objects, self._memory)
-        """Its tensors hold their values when all bytes were put."""
+        """The saved state. Its tensors have their values only after all bytes were put."""
         self._places.sort(key=lambda place: place[0].start)
         self._starts = [place.start for place, _ in self._places]
         self.wanted_bytes = sum(place.length_bytes for place, _ in self._places)
-        """Of the payload; as many must have been put."""
+        """Number of bytes that must be put in total."""
 
     def put(self, position: int, data: memoryview) -> int:
-        """`data` lies at `position` in the payload; how many bytes of it the state has. Any thread.
-        Raises CorruptionError where it differs from what the state was made of."""
+        """Copy bytes of the payload into the tensors. Return how many bytes of `data` belong to tensors.
+
+        Any thread may call it. Raises CorruptionError where `data` differs from the header or the objects
+        from which the state was built.
+
+        Args:
+            position: Position of `data` in the payload.
+            data: The bytes.
+        """
         piece = np.frombuffer(data, np.uint8)
         span = ByteRange(position, position + len(piece))
         for place, known in self._known:
@@ -77,13 +92,13 @@ class Destinations:
     def _memory(self, tensor: PayloadTensor) -> Memory:
         live = self._live.get((tensor.fqn, tensor.dtype, tensor.shape))
         memory = _new(tensor.byte_range.length_bytes) if live is None else live
-        if memory.size:  # else it would stand before the one that begins where it does
+        if memory.size:  # an empty tensor could come before the tensor with the same start
             self._places.append((tensor.byte_range, memory))
         return memory
 
 
 def _new(size_bytes: int) -> Memory:
-    """Aligned for any type, so that what is made of it is no copy."""
+    """Return new memory that is aligned for every dtype, so that a view of it needs no copy."""
     memory = np.empty(size_bytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES
     return memory[start : start + size_bytes]
@@ -92,8 +107,11 @@ def _new(size_bytes: int) -> Memory:
 def _live_memory(
     leaves: Iterable[Leaf], ambiguous: frozenset[str]
 ) -> dict[tuple[str, str, tuple[int, ...]], Memory]:
-    """By name, stored type and shape. What several leaves share (tied weights) is in none of them: which
-    of the saved values stays there is decided by the order in which a state is loaded."""
+    """Return the memory of the current tensors by name, stored dtype and shape.
+
+    Tensors that share memory (tied weights) are left out: the order in which a state is loaded decides
+    which of their saved values remains.
+    """
     known = tuple(leaves)
     ambiguous |= _twice(leaf.name for leaf in known)
     shared = _sharing(known)
@@ -107,7 +125,7 @@ def _live_memory(
 
 
 def _sharing(leaves: Iterable[Leaf]) -> frozenset[str]:
-    """Names of those whose memory another one uses, too."""
+    """Return the names of leaves whose memory overlaps with that of another leaf."""
     extents = sorted(
         (*extent, leaf.name) for leaf in leaves if (extent := extent_of(leaf)) is not None
     )
@@ -122,8 +140,10 @@ def _sharing(leaves: Iterable[Leaf]) -> frozenset[str]:
 
 
 def _twice(names: Iterable[str]) -> frozenset[str]:
-    """Names that two paths of a state have in common: `state.tree` numbers them by the order in which it
-    meets them, which may be another one now."""
+    """Return the names that stand for several paths of a state.
+
+    `state.tree` numbers such names in the order in which it finds them. That order may differ now.
+    """
     numbered = [(name, match[1]) for name in names if (match := _NUMBERED.fullmatch(name))]
     return frozenset(one for pair in numbered for one in pair)
 

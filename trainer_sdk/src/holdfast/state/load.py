@@ -1,9 +1,9 @@
-"""Putting a saved state into the one that is there: checked first, then loaded in place, in an order.
+"""Loads a saved state into the current one, in place.
 
-1. Compare everything: nothing is touched while something does not fit.
-2. Load: models, optimizers with their param_groups, schedulers, data loaders, anything else.
-3. The caller's `before_rng` (make iterators here: they may draw random numbers).
-4. Random number generators, last.
+1. Everything is compared first. Nothing is changed if something does not fit.
+2. The objects are loaded: models, optimizers with their param_groups, schedulers, data loaders, others.
+3. The caller's `before_rng` runs. It makes data iterators, which may draw random numbers.
+4. Random number generators are loaded last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast_core.errors import StateMismatchError
 _SHOWN = 10
 
 _Own = Callable[[Any], Any]
-"""Gives a saved value that may be kept."""
+"""Returns a saved value, or its copy, that may be kept after the load."""
 
 
 class _Order(IntEnum):
@@ -48,7 +48,7 @@ class _Order(IntEnum):
 
 @dataclass(slots=True)
 class _Comparison:
-    """What does not fit, by path; with strict=False these paths are skipped."""
+    """The entries that do not fit, by path. With strict=False these paths are skipped."""
 
     problems: dict[str, str] = field(default_factory=dict)
 
@@ -64,13 +64,20 @@ def load_state(
     before_rng: Callable[[], None] | None = None,
     is_ours: bool = False,
 ) -> tuple[str, ...]:
-    """Load in place. Returns what was skipped, one line each (empty when strict).
+    """Load `saved` into `state`. Return one line for each skipped entry (none when strict).
 
-    `saved` holds views that are only valid during the call: all that is kept is copied. Unless it
-    `is_ours`: then its tensors are those of `state` already, or in memory that may be kept.
-    Raises StateMismatchError naming every path, what was expected and what was found; nothing was loaded
-    then. Where an object's own load_state_dict raises, it says so: other parts are loaded by then. With
-    strict=False such an object is skipped and listed, too.
+    Args:
+        state: The current state.
+        saved: The saved state. Unless `is_ours`, its tensors are views that are valid only during this
+            call, and what is kept of them is copied.
+        strict: Raise instead of skipping entries that do not fit.
+        before_rng: Called before random number generators are loaded.
+        is_ours: Whether the tensors of `saved` are those of `state`, or in memory that may be kept.
+
+    Raises:
+        StateMismatchError: Entries do not fit. The error names the first ten with what was expected and
+            found, and nothing was loaded. It is also raised when an object's own load_state_dict raises;
+            other parts may have been loaded then. With strict=False such an object is skipped.
     """
     comparison = _comparison(state, saved)
     if comparison.problems and strict:
@@ -104,8 +111,10 @@ def load_state(
 
 
 def fits(state: Mapping[str, Any], saved: dict[str, Any]) -> bool:
-    """Whether `load_state` would neither raise StateMismatchError nor skip anything. Looks at names,
-    shapes and types alone."""
+    """Return whether names, shapes and types of `saved` fit, so that `load_state` would skip nothing.
+
+    This does not call an object's own load_state_dict, which may still refuse its part.
+    """
     return not _comparison(state, saved).problems
 
 
@@ -146,7 +155,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _holds_arrays(value: Any) -> bool:
-    """Whether losing `value` silently would lose training state."""
+    """Return whether `value` contains tensors, arrays or stateful objects."""
     if _is_array(value) or is_stateful(value):
         return True
     if isinstance(value, dict):
@@ -164,7 +173,10 @@ def _join(path: str, key: object) -> str:
 
 
 def _compare(current: Any, saved: Any, path: str, out: _Comparison, *, exact: bool) -> None:
-    """`exact`: what is saved and not expected is a problem too (the top level, and modules)."""
+    """Record in `out` what does not fit.
+
+    With `exact` (the top level, and modules) a saved entry that the state does not have is a problem too.
+    """
     if is_stateful(current):
         _compare_object(unwrap(current), saved, path, out)
     elif _is_array(current):
@@ -210,14 +222,14 @@ def _compare_object(current: Any, saved: Any, path: str, out: _Comparison) -> No
             if reason is not None:
                 out.note(path, *reason)
         case _Order.SCHEDULER | _Order.LOADER | _Order.OTHER | _Order.RNG:
-            pass  # their own load_state_dict knows what fits
+            pass  # their own load_state_dict decides what fits
 
 
 # ------------------------------------------------------------------------------- merge
 
 
 def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own: _Own) -> Any:
-    """Load containers and tensors now, put objects on the list; returns what to keep."""
+    """Load containers and tensors, and append objects to `tasks`. Return the value to keep."""
     if path in skip:
         return current
     if is_stateful(current):
@@ -256,9 +268,10 @@ def _merge(current: Any, saved: Any, path: str, skip: Any, tasks: list[Any], own
 
 
 def _is_data(current: Any, saved: dict[Any, Any]) -> bool:
-    """Whether the keys are values, as in a Counter, and not names that a script expects.
+    """Return whether the keys of a dict are data, as in a Counter, and not names that a script expects.
 
-    Such a dict is restored as it was saved: keys that were added since are removed again."""
+    Such a dict is restored as it was saved: keys that were added later are removed.
+    """
     if _holds_arrays(current) or _holds_arrays(saved):
         return False
     if isinstance(current, Counter | defaultdict):
@@ -267,7 +280,7 @@ def _is_data(current: Any, saved: dict[Any, Any]) -> bool:
 
 
 def _order_as(current: Any, saved: dict[Any, Any]) -> None:
-    """Give the keys of a built-in dict the order in which they were saved, the others behind them."""
+    """Put the keys of a built-in dict into the order of `saved`, and all other keys after them."""
     wanted = [key for key in saved if key in current]
     wanted += [key for key in current if key not in saved]
     if type(current) in (dict, OrderedDict, Counter, defaultdict) and list(current) != wanted:
@@ -276,7 +289,7 @@ def _order_as(current: Any, saved: dict[Any, Any]) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """The same value in memory of its own."""
+    """Return a deep copy of a saved value, in new memory."""
     if _is_array(value):
         return clone(value)
     if isinstance(value, dict):
@@ -318,16 +331,16 @@ def _load_module(module: Any, saved: dict[str, Any], path: str, skip: Any, own: 
             if name in fitting and is_tensor(value):
                 copy_in(value, fitting.pop(name))
     for name, value in current.items():
-        # load_state_dict writes outside of inference mode, which torch refuses.
+        # load_state_dict writes outside of inference mode, where torch does not allow it.
         if name in fitting and is_tensor(value) and value.is_inference():
             copy_in(value, fitting.pop(name))
-    # Tensors are copied by load_state_dict itself; anything else must not keep views.
+    # load_state_dict copies tensors itself. Other values must not keep views of the slot.
     kept = {k: v if is_tensor(v) else own(v) for k, v in fitting.items()}
     module.load_state_dict(kept, strict=False)
 
 
 def _optimizer_state(optimizer: Any, saved: dict[str, Any], own: _Own) -> dict[str, Any]:
-    """`saved` with tensors that the optimizer may keep: the ones it has, where they fit."""
+    """Return `saved` with tensors that the optimizer may keep. Tensors that it has are reused if they fit."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[Any, Any] = {}
     for index, entries in saved["state"].items():

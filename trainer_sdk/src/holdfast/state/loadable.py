@@ -1,7 +1,7 @@
-"""Which tensors and arrays can be loaded again into the objects that they were saved from.
+"""Checks that tensors and arrays can be loaded again into the objects from which they were saved.
 
-A value that can be copied out of a state cannot always be copied back into it. Such a value is refused
-at the first save, with its path: a checkpoint that fails when it is loaded is found too late.
+A value that can be copied out of a state cannot always be copied back. Such a value is refused at the
+first save, with its path, because a failure at the restore would come too late.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from holdfast_core.errors import UnsupportedStateError
 
 
 def require_tensor(value: Any, path: str, *, in_place: bool) -> None:
-    """Check a torch.Tensor of the state. Asks for nothing that a lazy or nested tensor has not.
+    """Check that a tensor of the state can be saved and loaded.
+
+    The check uses only attributes that lazy and nested tensors have.
 
     Args:
-        value: A torch.Tensor; of a DTensor both the whole and its local part are checked.
-        path: Where it is in the state.
-        in_place: Loading copies into this tensor. False: an object's own load_state_dict decides.
+        value: A torch.Tensor. For a DTensor the caller checks both the whole and its local part.
+        path: Path in the state.
+        in_place: Whether loading copies into this tensor. If not, an object's own load_state_dict loads it.
 
     Raises:
-        UnsupportedStateError: It names the path and says what to do.
+        UnsupportedStateError: The tensor is not supported. The error names the path and a remedy.
     """
     reason = _tensor_reason(value, in_place=in_place)
     if reason is not None:
@@ -31,7 +33,7 @@ def require_tensor(value: Any, path: str, *, in_place: bool) -> None:
 
 
 def require_array(value: np.ndarray[Any, Any], path: str, *, in_place: bool) -> None:
-    """Check a numpy array of the state; see `require_tensor`."""
+    """Check that a numpy array of the state can be saved and loaded; see `require_tensor`."""
     reason = _array_reason(value, in_place=in_place)
     if reason is not None:
         raise UnsupportedStateError(f"{path}: {reason}")
@@ -68,7 +70,7 @@ def _tensor_reason(value: Any, *, in_place: bool) -> str | None:
             "torch.uint8"
         )
     if hasattr(value, "device_mesh"):
-        return None  # its local part is checked by itself
+        return None  # the caller checks its local part
     if not _has_memory(value):
         return (
             "the memory of this tensor was freed (storage().resize_, or parameters that are sharded "
@@ -106,7 +108,7 @@ def _array_reason(value: np.ndarray[Any, Any], *, in_place: bool) -> str | None:
 
 
 def _is_number(dtype: np.dtype[Any]) -> bool:
-    """Numbers and booleans, with the types that another package adds to numpy (bfloat16)."""
+    """Return whether it is a dtype of numbers or booleans, or one that a package adds (bfloat16)."""
     if dtype.kind in "biufc":
         return True
     try:
@@ -116,7 +118,7 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 
 
 def _dispatches(kind: type[Any]) -> bool:
-    """Whether operations on tensors of this class run Python code; a DTensor's are known."""
+    """Return whether operations on this class run Python code. DTensor is supported and excluded."""
     import torch
 
     plain = getattr(torch.Tensor, "__torch_dispatch__", None)
@@ -126,7 +128,7 @@ def _dispatches(kind: type[Any]) -> bool:
 
 
 def _has_memory(value: Any) -> bool:
-    """Whether its storage still holds all elements. To copy freed ones ends the process (SIGSEGV)."""
+    """Return whether the storage holds all elements. A copy of freed elements would cause SIGSEGV."""
     if value.numel() == 0:
         return True
     last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
@@ -135,7 +137,7 @@ def _has_memory(value: Any) -> bool:
 
 
 def _overlaps(value: Any) -> bool:
-    """Whether `copy_` refuses to write because elements share memory for certain."""
+    """Return whether elements certainly share memory, so that `copy_` would refuse to write."""
     import torch
 
     return bool(torch._debug_has_internal_overlap(value) == 1)
@@ -143,7 +145,7 @@ def _overlaps(value: Any) -> bool:
 
 @functools.cache
 def _is_copied(dtype: Any) -> bool:
-    """Some types below one byte exist in torch, but nothing copies them."""
+    """Return whether torch can copy the dtype. It cannot copy some dtypes below one byte."""
     import torch
 
     try:

@@ -1,7 +1,7 @@
-"""Whether a saved optimizer's state fits an optimizer: asked before anything of a state is loaded.
+"""Checks that a saved optimizer state fits an optimizer, before any part of a state is loaded.
 
-torch checks the number of parameters alone. The state of another class (AdamW's for SGD) would be
-accepted, and the next `step()` would fail with the old state gone.
+torch checks only the number of parameters. It would accept the state of another class (AdamW's for SGD),
+and the next `step()` would fail after the old state was replaced.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _LIKE_PARAMETER = frozenset(
         "step_size",
     }
 )
-"""Entries of torch's own optimizers that have the shape of their parameter."""
+"""Names of entries in torch's own optimizers that have the shape of their parameter."""
 
 
 class SavedOptimizer(dict[str, Any]):
-    """What an optimizer's state_dict gave, with the name of its class."""
+    """Result of an optimizer's state_dict, with the name of the optimizer's class."""
 
     kind: str = ""
 
 
 def kind_of(optimizer: Any) -> str:
-    """The class by its own name: a class may move to another module."""
+    """Return the name of the class without its module, because a class may move to another module."""
     return type(optimizer).__qualname__
 
 
 def misfit(optimizer: Any, saved: Any) -> tuple[str, str] | None:
-    """What was expected and what was found; None where `optimizer` can load `saved`."""
+    """Return what was expected and what was found, or None where `optimizer` can load `saved`."""
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(groups, list) or not isinstance(state, dict):
@@ -56,7 +56,7 @@ def misfit(optimizer: Any, saved: Any) -> tuple[str, str] | None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, entries in state.items():
         if not isinstance(index, int) or not isinstance(entries, dict):
-            continue  # keyed by names: the optimizer's own code knows them
+            continue  # the keys are names, which only the optimizer's own code can check
         if not 0 <= index < len(parameters):
             return f"the state of {len(parameters)} parameters", f"one of parameter {index}"
         reason = _entries_misfit(optimizer, parameters[index], index, entries)

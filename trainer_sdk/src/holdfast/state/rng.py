@@ -1,4 +1,4 @@
-"""The random number generators as one Stateful: python, numpy, torch on CPU and on every CUDA device."""
+"""State of the random number generators of Python, numpy, torch on the CPU and every CUDA device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from holdfast_core.errors import StateMismatchError, UnsupportedStateError
 
 
 class RNG:
-    """Put one into the state: `{"rng": holdfast.RNG()}`. Restored last, after everything that draws.
+    """The state of all random number generators, as an entry of the state: `{"rng": holdfast.RNG()}`.
 
-    `generators`: torch.Generator and numpy.random.Generator objects of your own to include, in order.
+    generators: further torch.Generator and numpy.random.Generator objects to include, always in the same
+      order.
+
+    It includes the global generators of Python, numpy and torch. A restore loads it last, after all
+    objects that may draw random numbers.
     """
 
     def __init__(self, *generators: Any) -> None:
@@ -41,13 +45,16 @@ class RNG:
         torch = torch_module()
         if torch is not None:
             state["torch"] = torch.get_rng_state()
-            # Asking an uninitialised CUDA would create a context: its state is still the seed's.
+            # Reading their state would initialise CUDA. Before that, it follows from the seed.
             if torch.cuda.is_initialized():
                 state["cuda"] = list(torch.cuda.get_rng_state_all())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises StateMismatchError when the number of generators or devices differs."""
+        """Restore all generators.
+
+        Raises StateMismatchError when the number of generators or CUDA devices differs.
+        """
         python = state["python"]
         random.setstate((python["version"], tuple(python["keys"].tolist()), python["gauss"]))
         np.random.set_state(tuple(state["numpy"]))

@@ -1,7 +1,7 @@
-"""How large a slot must be before the optimizer has made its state.
+"""Estimates the size of a slot before the optimizers have created their state.
 
-Optimizers create their tensors in the first step; slots are allocated before it. An estimate that is
-too small costs one reallocation at the first save, one that is too large costs memory.
+Optimizers create their tensors in the first step, and slots are allocated before it. If the estimate is
+too small, the first save allocates the slots again. If it is too large, it wastes memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEADROOM_DIVISOR = 64
 
 
 def slot_bytes(state: Mapping[str, Any], plan: SavePlan) -> int:
-    """Payload bytes to allocate for a state that was planned now and will grow by its optimizers."""
+    """Return the payload bytes to allocate for `state`, including optimizer tensors that do not exist yet."""
     expected = plan.payload_bytes + sum(_growth(value) for value in state.values())
     return expected + max(_MINIMUM_HEADROOM_BYTES, expected // _HEADROOM_DIVISOR)
 

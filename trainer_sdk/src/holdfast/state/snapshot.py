@@ -1,7 +1,7 @@
-"""One state as the payload of a shard: planned once, planned again when its structure changes.
+"""The payload of a shard for one state. It is planned once, and again when the structure changes.
 
-The payload is self-describing (core's `format.payload`); the layout document says the same to those
-who merge the ranks' layouts into a checkpoint's.
+The payload describes itself (see core's `format.payload`). The layout document has the same information
+for the merge of all ranks' layouts into the layout of a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ _GRAIN_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a state holds at this moment: references to its tensors, and the rest as JSON."""
+    """Contents of a state at one moment: references to its tensors, and the rest as JSON."""
 
     leaves: tuple[Leaf, ...]
     objects: bytes
-    """Canonical JSON of everything that is no tensor."""
+    """Canonical JSON of everything other than tensors and arrays."""
     keys: tuple[str, ...]
     modules: tuple[tuple[str, Any], ...] = ()
-    """Where modules are in the state, and the modules."""
+    """Each module, after its path in the state."""
     optimizers: tuple[Any, ...] = ()
-    """Those of the state itself."""
+    """All optimizers of the state."""
 
     @property
     def signature(self) -> tuple[Any, ...]:
+        """Names, dtypes, shapes and offsets of all leaves. A plan is valid while it is the same."""
         return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.offsets) for leaf in self.leaves)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """The copy of one tensor from its device to its place in the payload."""
+    """Copy of one tensor from its device to its place in the payload."""
 
     leaf: Leaf
     run: Callable[[], None]
@@ -67,7 +68,7 @@ class DeviceCopy:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Where every leaf of a structure lies in the payload. Reused while the structure is the same."""
+    """Position of every leaf in the payload. It is reused while the structure of the state is the same."""
 
     signature: tuple[Any, ...]
     keys: tuple[str, ...]
@@ -81,6 +82,7 @@ class SavePlan:
         return self.payload.total_bytes
 
     def fits(self, snapshot: Snapshot) -> bool:
+        """Return whether the snapshot has this plan's structure and its objects fit into the room."""
         return (
             self.signature == snapshot.signature
             and self.keys == snapshot.keys
@@ -89,8 +91,11 @@ class SavePlan:
 
 
 def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
-    """Raises UnsupportedStateError naming the path of what cannot be saved, and StateDictError naming
-    that of a part whose own state_dict() raised."""
+    """Read the state without copying its tensors.
+
+    Raises UnsupportedStateError that names the path of what cannot be saved, and StateDictError that names
+    the path of a part whose own state_dict() raised.
+    """
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
             f"state: expected a dict from names to parts, found {type(state).__name__}"
@@ -114,7 +119,7 @@ def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
 
 
 def plan_save(snapshot: Snapshot, rank: Rank) -> SavePlan:
-    """Place everything, with room for objects that grow (counters get longer, lists fill)."""
+    """Plan the payload, with room for objects that grow, such as counters and lists."""
     room = len(snapshot.objects) + len(snapshot.objects) // 4 + _GRAIN_BYTES
     room += -room % _GRAIN_BYTES
     payload = plan_payload(
@@ -136,8 +141,11 @@ def plan_save(snapshot: Snapshot, rank: Rank) -> SavePlan:
 
 
 def _frozen(snapshot: Snapshot) -> frozenset[str]:
-    """Names of parameters that no optimizer changes. Where a module gives its state other names,
-    they count as trained: that costs bytes, nothing else."""
+    """Return the names of parameters without gradients, which no optimizer changes.
+
+    If a module uses other names in its state_dict, its parameters count as trained. That only makes saves
+    transfer more bytes.
+    """
     return frozenset(
         f"{path}.{name}"
         for path, module in snapshot.modules
@@ -153,8 +161,15 @@ def write_payload(
     run: Callable[[list[tuple[int, Callable[[], None]]]], None],
     leave_out: Callable[[object], bool] | None = None,
 ) -> None:
-    """Copy the state's bytes of this moment into `target` (uint8). `run` executes the copies and
-    returns when all are done. `leave_out`: tensors that somebody else copies."""
+    """Copy the state's current bytes into `target`.
+
+    Args:
+        plan: Plan of the payload.
+        snapshot: Snapshot that fits the plan.
+        target: uint8 array for the payload.
+        run: Runs the copies and returns when all are done.
+        leave_out: Whether to leave out a tensor, which the caller copies itself.
+    """
     head = plan.payload.header
     target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
     place = plan.payload.objects
@@ -178,7 +193,10 @@ def device_copies(
     *,
     non_blocking: bool,
 ) -> list[DeviceCopy]:
-    """What `write_payload` leaves out with `is_on_device`: to be run on the stream of one's choice."""
+    """Return the copies that `write_payload` leaves out with `leave_out=is_on_device`.
+
+    The caller runs them on the stream of its choice.
+    """
     copies: list[DeviceCopy] = []
     for leaf in snapshot.leaves:
         if leaf.byte_count and is_on_device(leaf.source):
@@ -190,7 +208,7 @@ def device_copies(
 
 
 def read_payload(source: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """The saved state with views into `source`. Raises FormatError for anything malformed."""
+    """Return the saved state, with views into `source`. Raises FormatError for an invalid payload."""
     size = header_bytes(source[:LENGTH_BYTES].tobytes(), source.size)
     plan = parse_payload(source[:size].tobytes(), source.size)
 
@@ -204,8 +222,16 @@ def read_payload(source: np.ndarray[Any, Any]) -> dict[str, Any]:
 def build_state(
     plan: PayloadPlan, objects: bytes, stored: Callable[[PayloadTensor], np.ndarray[Any, Any]]
 ) -> dict[str, Any]:
-    """The saved state, its tensors over the memory (uint8) that `stored` gives for each that is
-    referred to. Raises FormatError for anything malformed."""
+    """Return the saved state, with tensors over the memory that `stored` returns for each of them.
+
+    Args:
+        plan: Parsed header of the payload.
+        objects: The objects of the payload.
+        stored: Returns the uint8 array of a tensor. It is called for each tensor in use.
+
+    Raises:
+        FormatError: The payload is invalid.
+    """
     tensors = {tensor.fqn: tensor for tensor in plan.tensors}
 
     def resolve(reference: dict[str, Any]) -> Any:

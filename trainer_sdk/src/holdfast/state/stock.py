@@ -1,6 +1,6 @@
-"""Whether loading a module or an optimizer is nothing but copying into the tensors that it has.
+"""Determines whether loading a module or an optimizer only copies into its existing tensors.
 
-Then their bytes may be there before `load_state_dict` is called. Code of others may look at the old
+In that case the bytes may be written before `load_state_dict` is called. Other code may read the old
 values, refuse the new ones, or leave some of them out.
 """
 
@@ -19,10 +19,12 @@ _OPTIMIZER_HOOKS = (
 
 
 def is_stock_module(module: torch.nn.Module) -> bool:
+    """Return whether only torch's own code loads the module and its submodules."""
     return all(_is_stock(one) for one in module.modules())
 
 
 def is_stock_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether only torch's own code loads the optimizer."""
     return (
         type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         and type(optimizer).state_dict is torch.optim.Optimizer.state_dict
@@ -42,5 +44,5 @@ def _is_stock(module: torch.nn.Module) -> bool:
 
 
 def _is_of_torch(method: Any) -> bool:
-    """Some of torch's own (batch norm) add what older checkpoints lack."""
+    """Return whether torch defines the method. Overrides in torch (batch norm) only fill missing entries."""
     return str(method.__module__).startswith("torch.nn.")

@@ -1,6 +1,7 @@
 """Tensors and arrays as flat bytes: their safetensors dtypes, and views into a buffer for copying.
 
-The only place that knows both torch and numpy. Neither is imported for a state that does not use it.
+This module hides the differences between torch and numpy. torch is not imported for a state without
+tensors.
 """
 
 from __future__ import annotations
@@ -37,44 +38,47 @@ _NAMES = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 RAW = "U8"
-"""Stored dtype of what safetensors has no name for (complex128): its bytes, as one more dimension."""
+"""Stored dtype of types that safetensors does not have (complex128). Their bytes add one dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor or array of a state: what it is called, how it is stored, where its data is now."""
+    """One tensor or array of a state: its name, how it is stored, and where its data is now."""
 
     name: str
     dtype: str
-    """safetensors name of the stored bytes."""
+    """safetensors dtype of the stored bytes."""
     shape: tuple[int, ...]
-    """Of the part that this rank stores."""
+    """Stored shape of this rank's part."""
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Where this rank's part begins in the global tensor."""
+    """Start of this rank's part in the global tensor."""
     byte_count: int
     is_raw: bool
-    """Stored as bytes: safetensors has no name for its type."""
+    """Whether it is stored as bytes, because safetensors does not have its type."""
     source: Any
-    """torch.Tensor (possibly on a device) or numpy.ndarray; aliases the training's memory."""
+    """torch.Tensor (possibly on a device) or numpy.ndarray. It usually shares memory with the training."""
     owner: Any | None = None
-    """The optimizer whose own state it is."""
+    """The optimizer to whose state it belongs."""
     whole: Any | None = None
-    """The DTensor that `source` is this rank's part of."""
+    """The DTensor of which `source` is this rank's part."""
     is_private: bool = False
-    """Not written in place: loading replaces it, or it is of an object that is neither module nor
-    optimizer, and what else refers to its memory is unknown."""
+    """Whether a restore must not write it in place. Loading replaces it, or it belongs to an object that is
+    neither a module nor an optimizer, so that other references to its memory are unknown."""
 
     @property
     def writes(self) -> int:
-        """How often torch knows it was written in place; tensors that alias it share the count, those
-        made by `.data` do not. Raises RuntimeError for tensors of inference mode, which have none."""
-        # What is done to a DTensor is counted there and not at its part.
+        """Number of in-place writes that torch has counted.
+
+        Views of the tensor share the count, but tensors made by `.data` do not. Raises RuntimeError for
+        tensors of inference mode, which have no count.
+        """
+        # torch counts a write to a DTensor at the DTensor and not at its local part.
         return int((self.source if self.whole is None else self.whole)._version)
 
 
 def torch_module() -> Any | None:
-    """torch if somebody imported it: without it there can be no tensor in a state."""
+    """Return torch if it has been imported, otherwise None. Then no tensor can be in a state."""
     return sys.modules.get("torch")
 
 
@@ -84,17 +88,17 @@ def is_tensor(value: object) -> bool:
 
 
 def is_distributed(value: object) -> bool:
-    """A DTensor: this rank stores its local part."""
+    """Return whether `value` is a DTensor, of which this rank stores the local part."""
     return is_tensor(value) and hasattr(value, "to_local") and hasattr(value, "device_mesh")
 
 
 def dtype_name(value: Any) -> str:
-    """The type's own name, e.g. float32: the same for torch and numpy."""
+    """Return the name of the dtype, such as float32, which is the same for torch and numpy."""
     return str(value.dtype).removeprefix("torch.")
 
 
 def local_part(value: Any) -> Any:
-    """The tensor whose bytes this rank stores, sharing memory with `value`."""
+    """Return the tensor whose bytes this rank stores. It shares memory with `value`."""
     return value.to_local() if is_distributed(value) else value
 
 
@@ -107,10 +111,18 @@ def make_leaf(
     is_private: bool = False,
     in_place: bool = True,
 ) -> tuple[Leaf, dict[str, Any]]:
-    """A leaf and what its reference must say besides the name.
+    """Return a leaf, and the fields of its reference other than the name.
 
-    `in_place`: loading copies into `value`; False where an object's own code loads it. Raises
-    UnsupportedStateError.
+    Args:
+        name: Unique name of the leaf.
+        value: The tensor or array.
+        path: Path in the state, for error messages.
+        owner: The optimizer to whose state it belongs.
+        is_private: See `Leaf.is_private`.
+        in_place: Whether loading copies into `value`. False where an object's own code loads it.
+
+    Raises:
+        UnsupportedStateError: The value cannot be saved.
     """
     extra: dict[str, Any] = {}
     if is_tensor(value):
@@ -168,13 +180,20 @@ def make_leaf(
 def copy_jobs(
     leaf: Leaf, target: np.ndarray[Any, Any], piece_bytes: int
 ) -> list[tuple[int, Callable[[], None]]]:
-    """Calls that together write the leaf's current bytes into `target` (uint8, byte_count long),
-    each with its size in bytes; large dense tensors are cut into pieces for two threads."""
+    """Return calls that together write the leaf's current bytes into `target`, each with its byte count.
+
+    Large contiguous tensors in host memory are split, so that two threads can copy them.
+
+    Args:
+        leaf: The leaf to copy.
+        target: uint8 array of `leaf.byte_count` elements.
+        piece_bytes: Largest size of a piece of a split tensor.
+    """
     if leaf.byte_count == 0:
         return []
     source = leaf.source
     if leaf.is_raw:
-        # Its place need not be aligned to its element size: only bytes may be moved there.
+        # The target may not be aligned to the element size, so that only bytes can be copied.
         return [(leaf.byte_count, partial(_copy_raw, target, source))]
     if not is_tensor(source):
         view = target.view(source.dtype).reshape(source.shape)
@@ -188,9 +207,13 @@ def copy_jobs(
 
 
 def copy_from_device(leaf: Leaf, target: np.ndarray[Any, Any], *, non_blocking: bool) -> None:
-    """Write a tensor's bytes into `target` (uint8, byte_count long), on its device's current stream.
+    """Write a tensor's bytes into `target`, on the current stream of its device.
 
-    With `non_blocking` they are there when the stream has done it, if `target` is page-locked."""
+    Args:
+        leaf: A leaf whose source is a tensor.
+        target: uint8 array of `leaf.byte_count` elements.
+        non_blocking: Return before the stream has done the copy. This requires a page-locked `target`.
+    """
     import torch
 
     source, dtype = leaf.source, leaf.source.dtype
@@ -206,9 +229,14 @@ def view_stored(
     *,
     array: bool,
 ) -> Any:
-    """A tensor or array over stored bytes (uint8), copied only where they are not aligned.
+    """Return a tensor, or an array with `array`, over stored bytes. Unaligned bytes are copied.
 
-    `dtype`: its own name."""
+    Args:
+        stored: uint8 array of the bytes.
+        dtype: Name of the dtype in torch and numpy, such as float32.
+        shape: Shape of the result.
+        array: Return a numpy array instead of a tensor.
+    """
     if array:
         kind = np.dtype(dtype)
         if stored.size == 0:
@@ -236,12 +264,12 @@ def _copy_raw(target: np.ndarray[Any, Any], source: Any) -> None:
 
 
 def _plain(source: Any) -> Any:
-    """The values in one piece. A conjugate or negative view has other values than its bytes."""
+    """Return a contiguous tensor of the values. The bytes of a conjugate or negative view are different."""
     return source.resolve_conj().resolve_neg().contiguous()
 
 
 def own_name(stored_dtype: str) -> str:
-    """float32 for F32."""
+    """Return the dtype's name in torch and numpy, for example float32 for F32."""
     for own, name in _NAMES.items():
         if name == stored_dtype:
             return own
@@ -249,13 +277,16 @@ def own_name(stored_dtype: str) -> str:
 
 
 def is_in_host_memory(leaves: Iterable[Leaf]) -> bool:
-    """Whether no tensor lies on a device."""
+    """Return whether no tensor is on a device."""
     return all(not is_tensor(x.source) or x.source.device.type == "cpu" for x in leaves)
 
 
 def memory_of(leaf: Leaf) -> np.ndarray[Any, Any] | None:
-    """The leaf's own bytes (uint8), to be written; None where they are not one writable stretch of this
-    process's memory that the training itself uses."""
+    """Return the leaf's memory as a writable uint8 array.
+
+    Returns None where the leaf is private, is not one contiguous range of writable host memory, or is
+    not aligned.
+    """
     source = leaf.source
     if leaf.is_private or leaf.byte_count == 0:
         return None
@@ -272,13 +303,15 @@ def memory_of(leaf: Leaf) -> np.ndarray[Any, Any] | None:
 
 
 def _whole_elements(memory: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any] | None:
-    """None where `view_stored` would have to copy it."""
+    """Return `memory`, or None if it is not aligned, so that `view_stored` would copy it."""
     return None if memory.ctypes.data % size else memory
 
 
 def extent_of(leaf: Leaf) -> tuple[int, int] | None:
-    """Addresses of the leaf's first byte and behind its last one, in whatever order it uses what lies
-    between; None where it has none that is known here."""
+    """Return the addresses of the leaf's first byte and of the byte after its last one.
+
+    The leaf may not use all bytes in between. Returns None where the addresses are unknown.
+    """
     source = leaf.source
     if leaf.byte_count == 0:
         return None
@@ -296,20 +329,21 @@ def extent_of(leaf: Leaf) -> tuple[int, int] | None:
 
 
 def copy_in(current: Any, saved: Any) -> None:
-    """Copy a saved tensor or array into one that is there, of the same shape; it may lie there already.
+    """Copy a saved tensor or array into an existing one of the same shape. Both may be the same memory.
 
-    Done when this returns, on a device too: the slot that `saved` lies in may be written then."""
+    The copy is complete when this returns, also on a device, so that the slot of `saved` may be reused.
+    """
     if is_tensor(current):
         import torch
 
         target = local_part(current)
         source = saved if is_tensor(saved) else torch.from_numpy(saved)
         if _is_same_memory(target, source):
-            # Those who look at the count of writes hear of this one, too.
+            # The bytes were written without torch, so that the count of writes must be raised here.
             if not target.is_inference():
                 torch.autograd.graph.increment_version(target)
             return
-        # torch writes into a tensor of inference mode only there; others may be written there, too.
+        # torch allows writes to a tensor of inference mode only in inference mode.
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(source)
     else:
@@ -327,7 +361,7 @@ def _is_same_memory(target: Any, source: Any) -> bool:
 
 
 def clone(saved: Any) -> Any:
-    """Own memory for a view into a slot."""
+    """Return a copy in new memory, for a view into a slot."""
     return saved.clone() if is_tensor(saved) else saved.copy()
 
 
@@ -342,9 +376,10 @@ def _torch_view(target: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...]
 
 
 def placement(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The global shape, and where this rank's part begins in it: zeros for a part without elements.
+    """Return the global shape and the offsets of this rank's part, which are zeros for an empty part.
 
-    Raises UnsupportedStateError for a DTensor whose parts are no boxes of the whole."""
+    Raises UnsupportedStateError for a DTensor whose parts are not rectangular boxes of the whole.
+    """
     shape = tuple(value.shape)
     if not is_distributed(value):
         return shape, (0,) * len(shape)
@@ -367,10 +402,12 @@ def placement(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _cut(
     shape: tuple[int, ...], placements: Any, mesh: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and lengths of this rank's part.
+    """Return the offsets and lengths of this rank's part.
 
-    Not asked of torch: it does not know the uneven parts of a dimension that tensor parallelism
-    cut before `fully_shard` did. Their mesh dimension stands first, but was cut last ("strided")."""
+    torch does not compute this correctly for uneven parts of a dimension that tensor parallelism cut
+    before `fully_shard` did. In that case the mesh dimension of `fully_shard` comes first but was cut
+    last ("strided").
+    """
     offsets, lengths = [0] * len(shape), list(shape)
     where = mesh.get_coordinate()
     axes = [axis for axis, one in enumerate(placements) if getattr(one, "dim", None) is not None]

@@ -1,22 +1,22 @@
-"""A nested state as JSON with references to tensors, and back: exact, in both directions.
+"""Encodes a nested state as JSON with references to tensors, and decodes it without any loss.
 
-JSON knows fewer values than Python, so what it cannot say is an object with one key that starts with
-a dollar sign. Types come back exactly: int keys stay ints, tuples stay tuples, a Counter stays a
-Counter, NaN keeps its bits.
+JSON has fewer types than Python. Other values are encoded as an object with a key that starts with a
+dollar sign. Decoding restores the exact types: int keys, tuples and Counters are kept, and NaN keeps its
+bits.
 
-  {"$tensor": name, ...}  a tensor or array; "array", "dtype", "local" say more
+  {"$tensor": name, ...}  a tensor or array; "array", "dtype" and "local" describe it further
   {"$tuple": [...]}       a tuple
   {"$map": [[k, v], ...]} a dict whose keys are not plain strings in sorted order
   {"$odict": [[k, v], ...]} a collections.OrderedDict; "$counter": a collections.Counter
   {"$defaultdict": [factory, [[k, v], ...]]} with the name of a built-in type, or null
-  {"$optimizer": [class, v]} what an optimizer's state_dict gave
+  {"$optimizer": [class, v]} the result of an optimizer's state_dict
   {"$size": [...]}        a torch.Size
   {"$bytes": base64}      bytes; "$bytearray": a bytearray
-  {"$str": hex}           a str that UTF-8 cannot say: lone surrogates
-  {"$int": hex}           an int of more digits than Python reads from text
+  {"$str": hex}           a str that UTF-8 cannot encode (lone surrogates)
+  {"$int": hex}           an int with more digits than Python parses from text
   {"$float": hex}         NaN and the infinities, as the 8 bytes of the double
   {"$numpy": [dtype, hex]} a numpy scalar
-No pickle: a type that is not listed here is an error that names its path.
+Pickle is not used. A type that is not listed here raises an error that names its path.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from holdfast_core.errors import (
 
 _MAX_DEPTH = 200
 _MAX_INT_BITS = 4096
-"""Python refuses to read longer ones from decimal text: int() has a limit of 4,300 digits."""
+"""Longest int to encode as a number. Python does not parse decimal text of more than 4,300 digits."""
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, str, tuple)
 }
@@ -55,15 +55,17 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def is_stateful(value: object) -> bool:
-    """Has state_dict and load_state_dict: modules, optimizers, schedulers, loaders, RNG."""
+    """Return whether `value` has state_dict and load_state_dict, as modules and optimizers have."""
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
 
 
 def unwrap(value: Any) -> Any:
-    """The plain module below DistributedDataParallel, DataParallel and torch.compile: a checkpoint
-    holds its names, so that it loads with and without the wrapper."""
+    """Return the module inside DistributedDataParallel, DataParallel or torch.compile.
+
+    A checkpoint uses the names of that module, so that it can be loaded with and without the wrapper.
+    """
     torch = torch_module()
     if torch is None or not isinstance(value, torch.nn.Module):
         return value
@@ -77,7 +79,7 @@ def unwrap(value: Any) -> Any:
 
 
 def _state_dict_of(value: Any, path: str) -> Any:
-    """Raises StateDictError for whatever the object's own code raises."""
+    """Call `value.state_dict()`. Raises StateDictError for any exception of the object's own code."""
     try:
         return value.state_dict()
     except HoldfastError:
@@ -89,7 +91,7 @@ def _state_dict_of(value: Any, path: str) -> Any:
 
 
 def _is_text(value: str) -> bool:
-    """Whether UTF-8 can say it."""
+    """Return whether UTF-8 can encode `value`."""
     if value.isascii():
         return True
     try:
@@ -110,17 +112,17 @@ def _is_size(kind: type[Any]) -> bool:
 
 @dataclass(slots=True)
 class Encoder:
-    """Collects the leaves of one state while it turns the rest into JSON values.
+    """Collects the leaves of one state and encodes the rest as JSON values.
 
-    Tensors of models, optimizers and plain containers are the gang's: the same name on every rank
-    means the same tensor. Those of other objects (generators, data loaders) belong to the rank
-    alone and carry it in their name.
+    Tensors of models, optimizers and plain containers belong to the gang: the same name on every rank
+    means the same tensor. Tensors of other objects (generators, data loaders) belong to one rank, whose
+    number is part of their name.
     """
 
     rank: int = 0
     leaves: list[Leaf] = field(default_factory=list)
     modules: list[tuple[str, Any]] = field(default_factory=list)
-    """Where they are in the state, and the modules."""
+    """Each module, after its path in the state."""
     optimizers: list[Any] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
     _rank_local: bool = False
@@ -128,7 +130,11 @@ class Encoder:
     _owned: str = ""
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
-        """Raises UnsupportedStateError naming the path."""
+        """Return `value` as JSON.
+
+        Raises UnsupportedStateError that names the path of a value that cannot be saved, and
+        StateDictError where an object's state_dict fails.
+        """
         if depth > _MAX_DEPTH:
             raise UnsupportedStateError(f"{path[:200]}: nested deeper than {_MAX_DEPTH}")
         if is_stateful(value):
@@ -182,12 +188,12 @@ class Encoder:
             self.modules.append((path, plain))
         if steps:
             self.optimizers.append(value)
-            # Not its param_groups: a schedule writes a learning rate that is a tensor.
+            # Its param_groups are not owned: a schedule writes a learning rate that is a tensor.
             self._optimizer, self._owned = value, f"{path}.state."
         try:
             held = _state_dict_of(plain, path)
             if torch is not None and isinstance(plain, torch.nn.Module) and isinstance(held, dict):
-                # An OrderedDict by its type; a module loads from any dict.
+                # The type is OrderedDict, but a module can be loaded from any dict.
                 return self._dict(held, path, depth + 1)
             encoded = self.encode(held, path, depth + 1)
             return {"$optimizer": [kind_of(plain), encoded]} if steps else encoded
@@ -240,7 +246,7 @@ class Encoder:
         owner = self._optimizer
         if owner is not None and not path.startswith(self._owned):
             owner = None
-        # Loading keeps the tensors that are direct entries of a parameter's state, and no others.
+        # A load keeps only those tensors that are direct entries of a parameter's state.
         is_kept = owner is not None and path.removeprefix(self._owned).count(".") == 1
         is_private = self._rank_local or (self._optimizer is not None and not is_kept)
         try:
@@ -259,12 +265,12 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Turns JSON values back; `resolve` gives the tensor or array of a reference."""
+    """Decodes JSON values. `resolve` returns the tensor or array of a reference."""
 
     resolve: Callable[[dict[str, Any]], Any]
 
     def decode(self, value: Any) -> Any:
-        """Raises FormatError for tags that are not well-formed."""
+        """Return the Python value. Raises FormatError for invalid tags."""
         if isinstance(value, list):
             return [self.decode(v) for v in value]
         if not isinstance(value, dict):

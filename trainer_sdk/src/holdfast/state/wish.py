@@ -1,9 +1,9 @@
-"""What a rank wants of a checkpoint: its present state as the layout of a payload.
+"""The layout of the payload that a rank needs from a checkpoint, derived from its current state.
 
-A checkpoint that another number of ranks saved, or ranks with other placements, holds the same
-tensors cut differently. The present state says which box of each this rank has now. Optimizers make
-their tensors in the first step, so most are not there yet when a state is restored: they are cut as
-their parameter is. What the state does not know is taken whole.
+A checkpoint of another number of ranks, or of ranks with other placements, holds the same tensors, cut in
+other ways. The current state determines which box of each tensor this rank has now. Optimizers create
+their tensors in the first step, so that most do not exist yet at a restore. They are cut like their
+parameter. A tensor that the state does not contain is read completely.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from holdfast_core.reshard.boxes import Box
 from holdfast_core.reshard.plan import home_of
 
 _RANK_LOCAL = re.compile(r"@rank(\d+)(~\d+)?\Z")
-"""How `state.tree` names tensors that belong to one rank alone."""
+"""End of the name that `state.tree` gives to a tensor that belongs to one rank only."""
 
 
 class Wish:
-    """Of one state, as it is now. Looks at it when asked, and once."""
+    """What a rank needs from a checkpoint for one state. The state is read once, at the first use."""
 
     def __init__(self, state: Mapping[str, Any], rank: Rank, *, strict: bool) -> None:
         self._state = state
@@ -39,12 +39,18 @@ class Wish:
         self._strict = strict
 
     def needed_bytes(self) -> int:
-        """Of a slot for this state. Raises UnsupportedStateError."""
+        """Return the payload bytes that a slot for this state needs.
+
+        Raises UnsupportedStateError, StateDictError.
+        """
         return slot_bytes(self._state, plan_save(self._snapshot, self._rank))
 
     def is_read_in_place(self) -> bool:
-        """Whether the state's tensors may be written before it is loaded: they lie in this process's
-        memory, and no code but torch's has a say in it. The same on ranks with the same model."""
+        """Return whether a restore may write into the state's tensors before it loads the objects.
+
+        This requires tensors in host memory, and modules and optimizers that only torch's own code loads.
+        The answer is the same on ranks with the same model.
+        """
         snapshot = self._snapshot
         if not is_in_host_memory(snapshot.leaves):
             return False
@@ -58,16 +64,18 @@ class Wish:
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The present state's tensors. Raises UnsupportedStateError."""
+        """Tensors of the current state. Raises UnsupportedStateError, StateDictError."""
         return self._snapshot.leaves
 
     def fits(self, saved: dict[str, Any]) -> bool:
-        """Whether all of `saved` can be loaded, and nothing is missing."""
+        """Return whether `saved` can be loaded completely and nothing is missing in it."""
         return fits(self._state, saved)
 
     def is_as_saved(self, saved: RankLayout) -> bool:
-        """Whether this rank had the same boxes when it saved. Another shape or dtype is not a
-        question of boxes: it is told when the state is loaded."""
+        """Return whether this rank's boxes are the same as when it saved.
+
+        A tensor of another shape or dtype is not checked here. The load of the state reports it.
+        """
         for fqn, item in saved.tensors.items():
             box = self._box(fqn, item.dtype, item.shape)
             if box is not None and box != Box(item.offsets, item.lengths):
@@ -75,10 +83,10 @@ class Wish:
         return True
 
     def layout(self, source: Layout) -> RankLayout:
-        """The payload that this rank wants of the checkpoint `source`.
+        """Return the layout of the payload that this rank needs from the checkpoint `source`.
 
-        Raises StateMismatchError naming every tensor that does not fit; with strict=False only
-        where the ranks' states cannot be told apart.
+        Raises StateMismatchError that names every tensor that does not fit. With strict=False it raises
+        only where it cannot determine which saved part belongs to this rank.
         """
         home = home_of(self._rank, len(source.ranks))
         problems = self._impossible(source)
@@ -131,14 +139,13 @@ class Wish:
 
     @cached_property
     def _leaves(self) -> dict[str, Leaf]:
-        """The gang's tensors; not those that belong to this rank alone."""
+        """Tensors of the gang by name, without those that belong to this rank only."""
         leaves = self._snapshot.leaves
         return {leaf.name: leaf for leaf in leaves if _RANK_LOCAL.search(leaf.name) is None}
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, ...], tuple[tuple[str, list[Any]], ...]]:
-        """How the names of modules' tensors begin; the same of optimizers' state, with its
-        parameters in their order."""
+        """Name prefixes of modules' tensors, and those of optimizers' state with its parameters in order."""
         modules: list[str] = []
         optimizers: list[tuple[str, list[Any]]] = []
         for key, value in self._state.items():
@@ -146,7 +153,7 @@ class Wish:
         return tuple(modules), tuple(optimizers)
 
     def _parameter(self, fqn: str) -> tuple[bool, Any]:
-        """Whether `fqn` is of an optimizer's state, and of which parameter."""
+        """Return whether `fqn` belongs to an optimizer's state, and its parameter if that is known."""
         for prefix, parameters in self._parts[1]:
             if fqn.startswith(prefix):
                 number = fqn[len(prefix) :].partition(".")[0]
@@ -155,7 +162,7 @@ class Wish:
         return False, None
 
     def _box(self, fqn: str, dtype: str, shape: tuple[int, ...]) -> Box | None:
-        """This rank's part of a saved tensor; None where the present state does not say."""
+        """Return this rank's part of a saved tensor, or None where the current state does not define it."""
         leaf = self._leaves.get(fqn)
         if leaf is not None and (leaf.dtype, leaf.global_shape) == (dtype, shape):
             return Box(leaf.offsets, leaf.shape)
@@ -171,14 +178,14 @@ class Wish:
             return found[1] == str(home)
         if fqn in self._leaves or self._parameter(fqn)[0]:
             return True
-        # Nothing here has this name, but the objects of `home` may refer to it.
+        # The state has no tensor of this name, but the saved objects of rank `home` may refer to it.
         return any(placed.rank == home for placed in tensor.slices)
 
     def _mismatches(self, source: Layout) -> list[str]:
         problems: list[str] = []
         for fqn, leaf in sorted(self._leaves.items()):
             if self._parameter(fqn)[0]:
-                continue  # loading an optimizer replaces what it has
+                continue  # loading an optimizer replaces its tensors, whatever their shape
             expected = f"{fqn}: expected {leaf.dtype} {list(leaf.global_shape)}"
             found = source.tensors.get(fqn)
             if found is None:
@@ -188,7 +195,7 @@ class Wish:
         return problems
 
     def _impossible(self, source: Layout) -> list[str]:
-        """What would be wrong without a sign of it."""
+        """Return the tensors that would be restored wrongly without an error."""
         problems: list[str] = []
         modules, _ = self._parts
         for fqn, tensor in sorted(source.tensors.items()):

@@ -1,7 +1,7 @@
-"""Who writes a tensor of a state: an optimizer's step and nobody else, or somebody unknown.
+"""Determines whether only an optimizer's step writes a tensor of a state, or whether that is unknown.
 
-Known are an optimizer's own state and the parameters in its groups. A parameter in no optimizer of
-the state may be anybody's (an average of weights, say), as may every buffer.
+An optimizer writes its own state and the parameters in its groups. The writer of all other parameters (for
+example an average of weights) and of all buffers is unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Place = tuple[Any, int, int]
 
 
 class Writers:
-    """Of the parameters as they lie in memory now: ask at once, a parameter may move."""
+    """Writers of the parameters at their current addresses. Do not keep it: a parameter may move."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
@@ -28,7 +28,7 @@ class Writers:
                         self._parameters[place] = optimizer
 
     def of(self, leaf: Leaf) -> Any | None:
-        """The optimizer; None for somebody unknown, and where writes are not counted by torch."""
+        """Return the optimizer that writes `leaf`, or None if that is unknown or torch counts no writes."""
         if leaf.source.is_inference():
             return None
         if leaf.owner is not None:
@@ -38,7 +38,7 @@ class Writers:
 
 
 def _place(tensor: Any) -> _Place | None:
-    """Device, address and length in bytes: a state_dict gives other objects over the same memory."""
+    """Return device, address and byte count, because a state_dict has other objects over the same memory."""
     try:
         return tensor.device, tensor.data_ptr(), tensor.numel() * tensor.element_size()
     except RuntimeError:  # a tensor without memory of its own

@@ -1,4 +1,4 @@
-"""For tests of training code: a sidecar without a cluster."""
+"""Support for tests of training code: a sidecar that needs no cluster."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A sidecar for tests: a real Unix socket in this process, a directory behind it, faults on demand.
+"""A sidecar for tests, with a real Unix socket in this process, a directory and configurable faults.
 
-Speaks the same messages as the real one to ranks, and pushes rounds to a launcher, so that training
-code and `holdfast run` can be tested without a cluster.
+It exchanges the same messages with ranks as the real sidecar and pushes rounds to a launcher, so that
+training code and `holdfast run` can be tested without a cluster.
 """
 
 from __future__ import annotations
@@ -42,19 +42,24 @@ JOB_UID = JobUid("fake-job")
 
 @dataclass(slots=True)
 class Faults:
-    """What the sidecar does wrong; change it at any time."""
+    """Faults of the sidecar. They may be changed at any time."""
 
     refuse: dict[str, Refusal] = field(default_factory=dict)
-    """Message name -> how it is refused."""
+    """Code with which to refuse a message, by the message's name."""
     delay_seconds: dict[str, float] = field(default_factory=dict)
-    """Message name -> how long its answer takes."""
+    """Delay of the reply to a message, by the message's name."""
 
 
 class FakeSidecar:
-    """Use it as a context manager; `environment()` is the pod contract for the training process.
+    """A fake sidecar. Use it as a context manager, and give `environment()` to the training process.
 
-    shared_dir: stands for the shared volume; node_dir: checkpoints lie there.
-    world_size: ranks that must save before a checkpoint is committed.
+    Args:
+        shared_dir: Directory in place of the pod's shared volume.
+        node_dir: Directory for the checkpoints.
+        world_size: Number of ranks that must save before a checkpoint is committed.
+        interval_steps: Steps between saves; 0 means on request only.
+        slots: Slots of each rank.
+        keep_last: Number of checkpoints to keep.
     """
 
     def __init__(
@@ -78,9 +83,9 @@ class FakeSidecar:
         self._condition = threading.Condition()
         self.faults = Faults()
         self.heard: list[Any] = []
-        """Every message that came in, in order."""
+        """Every received message, in order."""
         self.released = True
-        """Whether Finish is answered with released."""
+        """Whether the reply to Finish releases the launcher."""
         self.service: DirectoryService | None = None
         self.round: RestartRound | None = None
 
@@ -97,7 +102,11 @@ class FakeSidecar:
         self.stop()
 
     def start(self, round_: int | None = None) -> None:
-        """Open the directory, choose the newest checkpoint, listen. `round_` None: a new round."""
+        """Open the directory, choose the newest checkpoint and listen.
+
+        Args:
+            round_: The round; None chooses a new one.
+        """
         self._shared.mkdir(parents=True, exist_ok=True)
         self.begin_round(round_)
         path = self._shared / SOCKET_NAME
@@ -109,7 +118,7 @@ class FakeSidecar:
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def begin_round(self, round_: int | None = None) -> None:
-        """What a seal and a ROUND do: finish what is staged, fix a new round and restore point."""
+        """Finish the staged saves, and begin a new round with a new restore point."""
         if self.service is not None:
             self.service.finish(0.0)
         service = DirectoryService(
@@ -128,21 +137,21 @@ class FakeSidecar:
         self.round = service.round
 
     def stop(self) -> None:
-        """As SIGTERM: what was staged is written."""
+        """Stop as at SIGTERM, after writing what was staged."""
         self._close_sockets()
         if self.service is not None:
             self.service.finish(1.0)
             self.service = None
 
     def die(self) -> None:
-        """As SIGKILL: connections break, what was staged stays where it is."""
+        """Stop as at SIGKILL. The connections end, and what was staged is not written."""
         self._close_sockets()
         if self.service is not None:
             self.service.abort()
             self.service = None
 
     def environment(self, **changes: str) -> dict[str, str]:
-        """Variables of the trainer container."""
+        """Return the variables of the trainer container, updated with `changes`."""
         contract = PodContract(
             JOB_UID,
             "fake",
@@ -164,12 +173,17 @@ class FakeSidecar:
         self._push_ranks(StopRequested(self._round(), token))
 
     def host_store(self) -> None:
-        """Ask the launcher for a TCPStore process; it answers with StoreAddress (see `heard`)."""
+        """Ask the launcher for a TCPStore process. Its StoreAddress arrives in `heard`."""
         self._push_launcher(HostStore(self._round()))
 
     def run(self, port: int, address: str = "127.0.0.1", secret: str = "") -> None:
-        """Open the barrier: the launcher forks the ranks of this round. `secret`: of the round's store,
-        as StoreAddress gave it."""
+        """Let the launcher fork the ranks of this round.
+
+        Args:
+            port: Port of the round's store.
+            address: Address of the round's store.
+            secret: Secret of the round's store, from StoreAddress.
+        """
         point = RestorePoint() if self.service is None else self.service.restore_point
         self._push_launcher(
             Run(
@@ -190,12 +204,12 @@ class FakeSidecar:
         self._push_launcher(End(RestartRound(round_)))
 
     def messages(self, kind: type[Any]) -> list[Any]:
-        """What came in of one type."""
+        """Return the received messages of one type."""
         with self._condition:
             return [message for message in self.heard if isinstance(message, kind)]
 
     def wait_for(self, kind: type[Any], count: int = 1, timeout_seconds: float = 120.0) -> Any:
-        """The count-th message of a type. Raises AssertionError when it does not come."""
+        """Wait for the count-th message of a type and return it. Raises AssertionError at the time-out."""
         with self._condition:
             came = self._condition.wait_for(
                 lambda: sum(isinstance(m, kind) for m in self.heard) >= count, timeout_seconds
@@ -215,7 +229,7 @@ class FakeSidecar:
             try:
                 sock, _ = listener.accept()
             except OSError:
-                return  # closed
+                return  # the listener was closed
             if self.service is None:
                 sock.close()
                 continue
@@ -278,7 +292,7 @@ class FakeSidecar:
 
     def _close_sockets(self) -> None:
         if self._listener is not None:
-            # close alone would not wake the thread that accepts
+            # `close` alone would not wake the thread in `accept`.
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._listener = None

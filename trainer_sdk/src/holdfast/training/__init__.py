@@ -1,1 +1,1 @@
-"""What a training loop needs around its checkpoints: steps, signals, data loaders and warm-up."""
+"""Training loop: numbers of steps, signals, late data loader iterators, and warm-up."""

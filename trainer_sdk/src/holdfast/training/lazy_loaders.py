@@ -1,7 +1,7 @@
-"""Iterators of data loaders that a script makes after its random number generators were restored.
+"""Detects data loader iterators that a script makes after its random number generators were restored.
 
-`iter(DataLoader)` draws a seed from torch's generator. Made lazily, after the restore, it shifts every
-random number that follows: the order of data and dropout differ from a run that was never interrupted.
+`iter(DataLoader)` draws a seed from torch's generator. If that happens after the restore, it shifts every
+random number that follows. The order of data and dropout then differ from an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 class LazyLoaderWatch:
-    """Looks once after each restore, when the first step is done."""
+    """Checks for such iterators once after each restore, when the first step is done."""
 
     def __init__(self) -> None:
         self._next_seed: int | None = None
 
     def restored(self) -> None:
-        """The generators have their values. Draws from a copy of torch's what an iterator would draw."""
+        """Record the seed that an iterator would draw next. Call it after the generators were restored.
+
+        The seed is drawn from a copy, so that torch's generator does not change.
+        """
         torch = torch_module()
         if torch is None:
             return
@@ -32,7 +35,7 @@ class LazyLoaderWatch:
         self._next_seed = _draw(torch, copied)
 
     def step_done(self) -> None:
-        """Warn if some iterator took the first number after the restore as its seed."""
+        """Warn if an iterator drew its seed from the restored generator."""
         seed, self._next_seed = self._next_seed, None
         if seed is not None and any(one._base_seed == seed for one in _iterators()):
             logger.warning(
@@ -44,7 +47,7 @@ class LazyLoaderWatch:
 
 
 def _draw(torch: Any, generator: Any) -> int:
-    """As torch.utils.data.dataloader draws `_base_seed`."""
+    """Draw a number in the way in which torch.utils.data.dataloader draws `_base_seed`."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
@@ -56,6 +59,6 @@ def _iterators() -> list[Any]:
     kinds = [base]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    # An instance refers to its class. This passes over all objects of the process once, in C.
+    # An instance refers to its class. This scans all objects of the process once, in C.
     found = gc.get_referrers(*kinds)
     return [one for one in found if isinstance(one, base) and hasattr(one, "_base_seed")]

@@ -1,11 +1,11 @@
-"""One training loop of `Checkpointer.steps`: what is done of it when it is left early.
+"""State of one loop of `Checkpointer.steps`, and the number of steps done when the loop is left early.
 
-`break`, `return`, an exception and Ctrl-C all leave the loop in the middle of a body. What may be saved
-then depends on whether the optimizer step of that body was done, and on why the loop was left:
+`break`, `return`, an exception and Ctrl-C leave the loop inside a body. What may be saved depends on
+whether that body did its optimizer step, and on the reason:
 
- * Ctrl-C: the loop ends after the step that is being done, as at a stop. A second Ctrl-C raises at once.
- * `break` and `return`: the script decided to leave, so its state is whole: it is saved.
- * an exception: the state may be half updated: nothing is saved.
+ * Ctrl-C: the loop ends after the current step, as at a stop. A second Ctrl-C raises immediately.
+ * `break` and `return`: the script chose to leave, so its state is consistent and is saved.
+ * An exception: the state may be half updated, so nothing is saved.
 """
 
 from __future__ import annotations
@@ -29,40 +29,42 @@ logger = logging.getLogger(__name__)
 
 
 class Position:
-    """How many steps the state of this process has done, as far as the Checkpointer knows."""
+    """Number of steps that the state of this process has done, as the Checkpointer has recorded it."""
 
     def __init__(self) -> None:
         self.done = 0
         self.is_known = False
-        """A restore said where it began. A script may save before it restores: step 0, say."""
+        """Whether a restore has set the position. A script may save before it restores, such as step 0."""
         self._has_trained = False
         self._parts: dict[str, weakref.ref[Any]] = {}
 
     def restored(self, done: int, state: Mapping[str, Any]) -> None:
-        """The state holds what a checkpoint held, or was made anew."""
+        """Record that `state` was restored at `done` steps, or starts from the beginning with 0."""
         self.done = done
         self.is_known = True
         self._has_trained = False
         self._parts = _parts(state)
 
     def trained(self, done: int) -> None:
-        """The script did an optimizer step."""
+        """Record that the script has done `done` optimizer steps."""
         self.done = done
         self._has_trained = True
 
     def saved(self, state: Mapping[str, Any]) -> None:
-        """`state` is saved. Before the first restore, this is what tells which objects are trained."""
+        """Before the first restore, record which objects are trained: those of the saved state."""
         if not self.is_known:
             self._parts = _parts(state)
 
     def done_by_hand(self, state: Mapping[str, Any]) -> int:
-        """Steps that the script did on `state` and reported before anything was restored. A loop over
-        `state` must not number its steps from 0 again: their saves would repeat numbers of other bytes.
+        """Return the steps that the script did on `state` and reported before the first restore.
+
+        A loop over `state` must not number its steps from 0 again, because its saves would then reuse
+        step numbers for other bytes.
         """
         return 0 if self.is_known or not self._is_same(state) else self.done
 
     def continues(self, state: Mapping[str, Any]) -> bool:
-        """Whether `state` was trained here since it was restored: it must not be restored again."""
+        """Return whether `state` was trained since its restore. It must not be restored again then."""
         return self.is_known and self._has_trained and self._is_same(state)
 
     def _is_same(self, state: Mapping[str, Any]) -> bool:
@@ -73,12 +75,12 @@ class Position:
 
 
 class TrainingLoop:
-    """Steps done, seen from outside of the body. Used by the thread that iterates, and by no other."""
+    """Number of steps done in one loop, and Ctrl-C during it. Only the iterating thread uses it."""
 
     def __init__(self, state: Mapping[str, Any], on_interrupt: Callable[[], None]) -> None:
         self.state = state
         self.was_interrupted = False
-        """Ctrl-C was pressed: raise KeyboardInterrupt when the step is done and saved."""
+        """Whether Ctrl-C was pressed. KeyboardInterrupt is raised when the step is done and saved."""
         self._on_interrupt = on_interrupt
         self._thread = threading.get_ident()
         self._pid = os.getpid()
@@ -90,24 +92,27 @@ class TrainingLoop:
         self._interrupt.install()
 
     def begins(self, index: int) -> None:
-        """The body of `index` is about to run."""
+        """Record that the body of `index` is about to run."""
         self._index = index
         self._watch.begins()
 
     def ended(self) -> None:
-        """The body came to its end."""
+        """Record that the body has ended normally."""
         self._index = None
 
     def steps_done(self) -> int | None:
-        """Steps done when the body was left; None where it was not left in the middle, or where that
-        is found in another thread or process, long after."""
+        """Return the steps done when the body was left early.
+
+        Returns None where it was not left early. Also returns None in another thread or process, where
+        the generator may be closed long after the body.
+        """
         here = (threading.get_ident(), os.getpid()) == (self._thread, self._pid)
         if self._index is None or not here:
             return None
         return self._index + 1 if self._watch.is_done() else self._index
 
     def close(self) -> None:
-        """Neither watch nor handle signals any more."""
+        """Stop watching optimizers and handling signals."""
         self._interrupt.restore()
         self._watch.close()
 
@@ -118,11 +123,12 @@ class TrainingLoop:
 
 
 class StepWatch:
-    """Whether an optimizer of the state stepped in the body that runs.
+    """Detects whether an optimizer of the state stepped in the current body.
 
-    A body that is left before its step (`zip(ckpt.steps(...), loader)` at the end of the loader) has not
-    done it. Where no optimizer can be watched, or none stepped in the body before (gradients are
-    accumulated, a script steps in a way of its own), a body counts as done.
+    A body that is left before its optimizer step does not count as done, for example with
+    `zip(ckpt.steps(...), loader)` at the end of the loader. A body counts as done where no optimizer can
+    be watched, and where no optimizer stepped in the body before it. That is so where a script accumulates
+    gradients or updates parameters without an optimizer.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -152,13 +158,15 @@ class StepWatch:
 
 
 def _parts(state: Mapping[str, Any]) -> dict[str, weakref.ref[Any]]:
-    """Models, optimizers, tensors and arrays of a state: other ones are another training."""
+    """Return references to the models, optimizers, tensors and arrays of a state.
+
+    A state with other objects belongs to another training.
+    """
     found: dict[str, weakref.ref[Any]] = {}
     for name, value in state.items():
         if is_stateful(value) or is_tensor(value) or isinstance(value, np.ndarray):
-            with contextlib.suppress(
-                TypeError
-            ):  # an object of the script's without weak references
+            # A class of the script may not support weak references.
+            with contextlib.suppress(TypeError):
                 found[name] = weakref.ref(value)
     return found
 

@@ -1,8 +1,8 @@
-"""SIGTERM and Ctrl-C as "save and stop at the next step all agree on".
+"""Handlers that turn SIGTERM and Ctrl-C into a save and a stop at the next step that all ranks agree on.
 
-The handler only sets a flag: a rank inside a collective finishes its step first. What hangs is ended
-by the sender of the signal, after its grace. A forked child (a data loader's worker) has no step to
-finish: there a signal does what it would do without a Checkpointer.
+A handler only sets a flag, so that a rank inside a collective finishes its step first. If a process
+hangs, the sender of the signal kills it after its grace period. In a forked child (such as a data
+loader's worker) a signal has the same effect as without a Checkpointer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class HandledSignal:
-    """Installed only in the main thread, and only where the script has no handler of its own.
+    """Handler of one signal. It is installed only in the main thread, and not over a script's own handler.
 
     Args:
         number: The signal.
-        default: The handler that Python starts with; it is put back.
+        default: The handler that Python installs at its start. `restore` installs it again.
         on_signal: Called in the main thread, between two instructions of the script.
-        once: The default handles the signal from the second one on.
+        once: Handle only the first signal and leave later ones to `default`.
     """
 
     def __init__(
@@ -56,14 +56,18 @@ class HandledSignal:
         self._installed = True
 
     def restore(self) -> None:
-        """In another thread than `install` nothing: Python does not allow it there."""
+        """Install the default handler again.
+
+        Outside the main thread this does nothing, because Python does not allow it there.
+        """
         if self._installed and threading.current_thread() is threading.main_thread():
             if signal.getsignal(self._number) == self._handle:
                 signal.signal(self._number, self._default)
             self._installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a child that C code forked, or that has just been forked
+        # This is a child that C code forked, or whose fork hook has not run yet.
+        if os.getpid() != self._pid:
             self.restore()
             os.kill(os.getpid(), number)
             return
@@ -73,16 +77,16 @@ class HandledSignal:
 
 
 def stop_signal(on_stop: Callable[[], None]) -> HandledSignal:
-    """SIGTERM, as Kubernetes and launchers send it."""
+    """Return a handler of SIGTERM, which Kubernetes and launchers send."""
     return HandledSignal(signal.SIGTERM, signal.SIG_DFL, on_stop)
 
 
 @contextlib.contextmanager
 def interrupts_at_end() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt at the end of this block; a second one raises it at once.
+    """Delay KeyboardInterrupt to the end of this block. A second Ctrl-C raises it immediately.
 
-    Raised in the middle, it could leave a lock held that other threads need, or a slot full that no
-    process was asked to write: no later save would become durable.
+    Raised inside the block, it could leave a lock held that other threads need, or a slot FULL that was
+    never handed over. Later saves could then not become durable.
     """
     was_interrupted = False
 

@@ -1,4 +1,4 @@
-"""Step numbers as scripts give them: Python, numpy and torch integers, checked before anything is taken."""
+"""Checks step numbers from scripts: Python, numpy and torch integers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from holdfast_core.ids import Step
 
 
 def checked_step(value: Any, what: str) -> Step:
-    """A number of optimizer steps.
+    """Return `value` as a number of optimizer steps.
 
     Args:
-        value: Anything that `operator.index` takes, such as numpy.int64(5) or a 0-d integer tensor.
-        what: The call and the argument, for the error.
+        value: Anything that `operator.index` accepts, such as numpy.int64(5) or a 0-d integer tensor.
+        what: The call and the argument, for the error message.
 
     Raises:
-        ConfigError: It is no integer, or lies outside of 0 to MAX_STEP.
+        ConfigError: `value` is not an integer, or is outside of 0 to MAX_STEP.
     """
     try:
         if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What a bit-identical resume needs besides the state (docs/training.md): warm-up and pinned threads."""
+"""Warm-up and pinned threads, which a bit-identical resume needs besides the state (docs/training.md)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ _PASSES = 2
 
 
 def warm_up(model: Any, optimizer: Any, example_forward: Callable[[], Any]) -> None:
-    """Two forward and backward passes before the restore, whose gradients are thrown away.
+    """Run two forward and backward passes before the restore and discard their gradients.
+
+    model: the model, after DistributedDataParallel has wrapped it.
+    optimizer: its gradients are cleared after each pass.
+    example_forward: function that runs one forward pass and returns the loss, a scalar tensor.
+
+    Call it on every rank and at every start, also without a checkpoint, before `Checkpointer.steps`.
 
     DistributedDataParallel puts all parameters into one bucket in its first iteration and rebuilds the
-    buckets in backward order for the second: without the warm-up the first step after a restart adds
-    gradients in another order than the run that was never interrupted. Every rank calls it, in every
-    start, restored or not, after wrapping the model and before `Checkpointer.steps`.
+    buckets in backward order for the second one. Without the warm-up, the first step after a restart adds
+    gradients in another order than an uninterrupted run.
 
-    example_forward: one forward pass; returns the loss, a scalar tensor. Random number generators are
-    put back as they were; buffers that a forward pass changes are overwritten by a restore only.
+    The random number generators get their earlier values back. Buffers that a forward pass changes, such
+    as running statistics, keep their new values unless a restore overwrites them.
     """
     generators = RNG()
     before = generators.state_dict()
@@ -33,10 +38,11 @@ def warm_up(model: Any, optimizer: Any, example_forward: Callable[[], Any]) -> N
 
 
 def pin_threads(count: int = 1) -> None:
-    """Fix the threads of torch's operations: another number of threads adds in another order.
+    """Fix the number of threads that torch's operations use.
 
-    Call it before the first operation; raises RuntimeError from torch if it is too late for the
-    number of inter-operation threads.
+    Results depend on it, because another number of threads adds in another order. Call this function
+    before the first operation of torch. Later calls may raise RuntimeError, because torch cannot change
+    the number of inter-operation threads any more.
     """
     import torch
 
