@@ -110,8 +110,8 @@ class ClusterStage:
             int(point.get("step", 0)),
             served or ", ".join(f"{k} x{v}" for k, v in sources.items()),
             {
-                words: float(last[field])
-                for field, words in RECOVERY_PHASES.items()
+                text: float(last[field])
+                for field, text in RECOVERY_PHASES.items()
                 if last.get(field) is not None
             },
             float(last["totalSeconds"]),
@@ -132,7 +132,7 @@ class ClusterStage:
         pods = f"kubectl --namespace {NAMESPACE} logs --all-containers POD"
         try:
             log.write_text(self.job.describe())
-            seen = self.sample().words()
+            seen = self.sample().text()
         except self.transient as error:
             seen = f"the cluster does not answer: {error}".partition("\n")[0]
         return DemoFailed(happened, seen, f"{log}; {pods}")

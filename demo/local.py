@@ -303,7 +303,7 @@ class LocalStage:
     def failed(self, happened: str) -> DemoFailed:
         log = self.base / "failure.log"
         log.write_text(self.run.explain())
-        return DemoFailed(happened, self._sample().words(), f"{log}, {self.base / 'gpt' / 'logs'}")
+        return DemoFailed(happened, self._sample().text(), f"{log}, {self.base / 'gpt' / 'logs'}")
 
     def close(self) -> None:
         self.run.close()

@@ -26,7 +26,7 @@ class Sample:
         a job restarts and restarts."""
         return (self.phase, self.step, self.committed, self.persisted, self.pods)
 
-    def words(self) -> str:
+    def text(self) -> str:
         """One line for a person."""
         levels = (("step", self.step), ("committed", self.committed), ("persisted", self.persisted))
         shown = [f"{name} {'-' if value is None else value}" for name, value in levels]

@@ -122,11 +122,11 @@ def phases_lines(act: Act) -> list[str]:
     """The phases that took a tenth of a second or more; they add up to the total."""
     lines: list[str] = []
     for name, seconds in act.phases().items():
-        words = f"{name} {seconds:.1f}"
-        if lines and len(lines[-1]) + len(words) + 2 <= 72:
-            lines[-1] += f", {words}"
+        text = f"{name} {seconds:.1f}"
+        if lines and len(lines[-1]) + len(text) + 2 <= 72:
+            lines[-1] += f", {text}"
         else:
-            lines.append(words)
+            lines.append(text)
     return lines or ["-"]
 
 

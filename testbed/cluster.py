@@ -84,14 +84,14 @@ def kind_config(bed: Bed) -> str:
 
 def containers(bed: Bed) -> dict[str, str]:
     """Node containers by name, with their state (running, exited, paused, created, dead)."""
-    words = ["docker", "ps", "-a", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}"]
-    out = run([*words, "--format", "{{.Names}} {{.State}}"], env=bed.environment())
+    text = ["docker", "ps", "-a", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}"]
+    out = run([*text, "--format", "{{.Names}} {{.State}}"], env=bed.environment())
     return dict(line.split() for line in out.splitlines())
 
 
-def kubectl(bed: Bed, *words: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
+def kubectl(bed: Bed, *text: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
     data = None if stdin is None else stdin.encode()
-    command = ["kubectl", *words]
+    command = ["kubectl", *text]
     return run(command, env=bed.environment(), stdin=data, timeout_seconds=timeout_seconds)
 
 
@@ -166,7 +166,7 @@ def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
     config = bed.root / "kind.json"
     config.write_text(kind_config(bed))
     # Retained when it fails: kind would delete the nodes, and with them why. `delete` takes them.
-    words: Command = [
+    text: Command = [
         "kind",
         "create",
         "cluster",
@@ -176,8 +176,8 @@ def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
         "--config",
         config,
     ]
-    words += ["--image", node_image(bed), "--kubeconfig", bed.kubeconfig]
-    run(words, env=bed.environment(), log=log)
+    text += ["--image", node_image(bed), "--kubeconfig", bed.kubeconfig]
+    run(text, env=bed.environment(), log=log)
     if bed.local:
         pin_addresses(bed)
     keep_from_workers(bed)
@@ -219,8 +219,8 @@ def pin_addresses(bed: Bed) -> None:
     the one that starts first perhaps another's, which then cannot start at all."""
     for node, address in addresses(bed).items():
         run(["docker", "network", "disconnect", "kind", node], env=bed.environment())
-        words = ["docker", "network", "connect", "--ip", address, "kind", node]
-        run(words, env=bed.environment())
+        text = ["docker", "network", "connect", "--ip", address, "kind", node]
+        run(text, env=bed.environment())
     if not wait_for_api(bed, 60):
         raise BedError("no API server 60 s after its node's address was fixed")
 

@@ -270,12 +270,12 @@ def _now() -> datetime:
     return datetime.now(UTC)
 
 
-def _docker(*words: str, timeout_seconds: float = 60) -> str:
-    return run(["docker", *words], env=current_bed().environment(), timeout_seconds=timeout_seconds)
+def _docker(*text: str, timeout_seconds: float = 60) -> str:
+    return run(["docker", *text], env=current_bed().environment(), timeout_seconds=timeout_seconds)
 
 
-def _kubectl(*words: str) -> str:
-    return cluster.kubectl(current_bed(), "--request-timeout=10s", *words, timeout_seconds=20)
+def _kubectl(*text: str) -> str:
+    return cluster.kubectl(current_bed(), "--request-timeout=10s", *text, timeout_seconds=20)
 
 
 def find_container(pod: dict[str, Any], container: str) -> tuple[str, str]:

@@ -117,10 +117,10 @@ def debootstrap(bed: Bed, name: str, suite: str, include: Sequence[str], log: Pa
     target = bed.rootfs / name
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    words = ["debootstrap", "--variant=minbase"]
+    text = ["debootstrap", "--variant=minbase"]
     if include:
-        words.append(f"--include={','.join(include)}")
-    run([*words, suite, target, debian_mirror()], log=log)
+        text.append(f"--include={','.join(include)}")
+    run([*text, suite, target, debian_mirror()], log=log)
     for pattern in ("var/cache/apt/archives/*.deb", "var/cache/apt/*.bin", "var/log/*.log"):
         for file in target.glob(pattern):
             file.unlink()

@@ -84,11 +84,11 @@ def own_wheels(folder: Path) -> dict[str, Path]:
     return dict(zip(members, each(build_wheel, members), strict=True))
 
 
-def uv(*words: str | Path) -> str:
+def uv(*text: str | Path) -> str:
     program = os.environ.get("UV") or shutil.which("uv")
     if not program:
         raise BedError("uv is not on this machine", "python3 -m pip install uv")
-    return run([program, *words, "--quiet"], cwd=REPOSITORY)
+    return run([program, *text, "--quiet"], cwd=REPOSITORY)
 
 
 def requirements(image: Image) -> str:

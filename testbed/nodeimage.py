@@ -63,10 +63,10 @@ def import_rootfs(bed: Bed, folder: Path, tag: str, log: Path, *changes: str) ->
     """A one-layer image of a file system."""
     skip = [f"--exclude=./{name}/*" for name in ("dev", "proc", "sys")]
     tar: Command = ["tar", "-C", folder, "--numeric-owner", *skip, "-c", "."]
-    words = [word for change in (_PATH, *changes) for word in ("-c", change)]
+    text = [word for change in (_PATH, *changes) for word in ("-c", change)]
     with log.open("a") as file:
         file.write(f"import {folder} as {tag}\n")
-    pipe(tar, ["docker", "import", *words, "-", tag], env=bed.environment())
+    pipe(tar, ["docker", "import", *text, "-", tag], env=bed.environment())
 
 
 def build_image(

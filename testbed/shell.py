@@ -33,11 +33,11 @@ def run(
     check: bool = True,
 ) -> str:
     """Run a command; return what it printed on stdout. With `log`, all output is appended there."""
-    words = [str(word) for word in command]
+    text = [str(word) for word in command]
     started = time.monotonic()
     try:
         done: subprocess.CompletedProcess[bytes] = subprocess.run(
-            words,
+            text,
             env=env,
             cwd=cwd,
             **_input(stdin),
@@ -45,19 +45,17 @@ def run(
             timeout=timeout_seconds,
         )
     except FileNotFoundError as error:
-        raise BedError(
-            f"{words[0]} is not on this machine", "run: python3 -m testbed up"
-        ) from error
+        raise BedError(f"{text[0]} is not on this machine", "run: python3 -m testbed up") from error
     except subprocess.TimeoutExpired as error:
-        raise BedError(f"{' '.join(words)[:300]}: no end after {timeout_seconds} s") from error
+        raise BedError(f"{' '.join(text)[:300]}: no end after {timeout_seconds} s") from error
     out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if log is not None:
         with log.open("a") as file:
             seconds = time.monotonic() - started
-            file.write(f"$ {' '.join(words)[:2000]}  # {seconds:.1f} s\n{out}{err}")
+            file.write(f"$ {' '.join(text)[:2000]}  # {seconds:.1f} s\n{out}{err}")
     if check and done.returncode:
         tail = "\n".join((out + err).strip().splitlines()[-15:])
-        raise BedError(f"{' '.join(words)[:300]}: exit {done.returncode}\n{tail}")
+        raise BedError(f"{' '.join(text)[:300]}: exit {done.returncode}\n{tail}")
     return out
 
 

@@ -272,18 +272,18 @@ def _signature(name: str, thing: Any, *, skipped: bool) -> Iterator[str]:
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
     if inspect.isclass(thing):
         signature = signature.replace(return_annotation=inspect.Signature.empty)
-    words = f"{name}{signature.replace(parameters=parameters)}"
+    text = f"{name}{signature.replace(parameters=parameters)}"
     # Annotations are text in these modules; without their quotes they read as they are written.
-    words = re.sub(r": '([^']*)'", r": \1", words)
-    words = re.sub(r"-> '([^']*)'", r"-> \1", words)
-    words = re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", words)
-    yield from ("", "```python", *_wrapped(words), "```")
+    text = re.sub(r": '([^']*)'", r": \1", text)
+    text = re.sub(r"-> '([^']*)'", r"-> \1", text)
+    text = re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", text)
+    yield from ("", "```python", *_wrapped(text), "```")
 
 
-def _wrapped(words: str) -> list[str]:
-    if len(words) <= 88:
-        return [words]
-    head, _, rest = words.partition("(")
+def _wrapped(text: str) -> list[str]:
+    if len(text) <= 88:
+        return [text]
+    head, _, rest = text.partition("(")
     inside, _, tail = rest.rpartition(")")
     return [f"{head}(", *(f"    {part}," for part in _split(inside)), f"){tail}"]
 

@@ -227,13 +227,13 @@ def main() -> int:
     if arguments.final_digest and finished:
         held = {key: getattr(part, "state_dict", lambda p=part: p)() for key, part in state.items()}
         held["model"] = plain.state_dict()
-        words = json.dumps({"finalDigest": digest(held), "rank": rank, "step": arguments.steps})
+        text = json.dumps({"finalDigest": digest(held), "rank": rank, "step": arguments.steps})
         if arguments.final_digest == "-":
-            sys.stdout.write(words + "\n")
+            sys.stdout.write(text + "\n")
             sys.stdout.flush()
         else:
             with open(arguments.final_digest, "a") as file:
-                file.write(words + "\n")
+                file.write(text + "\n")
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()

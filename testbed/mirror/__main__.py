@@ -119,9 +119,9 @@ def down() -> None:
     print(f"the mirror is down; its images stay in {bed.root}")
 
 
-def main(words: Sequence[str]) -> int:
+def main(text: Sequence[str]) -> int:
     try:
-        match list(words):
+        match list(text):
             case ["up"]:
                 up()
             case ["inside"] if network.inside():

@@ -27,13 +27,13 @@ def up() -> None:
         run(["ip", "link", "add", LINK, "type", "veth", "peer", "name", "eth0", "netns", NAME])
         run(["ip", "addr", "add", f"{_HERE}/30", "dev", LINK])
         run(["ip", "link", "set", LINK, "up"])
-        for words in (
+        for text in (
             ("link", "set", "lo", "up"),
             ("addr", "add", f"{_THERE}/30", "dev", "eth0"),
             ("link", "set", "eth0", "up"),
             ("route", "add", "default", "via", _HERE),
         ):
-            run(["ip", "-n", NAME, *words])
+            run(["ip", "-n", NAME, *text])
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1\n")
     if not answers(["iptables", "-t", "nat", "-C", *_MASQUERADE], env=os.environ):
         run(["iptables", "-t", "nat", "-A", *_MASQUERADE])

@@ -82,8 +82,8 @@ def _until_policy_is_in_force(cp: ControlPlane) -> None:
     """
     deadline = time.monotonic() + 60
     while True:
-        words = cp.kubectl("create", "--dry-run=server", "-f", "-", stdin=job, check=False)
-        if "denied" in words:
+        text = cp.kubectl("create", "--dry-run=server", "-f", "-", stdin=job, check=False)
+        if "denied" in text:
             return
-        assert time.monotonic() < deadline, f"the policy is not in force: {words}"
+        assert time.monotonic() < deadline, f"the policy is not in force: {text}"
         time.sleep(0.5)

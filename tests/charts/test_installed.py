@@ -117,7 +117,7 @@ def test_the_operators_pod_is_restricted(cluster: ControlPlane, render: Render) 
 def test_restricted_is_enforced_where_that_was_tested(
     cluster: ControlPlane, render: Render
 ) -> None:
-    words = cluster.kubectl(
+    text = cluster.kubectl(
         "create",
         "--dry-run=server",
         "-f",
@@ -125,13 +125,13 @@ def test_restricted_is_enforced_where_that_was_tested(
         stdin=operator_pod(render, securityContext={"capabilities": ABSENT}),
         check=False,
     )
-    assert 'violates PodSecurity "restricted' in words
+    assert 'violates PodSecurity "restricted' in text
 
 
 def test_everything_is_valid_for_the_server(cluster: ControlPlane, render: Render) -> None:
     """Strict field validation by the server, for all that it has a schema of."""
     known = [o for o in render() if not o["apiVersion"].startswith("monitoring.coreos.com")]
-    words = cluster.kubectl(
+    text = cluster.kubectl(
         "apply",
         "--dry-run=server",
         "--validate=strict",
@@ -139,7 +139,7 @@ def test_everything_is_valid_for_the_server(cluster: ControlPlane, render: Rende
         "-",
         stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": known}),
     )
-    assert len(words.splitlines()) == len(known)
+    assert len(text.splitlines()) == len(known)
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +191,9 @@ def test_who_may_create_pods_may_create_a_job(people: ControlPlane) -> None:
 
 
 def test_who_may_not_create_pods_may_not_create_a_job(people: ControlPlane) -> None:
-    words = create_as(people, "bob", job_object("of-bob"))
-    assert "bob may not create pods in namespace team-a, and a TrainingJob creates them" in words
-    assert "ask for a role that may" in words
+    text = create_as(people, "bob", job_object("of-bob"))
+    assert "bob may not create pods in namespace team-a, and a TrainingJob creates them" in text
+    assert "ask for a role that may" in text
 
 
 def test_a_template_may_not_be_changed_without_that_right_but_the_rest_may(
@@ -202,10 +202,10 @@ def test_a_template_may_not_be_changed_without_that_right_but_the_rest_may(
     people.apply(job_object("shared"))
     resource = ("trainingjob", "shared", "-n", "team-a", "--as=bob", "--type=merge", "-p")
     assert "patched" in people.kubectl("patch", *resource, '{"spec": {"suspend": true}}')
-    words = people.kubectl(
+    text = people.kubectl(
         "patch", *resource, '{"spec": {"template": {"spec": {"hostPID": true}}}}', check=False
     )
-    assert "bob may not create pods" in words
+    assert "bob may not create pods" in text
 
 
 @pytest.mark.parametrize("case", HOSTILE_TEMPLATES)
@@ -213,7 +213,7 @@ def test_a_template_that_reaches_for_the_sidecar_is_refused(
     cluster: ControlPlane, case: str
 ) -> None:
     template, _ = HOSTILE_TEMPLATES[case]
-    words = cluster.kubectl(
+    text = cluster.kubectl(
         "create",
         "--dry-run=server",
         "-f",
@@ -221,7 +221,7 @@ def test_a_template_that_reaches_for_the_sidecar_is_refused(
         stdin=json.dumps(job_object("policy", template=template)),
         check=False,
     )
-    assert "holdfast-trainingjobs" in words and "denied request: spec.template.spec" in words, words
+    assert "holdfast-trainingjobs" in text and "denied request: spec.template.spec" in text, text
 
 
 def test_a_template_with_volumes_and_secrets_of_its_own_is_accepted(cluster: ControlPlane) -> None:
@@ -295,8 +295,8 @@ def test_columns_and_computed_summaries(cluster: ControlPlane) -> None:
 
 
 def test_explain_shows_descriptions(cluster: ControlPlane) -> None:
-    words = cluster.kubectl("explain", "trainingjob.spec.checkpoint.peer.copies")
-    assert "survives the loss of so many nodes" in " ".join(words.split())
+    text = cluster.kubectl("explain", "trainingjob.spec.checkpoint.peer.copies")
+    assert "survives the loss of so many nodes" in " ".join(text.split())
 
 
 def test_uninstall_keeps_crds_and_jobs_and_nothing_else(helm: Helm) -> None:

@@ -188,25 +188,25 @@ def create(cluster: ControlPlane, body: dict[str, Any], user: str = OPERATOR) ->
 @pytest.mark.parametrize("case", DENIED)
 def test_the_operators_account_may_not_create(cluster: ControlPlane, case: str) -> None:
     body, expected = DENIED[case]
-    words = create(cluster, body)
-    assert "ValidatingAdmissionPolicy 'holdfast-operator'" in words and expected in words, words
+    text = create(cluster, body)
+    assert "ValidatingAdmissionPolicy 'holdfast-operator'" in text and expected in text, text
 
 
 @pytest.mark.parametrize("case", ALLOWED)
 def test_the_operators_account_may_create(cluster: ControlPlane, case: str) -> None:
-    words = create(cluster, ALLOWED[case])
-    assert words.endswith("created (server dry run)\n"), words
+    text = create(cluster, ALLOWED[case])
+    assert text.endswith("created (server dry run)\n"), text
 
 
 def test_others_are_not_bound_by_the_policy(cluster: ControlPlane) -> None:
     body, _ = DENIED["a Secret without an owner"]
-    words = cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(body))
-    assert words.endswith("created (server dry run)\n")
+    text = cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(body))
+    assert text.endswith("created (server dry run)\n")
 
 
 def test_the_operators_account_deletes_only_what_a_job_owns(cluster: ControlPlane) -> None:
     foreign = {**without_owner(owned("Secret")), "type": "Opaque"}
     cluster.apply(foreign)
     delete = ("delete", "secret", "stolen", "-n", "team-a", "--dry-run=server", f"--as={OPERATOR}")
-    words = cluster.kubectl(*delete, check=False)
-    assert "has no TrainingJob or CheckpointStore as its controller" in words, words
+    text = cluster.kubectl(*delete, check=False)
+    assert "has no TrainingJob or CheckpointStore as its controller" in text, text

@@ -242,10 +242,10 @@ def test_an_existing_service_account_is_bound(render: Render) -> None:
         pytest.param("sidecar.image.pullPolicy=Sometimes", "pullPolicy", id="pull policy"),
     ],
 )
-def test_wrong_values_are_refused(helm: Helm, value: str, words: str) -> None:
+def test_wrong_values_are_refused(helm: Helm, value: str, text: str) -> None:
     done = helm("template", "holdfast", str(CHART), "--set", value, check=False)
     assert done.returncode != 0
-    assert words in done.stderr
+    assert text in done.stderr
 
 
 def test_liveness_and_readiness_ask_different_questions(render: Render) -> None:

@@ -31,10 +31,10 @@ def blocks(text: str, language: str) -> list[str]:
 def run_as_written(commands: str, environment: Path, dist: Path) -> None:
     """In a fresh virtual environment. torch is left out: it is large, and not ours."""
     for line in commands.strip().splitlines():
-        words = shlex.split(line.replace("[torch]", ""))
-        words = [str(dist) if word == "dist" else word for word in words]
-        words[0] = {"pip": str(environment / "bin/pip"), "uv": UV}[words[0]]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        text = shlex.split(line.replace("[torch]", ""))
+        text = [str(dist) if word == "dist" else word for word in text]
+        text[0] = {"pip": str(environment / "bin/pip"), "uv": UV}[text[0]]
+        done = subprocess.run(text, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 

@@ -19,7 +19,7 @@ from holdfast.testing import FakeSidecar
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import Fill, Hello, Progress, Refusal, Stage
-from holdfast_core.pacing.foreground_copies import GivingWay
+from holdfast_core.pacing.foreground_copies import ForegroundCopyGate
 
 
 @pytest.fixture
@@ -66,11 +66,11 @@ def test_what_a_persister_writes_gives_way_to_copies(
     """The fake sidecar writes with the code of a folder's persister."""
     asked: list[Path] = []
 
-    def ask(way: GivingWay) -> float:
+    def ask(way: ForegroundCopyGate) -> float:
         asked.append(way._slots_dir)
         return 0.0
 
-    monkeypatch.setattr(GivingWay, "stand_aside", ask)
+    monkeypatch.setattr(ForegroundCopyGate, "wait_for_copies", ask)
     with holdfast.Checkpointer() as ckpt:
         ckpt.save(1, {"t": torch.ones(4)}).wait(timeout=60)
     assert set(asked) == {tmp_path / "shared/slots"}

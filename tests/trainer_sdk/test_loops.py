@@ -209,9 +209,9 @@ def test_ranks_roll_back_together(tmp_path: Path) -> None:
         "        raise AssertionError('it was found')\n"
         "    ckpt.save(9, {'t': t}).wait(timeout=60)\n"
     )
-    words = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
+    text = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
     done = subprocess.run(
-        [*words, str(tmp_path / "ckpt")], capture_output=True, text=True, timeout=240, check=False
+        [*text, str(tmp_path / "ckpt")], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     assert committed_step(tmp_path / "ckpt") == 9
@@ -242,9 +242,9 @@ def test_a_save_that_was_left_out_is_made_after_a_roll_back(tmp_path: Path) -> N
         "    assert ckpt.restore({'t': t}) == 2\n"
         "    assert list(saved(3, 4)) == [4]\n"
     )
-    words = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
+    text = [sys.executable, "-m", "holdfast.run", "--nproc", "2", "--", "python", str(program)]
     done = subprocess.run(
-        [*words, str(tmp_path / "ckpt"), str(written)],
+        [*text, str(tmp_path / "ckpt"), str(written)],
         env={
             **os.environ,
             **in_every_python(tmp_path, f"directory.write_shard=wait:{written}"),

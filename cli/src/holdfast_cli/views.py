@@ -107,8 +107,8 @@ def recovery_line(recovery: dict[str, Any] | None) -> str:
     if not recovery:
         return "none"
     phases = [
-        f"{words} {recovery[field]:.1f} s"
-        for field, words in RECOVERY_PHASES.items()
+        f"{text} {recovery[field]:.1f} s"
+        for field, text in RECOVERY_PHASES.items()
         if recovery.get(field) is not None
     ]
     total, lost = recovery.get("totalSeconds"), recovery.get("lostSteps")

@@ -54,8 +54,8 @@ def test_the_merged_layout_knows_every_slice() -> None:
     ],
     ids=["double rank", "missing rank", "two shapes", "none"],
 )
-def test_layouts_that_contradict_each_other(documents: list[bytes], words: str) -> None:
-    with pytest.raises(FormatError, match=words):
+def test_layouts_that_contradict_each_other(documents: list[bytes], text: str) -> None:
+    with pytest.raises(FormatError, match=text):
         merge_layouts(documents).to_bytes()
 
 
@@ -85,9 +85,9 @@ def test_layouts_that_contradict_each_other(documents: list[bytes], words: str) 
     ],
 )
 def test_every_contradiction_of_a_rank_is_refused(
-    change: Callable[[dict[str, Any]], object], words: str
+    change: Callable[[dict[str, Any]], object], text: str
 ) -> None:
-    with pytest.raises(FormatError, match=words):
+    with pytest.raises(FormatError, match=text):
         parse_rank_layout(changed(rank_layout(), change))
 
 
@@ -103,9 +103,9 @@ def test_every_contradiction_of_a_rank_is_refused(
     ],
 )
 def test_every_contradiction_of_the_whole_is_refused(
-    change: Callable[[dict[str, Any]], object], words: str
+    change: Callable[[dict[str, Any]], object], text: str
 ) -> None:
-    with pytest.raises(FormatError, match=words):
+    with pytest.raises(FormatError, match=text):
         parse_layout(changed(layout(), change))
 
 

@@ -95,8 +95,8 @@ def test_every_plan_parses_back(tensors: dict[str, Any], capacity: int) -> None:
         ([("a", "U8", (2**40, 2**40))], "more than"),
     ],
 )
-def test_what_cannot_be_planned(tensors: list[Any], words: str) -> None:
-    with pytest.raises(FormatError, match=words):
+def test_what_cannot_be_planned(tensors: list[Any], text: str) -> None:
+    with pytest.raises(FormatError, match=text):
         plan_payload(tensors, 10)
 
 
@@ -125,11 +125,9 @@ def hostile(change: Callable[[dict[str, Any]], object]) -> tuple[bytes, int]:
         (lambda h: h.update(flag=5), "expected an object"),
     ],
 )
-def test_hostile_headers_are_refused(
-    change: Callable[[dict[str, Any]], object], words: str
-) -> None:
+def test_hostile_headers_are_refused(change: Callable[[dict[str, Any]], object], text: str) -> None:
     head, total = hostile(change)
-    with pytest.raises(FormatError, match=words):
+    with pytest.raises(FormatError, match=text):
         parse_payload(head, total)
 
 

@@ -127,10 +127,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_input_is_refused_with_its_path(case):
-    kind, data, words = HOSTILE[case]
+    kind, data, text = HOSTILE[case]
     with pytest.raises(FormatError) as caught:
         loads(kind, data)
-    assert words in str(caught.value)
+    assert text in str(caught.value)
 
 
 def test_deep_nesting_is_refused():

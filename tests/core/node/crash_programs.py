@@ -184,7 +184,7 @@ def check(directory: Path, said: Sequence[str]) -> list[str]:
     problems = [f"quarantined: {why}" for why in report.quarantined]
     problems += [f"skipped: {why}" for why in report.skipped]
     problems += leftovers(directory)
-    rounds = [int(words.split()[1]) for words in said if words.startswith("round")]
+    rounds = [int(text.split()[1]) for text in said if text.startswith("round")]
     if rounds and (tier.read_round() or (-1, 0))[0] < max(rounds):
         problems.append(f"round {max(rounds)} was acknowledged, the disk says {tier.read_round()}")
     problems += restorable(tier, [int(w.split()[1]) for w in said if w.startswith("committed")])

@@ -92,18 +92,18 @@ def test_what_moves_gives_way_to_a_copy_and_not_in_a_hurry(tmp_path: Path) -> No
 
     begin_copy(tmp_path, 1)
 
-    gave_way: list[float] = []
-    pacing = Pacing(tmp_path, lambda: now[0], sleep, gave_way.append)
+    waited_for_copies: list[float] = []
+    pacing = Pacing(tmp_path, lambda: now[0], sleep, waited_for_copies.append)
     pacing.begin()
     pacing.hurry()
     pacing.take(MIB)
-    assert gave_way == []
+    assert waited_for_copies == []
     pacing.begin()
     pacing.take(MIB)
-    assert len(gave_way) == 1
-    assert gave_way[0] > 0
+    assert len(waited_for_copies) == 1
+    assert waited_for_copies[0] > 0
     pacing.take(MIB)  # it waited for this copy as long as it waits for one
-    assert len(gave_way) == 1
+    assert len(waited_for_copies) == 1
 
 
 def test_a_copy_that_begins_while_the_limit_holds_is_not_overlooked(tmp_path: Path) -> None:
@@ -112,17 +112,17 @@ def test_a_copy_that_begins_while_the_limit_holds_is_not_overlooked(tmp_path: Pa
     trainer.steps(10)
     trainer.steps(10, moving=1000 * MIB)
     assert trainer.pacing.limit is not None
-    gave_way: list[float] = []
+    waited_for_copies: list[float] = []
 
     def sleep(seconds: float) -> None:
         trainer.now += seconds
         begin_copy(tmp_path, 1)
 
     trainer.pacing._throttle._sleep = sleep
-    trainer.pacing._giving_way._sleep = sleep
-    trainer.pacing._gave_way = gave_way.append
+    trainer.pacing._copy_gate._sleep = sleep
+    trainer.pacing._waited_for_copies = waited_for_copies.append
     trainer.pacing.take(1000 * MIB)
-    assert len(gave_way) == 1
+    assert len(waited_for_copies) == 1
 
 
 def begin_copy(slots_dir: Path, step: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import holdfast_core.pacing.foreground_copies
 from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_core.pacing.foreground_copies import LONGEST_SECONDS, GivingWay
+from holdfast_core.pacing.foreground_copies import LONGEST_SECONDS, ForegroundCopyGate
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
 
 
@@ -35,15 +35,15 @@ class Clock:
         self.meanwhile()
 
 
-def giving_way(directory: Path, clock: Clock) -> GivingWay:
-    return GivingWay(directory, lambda: clock.now, clock.sleep)
+def copy_gate(directory: Path, clock: Clock) -> ForegroundCopyGate:
+    return ForegroundCopyGate(directory, lambda: clock.now, clock.sleep)
 
 
 @pytest.mark.parametrize("state", [SlotState.FREE, SlotState.FULL, SlotState.OWNED])
 def test_nobody_copies(tmp_path: Path, state: SlotState) -> None:
     put(tmp_path, state)
     clock = Clock()
-    assert giving_way(tmp_path, clock).stand_aside() == 0.0
+    assert copy_gate(tmp_path, clock).wait_for_copies() == 0.0
     assert clock.now == 0.0
 
 
@@ -56,26 +56,26 @@ def test_until_the_copy_ends(tmp_path: Path) -> None:
             put(tmp_path, SlotState.FULL)
 
     clock.meanwhile = end
-    assert giving_way(tmp_path, clock).stand_aside() == pytest.approx(0.1, abs=0.01)
+    assert copy_gate(tmp_path, clock).wait_for_copies() == pytest.approx(0.1, abs=0.01)
 
 
 def test_a_copy_that_never_ends_is_waited_for_once(tmp_path: Path) -> None:
     put(tmp_path, SlotState.FILLING)  # its rank was killed
     clock = Clock()
-    way = giving_way(tmp_path, clock)
-    assert way.stand_aside() == pytest.approx(LONGEST_SECONDS, abs=0.01)
-    assert way.stand_aside() == 0.0
+    way = copy_gate(tmp_path, clock)
+    assert way.wait_for_copies() == pytest.approx(LONGEST_SECONDS, abs=0.01)
+    assert way.wait_for_copies() == 0.0
     put(tmp_path, SlotState.FILLING, step=2)
-    assert way.stand_aside() == pytest.approx(LONGEST_SECONDS, abs=0.01)
+    assert way.wait_for_copies() == pytest.approx(LONGEST_SECONDS, abs=0.01)
 
 
 def test_one_that_never_ends_hides_no_other(tmp_path: Path) -> None:
     put(tmp_path, SlotState.FILLING)
     clock = Clock()
-    way = giving_way(tmp_path, clock)
-    way.stand_aside()
+    way = copy_gate(tmp_path, clock)
+    way.wait_for_copies()
     put(tmp_path, SlotState.FILLING, rank=1)
-    assert way.stand_aside() > 0.0
+    assert way.wait_for_copies() > 0.0
 
 
 def test_copies_of_several_ranks(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_copies_of_several_ranks(tmp_path: Path) -> None:
             put(tmp_path, SlotState.FULL, rank=1)
 
     clock.meanwhile = end
-    assert giving_way(tmp_path, clock).stand_aside() == pytest.approx(0.2, abs=0.01)
+    assert copy_gate(tmp_path, clock).wait_for_copies() == pytest.approx(0.2, abs=0.01)
 
 
 def test_what_is_no_slot_is_waited_for_by_nobody(tmp_path: Path) -> None:
@@ -99,15 +99,15 @@ def test_what_is_no_slot_is_waited_for_by_nobody(tmp_path: Path) -> None:
     (tmp_path / slot_name(Rank(1), 0)).write_bytes(b"")
     (tmp_path / slot_name(Rank(2), 0)).symlink_to(path)
     (tmp_path / "core.1234").write_bytes(SlotHeader(SlotState.FILLING, Rank(3), 0).pack())
-    assert giving_way(tmp_path, Clock()).stand_aside() == 0.0
-    assert giving_way(tmp_path / "absent", Clock()).stand_aside() == 0.0
+    assert copy_gate(tmp_path, Clock()).wait_for_copies() == 0.0
+    assert copy_gate(tmp_path / "absent", Clock()).wait_for_copies() == 0.0
 
 
 def test_a_restore_is_not_stood_aside_for(tmp_path: Path) -> None:
     """It fills a slot without an identity, and nobody trains meanwhile."""
     header = SlotHeader(SlotState.FILLING, Rank(0), 0).pack().ljust(HEADER_BYTES, b"\0")
     (tmp_path / slot_name(Rank(0), 0)).write_bytes(header)
-    assert giving_way(tmp_path, Clock()).stand_aside() == 0.0
+    assert copy_gate(tmp_path, Clock()).wait_for_copies() == 0.0
 
 
 def test_slots_that_cannot_be_listed_fail_no_write(
@@ -117,22 +117,22 @@ def test_slots_that_cannot_be_listed_fail_no_write(
         raise OSError(errno.EMFILE, "too many open files")
 
     monkeypatch.setattr(holdfast_core.pacing.foreground_copies, "list_slots", no_descriptors)
-    assert giving_way(tmp_path, Clock()).stand_aside() == 0.0
+    assert copy_gate(tmp_path, Clock()).wait_for_copies() == 0.0
 
 
 def test_a_slot_that_is_taken_away_is_waited_for_no_longer(tmp_path: Path) -> None:
     path = put(tmp_path, SlotState.FILLING)
     clock = Clock()
     clock.meanwhile = lambda: path.unlink(missing_ok=True)
-    assert giving_way(tmp_path, clock).stand_aside() < LONGEST_SECONDS / 2
+    assert copy_gate(tmp_path, clock).wait_for_copies() < LONGEST_SECONDS / 2
 
 
 def test_threads_wait_together(tmp_path: Path) -> None:
     """Each returns, and the second that a copy is worth is counted once for all of them."""
     put(tmp_path, SlotState.FILLING)
     clock = Clock()
-    way = giving_way(tmp_path, clock)
-    threads = [threading.Thread(target=way.stand_aside, daemon=True) for _ in range(4)]
+    way = copy_gate(tmp_path, clock)
+    threads = [threading.Thread(target=way.wait_for_copies, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -98,14 +98,14 @@ def test_little_is_read_besides_what_is_needed(
     before: list[int | None] | None,
     new: int,
     after: list[int | None] | None,
-    words: int,
+    text: int,
 ) -> None:
     """At most 1.1 bytes for every byte needed, on every rank, with the chunks that shards have."""
     source = merge_layouts(
-        layout_of(transformer(4, before, words), [old], rank).to_bytes() for rank in range(old)
+        layout_of(transformer(4, before, text), [old], rank).to_bytes() for rank in range(old)
     )
     sizes = [part.payload_bytes for part in source.ranks]
     for rank in range(new):
-        moves = plan(layout_of(transformer(4, after, words), [new], rank), source)
+        moves = plan(layout_of(transformer(4, after, text), [new], rank), source)
         needed = sum(move.total_bytes for move in moves)
         assert bytes_read(moves, sizes, CHUNK_BYTES) <= 1.1 * needed

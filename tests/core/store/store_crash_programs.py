@@ -73,7 +73,7 @@ def persist(directory: Path, step: int, say: Say) -> None:
 def check(directory: Path, said: Sequence[str]) -> list[str]:
     """Every manifest's layout and shards are there and whole; nothing acknowledged is missing; the
     next step is persisted as if nothing had been."""
-    persisted = [int(words.split()[1]) for words in said]
+    persisted = [int(text.split()[1]) for text in said]
     problems = readable(directory, max(persisted, default=0))
     newest = max((c.step for c in listed(directory)), default=Step(0))
     for step in (newest + 1, newest + 2, newest + 3):  # the first may be what was interrupted

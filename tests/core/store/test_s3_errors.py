@@ -144,15 +144,15 @@ def test_no_echo_of_a_secret_is_shown(secret: str, echo: str, place: str) -> Non
         "code": document(escape(repeated)),
         "body": f"500 you sent {repeated} to us".encode(),
     }[place]
-    words = str(parse_failure(500, body, REQUEST, (secret,)).error())
-    shown, hidden = _letters(words), _letters(repeated.removeprefix(PADDING))
+    text = str(parse_failure(500, body, REQUEST, (secret,)).error())
+    shown, hidden = _letters(text), _letters(repeated.removeprefix(PADDING))
     longest = max(
         stop - start
         for start in range(len(hidden))
         for stop in range(start, min(start + 40, len(hidden)) + 1)
         if hidden[start:stop] in shown
     )
-    assert longest < 16, words
+    assert longest < 16, text
 
 
 @pytest.mark.parametrize(
@@ -163,10 +163,8 @@ def test_no_echo_of_a_secret_is_shown(secret: str, echo: str, place: str) -> Non
         "digest b3:196203ac4dd4f181d6cc512d112e28ae92c2fbecbf079d3941d9b2e08dd3ee77 differs",
     ],
 )
-def test_what_is_no_secret_is_shown(words: str) -> None:
-    assert (
-        parse_failure(403, document("AccessDenied", words), REQUEST, (TOKEN, KEY)).message == words
-    )
+def test_what_is_no_secret_is_shown(text: str) -> None:
+    assert parse_failure(403, document("AccessDenied", text), REQUEST, (TOKEN, KEY)).message == text
 
 
 @pytest.mark.parametrize(

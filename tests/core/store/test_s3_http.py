@@ -205,10 +205,10 @@ def silence(connection: socket.socket) -> None:
     ids=["eof", "silence", "not-http", "cut", "cut-chunk", "long-header", "headers", "too-long"],
 )
 def test_a_broken_answer_is_unavailable(
-    script: Callable[[socket.socket], object], words: str
+    script: Callable[[socket.socket], object], text: str
 ) -> None:
     with server(script) as endpoint:
-        with pytest.raises(UnavailableError, match=words) as caught:
+        with pytest.raises(UnavailableError, match=text) as caught:
             put(pool_of(endpoint), b"x")
     assert endpoint in str(caught.value)
 

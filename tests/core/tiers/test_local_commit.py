@@ -72,13 +72,13 @@ def test_the_manifest_does_not_depend_on_the_order_of_shards(tier: NodeTier) -> 
 def test_what_belongs_to_no_checkpoint_together(tier: NodeTier) -> None:
     a, b = write(tier, 0), write(tier, 1)
     later = write(tier, 1, step=11)
-    for records, words in [
+    for records, text in [
         ([], "no shards"),
         ([a], "world size"),
         ([a, a], "has another|every rank"),
         ([a, later], "expected"),
     ]:
-        with pytest.raises(FormatError, match=words):
+        with pytest.raises(FormatError, match=text):
             build_manifest(JOB, records, parent=None, layout=LAYOUT)
     other_layout = layout(world_size=4)
     with pytest.raises(FormatError, match="another layout"):

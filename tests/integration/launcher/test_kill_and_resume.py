@@ -94,5 +94,5 @@ def test_what_was_saved_when_a_rank_was_killed_is_restored(tmp_path: Path) -> No
         go.touch()
         assert run.wait() == 0, run.err()
     assert sorted(run.out().splitlines()) == [
-        f"[rank {rank}] restored {words}" for rank in range(2) for words in ("2 2.0", "None 0.0")
+        f"[rank {rank}] restored {text}" for rank in range(2) for text in ("2 2.0", "None 0.0")
     ]

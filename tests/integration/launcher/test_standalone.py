@@ -82,12 +82,10 @@ def test_a_gang_meets_over_env(tmp_path: Path) -> None:
         pytest.param("import sys; sys.exit('bye')", 1, "bye", id="exit-words"),
     ],
 )
-def test_exit_codes(
-    tmp_path: Path, light: dict[str, str], body: str, code: int, words: str
-) -> None:
+def test_exit_codes(tmp_path: Path, light: dict[str, str], body: str, code: int, text: str) -> None:
     done = run(tmp_path, [], ["python", str(script(tmp_path, body))], light)
     assert done.process.returncode == code
-    assert words in done.err()
+    assert text in done.err()
 
 
 @pytest.mark.parametrize(
@@ -100,11 +98,11 @@ def test_exit_codes(
     ],
 )
 def test_any_command(
-    tmp_path: Path, light: dict[str, str], command: list[str], code: int, words: str
+    tmp_path: Path, light: dict[str, str], command: list[str], code: int, text: str
 ) -> None:
     done = run(tmp_path, [], command, light)
     assert done.process.returncode == code, done.err()
-    assert words in done.out() + done.err()
+    assert text in done.out() + done.err()
 
 
 def test_a_module_that_starts_threads_cannot_be_preloaded(

@@ -222,14 +222,14 @@ def test_an_upload_that_cannot_succeed_says_why(
     matches: Matches,
     action: Action,
     expected: type[HoldfastError],
-    words: str,
+    text: str,
 ) -> None:
     bench.proxy.add(matches, action, FOREVER)
-    with pytest.raises(expected, match=words) as caught:
+    with pytest.raises(expected, match=text) as caught:
         bench.tier.upload_shard(NAMESPACE, bench.reader(kind))
-    assert bench.proxy.endpoint in str(caught.value) or words == "vanished"
+    assert bench.proxy.endpoint in str(caught.value) or text == "vanished"
     assert not bench.is_stored(bench.reader(kind))
-    interrupted = kind == "parts" and expected is UnavailableError and words != "vanished"
+    interrupted = kind == "parts" and expected is UnavailableError and text != "vanished"
     assert bench.unfinished(bench.reader(kind)) == (1 if interrupted else 0)
 
 

@@ -76,16 +76,16 @@ def test_wrong_keys(
     report = probe(store, StaticCredentials(keys))
     assert (report.available, report.reason) == (False, ProbeReason.ACCESS_DENIED)
     assert re.search(code, report.message)
-    for words in (advice, server.endpoint, "'holdfast'"):
-        assert words in report.message
+    for text in (advice, server.endpoint, "'holdfast'"):
+        assert text in report.message
     assert "not-the-secret" not in report.to_json()
 
 
 def test_missing_bucket(server: StoreServer, store: StoreConfig) -> None:
     report = probe(replace(store, bucket="no-such-bucket"), server.credentials)
     assert (report.available, report.reason) == (False, ProbeReason.BUCKET_NOT_FOUND)
-    for words in ("NoSuchBucket", "The specified bucket does not exist", "'no-such-bucket'"):
-        assert words in report.message
+    for text in ("NoSuchBucket", "The specified bucket does not exist", "'no-such-bucket'"):
+        assert text in report.message
 
 
 def test_nobody_listens(server: StoreServer, store: StoreConfig, quick: Retrier) -> None:
@@ -207,13 +207,13 @@ def test_a_store_that_cannot_be_used(
     matches: Matches,
     action: Action,
     reason: ProbeReason,
-    words: str,
+    text: str,
 ) -> None:
     proxy.add(matches, action, times=1000)
     config = replace(store, endpoint=proxy.endpoint)
     report = probe(config, server.credentials, retrier=quick, timeouts=FAST)
     assert (report.available, report.reason) == (False, reason)
-    assert words in report.message
+    assert text in report.message
     assert len(report.to_json()) < 4096
     assert left_below(server, store) == []
 

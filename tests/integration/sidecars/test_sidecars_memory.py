@@ -124,8 +124,8 @@ def test_the_newest_step_in_memory_is_restored_when_ranks_die(gangs: Gangs, tmp_
             overtaken = {(s, Level.LOCAL, OVERTAKEN) for s in range(2, 7)}
 
             def heard() -> bool:
-                words = [m for m in rank.pushed if isinstance(m, SaveFailed)]
-                return {(m.step, m.level, m.reason) for m in words} == overtaken
+                text = [m for m in rank.pushed if isinstance(m, SaveFailed)]
+                return {(m.step, m.level, m.reason) for m in text} == overtaken
 
             await until(heard, "the rank hears which steps gave way")
             dropped = "holdfast_steps_dropped_total 5.0"

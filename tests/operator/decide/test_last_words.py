@@ -65,8 +65,8 @@ INDENTED = """\
         (1, "Traceback:\n  File x\n    cut", "ended with code 1: Traceback:\n  File x\n    cut"),
     ],
 )
-def test_how_it_ended(code: int, output: str, words: str) -> None:
-    assert how_it_ended(DeadRank(Rank(2), Worker(1), code, output)) == words
+def test_how_it_ended(code: int, output: str, text: str) -> None:
+    assert how_it_ended(DeadRank(Rank(2), Worker(1), code, output)) == text
 
 
 def test_endless_words_are_cut() -> None:

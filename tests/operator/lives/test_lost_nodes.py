@@ -58,8 +58,8 @@ def test_ranks_that_fail_before_the_lease_has_stopped_begin_no_round_of_their_ow
     node.dead = True
     life.run(LEASE_SECONDS - 5)
     assert life.status.restart_round == 0
-    words = " ".join(c.message for c in life.status.conditions)
-    assert "connection closed by peer" in words and "has not answered since" in words
+    text = " ".join(c.message for c in life.status.conditions)
+    assert "connection closed by peer" in text and "has not answered since" in text
     life.run(LONG)
     assert one_round(life)
     assert life.status.last_recovery is not None
@@ -159,8 +159,8 @@ def test_a_job_that_fits_on_the_lost_node_only_waits_and_uses_it_when_it_returns
     assert life.status.restart_round == 1
     waiting = life.operator.worker_pod(2)
     assert waiting is not None and waiting.node is None
-    words = " ".join(c.message for c in life.status.conditions)
-    assert "0/6 nodes are available" in words and lost.name in words
+    text = " ".join(c.message for c in life.status.conditions)
+    assert "0/6 nodes are available" in text and lost.name in text
     writes = writes_of_pods(life)
     life.run(LONG)
     assert writes_of_pods(life) == writes

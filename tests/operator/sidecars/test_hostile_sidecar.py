@@ -207,8 +207,8 @@ def test_what_sidecars_say_fills_no_log(caplog: pytest.LogCaptureFixture) -> Non
             server = await b.serve(pod)
             b.follow(pod, coordinator=0)
             for n in range(3):
-                words = f"{n} " + "x" * 5000
-                server.refuses_state = words
+                text = f"{n} " + "x" * 5000
+                server.refuses_state = text
                 server.calls.clear()
                 await b.until(lambda: len(server.calls) >= 2)
 

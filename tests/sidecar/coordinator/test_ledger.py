@@ -140,9 +140,9 @@ def test_what_is_on_its_way_to_the_store_is_not_forgotten() -> None:
 
 
 @given(st.permutations([("p", 0), ("p", 1), ("r", 0), ("r", 1), ("u", 0), ("u", 1)]))
-def test_the_order_of_words_does_not_matter(words: list[tuple[str, int]]) -> None:
+def test_the_order_of_words_does_not_matter(text: list[tuple[str, int]]) -> None:
     book = ledger()
-    for kind, rank in words:
+    for kind, rank in text:
         match kind:
             case "p":
                 book.prepared(Step(3), info(rank), A)

@@ -42,7 +42,7 @@ def test_the_next_local_step_takes_the_place_of_one_that_was_due() -> None:
     asked = uploads(book, every=10)
     local(book, asked, 7)
     assert book.on_way_to_store == set()
-    asked.gave_way((Step(9), Step(10), Step(20)))
+    asked.steps_dropped((Step(9), Step(10), Step(20)))
     local(book, asked, 13)
     local(book, asked, 14)
     assert book.on_way_to_store == {13}
@@ -51,7 +51,7 @@ def test_the_next_local_step_takes_the_place_of_one_that_was_due() -> None:
 def test_steps_that_were_not_due_are_replaced_by_none() -> None:
     book = ledger()
     asked = uploads(book, every=10)
-    asked.gave_way((Step(8), Step(9)))
+    asked.steps_dropped((Step(8), Step(9)))
     local(book, asked, 13)
     assert book.on_way_to_store == set()
     local(book, asked, 20)

@@ -84,7 +84,7 @@ SEALED = RoundState(Worker(1), 4, RestartRound(2))
         pytest.param({"last_round": RestartRound(2)}, "ran round 2 already", id="ran already"),
     ],
 )
-def test_closed(fields: dict[str, object], words: str) -> None:
+def test_closed(fields: dict[str, object], text: str) -> None:
     reason = open_barrier(facts(**fields))
     assert isinstance(reason, str)
-    assert words in reason
+    assert text in reason

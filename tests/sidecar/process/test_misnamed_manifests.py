@@ -89,10 +89,10 @@ def test_it_is_not_restored_from_any_tier(job_uid: JobUid, checkpoint: Checkpoin
     point = RestorePoint(
         checkpoint.step, checkpoint.round, job_uid=job_uid, job_namespace=JOB.namespace
     )
-    words = tried(point, node)
+    text = tried(point, node)
     for place in ("the node tier", "worker 1", "the object store"):
-        assert f"manifest {'at' if place == 'worker 1' else 'in'} {place}" in words
-    assert words.count("renamed or copied") == 3
+        assert f"manifest {'at' if place == 'worker 1' else 'in'} {place}" in text
+    assert text.count("renamed or copied") == 3
     with pytest.raises(NotFoundError):
         node.get_manifest(job_uid, checkpoint)
 

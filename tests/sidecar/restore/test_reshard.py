@@ -157,9 +157,9 @@ def test_what_is_nowhere_is_named_and_the_slot_is_nobodys(world: World) -> None:
     )
     with pytest.raises(NotFoundError) as caught:
         world.fill()
-    words = str(caught.value)
+    text = str(caught.value)
     for part in ("rank 1: node tier", "rank 1: worker 4", "worker 5", "other keys"):
-        assert part in words
+        assert part in text
     header = header_in(world.root)
     assert (header.state, header.step, header.payload_bytes) == (SlotState.FILLING, None, 0)
 

@@ -111,9 +111,9 @@ class Pod:
     def namespace_of(self, point: RestorePoint) -> str:
         return self.world.saved.namespace
 
-    def failed(self, rank: Rank, words: str) -> None:
-        if words != (self.told[-1] if self.told else ""):
-            self.told.append(words)
+    def failed(self, rank: Rank, text: str) -> None:
+        if text != (self.told[-1] if self.told else ""):
+            self.told.append(text)
 
     # -------------------------------------------------------------- the test's side
 
@@ -283,8 +283,8 @@ def test_a_fill_that_waits_for_a_source_ends_with_its_round(pod: Pod) -> None:
         pools.close()
 
     asyncio.run(scenario())
-    (words,) = pod.told
-    assert words.startswith("rank 1: ")
+    (text,) = pod.told
+    assert text.startswith("rank 1: ")
 
 
 def test_what_a_fill_has_waited_for_is_no_failure_once_it_is_there(pod: Pod) -> None:

@@ -92,6 +92,6 @@ def test_the_word_of_the_whole_shard_follows(
         pools.close()
         return said
 
-    words = asyncio.run(scenario())
+    text = asyncio.run(scenario())
     tier.close()
-    assert [word.references for word in words] == [(BASE,), ()]
+    assert [word.references for word in text] == [(BASE,), ()]

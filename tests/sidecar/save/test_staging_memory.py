@@ -101,7 +101,7 @@ class World:
             Mock(note=Mock(return_value=Mock(reason="Unavailable", message="no"))),
             self.metrics,
             SystemClock(),
-            Pacing(self.settings.slots_dir, gave_way=self.metrics.gave_way),
+            Pacing(self.settings.slots_dir, waited_for_copies=self.metrics.waited_for_copies),
             self._on_outcome,
             self._changed.set,
         )
@@ -184,7 +184,7 @@ def test_a_write_gives_way_to_a_rank_that_copies(tmp_path: Path) -> None:
         await world.until(lambda: world.slots()[0] is FREE)  # though this copy never ends
         copying.close()
         assert world.stored() == [1]
-        ((seconds,), _) = world.metrics.gave_way.call_args
+        ((seconds,), _) = world.metrics.waited_for_copies.call_args
         assert seconds > 0
 
     run(tmp_path, 2, scenario)

@@ -146,13 +146,13 @@ async def ask(
         return response.status, json.loads(await response.read())
 
 
-def silent(stack: ExitStack, port: int, count: int, words: bytes = b"") -> list[socket.socket]:
+def silent(stack: ExitStack, port: int, count: int, text: bytes = b"") -> list[socket.socket]:
     found = []
     for _ in range(count):
         sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
-        if words:
+        if text:
             with contextlib.suppress(OSError):
-                sock.sendall(words)
+                sock.sendall(text)
         sock.setblocking(False)
         found.append(sock)
     return found
@@ -176,7 +176,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 @pytest.mark.parametrize(
     "words", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"]
 )
-def test_strangers_hold_few_connections_and_stop_nobody(certificates: Files, words: bytes) -> None:
+def test_strangers_hold_few_connections_and_stop_nobody(certificates: Files, text: bytes) -> None:
     """They are never timed out here, and come from the address of the operator itself."""
 
     async def scenario() -> None:
@@ -186,7 +186,7 @@ def test_strangers_hold_few_connections_and_stop_nobody(certificates: Files, wor
             before = descriptors()
             with ExitStack() as stack:
                 for number in range(1, 11):
-                    await asyncio.to_thread(silent, stack, port, 40, words)
+                    await asyncio.to_thread(silent, stack, port, 40, text)
                     assert (await ask(port, operator))[0] == 200
                     assert server.connections <= 64 + 128 + 1
                     own = descriptors() - before - 40 * number
@@ -458,12 +458,12 @@ async def intake(path: Path, limits: IntakeLimits | None = None) -> AsyncIterato
         await server.close()
 
 
-def local(stack: ExitStack, path: Path, words: bytes) -> socket.socket:
+def local(stack: ExitStack, path: Path, text: bytes) -> socket.socket:
     sock = stack.enter_context(socket.socket(socket.AF_UNIX))
     sock.settimeout(60)
     sock.connect(str(path))
     with contextlib.suppress(OSError):
-        sock.sendall(words)
+        sock.sendall(text)
     sock.setblocking(False)
     return sock
 

@@ -226,7 +226,7 @@ def _child(program: Program, said: int) -> NoReturn:
         _ptrace(_TRACEME, 0)
         os.kill(os.getpid(), signal.SIGSTOP)
         _stop_at(NAMES[platform.machine()])
-        program(lambda words: _say(said, words))
+        program(lambda text: _say(said, text))
         os._exit(0)
     except BaseException:  # noqa: BLE001 - reported by the exit code; a child may not go on as its parent
         traceback.print_exc()
@@ -246,14 +246,14 @@ def _stop_at(numbers: Iterable[int]) -> None:
 
 
 def _prctl(option: int, value: int, address: int) -> None:
-    words = [ctypes.c_ulong(word) for word in (value, address, 0, 0)]
-    if _libc.prctl(option, *words) < 0:
+    text = [ctypes.c_ulong(word) for word in (value, address, 0, 0)]
+    if _libc.prctl(option, *text) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl {option}: {os.strerror(number)}")
 
 
-def _say(said: int, words: str) -> None:
-    os.write(said, f"{words}\n".encode())
+def _say(said: int, text: str) -> None:
+    os.write(said, f"{text}\n".encode())
 
 
 class _Tracer:
@@ -314,16 +314,16 @@ class _Tracer:
         except ProcessLookupError:
             return True
         if info.op == _FILTERED:
-            name = self._numbers.get(info.words[0])
+            name = self._numbers.get(info.text[0])
             if name is not None and not self.killed:
-                self._entered(thread, name, tuple(info.words[1:7]))
+                self._entered(thread, name, tuple(info.text[1:7]))
         elif info.op == _EXIT and thread in self._failing:
             self._failing.remove(thread)
             assert self._strike is not None and self._strike.error is not None
             _ptrace(_POKEUSER, thread, _RESULT_REGISTER, -self._strike.error)
         elif info.op == _EXIT and thread in self._under_way:
             call = self._under_way.pop(thread)
-            result = ctypes.c_int64(info.words[0]).value
+            result = ctypes.c_int64(info.text[0]).value
             if result >= 0 and self._recorder is not None:
                 self._left(call, result, self._recorder)
         if self.killed and not self._under_way:

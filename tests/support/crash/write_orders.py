@@ -75,7 +75,7 @@ class Sync:
 class Said:
     """No change: the program told its user something from here on."""
 
-    words: str
+    text: str
 
 
 Change = Create | Link | Rename | Remove | Write | Resize
@@ -104,7 +104,7 @@ def power_cuts(log: Sequence[Op], *, at: Sequence[int] | None = None) -> Iterato
     seen: set[tuple[Tree, tuple[str, ...]]] = set()
     for after in places:
         done = ops[:after]
-        said = tuple(op.words for op in done if isinstance(op, Said))
+        said = tuple(op.text for op in done if isinstance(op, Said))
         changes = [n for n, op in enumerate(done) if not isinstance(op, Sync | Said)]
         pending = [n for n in changes if not _is_durable(done, n)]
         for lost in _subsets(pending):

@@ -431,9 +431,9 @@ class FakeCluster:
         view = pod.view
         if view.node is None:
             node = self._place(view)
-            words = None if node else "Unschedulable"
+            text = None if node else "Unschedulable"
             message = "" if node else f"0/{len(self.nodes)} nodes are available"
-            pod.view = replace(view, node=node, reason=words, message=message)
+            pod.view = replace(view, node=node, reason=text, message=message)
             return
         if self.nodes[view.node].silent:
             return
@@ -567,10 +567,10 @@ class _ClusterApi(FakeApi):
     async def post(
         self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None
     ) -> Any:
-        words = self._cluster.pod_refusal
-        if words and body.get("kind") == "Pod":
+        text = self._cluster.pod_refusal
+        if text and body.get("kind") == "Pod":
             name = body["metadata"]["name"]
-            raise ApiError(403, "Forbidden", f"pods {name} is forbidden: {words}")
+            raise ApiError(403, "Forbidden", f"pods {name} is forbidden: {text}")
         answer = await super().post(path, body, params)
         if answer.get("kind") == "Pod":
             self._cluster.pod_created(answer)

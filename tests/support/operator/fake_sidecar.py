@@ -109,8 +109,8 @@ class FakeSidecar:
             shards=self.held,
         )
 
-    def _refuse(self, code: Refusal, words: str) -> web.Response:
-        return _json(Refused(code, words, self.round, self.version), 409)
+    def _refuse(self, code: Refusal, text: str) -> web.Response:
+        return _json(Refused(code, text, self.round, self.version), 409)
 
     async def _seal(self, request: web.Request) -> web.Response:
         message = loads(Seal, await request.read())

@@ -183,14 +183,14 @@ class StoreServer(ABC):
                 if failure is None or failure.code == "BucketAlreadyOwnedByYou":
                     client.close()
                     return
-                said = failure.words
+                said = failure.text
             except UnavailableError as error:
                 said = str(error)
             pause.wait(0.05)
         state = "exited" if process.poll() is not None else f"not ready after {START_SECONDS:g} s"
-        words = log.read_text(errors="replace")[-2000:]
+        text = log.read_text(errors="replace")[-2000:]
         raise ServerUnavailableError(
-            f"{self.tool} on {self.endpoint}: {state}; it said {said}; its log: {words}"
+            f"{self.tool} on {self.endpoint}: {state}; it said {said}; its log: {text}"
         )
 
 

@@ -73,7 +73,7 @@ def objects_of(rank: int, objects_bytes: int = 64) -> bytes:
     return pack_objects({"state": {"saved by": rank}}, objects_bytes)
 
 
-def transformer(layers: int, placement: Placement | None, words: int = 128256) -> dict[str, Tensor]:
+def transformer(layers: int, placement: Placement | None, text: int = 128256) -> dict[str, Tensor]:
     """Some layers of a model of 1.2e9 parameters in fp32, with Adam's two tensors each: what a
     layer costs does not depend on their number."""
     width, inner = 2048, 8192
@@ -81,7 +81,7 @@ def transformer(layers: int, placement: Placement | None, words: int = 128256) -
     shapes |= {name: (width, width) for name in "qkvo"}
     tensors: dict[str, Tensor] = {}
     for part in ("model", "exp_avg", "exp_avg_sq"):
-        tensors[f"{part}.words"] = Tensor("F32", (words, width), placement)
+        tensors[f"{part}.words"] = Tensor("F32", (text, width), placement)
         for layer in range(layers):
             tensors[f"{part}.{layer}.norm"] = Tensor("F32", (width, 1), None)
             for name, shape in shapes.items():

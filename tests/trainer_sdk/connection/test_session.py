@@ -62,40 +62,40 @@ def save(session: Session, slot: Slot, step: int) -> SaveHandle:
     return handle
 
 
-def session_with(words: Words) -> Session:
+def session_with(text: Words) -> Session:
     session = Session(JobUid("job"), RANK, ROUND)
-    session.link = words  # type: ignore[assignment]
+    session.link = text  # type: ignore[assignment]
     return session
 
 
 def test_only_the_save_that_is_in_the_slot_is_handed_over_again(slot: Slot) -> None:
     """The older one gave way while the connection was broken: its slot is the newer one's."""
-    words = Words()
-    session = session_with(words)
+    text = Words()
+    session = session_with(text)
     save(session, slot, 1)
     save(session, slot, 2)
     session.greeted(HelloReply(ROUND))
     session.connected()
-    assert words.steps == [1, 2, 2]
+    assert text.steps == [1, 2, 2]
 
 
 def test_a_save_that_is_refused_late_leaves_the_newer_one_alone(slot: Slot) -> None:
-    words = Words()
-    session = session_with(words)
+    text = Words()
+    session = session_with(text)
     older = save(session, slot, 1)
     save(session, slot, 2)
-    words.sent[0][1].set_exception(FormatError("the slot holds step 2"))
+    text.sent[0][1].set_exception(FormatError("the slot holds step 2"))
     assert slot.header().state is SlotState.FULL
     assert older.settled
-    words.sent[1][1].set_exception(FormatError("refused"))
+    text.sent[1][1].set_exception(FormatError("refused"))
     assert slot.header().state is SlotState.FREE
 
 
 def test_an_overtaken_save_is_no_failed_one(slot: Slot) -> None:
-    words = Words()
-    session = session_with(words)
+    text = Words()
+    session = session_with(text)
     handle = save(session, slot, 1)
-    words.sent[0][1].set_result(Staged(Step(1)))
+    text.sent[0][1].set_result(Staged(Step(1)))
     session.push(LevelReached(Step(1), ROUND, Level.MEMORY))
     session.push(SaveFailed(Step(1), ROUND, Level.LOCAL, OVERTAKEN, "by step 2"))
     assert handle.level is Level.MEMORY
@@ -106,16 +106,16 @@ def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
     slot: Slot, tmp_path: Path
 ) -> None:
     """It refuses whatever is handed over again, and takes the slot up when its ROUND comes."""
-    words = Words()
-    session = session_with(words)
+    text = Words()
+    session = session_with(text)
     handle = save(session, slot, 1)
-    words.sent[0][1].set_result(Staged(Step(1)))
+    text.sent[0][1].set_result(Staged(Step(1)))
     sidecars = SlotFile.open(tmp_path, slot.name)
     sidecars.set_state(SlotState.OWNED)
     session.greeted(HelloReply(ROUND))
     session.connected()
-    assert words.steps == [1, 1]
-    words.sent[1][1].set_exception(RefusedError(Refusal.SEALED, "waits for its ROUND"))
+    assert text.steps == [1, 1]
+    text.sent[1][1].set_exception(RefusedError(Refusal.SEALED, "waits for its ROUND"))
     header = slot.header()
     assert (header.state, header.step) == (SlotState.OWNED, 1)
     assert not handle.settled

@@ -136,8 +136,8 @@ def leave_prepared(directory: Path, step: int) -> None:
 
 def check(directory: Path, said: Sequence[str]) -> list[str]:
     """A new run restores at least what was acknowledged, bit by bit; then it saves, and again."""
-    committed = [int(words.split()[1]) for words in said if words.startswith("committed")]
-    rounds = [int(words.split()[1]) for words in said if words.startswith("round")]
+    committed = [int(text.split()[1]) for text in said if text.startswith("committed")]
+    rounds = [int(text.split()[1]) for text in said if text.startswith("round")]
     problems: list[str] = []
     with beside(directory) as memory:
         gang = Gang(directory, memory)

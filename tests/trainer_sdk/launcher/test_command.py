@@ -44,8 +44,8 @@ from holdfast_core.errors import ConfigError
         pytest.param(["./train.sh"], Command(CommandKind.EXEC, ("./train.sh",)), id="anything"),
     ],
 )
-def test_parse(words: list[str], expected: Command) -> None:
-    assert parse_command(words) == expected
+def test_parse(text: list[str], expected: Command) -> None:
+    assert parse_command(text) == expected
 
 
 def test_nothing_to_run() -> None:

@@ -139,13 +139,13 @@ def test_a_slot_can_be_filled_before_all_are_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    real = Slot.touch
+    real = Slot.prefault
 
-    def touch(slot: Slot) -> None:
+    def prefault(slot: Slot) -> None:
         assert gate.wait(60)
         real(slot)
 
-    monkeypatch.setattr(Slot, "touch", touch)
+    monkeypatch.setattr(Slot, "prefault", prefault)
     slots = ring(tmp_path)
     slots.ensure(MIB, ROUND, to_fill=True)
     path = slots.slots[0].path
@@ -168,7 +168,7 @@ def test_what_a_killed_life_did_not_touch_is_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(Slot, "touch", lambda slot: None)
+        patched.setattr(Slot, "prefault", lambda slot: None)
         ring(tmp_path).ensure(MIB, ROUND, to_fill=True)
     path = tmp_path / "rank000005.1.slot"
     assert path.stat().st_blocks * 512 < MIB
@@ -179,16 +179,16 @@ def test_what_a_killed_life_did_not_touch_is_touched(
 def test_a_volume_that_fills_up_is_told_to_the_next_who_asks_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Slot.touch
+    real = Slot.prefault
 
-    def touch(slot: Slot) -> None:
+    def prefault(slot: Slot) -> None:
         if slot.index == 1:
             raise CapacityError("the volume filled up meanwhile")
         real(slot)
 
     slots = ring(tmp_path, 3)
     with monkeypatch.context() as patched:
-        patched.setattr(Slot, "touch", touch)
+        patched.setattr(Slot, "prefault", prefault)
         slots.ensure(MIB, ROUND, to_fill=True)
         with pytest.raises(CapacityError, match="meanwhile"):
             slots.acquire()

@@ -15,10 +15,10 @@ from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.state.destinations import Destinations
 from holdfast.state.load import fits, load_state
+from holdfast.state.restore_target import RestoreTarget
 from holdfast.state.rng import RNG
 from holdfast.state.snapshot import read_payload, take_snapshot
 from holdfast.state.tensors import is_in_host_memory
-from holdfast.state.wish import Wish
 from holdfast_core.errors import CorruptionError
 from holdfast_core.format.payload import LENGTH_BYTES, PayloadPlan, header_bytes, parse_payload
 
@@ -338,7 +338,7 @@ def test_a_state_without_tensors() -> None:
 
 
 def wished(**state: Any) -> bool:
-    return Wish(state, RANK, strict=True).is_read_in_place()
+    return RestoreTarget(state, RANK, strict=True).is_read_in_place()
 
 
 def test_a_device_is_no_host_memory() -> None:

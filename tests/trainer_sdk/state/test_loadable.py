@@ -88,8 +88,8 @@ def read_only() -> np.ndarray[Any, Any]:
         pytest.param(lambda: torch.float32, r"s\.x: torch\.dtype", id="dtype"),
     ],
 )
-def test_what_could_not_be_loaded_is_refused_when_it_is_saved(value: Any, words: str) -> None:
-    with pytest.raises(UnsupportedStateError, match=words):
+def test_what_could_not_be_loaded_is_refused_when_it_is_saved(value: Any, text: str) -> None:
+    with pytest.raises(UnsupportedStateError, match=text):
         take_snapshot({"s": {"x": value()}}, RANK)
 
 

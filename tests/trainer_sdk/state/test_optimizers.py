@@ -63,12 +63,12 @@ MISFITS = [
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("kind", "words"), MISFITS)
-def test_strict_loads_nothing(kind: Any, words: str, steps: int) -> None:
+def test_strict_loads_nothing(kind: Any, text: str, steps: int) -> None:
     saved = read_payload(stored(state_with(torch.optim.AdamW, 0, 2)))
     state = state_with(kind, 1, steps)
     before = bits(state)
     assert not fits(state, saved)
-    with pytest.raises(StateMismatchError, match=words):
+    with pytest.raises(StateMismatchError, match=text):
         load_state(state, saved)
     assert bits(state) == before
     assert state["word"] == "new"
@@ -77,7 +77,7 @@ def test_strict_loads_nothing(kind: Any, words: str, steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("kind", "words"), MISFITS)
-def test_not_strict_skips_and_lists_it(kind: Any, words: str, steps: int) -> None:
+def test_not_strict_skips_and_lists_it(kind: Any, text: str, steps: int) -> None:
     source = state_with(torch.optim.AdamW, 0, 2)
     state = state_with(kind, 1, steps)
     before = bits({**state, "model": torch.nn.Module()})

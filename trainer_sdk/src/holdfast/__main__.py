@@ -15,8 +15,8 @@ EXIT_USAGE = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. The words after `--` are the user's command."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    words, command = _split(words)
+    text = list(sys.argv[1:] if argv is None else argv)
+    text, command = _split(text)
     parser = argparse.ArgumentParser(prog="holdfast", description="Fault-tolerant training.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("version", help="print the version")
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from holdfast.launcher import main as launcher
 
     launcher.add_arguments(run_parser)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(text)
     if arguments.verb == "version":
         sys.stdout.write(f"holdfast {version('holdfast')}\n")
         return 0
@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
+def _split(text: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in text:
+        return text, []
+    at = text.index("--")
+    return text[:at], text[at + 1 :]
 
 
 if __name__ == "__main__":

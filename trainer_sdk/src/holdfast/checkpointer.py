@@ -34,8 +34,8 @@ from holdfast.gang.agreement import StepAgreement, Verdict
 from holdfast.gang.store import GangStore, connect_store
 from holdfast.slots.staging import SlotRing
 from holdfast.state.load import load_state
+from holdfast.state.restore_target import RestoreTarget
 from holdfast.state.rng import RNG
-from holdfast.state.wish import Wish
 from holdfast.training.lazy_loaders import LazyLoaderWatch
 from holdfast.training.loop import Position, TrainingLoop
 from holdfast.training.signals import HandledSignal, interrupts_at_end, stop_signal
@@ -480,9 +480,9 @@ class Checkpointer:
         self._saver.prepare()
         if rolls_back:
             self._roll_back(step)
-        wish = Wish(state, self._settings.rank, strict=self._strict)
+        restore_target = RestoreTarget(state, self._settings.rank, strict=self._strict)
         try:
-            found = restorer.fetch(wish)
+            found = restorer.fetch(restore_target)
         except CorruptionError:
             # For a requested step every rank raises this, so that the next call rolls back again.
             self._has_saved = self._has_saved or step is not None
@@ -493,7 +493,7 @@ class Checkpointer:
             self._position.restored(0, state)
             return None
         saved = found.saved()
-        if found.lies_over is not None and not wish.fits(saved):
+        if found.lies_over is not None and not restore_target.fits(saved):
             raise CorruptionError(
                 f"checkpoint {found.lies_over} turned out bad when parts of it were in the state "
                 f"already, and step {found.step} does not cover all of that: build the state anew and "
@@ -525,8 +525,8 @@ class Checkpointer:
         """
         require_state(state, "allocate")
         self._open_to_save()
-        wish = Wish(state, self._settings.rank, strict=self._strict)
-        self._saver.ensure_slots(wish.needed_bytes(), self._round())
+        restore_target = RestoreTarget(state, self._settings.rank, strict=self._strict)
+        self._saver.ensure_slots(restore_target.needed_bytes(), self._round())
 
     def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
         """Copy the state and return a handle of the save. Training may then change the state.
@@ -722,7 +722,7 @@ class Checkpointer:
         handed over is complete. If the previous save found no slot, this expectation was wrong.
         """
         policy = self._session.policy
-        keeps = policy is not None and policy.keeps_every_step
+        keeps = policy is not None and policy.memory_level_enabled
         return keeps and isinstance(self._place, PodPlace) and not self._found_no_slot
 
     def _is_left_out(self, step: int) -> bool:

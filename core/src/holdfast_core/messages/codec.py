@@ -38,9 +38,9 @@ class _MismatchError(Exception):
     """Mismatch between a value and its type. Each decoder on the way out appends its part of `path`, so
     the innermost part comes first."""
 
-    def __init__(self, words: str) -> None:
-        super().__init__(words)
-        self.words = words
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
         self.path: list[str] = []
 
 
@@ -117,7 +117,7 @@ def from_json(cls: type[T], value: Any) -> T:
         return typing.cast(T, _decoder(kind)(value))
     except _MismatchError as error:
         path = "".join(reversed(error.path))
-        raise FormatError(f"{cls.__name__}{path}: {error.words}") from error
+        raise FormatError(f"{cls.__name__}{path}: {error.text}") from error
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -265,8 +265,8 @@ def _enum(kind: type[StrEnum]) -> Decoder:
     def read(value: Any) -> Any:
         found = known.get(value) if isinstance(value, str) else None
         if found is None:
-            words = ", ".join(sorted(known))
-            raise _MismatchError(f"{_shown(value)} is not one of {words}")
+            text = ", ".join(sorted(known))
+            raise _MismatchError(f"{_shown(value)} is not one of {text}")
         return found
 
     return read

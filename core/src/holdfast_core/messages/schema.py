@@ -106,7 +106,7 @@ class Policy:
     """"Zstd" compresses uploads. Every other value means "None"."""
 
     @property
-    def keeps_every_step(self) -> bool:
+    def memory_level_enabled(self) -> bool:
         """Return whether a step that is staged during an earlier one's write waits in memory.
 
         This takes three slots: one is being written, one holds the newest complete step, and one is

@@ -34,12 +34,12 @@ def is_full(error: OSError) -> bool:
 
 def disk_error(error: OSError, tried: str) -> HoldfastError:
     """Return the Holdfast error for an OSError. `tried` names the operation and the path."""
-    words = f"{tried}: {error.strerror or error}"
+    text = f"{tried}: {error.strerror or error}"
     if is_full(error):
-        return CapacityError(f"{words} (no room on the volume; needed and available are unknown)")
+        return CapacityError(f"{text} (no room on the volume; needed and available are unknown)")
     if error.errno in _TRANSIENT:
-        return UnavailableError(words)
-    return TierError(words)
+        return UnavailableError(text)
+    return TierError(text)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast_core.pacing.foreground_copies import GivingWay
+from holdfast_core.pacing.foreground_copies import ForegroundCopyGate
 from holdfast_core.pacing.rate import Pace
 from holdfast_core.pacing.throttle import Throttle
 
@@ -28,7 +28,7 @@ class Pacing:
         slots_dir: Path,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        gave_way: Callable[[float], None] = lambda seconds: None,
+        waited_for_copies: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         """
         Args:
@@ -36,8 +36,8 @@ class Pacing:
             gave_way: Called after each wait for such a copy, with its seconds.
         """
         self._throttle = Throttle(monotonic, sleep)
-        self._giving_way = GivingWay(slots_dir, monotonic, sleep)
-        self._gave_way = gave_way
+        self._copy_gate = ForegroundCopyGate(slots_dir, monotonic, sleep)
+        self._waited_for_copies = waited_for_copies
         self._monotonic = monotonic
         self._pace = Pace()
         self._last: float | None = None
@@ -61,9 +61,9 @@ class Pacing:
         """
         self._throttle.take(byte_count)
         if not self._hurrying:
-            seconds = self._giving_way.stand_aside()
+            seconds = self._copy_gate.wait_for_copies()
             if seconds:
-                self._gave_way(seconds)
+                self._waited_for_copies(seconds)
 
     def begin(self) -> None:
         """Start a round: apply the limit again, and count the next step as the first one."""

@@ -31,7 +31,7 @@ class _Copy:
     step: Step
 
 
-class GivingWay:
+class ForegroundCopyGate:
     """Detector of running copies, one for each process. Thread-safe. `slots_dir` need not exist yet."""
 
     def __init__(
@@ -46,7 +46,7 @@ class GivingWay:
         self._lock = threading.Lock()
         self._seen_at: dict[_Copy, float] = {}
 
-    def stand_aside(self) -> float:
+    def wait_for_copies(self) -> float:
         """Block while a rank copies a save, at most LONGEST_SECONDS for each copy. Return the seconds that
         this took."""
         if not self._must_wait():

@@ -184,13 +184,13 @@ def receive_frame(sock: Incoming) -> BulkFrame | None:
     meta = bytearray(meta_bytes)
     receive_into(sock, memoryview(meta))
     round_, step, step_round, rank, offset, length = numbers
-    words = _parse_meta(bytes(meta))
+    text = _parse_meta(bytes(meta))
     try:
         known_kind, known_status = Kind(kind), Status(status)
     except ValueError as error:
         raise FormatError(f"bulk frame: {error}") from error
     ref = ShardRef(
-        words.job_uid,
+        text.job_uid,
         Step(expect_int(step, "bulk frame: step", high=MAX_STEP)),
         RestartRound(expect_int(step_round, "bulk frame: step's round", high=MAX_ROUND)),
         Rank(expect_int(rank, "bulk frame: rank", high=MAX_RANK)),
@@ -204,10 +204,10 @@ def receive_frame(sock: Incoming) -> BulkFrame | None:
         expect_int(offset, "bulk frame: offset", high=_MAX_FILE_BYTES),
         expect_int(length, "bulk frame: length", high=_MAX_FILE_BYTES),
         crc,
-        words.refused,
-        words.plain,
-        words.table,
-        words.have,
+        text.refused,
+        text.plain,
+        text.table,
+        text.have,
     )
 
 
@@ -323,25 +323,25 @@ def raise_reply(reply: BulkFrame, tried: str) -> None:
     if reply.status in (Status.OK, Status.HAVE):
         return
     refused = reply.refused
-    words = f"{tried}: {refused.message if refused else reply.status.name}"
+    text = f"{tried}: {refused.message if refused else reply.status.name}"
     match reply.status:
         case Status.CORRUPT:
-            raise CorruptionError(words)
+            raise CorruptionError(text)
         case Status.FAILED:
-            raise UnavailableError(words)
+            raise UnavailableError(text)
     if refused is None:
         raise FormatError(f"{tried}: refused without a reason")
     match refused.code:
         case Refusal.STALE_ROUND:
-            raise StaleRoundError(words, own_round=refused.round, own_version=refused.version)
+            raise StaleRoundError(text, own_round=refused.round, own_version=refused.version)
         case Refusal.NOT_FOUND:
-            raise NotFoundError(words)
+            raise NotFoundError(text)
         case Refusal.NO_SPACE:
-            raise CapacityError(words)
+            raise CapacityError(text)
         case Refusal.BUSY:
-            raise UnavailableError(words)
+            raise UnavailableError(text)
         case _:
-            raise RefusedError(refused.code, words)
+            raise RefusedError(refused.code, text)
 
 
 def _failed(request: BulkFrame, status: Status, round_: RestartRound, message: str) -> BulkFrame:

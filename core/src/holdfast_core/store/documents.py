@@ -72,7 +72,7 @@ class DocumentStore:
             raise reply.failure.error()
         elif not self._is_there(key, document):
             raise UnavailableError(
-                f"{reply.failure.request}: {reply.failure.words}; yet nothing is there"
+                f"{reply.failure.request}: {reply.failure.text}; yet nothing is there"
             )
 
     def _is_there(self, key: str, document: bytes) -> bool:

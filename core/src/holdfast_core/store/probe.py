@@ -175,9 +175,9 @@ def _judge(features: StoreFeatures, where: str, leftovers: str) -> ProbeReport:
             "does not answer a ranged GET with 206 and these bytes",
         ),
     )
-    for there, reason, words in lacking:
+    for there, reason, text in lacking:
         if not there:
-            return ProbeReport(False, reason, f"{where} {words}; use another store", features)
+            return ProbeReport(False, reason, f"{where} {text}; use another store", features)
     message = f"{where} passed every check"
     if not features.conditional_put:
         message = (
@@ -207,14 +207,14 @@ def _reason_of(error: HoldfastError) -> ProbeReason:
 
 def _refusal(failure: S3Failure) -> _RefusedError:
     error = failure.error()
-    words = str(error)
+    text = str(error)
     if failure.code == "NoSuchBucket":
-        return _RefusedError(ProbeReason.BUCKET_NOT_FOUND, words)
+        return _RefusedError(ProbeReason.BUCKET_NOT_FOUND, text)
     if not failure.code and failure.status not in (429, 500, 502, 503, 504, 507):
         return _RefusedError(
-            ProbeReason.NOT_S3, f"{words}; the answer is not S3's: check the endpoint and its port"
+            ProbeReason.NOT_S3, f"{text}; the answer is not S3's: check the endpoint and its port"
         )
-    return _RefusedError(_reason_of(error), words)
+    return _RefusedError(_reason_of(error), text)
 
 
 class _Session:
@@ -275,11 +275,11 @@ class _Session:
         if found.failure is not None and found.failure.status == 403:
             raise _refusal(found.failure)
         if found.failure is not None or found.body != _BODY:
-            words = found.failure.words if found.failure else f"{len(found.body)} other bytes"
+            text = found.failure.text if found.failure else f"{len(found.body)} other bytes"
             raise _RefusedError(
                 ProbeReason.INCONSISTENT,
                 f"{self._where('GET')}: expected the {len(_BODY)} bytes just written, found "
-                f"{words}; the store must be read-after-write consistent",
+                f"{text}; the store must be read-after-write consistent",
             )
 
     def _listed(self) -> None:

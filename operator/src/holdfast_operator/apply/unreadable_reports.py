@@ -49,12 +49,12 @@ class UnreadableReports:
         """
         if self._reported.get(found.uid) == found.problem:
             return
-        words = f"{found.problem}; {REMEDY}"
+        text = f"{found.problem}; {REMEDY}"
         subject = Subject(API_VERSION, found.kind, found.namespace, found.name, found.uid)
-        await self._events.emit(subject, "Warning", Reason.CANNOT_READ, words)
+        await self._events.emit(subject, "Warning", Reason.CANNOT_READ, text)
         if found.kind == TrainingJob.KIND:
             try:
-                await self._write_condition(found, words)
+                await self._write_condition(found, text)
             except ConflictError:
                 raise
             except HoldfastError as error:
@@ -63,12 +63,12 @@ class UnreadableReports:
             self._reported.clear()
         self._reported[found.uid] = found.problem
 
-    async def _write_condition(self, job: Unreadable, words: str) -> None:
+    async def _write_condition(self, job: Unreadable, text: str) -> None:
         raw = await self._cluster.get_job(job.namespace, job.name)
         if raw["metadata"]["uid"] != job.uid:
             return
         status = raw.get("status") or {}
-        conditions = with_condition(status.get("conditions") or [], words, self._now(), raw)
+        conditions = with_condition(status.get("conditions") or [], text, self._now(), raw)
         if conditions is None:
             return
         await self._cluster.patch_job_status(

@@ -42,8 +42,8 @@ def template_problem(template: Mapping[str, Any]) -> Note | None:
     breach = find_breach(template)
     if breach is not None:
         return _invalid(str(breach))
-    command = _words(trainers[0].get("command"))
-    if command and not uses_launcher(command + _words(trainers[0].get("args"))):
+    command = _text(trainers[0].get("command"))
+    if command and not uses_launcher(command + _text(trainers[0].get("args"))):
         return _invalid(
             "the command of container trainer does not start its processes with the launcher, so "
             f"a lost rank could not be restarted: found {' '.join(command)[:200]!r}, put "
@@ -52,22 +52,22 @@ def template_problem(template: Mapping[str, Any]) -> Note | None:
     return None
 
 
-def uses_launcher(words: Sequence[str]) -> bool:
+def uses_launcher(text: Sequence[str]) -> bool:
     """Return whether a command contains `holdfast run` or `python -m holdfast.run`, also in a shell line."""
-    for index, word in enumerate(words):
+    for index, word in enumerate(text):
         if "holdfast.run" in word or "holdfast run" in word:
             return True
         is_launcher = word == "holdfast" or word.endswith("/holdfast")
-        if is_launcher and index + 1 < len(words) and words[index + 1] == "run":
+        if is_launcher and index + 1 < len(text) and text[index + 1] == "run":
             return True
     return False
 
 
 def _refused_template(world: World) -> Note | None:
-    words = world.observed.template_refusal
-    if words is None:
+    text = world.observed.template_refusal
+    if text is None:
         return None
-    return _invalid(f"the API server refuses the pod of spec.template: {words}")
+    return _invalid(f"the API server refuses the pod of spec.template: {text}")
 
 
 def _store_problem(world: World) -> Note | None:
@@ -79,8 +79,8 @@ def _store_problem(world: World) -> Note | None:
     if hidden is not None:
         return Note(Reason.CANNOT_READ, f"CheckpointStore {name} cannot be read: {hidden.problem}")
     if store is None:
-        words = f"CheckpointStore {name} is not in namespace {world.observed.job.namespace}"
-        return Note(Reason.STORE_NOT_FOUND, f"{words}: create it, or correct storeRef")
+        text = f"CheckpointStore {name} is not in namespace {world.observed.job.namespace}"
+        return Note(Reason.STORE_NOT_FOUND, f"{text}: create it, or correct storeRef")
     if store.available is None:
         return Note(Reason.STORE_NOT_PROBED, f"CheckpointStore {name} is being probed")
     if not store.available:
@@ -111,11 +111,11 @@ def _restore_from_problem(world: World) -> Note | None:
     source = next((c for c in world.observed.checkpoints if c.name == name), None)
     hidden = world.observed.cannot_read(Checkpoint.KIND, name)
     if hidden is not None:
-        words = f"Checkpoint {name} of spec.restoreFrom cannot be read: {hidden.problem}"
-        return Note(Reason.CHECKPOINT_NOT_RESTORABLE, words)
+        text = f"Checkpoint {name} of spec.restoreFrom cannot be read: {hidden.problem}"
+        return Note(Reason.CHECKPOINT_NOT_RESTORABLE, text)
     if source is None:
-        words = f"spec.restoreFrom names Checkpoint {name}, which is not in namespace"
-        return Note(Reason.CHECKPOINT_NOT_FOUND, f"{words} {job.namespace}")
+        text = f"spec.restoreFrom names Checkpoint {name}, which is not in namespace"
+        return Note(Reason.CHECKPOINT_NOT_FOUND, f"{text} {job.namespace}")
     problem = None
     if job.spec.store is None:
         problem = "this job has no checkpoint.object.storeRef to read it from"
@@ -128,8 +128,8 @@ def _restore_from_problem(world: World) -> Note | None:
     elif not source.persisted:
         problem = "it is not in an object store"
     if problem is not None:
-        words = f"Checkpoint {name} of spec.restoreFrom cannot be restored: {problem}"
-        return Note(Reason.CHECKPOINT_NOT_RESTORABLE, words)
+        text = f"Checkpoint {name} of spec.restoreFrom cannot be restored: {problem}"
+        return Note(Reason.CHECKPOINT_NOT_RESTORABLE, text)
     return None
 
 
@@ -137,5 +137,5 @@ def _invalid(message: str) -> Note:
     return Note(Reason.INVALID_TEMPLATE, message)
 
 
-def _words(value: Any) -> list[str]:
+def _text(value: Any) -> list[str]:
     return [str(v) for v in value] if isinstance(value, Sequence) else []

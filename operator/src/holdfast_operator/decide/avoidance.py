@@ -40,20 +40,20 @@ def waiting_note(world: World) -> Note | None:
     """Return why a pod has not started, if it is bound to a lost node or excludes nodes. Else None."""
     for member, pod in _waiting(world):
         if member.node_lost:
-            words = (
+            text = (
                 f"pod {pod.name} has not started on node {pod.node}, whose lease has stopped: it is "
                 "created again where the scheduler may choose another node"
             )
-            return Note(Reason.WAITING_FOR_PODS, words)
+            return Note(Reason.WAITING_FOR_PODS, text)
         if pod.node is None and pod.avoided_nodes:
             nodes = sorted(pod.avoided_nodes)
             more = f" and {len(nodes) - NAMED_NODES} more" if len(nodes) > NAMED_NODES else ""
-            words = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
-            words += (
+            text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
+            text += (
                 "; it avoids nodes whose leases have stopped, and may use each of them when its "
                 f"kubelet renews its lease: {', '.join(nodes[:NAMED_NODES])}{more}"
             )
-            return Note(Reason.WAITING_FOR_PODS, words)
+            return Note(Reason.WAITING_FOR_PODS, text)
     return None
 
 

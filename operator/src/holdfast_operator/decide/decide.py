@@ -205,16 +205,16 @@ def _restart(world: World, memory: JobMemory, now: Now, failures: tuple[Failure,
         status = replace(status, last_recovery=begun)
     gone = tuple(f.confirm_gone for f in failures if f.confirm_gone is not None)
     cause = failures[0]
-    words = f"round {status.restart_round} begins: {cause.message}"
-    event = EmitEvent(EventKind.WARNING, cause.reason, words)
+    text = f"round {status.restart_round} begins: {cause.message}"
+    event = EmitEvent(EventKind.WARNING, cause.reason, text)
     return _begun(world, memory, now, status, gone, event)
 
 
 def _back_off(
     world: World, memory: JobMemory, now: Now, cause: Failure, delay_seconds: float
 ) -> Decision:
-    words = f"{cause.message}; the next round begins after {delay_seconds:.0f} s"
-    note = Note(Reason.BACKING_OFF, words)
+    text = f"{cause.message}; the next round begins after {delay_seconds:.0f} s"
+    note = Note(Reason.BACKING_OFF, text)
     left = delay_seconds - times.seconds_since(memory.failure_seen_at, now)
     return _with_status_write(world, memory, now, [], note, max(left, STARTING_SECONDS))
 
@@ -226,8 +226,8 @@ def _ask_peers(world: World, memory: JobMemory, now: Now, cause: Failure, silent
     """
     pause = times.again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
     if times.seconds_since(memory.failure_seen_at, now) < ASKED_SECONDS:
-        words = f"{cause.message}; every sidecar is asked whether it answers"
-        return Decision((), pause, words, memory)
+        text = f"{cause.message}; every sidecar is asked whether it answers"
+        return Decision((), pause, text, memory)
     note = Note(Reason.BACKING_OFF, f"{cause.message}; {silent}")
     return _with_status_write(world, memory, now, [], note, pause)
 
@@ -375,11 +375,11 @@ def _committed(
     job = world.observed.job
     status = replace(job.status, last_persisted=commit)
     status = refresh(world, now, memory, _with_suspend_words(world, now, status), note)
-    words = f"step {commit.step} of round {commit.round} is persisted"
+    text = f"step {commit.step} of round {commit.round} is persisted"
     first: list[Action] = [CommitPersisted(job.resource_version, status)]
-    event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, words)
+    event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, text)
     memory = after_write(memory, world, now)
-    return Decision((*first, *actions, event), 0.0, words, memory, _acted(world))
+    return Decision((*first, *actions, event), 0.0, text, memory, _acted(world))
 
 
 def _with_suspend_words(world: World, now: Now, status: JobStatusView) -> JobStatusView:
@@ -401,8 +401,8 @@ def _with_suspend_words(world: World, now: Now, status: JobStatusView) -> JobSta
 
 def _refused(world: World) -> Note | None:
     """Return a note with the error of a create that was refused in an earlier pass, or None."""
-    words = world.observed.memory.create_refused
-    return Note(Reason.CREATE_REFUSED, words) if words else None
+    text = world.observed.memory.create_refused
+    return Note(Reason.CREATE_REFUSED, text) if text else None
 
 
 def _pod_trouble(world: World) -> Note | None:
@@ -416,16 +416,16 @@ def _pod_trouble(world: World) -> Note | None:
     for member in world.members:
         pod = member.pod
         if pod is not None and pod.waiting_reason in CANNOT_START:
-            words = f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}"
-            return Note(Reason.CONTAINER_CANNOT_START, words)
+            text = f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}"
+            return Note(Reason.CONTAINER_CANNOT_START, text)
     waiting = avoidance.waiting_note(world)
     if waiting is not None:
         return waiting
     for member in world.members:
         pod = member.pod
         if pod is not None and pod.phase is PodPhase.PENDING and pod.node is None:
-            words = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
-            return Note(Reason.WAITING_FOR_PODS, words)
+            text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
+            return Note(Reason.WAITING_FOR_PODS, text)
     return None
 
 

@@ -250,11 +250,11 @@ def stopped_for_nothing(world: World) -> tuple[Failure, ...]:
     if not asked_to_stop(world.status) or not _stopped(world):
         return ()
     if not world.observed.job.spec.suspend:
-        words = "the gang had stopped for a suspension, and spec.suspend is false again"
-        return (Failure(Reason.RESUMED, words, disruption=True),)
+        text = "the gang had stopped for a suspension, and spec.suspend is false again"
+        return (Failure(Reason.RESUMED, text, disruption=True),)
     if _unsaved(world):
-        words = "the gang stopped for the suspension, but the object store lacks the newest step"
-        return (Failure(Reason.NOT_PERSISTED, words, disruption=True),)
+        text = "the gang stopped for the suspension, but the object store lacks the newest step"
+        return (Failure(Reason.NOT_PERSISTED, text, disruption=True),)
     return ()
 
 

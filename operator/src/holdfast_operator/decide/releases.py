@@ -72,7 +72,7 @@ def _released(checkpoints: tuple[CheckpointView, ...], why: str) -> list[Action]
     actions: list[Action] = []
     for checkpoint in checkpoints:
         actions.append(DeleteCheckpoint(checkpoint.name, checkpoint.uid))
-        words = kept_data(checkpoint, why)
-        if words is not None:
-            actions.append(EmitEvent(EventKind.WARNING, Reason.DATA_KEPT, words))
+        text = kept_data(checkpoint, why)
+        if text is not None:
+            actions.append(EmitEvent(EventKind.WARNING, Reason.DATA_KEPT, text))
     return actions

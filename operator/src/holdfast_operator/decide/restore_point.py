@@ -64,8 +64,8 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
         return Wait(Note(Reason.STARTING, f"pods of workers {_some(missing)} are not there yet"))
     kept = [m.worker for m in world.members if _kept_on_lost_node(m, world)]
     if kept:
-        words = f"workers {_some(kept)} are on nodes that look lost, and may hold the only copies"
-        return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{words} of the newest step"))
+        text = f"workers {_some(kept)} are on nodes that look lost, and may hold the only copies"
+        return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text} of the newest step"))
     answered = [m for m in world.members if readable.has_answered(m, world)]
     unknown = [m for m in world.members if readable.may_hold(m, world)]
     found = readable.candidates(world, answered)
@@ -76,8 +76,8 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
         owed = _owed_by_silence(world, answered, best)
         below = newest is not None and (best is None or best.id.step < newest)
         if owed is not None or (below and not _timed_out(memory, now)):
-            words = f"workers {_some([m.worker for m in unknown])} have not answered yet"
-            return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{words}: {owed or _MAY_HOLD}"))
+            text = f"workers {_some([m.worker for m in unknown])} have not answered yet"
+            return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text}: {owed or _MAY_HOLD}"))
     if best is not None:
         other = _instead_of_rejected(world, found, holders, now)
         if other is not None:
@@ -147,17 +147,17 @@ def _chosen(
     world: World, best: Candidate, holders: Holders, newest: Step | None, unknown: bool
 ) -> Chosen:
     point = _point(world, best, holders)
-    words = f"round {world.round} starts from step {best.id.step} of round {best.id.round}"
+    text = f"round {world.round} starts from step {best.id.step} of round {best.id.round}"
     if newest is None or best.id.step >= newest:
-        return Chosen(point, Reason.RESTORE_POINT_CHOSEN, words)
-    lower = f"{words}, not from {newest}:"
+        return Chosen(point, Reason.RESTORE_POINT_CHOSEN, text)
+    lower = f"{text}, not from {newest}:"
     if unknown:
         reason = Reason.HOLDER_UNREACHABLE
-        words = f"{lower} a holder did not answer for {HOLDERS_SECONDS:.0f} s"
+        text = f"{lower} a holder did not answer for {HOLDERS_SECONDS:.0f} s"
     else:
         reason = Reason.SHARDS_LOST
-        words = f"{lower} every copy of one of its shards is gone"
-    return Chosen(point, reason, words)
+        text = f"{lower} every copy of one of its shards is gone"
+    return Chosen(point, reason, text)
 
 
 def _point(world: World, best: Candidate, holders: Holders) -> RestorePointView:
@@ -180,13 +180,13 @@ def _instead_of_rejected(
 
 
 def _rejected(world: World, rejected: Candidate, chosen: Candidate, holders: Holders) -> Chosen:
-    words = (
+    text = (
         f"round {world.round} starts from step {chosen.id.step} of round {chosen.id.round}, and gives "
         f"up {rejected.id.step - chosen.id.step} steps: ranks that restored step {rejected.id.step} "
         f"of round {rejected.id.round} failed {FAILURES_TO_REJECT} times before they had finished a "
         "step"
     )
-    return Chosen(_point(world, chosen, holders), Reason.RESTORE_POINT_REJECTED, words)
+    return Chosen(_point(world, chosen, holders), Reason.RESTORE_POINT_REJECTED, text)
 
 
 def _sources(world: World, best: Candidate, holders: Holders) -> Sources:
@@ -219,15 +219,15 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
     job = world.observed.job
     name = job.spec.restore_from
     if name is None:
-        words = f"round {world.round} starts from the very beginning"
+        text = f"round {world.round} starts from the very beginning"
         if unfinished is not None:
-            words += f": the commit of step {unfinished} was cut off, one of its shards is gone"
-            return Chosen(RestorePointView(), Reason.SHARDS_LOST, words)
-        return Chosen(RestorePointView(), Reason.RESTORE_POINT_CHOSEN, words)
+            text += f": the commit of step {unfinished} was cut off, one of its shards is gone"
+            return Chosen(RestorePointView(), Reason.SHARDS_LOST, text)
+        return Chosen(RestorePointView(), Reason.RESTORE_POINT_CHOSEN, text)
     source = next((c for c in world.observed.checkpoints if c.name == name), None)
     if source is None or source.step is None or source.manifest is None or source.job_uid is None:
-        words = f"Checkpoint {name} of spec.restoreFrom is not there, or not committed"
-        return Wait(Note(Reason.RESTORE_POINT_UNAVAILABLE, words))
+        text = f"Checkpoint {name} of spec.restoreFrom is not there, or not committed"
+        return Wait(Note(Reason.RESTORE_POINT_UNAVAILABLE, text))
     point = RestorePointView(
         step=source.step,
         round=source.round,
@@ -237,8 +237,8 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
         job_uid=source.job_uid,
         job_namespace=source.job_namespace or job.namespace,
     )
-    words = f"round {world.round} starts from Checkpoint {name}, step {source.step}"
-    return Chosen(point, Reason.RESTORE_POINT_CHOSEN, words)
+    text = f"round {world.round} starts from Checkpoint {name}, step {source.step}"
+    return Chosen(point, Reason.RESTORE_POINT_CHOSEN, text)
 
 
 def extend_lineage(

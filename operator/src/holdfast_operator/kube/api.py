@@ -153,9 +153,9 @@ class KubeApi:
                     raise _refused(method, path, response.status, await response.read())
                 yield response
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            words = str(error) or type(error).__name__
+            text = str(error) or type(error).__name__
             kind = "Timeout" if isinstance(error, TimeoutError) else ""
-            raise ApiError(None, kind, f"{method} {path} failed: {words}") from error
+            raise ApiError(None, kind, f"{method} {path} failed: {text}") from error
 
 
 def _refused(method: str, path: str, status: int, data: bytes) -> ApiError:

@@ -56,14 +56,14 @@ namespace may not have its service account yet."""
 @dataclass(frozen=True, slots=True)
 class _Refusal:
     generation: int
-    words: str | None
+    text: str | None
     since: float
     at: float
 
     @property
     def stands_until(self) -> float:
         """Return the monotonic time of the next check. An accepted template is not checked again."""
-        if self.words is None:
+        if self.text is None:
             return math.inf
         shortest, longest = REFUSAL_SECONDS
         return self.at + min(max(self.at - self.since, shortest), longest)
@@ -217,13 +217,13 @@ class Controller:
         """
         for checkpoint in releases.hanging(self._cache.checkpoints(key.namespace, key.name)):
             await self._effects.release_checkpoint(key.namespace, checkpoint.name, checkpoint.uid)
-            words = releases.kept_data(checkpoint, "the job that saved it is gone")
-            if words is not None:
+            text = releases.kept_data(checkpoint, "the job that saved it is gone")
+            if text is not None:
                 subject = Subject(
                     API_VERSION, Checkpoint.KIND, key.namespace, checkpoint.name, checkpoint.uid
                 )
-                await self._events.emit(subject, EventKind.WARNING, Reason.DATA_KEPT, words)
-                logs.warning(words, namespace=key.namespace)
+                await self._events.emit(subject, EventKind.WARNING, Reason.DATA_KEPT, text)
+                logs.warning(text, namespace=key.namespace)
 
     def _incomplete(self, key: Key, job: JobView, applied: Applied) -> IncompletePass:
         """Log what was not carried out and return the error that the caller raises.
@@ -235,8 +235,8 @@ class Controller:
             logs.info("pods that the watch misses are there", pods=applied.not_gone, **_fields(job))
         for failed in applied.failed:
             name = type(failed.action).__name__
-            words = f"{name} failed: {failed.error}"
-            self._said.warning(f"{key} {name}", words, **_fields(job))
+            text = f"{name} failed: {failed.error}"
+            self._said.warning(f"{key} {name}", text, **_fields(job))
         return IncompletePass(failed=bool(applied.failed))
 
     async def _template_refusal(self, key: Key, job: JobView) -> str | None:
@@ -251,19 +251,19 @@ class Controller:
         now = self._clock.monotonic()
         known = self._refusals.get(job.uid)
         if known is not None and known.generation == job.generation and now < known.stands_until:
-            if known.words is not None:
+            if known.text is not None:
                 self._queue.add_after(key, known.stands_until - now)
-            return known.words
+            return known.text
         if template_problem(job.spec.template) is not None:
             return None  # the template cannot be rendered, and `decide` reports that itself
         body = render_pod(job, Worker(0), RestartRound(0), None, self._sidecar)
-        words = await self._cluster.refusal_of_pod(job.namespace, body)
+        text = await self._cluster.refusal_of_pod(job.namespace, body)
         since = now if known is None or known.generation != job.generation else known.since
-        refusal = _Refusal(job.generation, words, since, now)
+        refusal = _Refusal(job.generation, text, since, now)
         self._refusals[job.uid] = refusal
-        if words is not None:
+        if text is not None:
             self._queue.add_after(key, refusal.stands_until - now)
-        return words
+        return text
 
     def _pass_failed(self, key: Key, error: Exception) -> None:
         if isinstance(error, IncompletePass) and not error.failed:

@@ -83,8 +83,8 @@ class Stores:
         body = render_probe(store, store_config(store), self._sidecar)
         refusal = await self._cluster.refusal_of_pod(namespace, body)
         if refusal is not None:
-            words = f"the namespace does not take the probe's pod: {refusal}"
-            await self._write(store, ProbeResult(False, PROBE_REFUSED, words, None))
+            text = f"the namespace does not take the probe's pod: {refusal}"
+            await self._write(store, ProbeResult(False, PROBE_REFUSED, text, None))
             return LOOK_AGAIN_SECONDS
         try:
             await self._cluster.create_pod(namespace, body)

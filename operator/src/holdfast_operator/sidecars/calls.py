@@ -539,8 +539,8 @@ class Sidecars:
                         self._say_refusal(f"{job.uid} {name}", f"{path} by {pod}", refusal)
                         return
                 except HoldfastError as error:
-                    words = f"{path} is tried again: {error}"
-                    self._said.info(f"{job.uid} {name}", words[:MAX_WORDS])
+                    text = f"{path} is tried again: {error}"
+                    self._said.info(f"{job.uid} {name}", text[:MAX_WORDS])
                 except Exception as error:  # noqa: BLE001 - the loop repeats the call
                     self._unexpected(f"{path} to the sidecar of pod {pod}", error)
                 await self._clock.sleep(ASK_AGAIN_SECONDS)

@@ -176,10 +176,10 @@ class SidecarClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             # aiohttp's message for a failed connect contains the TLS context's address in memory.
             cause = getattr(error, "os_error", None) or error
-            words = str(cause) or type(cause).__name__
+            text = str(cause) or type(cause).__name__
             raise _unavailable(error)(
                 f"{method} {path.partition('?')[0]} to the sidecar of pod {target.pod} at "
-                f"{target.address} failed: {words}"
+                f"{target.address} failed: {text}"
             ) from error
         if status == 200:
             return await self._parsed(reply, data, target)

@@ -127,7 +127,7 @@ class Reflector(Generic[T]):
                 if not (isinstance(error, ApiError) and error.reason == "Timeout"):
                     self._version = None
                 self._said.warning(
-                    "fault", f"watch of {self.collection.name} failed: {_words(error)}"
+                    "fault", f"watch of {self.collection.name} failed: {_text(error)}"
                 )
                 await self._pause()
 
@@ -248,5 +248,5 @@ class Reflector(Generic[T]):
             self._on_change(old, None)
 
 
-def _words(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return str(error) or type(error).__name__

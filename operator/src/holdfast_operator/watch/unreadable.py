@@ -44,7 +44,7 @@ def problem_of(error: Exception) -> str:
     found = repr(first.get("input"))
     if len(found) > MAX_VALUE_CHARACTERS:
         found = f"{found[:MAX_VALUE_CHARACTERS]}..."
-    words = f"{field}: {first['msg']}, found {found}"
+    text = f"{field}: {first['msg']}, found {found}"
     if others:
-        words = f"{words} (and {len(others)} more fields)"
-    return words[:MAX_PROBLEM_CHARACTERS]
+        text = f"{text} (and {len(others)} more fields)"
+    return text[:MAX_PROBLEM_CHARACTERS]

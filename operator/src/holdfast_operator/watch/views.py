@@ -394,7 +394,7 @@ def pod_view(raw: Mapping[str, Any], identity: WorkerIdentity) -> PodView:
     sidecar = _container(status.get("initContainerStatuses"), SIDECAR_CONTAINER)
     waiting = _never_started(trainer) or _first_waiting(status)
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
-    reason, message = _words(status, trainer, conditions)
+    reason, message = _text(status, trainer, conditions)
     ended = (trainer.get("state") or {}).get("terminated") or {}
     avoided = str((meta.get("annotations") or {}).get(labels.AVOIDED_NODES) or "")
     return PodView(
@@ -451,7 +451,7 @@ def _is_true(condition: Mapping[str, Any] | None) -> bool:
     return condition is not None and condition.get("status") == "True"
 
 
-def _words(
+def _text(
     status: Mapping[str, Any], trainer: Mapping[str, Any], conditions: Mapping[Any, Any]
 ) -> tuple[str | None, str]:
     """Return the most specific reason and message of a pod that is not well, or (None, "")."""
@@ -463,8 +463,8 @@ def _words(
     for key in ("state", "lastState"):
         ended = (trainer.get(key) or {}).get("terminated") or {}
         if ended.get("reason") not in (None, "Completed"):
-            words = f"trainer ended with code {ended.get('exitCode')}"
-            return str(ended["reason"]), str(ended.get("message") or words)
+            text = f"trainer ended with code {ended.get('exitCode')}"
+            return str(ended["reason"]), str(ended.get("message") or text)
     scheduled = conditions.get("PodScheduled")
     if scheduled is not None and scheduled.get("status") == "False":
         return str(scheduled.get("reason")), str(scheduled.get("message") or "")

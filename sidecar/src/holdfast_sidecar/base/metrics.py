@@ -158,8 +158,8 @@ class Metrics:
             "Rate to which saves are held so that steps are not slowed down; 0: no limit",
             registry=self._registry,
         )
-        self._gave_way = Counter(
-            "holdfast_gave_way_seconds",
+        self._waited_for_copies = Counter(
+            "holdfast_foreground_wait_seconds",
             "Time that moving bytes waited because a rank of this pod was copying a step; of all "
             "threads together",
             registry=self._registry,
@@ -254,8 +254,8 @@ class Metrics:
     def limited(self, bytes_per_second: float | None) -> None:
         self._limit.set(bytes_per_second or 0.0)
 
-    def gave_way(self, seconds: float) -> None:
-        self._gave_way.inc(seconds)
+    def waited_for_copies(self, seconds: float) -> None:
+        self._waited_for_copies.inc(seconds)
 
     def recovered(self, phase: str, seconds: float) -> None:
         self._recovery.labels(phase).observe(seconds)

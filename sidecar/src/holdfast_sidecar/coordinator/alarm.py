@@ -68,10 +68,10 @@ class CommitAlarm:
         self.seconds = overdue.seconds
         step = None if newest is None else newest.step
         self._failures.note_text(
-            _SUBJECT, TierName.NODE, NO_COMMIT, self._words(overdue, newest), step=step
+            _SUBJECT, TierName.NODE, NO_COMMIT, self._text(overdue, newest), step=step
         )
 
-    def _words(self, overdue: Overdue, newest: StepEntry | None) -> str:
+    def _text(self, overdue: Overdue, newest: StepEntry | None) -> str:
         since = stamp(self._clock.utc_now() - timedelta(seconds=overdue.seconds))
         last = "no step of this round" if newest is None else f"no step after {newest.step}"
         return (

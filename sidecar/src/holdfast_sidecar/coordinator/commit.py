@@ -436,7 +436,7 @@ class Coordinator:
         if choice.dropped:
             logs.info("dropped from memory", steps=list(choice.dropped), chosen=choice.chosen)
             self._dropped += len(choice.dropped)
-            self._uploads.gave_way(choice.dropped)
+            self._uploads.steps_dropped(choice.dropped)
             self._outbox.prune(choice.dropped)
 
     def _retain(self) -> None:

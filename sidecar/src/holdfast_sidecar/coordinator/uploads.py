@@ -82,7 +82,7 @@ class Uploads:
         """Persist the first step that is committed above this one, because a save was requested."""
         self._after = step
 
-    def gave_way(self, steps: tuple[Step, ...]) -> None:
+    def steps_dropped(self, steps: tuple[Step, ...]) -> None:
         """Note steps that were dropped before they were local.
 
         If one of them was due, the next step that becomes local is stored in its place. Otherwise nothing

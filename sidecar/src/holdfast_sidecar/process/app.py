@@ -76,7 +76,9 @@ class Sidecar:
         self._metrics = Metrics()
         self.deaths = Deaths(self._metrics.unexpected)
         self._pacing = Pacing(
-            settings.slots_dir, self._clock.monotonic, gave_way=self._metrics.gave_way
+            settings.slots_dir,
+            self._clock.monotonic,
+            waited_for_copies=self._metrics.waited_for_copies,
         )
 
     async def start(self) -> None:

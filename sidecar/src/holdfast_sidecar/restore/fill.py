@@ -265,7 +265,7 @@ class Filler:
         self._stager.memory.pop(slot, None)
         try:
             tier = await self._resharder.fill(
-                saved, wanted, target, lambda words: self._failed(rank, words, target)
+                saved, wanted, target, lambda text: self._failed(rank, text, target)
             )
         except NotFoundError as error:
             self._failed(rank, str(error), target)
@@ -304,13 +304,13 @@ class Filler:
             self._on_change()
         raise NotFoundError(f"rank {rank}: {_MAX_TRIES} copies in a row were bad")
 
-    def _failed(self, rank: Rank, words: str, target: FillTarget) -> None:
+    def _failed(self, rank: Rank, text: str, target: FillTarget) -> None:
         """Report why the rank cannot be restored, unless the fill was stopped.
 
         The error of a stopped fill would be attributed to the next round. Raises RefusedError then.
         """
         target.check()
-        self._rehydrator.failed(rank, f"rank {rank}: {words}")
+        self._rehydrator.failed(rank, f"rank {rank}: {text}")
 
     # ------------------------------------------------------------------ in a thread
 

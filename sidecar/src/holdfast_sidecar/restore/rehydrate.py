@@ -44,7 +44,7 @@ from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tasks import Tasks
-from holdfast_sidecar.restore.tried import Tried
+from holdfast_sidecar.restore.source_errors import SourceErrors
 from holdfast_sidecar.wire.bulk import BulkPeers
 from holdfast_sidecar.wire.client import Peers
 
@@ -112,7 +112,7 @@ class Rehydrator:
     @property
     def cannot_restore(self) -> str:
         """The reasons that are reported to the operator; empty if there are none."""
-        return "; ".join(words for words in (self._tried, *self._failed.values()) if words)
+        return "; ".join(text for text in (self._tried, *self._failed.values()) if text)
 
     async def reset(self) -> None:
         """Cancel everything of the round that ended."""
@@ -144,21 +144,21 @@ class Rehydrator:
         """
         patience = self._patience()
         while True:
-            tried = Tried()
-            tier = await self._shard(restored.refs[rank], restored.point, tried)
+            source_errors = SourceErrors()
+            tier = await self._shard(restored.refs[rank], restored.point, source_errors)
             if tier is not None:
                 restored.sources[rank] = tier
                 self.failed(rank, "")
                 return tier
-            if not tried.may_come:
-                raise NotFoundError(f"cannot be restored: {tried}")
+            if not source_errors.retryable:
+                raise NotFoundError(f"cannot be restored: {source_errors}")
             if patience.over:
-                self.failed(rank, str(tried))
+                self.failed(rank, str(source_errors))
             await patience.pause()
             if self.restored is not restored:
                 raise RefusedError(
                     Refusal.BUSY,
-                    f"the round of the restore ended while rank {rank} waited: {tried}",
+                    f"the round of the restore ended while rank {rank} waited: {source_errors}",
                 )
 
     async def layout(self, restored: Restored) -> bytes:
@@ -179,11 +179,11 @@ class Rehydrator:
         """Return the namespace, in the keys of the store, of the job that saved the restore point."""
         return point.job_namespace or self._contract.namespace
 
-    def failed(self, rank: Rank, words: str) -> None:
-        """Set the reason why the rank cannot be restored. An empty `words` removes it."""
-        if words == self._failed.get(rank, ""):
+    def failed(self, rank: Rank, text: str) -> None:
+        """Set the reason why the rank cannot be restored. An empty `text` removes it."""
+        if text == self._failed.get(rank, ""):
             return
-        self._failed[rank] = words
+        self._failed[rank] = text
         self._on_change()
 
     async def _until_done(self, point: RestorePoint) -> None:
@@ -192,12 +192,12 @@ class Rehydrator:
         said = ""
         while True:
             self._kick.clear()
-            tried = Tried()
+            source_errors = SourceErrors()
             restored = None
             try:
-                restored = await self._attempt(point, tried)
+                restored = await self._attempt(point, source_errors)
             except (HoldfastError, OSError) as error:
-                tried.failed("this node", error)
+                source_errors.failed("this node", error)
             if restored is not None:
                 self.restored = restored
                 self._tried = ""
@@ -210,22 +210,25 @@ class Rehydrator:
                 )
                 self._on_change()
                 return
-            if (words := str(tried)) != said:
-                said = words
-                logs.warning("cannot restore yet", step=point.step, tried=words)
-            if words != self._tried and (patience.over or not tried.may_come):
-                self._tried = words
+            if (text := str(source_errors)) != said:
+                said = text
+                logs.warning("cannot restore yet", step=point.step, source_errors=text)
+            if text != self._tried and (patience.over or not source_errors.retryable):
+                self._tried = text
                 self._on_change()
             try:
                 await asyncio.wait_for(self._kick.wait(), patience.next_seconds())
             except TimeoutError:
                 continue
 
-    async def _attempt(self, point: RestorePoint, tried: Tried) -> Restored | None:
-        """Try once to bring the restore point here. None if a part is missing (`tried` lists the errors)."""
+    async def _attempt(self, point: RestorePoint, source_errors: SourceErrors) -> Restored | None:
+        """Try once to bring the restore point here.
+
+        None if a part is missing; `source_errors` lists the errors then.
+        """
         if point.step is None or point.round is None:
             return Restored(point, None, {}, {}, {})
-        manifest = await self.manifest(point, CheckpointId(point.step, point.round), tried)
+        manifest = await self.manifest(point, CheckpointId(point.step, point.round), source_errors)
         if manifest is None:
             return None
         state = self._current()
@@ -233,14 +236,14 @@ class Rehydrator:
             try:
                 layout = await self.layout_of(point, manifest)
             except HoldfastError as error:
-                tried.failed(f"layout of step {point.step}", error)
+                source_errors.failed(f"layout of step {point.step}", error)
                 return None
             return Restored(point, manifest, {}, {}, {}, layout)
         job_uid = self._job_uid(point)
         records = {s.rank: s for s in manifest.shards}
         own = [Rank(r) for r in state.own_ranks]
         refs = {r: ShardRef(job_uid, point.step, point.round, r, records[r].blake3) for r in own}
-        found = await asyncio.gather(*(self._shard(refs[r], point, tried) for r in own))
+        found = await asyncio.gather(*(self._shard(refs[r], point, source_errors) for r in own))
         sources = {r: tier for r, tier in zip(own, found, strict=True) if tier is not None}
         if len(sources) < len(own):
             return None
@@ -262,25 +265,26 @@ class Rehydrator:
     # ------------------------------------------------------------------ manifest
 
     async def manifest(
-        self, point: RestorePoint, checkpoint: CheckpointId, tried: Tried
+        self, point: RestorePoint, checkpoint: CheckpointId, source_errors: SourceErrors
     ) -> Manifest | None:
         """Return the checkpoint's manifest and store it on the node tier, with its layout if available.
 
         The sources are the node tier, the other members and the object store, in this order. A damaged
-        manifest on this node is quarantined. None if no place has a good one (`tried` lists the errors).
+        manifest on this node is quarantined. None if no place has a good one; `source_errors` lists the
+        errors then.
         """
         job_uid = self._job_uid(point)
         try:
             document = await self._pools.read.run(self._node.get_manifest, job_uid, checkpoint)
             return self._accept(document, point, checkpoint)
         except CorruptionError as error:
-            tried.failed("manifest in the node tier", error)
+            source_errors.failed("manifest in the node tier", error)
             self._metrics.corruption(TierName.NODE)
             await self._pools.meta.run(
                 self._node.quarantine_manifest, job_uid, checkpoint, str(error)
             )
         except HoldfastError as error:
-            tried.failed("manifest in the node tier", error)
+            source_errors.failed("manifest in the node tier", error)
         for member in self.others():
             try:
                 answer = await self._ask(member, job_uid, checkpoint)
@@ -292,7 +296,7 @@ class Rehydrator:
             except HoldfastError as error:
                 if isinstance(error, CorruptionError):
                     self._metrics.corruption(TierName.PEER)
-                tried.failed(f"manifest at worker {member.worker}", error)
+                source_errors.failed(f"manifest at worker {member.worker}", error)
         if self._store is None:
             return None
         namespace = self.namespace_of(point)
@@ -309,7 +313,7 @@ class Rehydrator:
         except HoldfastError as error:
             if isinstance(error, CorruptionError):
                 self._metrics.corruption(TierName.OBJECT)
-            tried.failed("manifest in the object store", error)
+            source_errors.failed("manifest in the object store", error)
             return None
 
     async def _ask(
@@ -336,19 +340,19 @@ class Rehydrator:
         unreachable or busy.
         """
         digest, job_uid = manifest.layout, self._job_uid(point)
-        tried = Tried()
+        source_errors = SourceErrors()
         try:
             return await self._pools.read.run(self._node.get_layout, digest)
         except HoldfastError as error:
-            tried.failed("layout in the node tier", error)
+            source_errors.failed("layout in the node tier", error)
         for member in self.others():
             try:
                 answer = await self._ask(member, job_uid, manifest.checkpoint)
                 if answer.layout is not None and digest_of(answer.layout.encode()) == digest:
                     return await self._keep_layout(answer.layout.encode())
-                tried.add(f"layout at worker {member.worker}: it has another or none")
+                source_errors.add(f"layout at worker {member.worker}: it has another or none")
             except HoldfastError as error:
-                tried.failed(f"layout at worker {member.worker}", error)
+                source_errors.failed(f"layout at worker {member.worker}", error)
         if self._store is not None:
             try:
                 document = await self._pools.fetch.run(
@@ -358,8 +362,8 @@ class Rehydrator:
                     raise CorruptionError(f"digest {digest_of(document)}, expected {digest}")
                 return await self._keep_layout(document)
             except HoldfastError as error:
-                tried.failed("layout in the object store", error)
-        raise (UnavailableError if tried.may_come else NotFoundError)(str(tried))
+                source_errors.failed("layout in the object store", error)
+        raise (UnavailableError if source_errors.retryable else NotFoundError)(str(source_errors))
 
     async def _keep_layout(self, document: bytes) -> bytes:
         """Store a layout on the node tier. A failure is only logged: a full node must not delay a restore."""
@@ -391,18 +395,20 @@ class Rehydrator:
 
     # ------------------------------------------------------------------ shards
 
-    async def fetch(self, ref: ShardRef, tried: Tried) -> TierName | None:
+    async def fetch(self, ref: ShardRef, source_errors: SourceErrors) -> TierName | None:
         """Bring a shard of this job to the node tier. The result is that of `_shard`."""
-        return await self._shard(ref, RestorePoint(), tried)
+        return await self._shard(ref, RestorePoint(), source_errors)
 
-    async def _shard(self, ref: ShardRef, point: RestorePoint, tried: Tried) -> TierName | None:
+    async def _shard(
+        self, ref: ShardRef, point: RestorePoint, source_errors: SourceErrors
+    ) -> TierName | None:
         """Bring a shard to the node tier, and return the tier that served it.
 
-        NODE if it is here already. None if every source failed (`tried` lists the errors).
+        NODE if it is here already. None if every source failed (`source_errors` lists the errors).
         """
         if await self._pools.read.run(self._node.find, ref) is not None:
             return TierName.NODE
-        tried.add(f"rank {ref.rank}: not in the node tier")
+        source_errors.add(f"rank {ref.rank}: not in the node tier")
         for member in self.others():
             try:
                 record = await self._pools.fetch.run(self._bulk.fetch, member, ref)
@@ -410,10 +416,10 @@ class Rehydrator:
                 return TierName.PEER
             except CorruptionError as error:
                 self._metrics.corruption(TierName.PEER)
-                tried.failed(f"rank {ref.rank}: bad copy at worker {member.worker}", error)
+                source_errors.failed(f"rank {ref.rank}: bad copy at worker {member.worker}", error)
                 self.accuse(member, ref)
             except (HoldfastError, OSError) as error:
-                tried.failed(f"rank {ref.rank}: worker {member.worker}", error)
+                source_errors.failed(f"rank {ref.rank}: worker {member.worker}", error)
         if self._store is None:
             return None
         namespace = self.namespace_of(point)
@@ -425,9 +431,9 @@ class Rehydrator:
             return TierName.OBJECT
         except CorruptionError as error:
             self._metrics.corruption(TierName.OBJECT)
-            tried.failed(f"rank {ref.rank}: bad copy in the object store", error)
+            source_errors.failed(f"rank {ref.rank}: bad copy in the object store", error)
         except (HoldfastError, OSError) as error:
-            tried.failed(f"rank {ref.rank}: object store", error)
+            source_errors.failed(f"rank {ref.rank}: object store", error)
         return None
 
     def accuse(self, member: Member, ref: ShardRef) -> None:

@@ -75,7 +75,7 @@ class Shards(Protocol):
 
     def of(self, ref: ShardRef, namespace: str) -> Sequence[Place]: ...
 
-    async def bad(self, place: Place, ref: ShardRef, words: str) -> None: ...
+    async def bad(self, place: Place, ref: ShardRef, text: str) -> None: ...
 
 
 class Resharder:
@@ -130,7 +130,7 @@ class Resharder:
             try:
                 moves = await self._pools.fill.run(self._plan, saved, wanted, missing)
             except NotFoundError as error:
-                missing = {rank: words for rank, words in missing.items() if rank not in read.away}
+                missing = {rank: text for rank, text in missing.items() if rank not in read.away}
                 if not read.away:
                     raise
                 # This raises NotFoundError if even with the shards that may still come no plan exists.
@@ -174,8 +174,8 @@ class Resharder:
         except StateMismatchError as error:
             if not missing:
                 raise
-            words = "; ".join(missing.values())
-            raise NotFoundError(f"{words}; without them: {error}") from error
+            text = "; ".join(missing.values())
+            raise NotFoundError(f"{text}; without them: {error}") from error
 
     async def _take(
         self,
@@ -190,7 +190,7 @@ class Resharder:
         Raises NotFoundError, with what was tried, if the places together do not have good bytes of all.
         """
         copying = read.copying.setdefault(tuple(moves), Copying(moves))
-        tried: list[str] = []
+        source_errors: list[str] = []
         away = False
         places = self._shards.of(ref, saved.namespace)
         for place in sorted(places, key=lambda place: place.name in read.silent):
@@ -201,7 +201,7 @@ class Resharder:
                 return
             except HoldfastError as error:
                 target.check()  # the error of a stopped fill must not be attributed to the place
-                tried.append(f"rank {ref.rank}: {place.name}: {error}")
+                source_errors.append(f"rank {ref.rank}: {place.name}: {error}")
                 if isinstance(error, UnavailableError):
                     read.silent.add(place.name)
                     away = True
@@ -220,7 +220,7 @@ class Resharder:
                     read.by_tier[place.tier] += copying.read_bytes - before
         if away:
             read.away.add(ref.rank)
-        raise NotFoundError("; ".join(tried))
+        raise NotFoundError("; ".join(source_errors))
 
     def _copy(
         self, place: Place, saved: Saved, ref: ShardRef, copying: Copying, target: FillTarget

@@ -81,14 +81,14 @@ class Places:
             found.append(Place(TierName.OBJECT, "object store", opened, self._pools.fetch))
         return tuple(found)
 
-    async def bad(self, place: Place, ref: ShardRef, words: str) -> None:
+    async def bad(self, place: Place, ref: ShardRef, text: str) -> None:
         """Handle a damaged copy: quarantine the one on this node, or ask the member to verify its own."""
         self._metrics.corruption(place.tier)
         if place.member is not None:
             self._rehydrator.accuse(place.member, ref)
         elif place.tier is TierName.NODE:
-            logs.warning("bad copy in the node tier", rank=ref.rank, error=words)
-            await self._pools.meta.run(self._node.quarantine, ref, words)
+            logs.warning("bad copy in the node tier", rank=ref.rank, error=text)
+            await self._pools.meta.run(self._node.quarantine, ref, text)
 
     def _own(self, ref: ShardRef) -> ShardSource:
         return ReaderSource(self._node.open_shard(ref))

@@ -116,7 +116,7 @@ class Flow:
         self._backoffs: dict[Action, Backoff] = {}
         self._tasks = Tasks()
         self._wants: dict[tuple[Step, RestartRound], PersistRequest] = {}
-        self._audience = 0
+        self._coordinator_epoch = 0
         """Number of coordinator changes. A message that was sent before a change is not recorded as
         acknowledged after it."""
 
@@ -163,7 +163,7 @@ class Flow:
         Call this when the coordinator moved to another worker or its process restarted: the new one has
         received none of these messages.
         """
-        self._audience += 1
+        self._coordinator_epoch += 1
         self._shards = {k: s.untold() for k, s in self._shards.items()}
         self._backoffs.clear()
         self._paused.clear()
@@ -301,7 +301,7 @@ class Flow:
         return None
 
     async def _do(self, action: Action, shard: OwnShard) -> None:
-        audience = self._audience
+        coordinator_epoch = self._coordinator_epoch
         match action.verb:
             case Verb.COPY:
                 await self._copy(shard, action.target)
@@ -316,7 +316,7 @@ class Flow:
                 await self._peers.call(self._coordinator(), message, Ok)
             case Verb.UPLOADED:
                 await self._tell_uploaded(shard)
-        if audience == self._audience:
+        if coordinator_epoch == self._coordinator_epoch:
             self._update(shard, told=action.verb)
 
     def _update(

@@ -55,7 +55,7 @@ class OwnedSlot:
         return CheckpointId(self.stage.step, self.stage.round)
 
     @property
-    def waits(self) -> bool:
+    def pending_write(self) -> bool:
         """Whether the slot has still to be written to the node tier and no write of it is under way."""
         return self.where is not Where.WRITING and not (self.failed or self.dropped)
 
@@ -117,7 +117,9 @@ def next_write(rank: Rank, owned: Iterable[OwnedSlot], chosen: Step | None) -> O
     mine = [o for o in owned if o.stage.rank == rank]
     if any(o.where is Where.WRITING for o in mine):
         return None
-    ready = (o for o in mine if o.where is Where.HELD and o.waits and o.stage.step == chosen)
+    ready = (
+        o for o in mine if o.where is Where.HELD and o.pending_write and o.stage.step == chosen
+    )
     return next(ready, None)
 
 

@@ -67,7 +67,7 @@ class HoldTeller:
             holding = self._stager.untold
             if state.held is None or holding is None or not self._stager.has_coordinator:
                 continue
-            audience = self._stager.audience
+            coordinator_epoch = self._stager.coordinator_epoch
             try:
                 reply = await self._tell(state.held, holding)
             except HoldfastError as error:
@@ -77,7 +77,10 @@ class HoldTeller:
                 continue
             backoff.reset()
             said.healthy("holding")
-            if self._current().round == state.round and self._stager.audience == audience:
+            if (
+                self._current().round == state.round
+                and self._stager.coordinator_epoch == coordinator_epoch
+            ):
                 self._stager.told(holding)
                 if reply.drop:
                     self.on_drop(frozenset(reply.drop))

@@ -93,7 +93,7 @@ class Stager:
         """The round whose ROUND this process has accepted. None while sealed: only `write_held` begins
         writes then."""
         self._tasks = Tasks()
-        self.audience = 0
+        self.coordinator_epoch = 0
         """Number of coordinator changes. A message that was sent before a change is not recorded as
         acknowledged after it."""
         self.has_coordinator = False
@@ -109,7 +109,8 @@ class Stager:
         is pruned, and the coordinator has acknowledged the present `holding`.
         """
         busy = any(
-            o.where is not Where.HELD or (o.committed and o.waits) for o in self._owned.values()
+            o.where is not Where.HELD or (o.committed and o.pending_write)
+            for o in self._owned.values()
         )
         said = self.holding()
         is_told = is_quiet(said) or said == self._told
@@ -118,7 +119,7 @@ class Stager:
     @property
     def waiting(self) -> bool:
         """Whether a slot has still to be written and its write has not begun."""
-        return any(o.waits for o in self._owned.values())
+        return any(o.pending_write for o in self._owned.values())
 
     def owns(self, slot: str) -> bool:
         return slot in self._owned
@@ -200,11 +201,11 @@ class Stager:
         except BaseException:
             slot.close()
             raise
-        waits = self._may_hold(state) and any(
+        pending_write = self._may_hold(state) and any(
             o.stage.rank == message.rank and (o.where is Where.WRITING or not o.dropped)
             for o in self._owned.values()
         )
-        self._take(slot, message, state, waits=waits)
+        self._take(slot, message, state, pending_write=pending_write)
         return Staged(message.step)
 
     # ------------------------------------------------------------------ held slots
@@ -242,7 +243,7 @@ class Stager:
         Sending starts when the coordinator has replied to a report.
         """
         self._told = None
-        self.audience += 1
+        self.coordinator_epoch += 1
         self.has_coordinator = False
 
     def coordinator_replied(self) -> None:
@@ -386,7 +387,7 @@ class Stager:
                 slot.close()
             else:
                 # Even a slot whose write was interrupted is held: the coordinator chooses what is next.
-                self._take(slot, message, state, waits=self._may_hold(state))
+                self._take(slot, message, state, pending_write=self._may_hold(state))
         for owned in self._owned.values():
             owned.committed = owned.checkpoint in manifests
 
@@ -398,16 +399,18 @@ class Stager:
         return owned is not None and owned.stage == message
 
     def _may_hold(self, state: RoundState) -> bool:
-        return state.held is not None and state.held.policy.keeps_every_step
+        return state.held is not None and state.held.policy.memory_level_enabled
 
-    def _take(self, slot: SlotFile, message: Stage, state: RoundState, *, waits: bool) -> None:
-        """Add an owned slot, and begin its digest if it `waits`, else its write."""
+    def _take(
+        self, slot: SlotFile, message: Stage, state: RoundState, *, pending_write: bool
+    ) -> None:
+        """Add an owned slot, and begin its digest if it `pending_write`, else its write."""
         slot.throttle = self._pacing.take
-        where = Where.DIGESTING if waits else Where.WRITING
-        owned = OwnedSlot(message, slot, state.world_size, where, waited=waits)
+        where = Where.DIGESTING if pending_write else Where.WRITING
+        owned = OwnedSlot(message, slot, state.world_size, where, waited=pending_write)
         self._owned[slot.name] = owned
         self._newest[message.rank] = message.step
-        if waits:
+        if pending_write:
             self._tasks.spawn(self._digest(owned), f"digest {message.slot}")
         else:
             self._start(owned)

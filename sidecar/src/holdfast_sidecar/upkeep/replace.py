@@ -17,7 +17,7 @@ from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.restore.rehydrate import Rehydrator
-from holdfast_sidecar.restore.tried import Tried
+from holdfast_sidecar.restore.source_errors import SourceErrors
 
 _MAX_MISSING = 256
 
@@ -77,10 +77,10 @@ class Replacer:
             return False
         if not await self._is_wanted(ref):
             return True
-        tried = Tried()
-        tier = await self._rehydrator.fetch(ref, tried)
+        source_errors = SourceErrors()
+        tier = await self._rehydrator.fetch(ref, source_errors)
         if tier is None:
-            self._said.say(str(ref), f"a bad shard cannot be replaced now: {tried}")
+            self._said.say(str(ref), f"a bad shard cannot be replaced now: {source_errors}")
             return False
         self._said.healthy(str(ref))
         if not await self._is_wanted(ref):
@@ -105,12 +105,12 @@ class Replacer:
         if not any((r.header.job_uid, r.checkpoint) == (job_uid, checkpoint) for r in records):
             return True
         point = RestorePoint(checkpoint.step, checkpoint.round, job_uid=job_uid)
-        tried = Tried()
-        if await self._rehydrator.manifest(point, checkpoint, tried) is not None:
+        source_errors = SourceErrors()
+        if await self._rehydrator.manifest(point, checkpoint, source_errors) is not None:
             logs.info("replaced a bad manifest", checkpoint=str(checkpoint))
             return True
-        self._said.say(str(checkpoint), f"a bad manifest cannot be replaced now: {tried}")
-        return not tried.may_come
+        self._said.say(str(checkpoint), f"a bad manifest cannot be replaced now: {source_errors}")
+        return not source_errors.retryable
 
     async def _layout(self, digest: Digest, job_uid: JobUid, checkpoint: CheckpointId) -> bool:
         """Replace a layout. Return whether it is settled: it is here, not needed, or no place has it."""

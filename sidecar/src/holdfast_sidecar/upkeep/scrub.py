@@ -217,7 +217,7 @@ class Scrubber:
         found = await self._pools.scrub.run(self._bad_documents)
         for bad in found:
             self._metrics.corruption(TierName.NODE)
-            logs.warning("scrub: quarantined a document", error=bad.words)
+            logs.warning("scrub: quarantined a document", error=bad.text)
             await self._pools.meta.run(bad.quarantine, self._node)
             if bad.manifest is not None:
                 self._replacer.manifest_is_bad(*bad.manifest)
@@ -234,7 +234,7 @@ class Scrubber:
 class BadDocument:
     """A damaged manifest or layout on the node tier: exactly one of the two fields is set."""
 
-    words: str
+    text: str
     """What is wrong with it."""
     manifest: tuple[JobUid, CheckpointId] | None = None
     layout: tuple[Digest, JobUid, CheckpointId] | None = None
@@ -242,9 +242,9 @@ class BadDocument:
 
     def quarantine(self, node: NodeTier) -> None:
         if self.manifest is not None:
-            node.quarantine_manifest(*self.manifest, self.words)
+            node.quarantine_manifest(*self.manifest, self.text)
         if self.layout is not None:
-            node.quarantine_layout(self.layout[0], self.words)
+            node.quarantine_layout(self.layout[0], self.text)
 
 
 def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[BadDocument]:

@@ -304,8 +304,8 @@ class Intake:
             reply = state.refused(Refusal.BAD_REQUEST, str(error))
         except Exception as error:  # noqa: BLE001 - without a reply a rank waits an hour
             logs.failure(f"{type(frame.message).__name__} failed", error)
-            words = str(error) if isinstance(error, HoldfastError | OSError) else repr(error)
-            reply = Refused(Refusal.BUSY, words, state.round, state.version)
+            text = str(error) if isinstance(error, HoldfastError | OSError) else repr(error)
+            reply = Refused(Refusal.BUSY, text, state.round, state.version)
         finally:
             release()
         connection.send(reply, frame.id)

@@ -416,7 +416,7 @@ class DirectoryPlace:
         plain, theirs = socket.socketpair()
         ours = OwnSocket.of(plain)
         with theirs:
-            words = format_options(
+            text = format_options(
                 root=self.root,
                 slots_dir=self.slots_dir,
                 layouts_dir=self.layouts_dir,
@@ -439,7 +439,7 @@ class DirectoryPlace:
                         "-m",
                         "holdfast.directory.persister",
                         str(theirs.fileno()),
-                        words,
+                        text,
                     ],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,

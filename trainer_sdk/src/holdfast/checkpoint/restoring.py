@@ -29,8 +29,8 @@ from holdfast.directory.choice import committed
 from holdfast.directory.in_place import InPlace, read_in_place
 from holdfast.gang.store import GangStore
 from holdfast.slots.staging import SlotRing
+from holdfast.state.restore_target import RestoreTarget
 from holdfast.state.snapshot import read_payload
-from holdfast.state.wish import Wish
 from holdfast_core.errors import (
     ConfigError,
     CorruptionError,
@@ -121,7 +121,7 @@ class Restorer:
             if self._session.link is not None:
                 self._session.link.wait_connected(_FIRST_CONNECT_SECONDS)
 
-    def fetch(self, wish: Wish) -> Fetched | None:
+    def fetch(self, restore_target: RestoreTarget) -> Fetched | None:
         """Fetch and verify this rank's part of the restore point.
 
         Returns None when there is nothing to restore. Raises StateMismatchError when the checkpoint was
@@ -136,7 +136,7 @@ class Restorer:
             return None  # the launcher has set this; there is no need to wait for the sidecar
         while True:
             try:
-                found = self._fetch_once(wish)
+                found = self._fetch_once(restore_target)
                 failed: HoldfastError | None = None
             except UnavailableError:
                 if isinstance(self._place, DirectoryPlace):
@@ -168,14 +168,14 @@ class Restorer:
     def _is_asked_for(self, found: Fetched | None) -> bool:
         return self._asked is None or (found is not None and found.step == self._asked)
 
-    def _fetch_once(self, wish: Wish) -> Fetched | None:
+    def _fetch_once(self, restore_target: RestoreTarget) -> Fetched | None:
         round_ = self._wait_connected()
         rank = self._settings.rank
         reply = self._request(Restore(round_, rank), RestoreReply)
         point = reply.restore_point
         if point.step is None:
             return None
-        wanted = self._wanted(wish, reply, round_)
+        wanted = self._wanted(restore_target, reply, round_)
         digest = None
         payload_bytes = reply.payload_bytes
         if wanted is not None:
@@ -186,15 +186,15 @@ class Restorer:
         # filled untouched slots would be charged for the whole state and killed. A persister runs in this
         # process's container.
         in_directory = isinstance(self._place, DirectoryPlace)
-        needed_bytes = max(wish.needed_bytes(), payload_bytes)
+        needed_bytes = max(restore_target.needed_bytes(), payload_bytes)
         self._ring.ensure(needed_bytes, round_, to_fill=in_directory)
         offers = tuple(slot.offer() for slot in self._ring.slots)
         # This process can read the files of a folder. Those of a pod's node tier belong to the sidecar.
-        if in_directory and wanted is None and wish.is_read_in_place():
+        if in_directory and wanted is None and restore_target.is_read_in_place():
             reply = self._request(Fill(round_, rank, offers, reads_files=True), (Filled, ShardFile))
             if isinstance(reply, ShardFile):
                 held = None if reply.slot is None else self._ring.find(reply.slot).payload.data
-                found = self._read_in_place(reply, wish, held)
+                found = self._read_in_place(reply, restore_target, held)
                 if found is not None:
                     saved = found.saved
                     return Fetched(point.step, found.tier, lambda: saved, is_ours=True)
@@ -209,7 +209,7 @@ class Restorer:
         )
 
     def _read_in_place(
-        self, file: ShardFile, wish: Wish, held: memoryview | None
+        self, file: ShardFile, restore_target: RestoreTarget, held: memoryview | None
     ) -> InPlace | None:
         """Read the shard into the state's tensors. Return None if it must be requested in a slot instead.
 
@@ -221,17 +221,19 @@ class Restorer:
             self._left_parts = file.shard.checkpoint
 
         try:
-            return read_in_place(file, wish.leaves, wish.fits, held, begins)
+            return read_in_place(file, restore_target.leaves, restore_target.fits, held, begins)
         except HoldfastError as error:
             logger.warning("%s; it is read once more", error)
             return None
 
-    def _wanted(self, wish: Wish, reply: RestoreReply, round_: RestartRound) -> RankLayout | None:
+    def _wanted(
+        self, restore_target: RestoreTarget, reply: RestoreReply, round_: RestartRound
+    ) -> RankLayout | None:
         """Return the layout to assemble for this rank, or None if its shard fits as it was saved."""
         if reply.world_size in (0, self._settings.world_size):
             if reply.rank_layout is None:
                 return None
-            if wish.is_as_saved(parse_rank_layout(self._layouts.read(reply.rank_layout))):
+            if restore_target.is_as_saved(parse_rank_layout(self._layouts.read(reply.rank_layout))):
                 return None
             again = Restore(round_, self._settings.rank, with_layout=True)
             reply = self._request(again, RestoreReply)
@@ -241,7 +243,7 @@ class Restorer:
                 f"{reply.world_size} ranks, this is one of {self._settings.world_size}, and its "
                 "layout was not given"
             )
-        return wish.layout(parse_layout(self._layouts.read(reply.layout)))
+        return restore_target.layout(parse_layout(self._layouts.read(reply.layout)))
 
     def _request(self, message: Any, kind: type[Any] | tuple[type[Any], ...]) -> Any:
         if self._session.link is None:
@@ -319,8 +321,8 @@ class Restorer:
         prefix = f"fetched/{self._attempt}"
         self._store.publish(f"{prefix}/{self._settings.rank}", _GOOD if succeeded else _BAD)
         if self._settings.rank == 0:
-            words = [self._store.wait(f"{prefix}/{r}") for r in range(self._settings.world_size)]
-            self._store.publish(f"{prefix}/verdict", _BAD if _BAD in words else _GOOD)
+            text = [self._store.wait(f"{prefix}/{r}") for r in range(self._settings.world_size)]
+            self._store.publish(f"{prefix}/verdict", _BAD if _BAD in text else _GOOD)
         return self._store.wait(f"{prefix}/verdict") == _GOOD
 
     def _reject(self, place: DirectoryPlace) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_WORDS = 2000
 
 
-def in_words(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return the text of an error for a message to the trainer.
 
     The text starts with the type, except for errors of Holdfast, which explain themselves.
@@ -140,4 +140,4 @@ class Connection:
             return self._refused(Refusal.BUSY, error)
 
     def _refused(self, code: Refusal, error: BaseException) -> Refused:
-        return Refused(code, in_words(error), self._service.current_round)
+        return Refused(code, describe(error), self._service.current_round)

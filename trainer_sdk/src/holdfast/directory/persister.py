@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from holdfast.directory.claims import claim
-from holdfast.directory.connection import Connection, in_words
+from holdfast.directory.connection import Connection, describe
 from holdfast.directory.options import parse_options
 from holdfast.directory.service import DirectoryService
 from holdfast_core.errors import UnavailableError
@@ -79,7 +79,7 @@ def _refuse_hello(sock: socket.socket, error: Exception) -> None:
     frame = receive_frame(sock)
     if frame is not None:
         code = Refusal.BUSY if isinstance(error, UnavailableError) else Refusal.NOT_FOUND
-        refused = Refused(code, in_words(error), RestartRound(0))
+        refused = Refused(code, describe(error), RestartRound(0))
         send_frame(sock, refused, frame.id)
 
 

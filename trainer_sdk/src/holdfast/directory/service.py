@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.choice import JOB_UID, Choice, choose, load_choice, next_round
 from holdfast.directory.commit import Committer
-from holdfast.directory.connection import in_words
+from holdfast.directory.connection import describe
 from holdfast.directory.options import ServiceOptions
 from holdfast.directory.presence import Presence, expect_not_unmounted, says_gone
 from holdfast.directory.resharding import assemble_payload
@@ -494,7 +494,7 @@ class DirectoryService:
         return True
 
     def _fail_all(self, error: BaseException) -> None:
-        words = f"the writer has ended: {type(error).__name__}: {error}"
+        text = f"the writer has ended: {type(error).__name__}: {error}"
         with self._lock:
             self._worker_error = error
             self._busy = False
@@ -503,9 +503,9 @@ class DirectoryService:
         for job in queue:
             job.slot.close()
             checkpoint = CheckpointId(job.stage.step, job.stage.round)
-            self._fail(_Pending(checkpoint, [job.push]), "WriterEnded", words)
+            self._fail(_Pending(checkpoint, [job.push]), "WriterEnded", text)
         for checkpoint in pending:
-            self._give_up(checkpoint, "WriterEnded", words)
+            self._give_up(checkpoint, "WriterEnded", text)
 
     def _write(self, job: _Job) -> None:
         """Write a staged save. Any exception only fails this save, so that the thread continues."""
@@ -523,10 +523,10 @@ class DirectoryService:
             logger.warning(
                 "save of step %d failed: %s",
                 stage.step,
-                in_words(error),
+                describe(error),
                 exc_info=_unexpected(error),
             )
-            self._fail(_Pending(checkpoint, [job.push]), type(error).__name__, in_words(error))
+            self._fail(_Pending(checkpoint, [job.push]), type(error).__name__, describe(error))
             if says_gone(error) or self._is_lost():
                 self._on_folder_lost()
         else:
@@ -602,10 +602,10 @@ class DirectoryService:
                 logger.warning(
                     "commit of %s failed: %s",
                     checkpoint,
-                    in_words(error),
+                    describe(error),
                     exc_info=_unexpected(error),
                 )
-                self._give_up(checkpoint, "CommitFailed", in_words(error))
+                self._give_up(checkpoint, "CommitFailed", describe(error))
                 if says_gone(error) or self._is_lost():
                     self._on_folder_lost()
                 continue
@@ -619,7 +619,7 @@ class DirectoryService:
                 logger.warning(
                     "pruning after %s failed, it is tried again after the next save: %s",
                     checkpoint,
-                    in_words(error),
+                    describe(error),
                     exc_info=_unexpected(error),
                 )
 
@@ -638,8 +638,8 @@ class DirectoryService:
     def _forget_older(self, newest: CheckpointId) -> None:
         for checkpoint in list(self._pending):
             if (checkpoint.round, checkpoint.step) < (newest.round, newest.step):
-                words = f"step {newest.step} was committed before all ranks had saved this one"
-                self._give_up(checkpoint, "Superseded", words)
+                text = f"step {newest.step} was committed before all ranks had saved this one"
+                self._give_up(checkpoint, "Superseded", text)
 
     def _conclude(self, checkpoint: CheckpointId, messages: list[Any]) -> None:
         with self._lock:
@@ -648,16 +648,16 @@ class DirectoryService:
         if pending is not None:
             _push_all(pending, messages)
 
-    def _give_up(self, checkpoint: CheckpointId, reason: str, words: str) -> None:
+    def _give_up(self, checkpoint: CheckpointId, reason: str, text: str) -> None:
         with self._lock:
             pending = self._pending.pop(checkpoint, None)
             self._lock.notify_all()
         if pending is not None:
-            self._fail(pending, reason, words)
+            self._fail(pending, reason, text)
 
-    def _fail(self, pending: _Pending, reason: str, words: str) -> None:
+    def _fail(self, pending: _Pending, reason: str, text: str) -> None:
         self._failures += 1
-        _push_all(pending, [_failed(pending.checkpoint, Level.LOCAL, reason, words)])
+        _push_all(pending, [_failed(pending.checkpoint, Level.LOCAL, reason, text)])
 
 
 def _push_all(pending: _Pending, messages: list[Any]) -> None:
@@ -689,8 +689,8 @@ def _levels(checkpoint: CheckpointId) -> list[Any]:
     ]
 
 
-def _failed(checkpoint: CheckpointId, level: Level, reason: str, words: str) -> SaveFailed:
-    return SaveFailed(checkpoint.step, checkpoint.round, level, reason, words)
+def _failed(checkpoint: CheckpointId, level: Level, reason: str, text: str) -> SaveFailed:
+    return SaveFailed(checkpoint.step, checkpoint.round, level, reason, text)
 
 
 def _fitting(offers: Sequence[SlotOffer], payload_bytes: int) -> SlotOffer:

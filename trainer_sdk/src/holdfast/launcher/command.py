@@ -38,25 +38,25 @@ class Command:
     """SCRIPT and MODULE: file or module name, then its arguments. EXEC: the command and its arguments."""
 
 
-def parse_command(words: Sequence[str], executable: str = sys.executable) -> Command:
+def parse_command(text: Sequence[str], executable: str = sys.executable) -> Command:
     """Parse a command. Raises ConfigError when it is empty.
 
     A bare `python` means the interpreter that runs the launcher, as with torchrun. A command with the path
     of another interpreter, or with interpreter flags that a forked process cannot support, is run by exec.
     """
-    if not words:
+    if not text:
         raise ConfigError("holdfast run: no command; expected: holdfast run -- python train.py ...")
-    as_is = Command(CommandKind.EXEC, tuple(words))
-    if not _is_own_python(words[0], executable):
+    as_is = Command(CommandKind.EXEC, tuple(text))
+    if not _is_own_python(text[0], executable):
         return as_is
-    rest = list(words[1:])
+    rest = list(text[1:])
     while rest and rest[0] in _HARMLESS_FLAGS:
         rest.pop(0)
     if len(rest) >= 2 and rest[0] == "-m":
         return Command(CommandKind.MODULE, tuple(rest[1:]))
     if rest and not rest[0].startswith("-"):
         return Command(CommandKind.SCRIPT, tuple(rest))
-    return Command(CommandKind.EXEC, (executable, *words[1:]))
+    return Command(CommandKind.EXEC, (executable, *text[1:]))
 
 
 def _is_own_python(word: str, executable: str) -> bool:

@@ -204,8 +204,8 @@ class PodLauncher:
 
     def _tell_exit(self, process: RankProcess) -> None:
         if self._last_round is not None and process.code is not None:
-            words = "" if process.code == 0 else process.last_words()
-            self._notify(Exited(self._last_round, process.rank, process.code, words))
+            text = "" if process.code == 0 else process.last_words()
+            self._notify(Exited(self._last_round, process.rank, process.code, text))
 
     async def _finish(self) -> int:
         """After all ranks have succeeded, send Finish until the sidecar releases the launcher. Return 0."""

@@ -110,7 +110,7 @@ def require_room(
     """
     pending = reserved_bytes(directory)
 
-    def words(room: Room) -> str:
+    def text(room: Room) -> str:
         return (
             f"{room.limit} needs {needed_bytes + pending} more bytes for {slots} slots"
             f" (of which {pending} are being taken by other ranks), has {room.available_bytes}: "
@@ -119,10 +119,10 @@ def require_room(
 
     volume = volume_room(directory, advice)
     if needed_bytes + pending > volume.available_bytes:
-        raise VolumeFullError(words(volume))
+        raise VolumeFullError(text(volume))
     memory = memory_room(advice=advice)
     if memory is not None and needed_bytes + pending > memory.available_bytes:
-        raise CapacityError(words(memory))
+        raise CapacityError(text(memory))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from holdfast.slots.capacity import (
     allocation_lock,
     require_room,
 )
-from holdfast.slots.touched import touch
+from holdfast.slots.prefault import prefault
 from holdfast_core.errors import CapacityError, DeviceError, FormatError
 from holdfast_core.ids import Rank, RestartRound, Step
 from holdfast_core.messages.schema import SlotOffer
@@ -115,7 +115,7 @@ class Slot:
         """Set the state to FREE, and clear the round and the step in the header."""
         self._write(SlotState.FREE, None, None, 0)
 
-    def touch(self) -> None:
+    def prefault(self) -> None:
         """Prefault all pages of the slot. Its contents do not change. Raises CapacityError, OSError."""
         _touch(self._memory, self.path, len(self._memory))
         self.is_touched = True
@@ -497,7 +497,7 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
 def _touch(memory: mmap.mmap, path: Path, size_bytes: int) -> None:
     """Prefault the memory. Raises CapacityError where there is no room, and OSError."""
     try:
-        touch(memory, path, size_bytes)
+        prefault(memory, path, size_bytes)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             raise
@@ -509,4 +509,4 @@ def _touch(memory: mmap.mmap, path: Path, size_bytes: int) -> None:
 
 def _touch_all(slots: Iterable[Slot]) -> None:
     for slot in slots:
-        slot.touch()
+        slot.prefault()

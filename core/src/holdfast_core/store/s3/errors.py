@@ -84,7 +84,7 @@ class S3Failure:
         return self.status == 412 or self.code == "PreconditionFailed"
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Status, Code and Message in one line."""
         return " ".join(
             w for w in (str(self.status), self.code and f"{self.code}:", self.message) if w
@@ -92,7 +92,7 @@ class S3Failure:
 
     def error(self) -> HoldfastError:
         """Return the matching error of holdfast_core.errors, with advice where the cause is known."""
-        text = f"{self.request}: {self.words}"
+        text = f"{self.request}: {self.text}"
         status, code = self.status, self.code
         if code == "AuthorizationHeaderMalformed" or 300 <= status < 400:
             return ConfigError(f"{text}; check region and endpoint of the store")

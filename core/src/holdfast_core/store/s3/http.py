@@ -275,8 +275,8 @@ class HttpPool:
                 f"{doing} at {self.name}: the status line of the reply is not of HTTP/1.1"
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            words = str(error) or type(error).__name__
-            raise UnavailableError(f"{doing} at {self.name}: {words}") from error
+            text = str(error) or type(error).__name__
+            raise UnavailableError(f"{doing} at {self.name}: {text}") from error
 
     def _take(self) -> http.client.HTTPConnection:
         while True:

@@ -333,12 +333,12 @@ class Upload:
                 if self._confirm(plan):
                     return False
                 if failure.is_absent and failure.code != "NoSuchBucket":
-                    raise UploadLostError(f"{failure.request}: {failure.words}")
-                raise UnavailableError(f"{failure.request}: {failure.words}; yet nothing is there")
+                    raise UploadLostError(f"{failure.request}: {failure.text}")
+                raise UnavailableError(f"{failure.request}: {failure.text}; yet nothing is there")
             if failure.is_bad_bytes or failure.code in _PART_CODES:
                 # The stored parts differ from the store's list of them, so the upload is abandoned.
                 self._reader.verify()
-                raise UploadLostError(f"{failure.request}: {failure.words}")
+                raise UploadLostError(f"{failure.request}: {failure.text}")
             self._raise_failure(reply)
             return True
 
@@ -355,7 +355,7 @@ class Upload:
             self._raise_failure(reply)
         elif not self._confirm(plan):
             raise UnavailableError(
-                f"{reply.failure.request}: {reply.failure.words}; yet nothing is there"
+                f"{reply.failure.request}: {reply.failure.text}; yet nothing is there"
             )
 
     def _raise_failure(self, reply: S3Reply) -> None:
@@ -363,7 +363,7 @@ class Upload:
         if failure is None:
             return
         if failure.code == "NoSuchUpload":
-            raise UploadLostError(f"{failure.request}: {failure.words}")
+            raise UploadLostError(f"{failure.request}: {failure.text}")
         if failure.is_bad_bytes and self._verified.acquire(blocking=False):
             # The bytes changed in transit or on this node's disk. One verification of the local shard per
             # upload tells which: it raises CorruptionError, which ends the upload, if the disk is at

@@ -102,12 +102,12 @@ def find_failures(world: World, memory: JobMemory, now: Now) -> tuple[Failure, .
     found: list[Failure] = []
     sealed = world.highest_sealed
     if sealed is not None and sealed > world.round:
-        words = f"a sidecar is sealed for round {sealed}, the status says {world.round}"
-        found.append(Failure(Reason.STATUS_BEHIND, words, disruption=True))
+        text = f"a sidecar is sealed for round {sealed}, the status says {world.round}"
+        found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
     birth = world.highest_birth
     if birth is not None and birth > world.round:
-        words = f"a pod was born in round {birth}, the status says {world.round}"
-        found.append(Failure(Reason.STATUS_BEHIND, words, disruption=True))
+        text = f"a pod was born in round {birth}, the status says {world.round}"
+        found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
     for member in world.members:
         failure = _of_member(world, member, memory, now)
         if failure is not None:
@@ -138,13 +138,13 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
     if pod.disrupted or (pod.phase is PodPhase.FAILED and pod.reason in _EVICTED):
         if pod.terminating and _may_drain(world, pod, memory, now):
             return None
-        words = f"pod {pod.name}: {pod.reason or 'disrupted'}: {pod.message}".rstrip(": ")
-        return Failure(Reason.POD_EVICTED, words, member.worker, disruption=True, replace_pod=True)
+        text = f"pod {pod.name}: {pod.reason or 'disrupted'}: {pod.message}".rstrip(": ")
+        return Failure(Reason.POD_EVICTED, text, member.worker, disruption=True, replace_pod=True)
     if pod.terminating:
         if _may_drain(world, pod, memory, now):
             return None
-        words = f"pod {pod.name} is being deleted"
-        return Failure(Reason.POD_LOST, words, member.worker, disruption=True, replace_pod=True)
+        text = f"pod {pod.name} is being deleted"
+        return Failure(Reason.POD_LOST, text, member.worker, disruption=True, replace_pod=True)
     return _of_container(world, member, pod, memory, now)
 
 
@@ -154,8 +154,8 @@ def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> 
     A pod that may hold the last copy of every committed step stays a member, because its node may come back.
     If other members answer, a round that keeps the pod begins, and their inventories show what they hold.
     """
-    words = f"node {pod.node} of pod {pod.name} is silent and its sidecar does not answer"
-    failure = Failure(Reason.NODE_LOST, words, member.worker, disruption=True, replace_pod=True)
+    text = f"node {pod.node} of pod {pod.name} is silent and its sidecar does not answer"
+    failure = Failure(Reason.NODE_LOST, text, member.worker, disruption=True, replace_pod=True)
     if not pod.alive:
         return failure  # a user deleted it, or it has ended
     if _control_plane_may_be_cut_off(world, now):
@@ -188,10 +188,10 @@ def _of_container(
     worker = member.worker
     if pod.phase is PodPhase.FAILED:
         oom = pod.reason == "OOMKilled"
-        words = f"pod {pod.name} failed: {pod.reason or 'no reason given'}: {pod.message}"
+        text = f"pod {pod.name} failed: {pod.reason or 'no reason given'}: {pod.message}"
         return Failure(
             Reason.OOM_KILLED if oom else Reason.POD_FAILED,
-            words.rstrip(": "),
+            text.rstrip(": "),
             worker,
             exit_code=pod.trainer_exit_code,
             replace_pod=True,
@@ -199,15 +199,15 @@ def _of_container(
     if pod.phase is PodPhase.SUCCEEDED:
         if world.status.restore_point is not None:
             return None  # its ranks have finished, and the pods of the other members end soon
-        words = f"pod {pod.name} ended before round {world.round} began to run"
-        return Failure(Reason.POD_SUCCEEDED_EARLY, words, worker, disruption=True, replace_pod=True)
+        text = f"pod {pod.name} ended before round {world.round} began to run"
+        return Failure(Reason.POD_SUCCEEDED_EARLY, text, worker, disruption=True, replace_pod=True)
     if pod.waiting_reason in CANNOT_START:
         return None
     if pod.trainer_restarts > MAX_TRAINER_RESTARTS and readable.answering_may_go(world, worker):
-        words = f"the trainer of pod {pod.name} restarted {pod.trainer_restarts} times"
+        text = f"the trainer of pod {pod.name} restarted {pod.trainer_restarts} times"
         return Failure(
             Reason.OOM_KILLED if pod.reason == "OOMKilled" else Reason.TRAINER_RESTARTING,
-            words,
+            text,
             worker,
             exit_code=pod.trainer_exit_code,
             replace_pod=True,
@@ -238,8 +238,8 @@ def _of_sidecar(
         return None
     if not readable.silent_may_go(world, [m.worker for m in world.members if not m.reachable]):
         return None
-    words = f"the sidecar of pod {pod.name} has not answered for {silent:.0f} s"
-    return Failure(Reason.SIDECAR_UNREACHABLE, words, member.worker, replace_pod=True)
+    text = f"the sidecar of pod {pod.name} has not answered for {silent:.0f} s"
+    return Failure(Reason.SIDECAR_UNREACHABLE, text, member.worker, replace_pod=True)
 
 
 def _may_drain(world: World, pod: PodView, memory: JobMemory, now: Now) -> bool:
@@ -271,11 +271,11 @@ def _of_ranks(world: World) -> list[Failure]:
     for dead in state.dead:
         member = world.member(dead.worker)
         oom = member is not None and member.pod is not None and member.pod.reason == "OOMKilled"
-        words = f"rank {dead.rank} {how_it_ended(dead)}"
+        text = f"rank {dead.rank} {how_it_ended(dead)}"
         found.append(
             Failure(
                 Reason.OOM_KILLED if oom else Reason.RANK_FAILED,
-                words,
+                text,
                 dead.worker,
                 exit_code=dead.code,
             )
@@ -290,9 +290,9 @@ def how_it_ended(dead: DeadRank) -> str:
     """
     if dead.code in (-signal.SIGKILL, -signal.SIGTERM):
         return f"was killed by {signal.Signals(-dead.code).name}"
-    words = f"ended with code {dead.code}"
+    text = f"ended with code {dead.code}"
     said = _last_words(dead.message)
-    return f"{words}: {said}" if said else words
+    return f"{text}: {said}" if said else text
 
 
 def _last_words(output: str) -> str:

@@ -29,14 +29,14 @@ def plan(world: World, memory: JobMemory, now: Now) -> Decision | None:
             return None
         note = Note(Reason.READ_AGAIN, "the job and its pods can be read")
         return _written(world, memory, now, True, note, ())
-    note = Note(Reason.CANNOT_READ, _words(hidden))
+    note = Note(Reason.CANNOT_READ, _text(hidden))
     if known is not None and (known.status, known.message) == (False, note.message):
         return Decision((), WAITING_SECONDS, note.message, memory)
     event = EmitEvent(EventKind.WARNING, note.reason, note.message)
     return _written(world, memory, now, False, note, (event,))
 
 
-def _words(hidden: list[Unreadable]) -> str:
+def _text(hidden: list[Unreadable]) -> str:
     first = min(hidden, key=lambda u: u.name)
     others = f" (and {len(hidden) - 1} more pods)" if len(hidden) > 1 else ""
     return (

@@ -57,7 +57,7 @@ def with_silence(status: JobStatusView, world: World, now: Now) -> JobStatusView
         settled = all(m.reachable for m in world.members if _may_answer(m))
     if silent:
         since = now.utc if old is None or not old.status else old.last_transition
-        note = Note(_reason(world), _words(world, silent, stamp(since)))
+        note = Note(_reason(world), _text(world, silent, stamp(since)))
         return set_condition(status, JobCondition.SIDECARS_UNREACHABLE, True, note, now, generation)
     if old is None or not old.status or not settled:
         return status
@@ -85,7 +85,7 @@ def _reason(world: World) -> Reason:
     return Reason.SOME_SIDECARS_SILENT if answering else Reason.NO_SIDECAR_ANSWERS
 
 
-def _words(world: World, silent: list[MemberState], since: str) -> str:
+def _text(world: World, silent: list[MemberState], since: str) -> str:
     job = world.observed.job
     names = [m.pod.name for m in silent if m.pod is not None]
     listed = ", ".join(names[:NAMED_PODS])

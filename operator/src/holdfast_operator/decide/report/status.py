@@ -150,9 +150,9 @@ def _with_running(
     state = world.coordinator
     begun = status.restart_round == world.status.restart_round
     if begun and state is not None and state.running and status.restore_point is not None:
-        words = f"round {status.restart_round}: every rank has finished a step"
+        text = f"round {status.restart_round}: every rank has finished a step"
         status = set_condition(
-            status, JobCondition.RUNNING, True, Note(Reason.TRAINING, words), now, generation
+            status, JobCondition.RUNNING, True, Note(Reason.TRAINING, text), now, generation
         )
         if status.condition(JobCondition.RESTARTING) is not None:
             done = Note(Reason.RECOVERED, f"round {status.restart_round} runs")
@@ -255,11 +255,11 @@ def _with_tier_conditions(status: JobStatusView, world: World, now: Now) -> JobS
     remote = next((f for f in failures if f.tier is TierName.OBJECT), None)
     hidden = world.observed.cannot_read(CheckpointStore.KIND, job.spec.store)
     if hidden is not None:
-        words = f"CheckpointStore {job.spec.store} cannot be read: {hidden.problem}"
-        healthy, note = False, Note(Reason.CANNOT_READ, words)
+        text = f"CheckpointStore {job.spec.store} cannot be read: {hidden.problem}"
+        healthy, note = False, Note(Reason.CANNOT_READ, text)
     elif store is None:
-        words = f"CheckpointStore {job.spec.store} is not there"
-        healthy, note = False, Note(Reason.STORE_NOT_FOUND, words)
+        text = f"CheckpointStore {job.spec.store} is not there"
+        healthy, note = False, Note(Reason.STORE_NOT_FOUND, text)
     elif store.available is False:
         healthy, note = False, Note(Reason.STORE_UNAVAILABLE, store.message)
     elif remote is not None:

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.slots import touched
+from holdfast.slots import prefault
 
 MIB = 1 << 20
 PROGRAM = """
 import mmap, os, pathlib, sys
-from holdfast.slots.touched import touch
+from holdfast.slots.prefault import prefault
 path = pathlib.Path(sys.argv[1])
 descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
 os.ftruncate(descriptor, 64 << 20)
 try:
-    touch(mmap.mmap(descriptor, 64 << 20), path, 64 << 20)
+    prefault(mmap.mmap(descriptor, 64 << 20), path, 64 << 20)
 except OSError as error:
     print(error.errno)
 """
@@ -43,7 +43,7 @@ def test_all_pages_are_taken_and_what_lies_there_stays(tmp_path: Path, size_byte
     memory = sparse(path, size_bytes)
     memory[size_bytes - 1] = 7
     assert taken_bytes(path) <= 4096
-    touched.touch(memory, path, size_bytes)
+    prefault.prefault(memory, path, size_bytes)
     assert taken_bytes(path) >= size_bytes
     assert memory[size_bytes - 1] == 7
 
@@ -51,11 +51,11 @@ def test_all_pages_are_taken_and_what_lies_there_stays(tmp_path: Path, size_byte
 def test_also_where_the_kernel_cannot_populate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(touched, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(prefault, "_MADV_POPULATE_WRITE", 9999)
     path = tmp_path / "slot"
     memory = sparse(path, MIB)
     memory[0] = 7
-    touched.touch(memory, path, MIB)
+    prefault.prefault(memory, path, MIB)
     assert taken_bytes(path) >= MIB
     assert memory[0] == 7
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from holdfast_core.errors import FormatError, NotFoundError
 
 
-class Tried:
+class SourceErrors:
     """Errors of one attempt. `str()` joins them into one message."""
 
     def __init__(self) -> None:
-        self._words: list[str] = []
-        self.may_come = False
+        self._text: list[str] = []
+        self.retryable = False
         """Whether a retry may succeed, because a place was unreachable or busy and may have the data."""
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Add the error of a place. Any error but NotFoundError and FormatError sets `may_come`."""
+        """Add the error of a place. Any error but NotFoundError and FormatError sets `retryable`."""
         self.add(f"{what}: {error}")
-        self.may_come = self.may_come or not isinstance(error, NotFoundError | FormatError)
+        self.retryable = self.retryable or not isinstance(error, NotFoundError | FormatError)
 
-    def add(self, words: str) -> None:
+    def add(self, text: str) -> None:
         """Add a message about a place that does not have the data."""
-        self._words.append(words)
+        self._text.append(text)
 
     def __str__(self) -> str:
-        return "; ".join(self._words)
+        return "; ".join(self._text)

@@ -15,9 +15,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
+from holdfast.state.restore_target import RestoreTarget
 from holdfast.state.snapshot import plan_save, take_snapshot
 from holdfast.state.tensors import placement
-from holdfast.state.wish import Wish
 from holdfast_core.errors import StateMismatchError, UnsupportedStateError
 from holdfast_core.format.layout import Layout, merge_layouts
 from holdfast_core.format.rank_layout import RankLayout, parse_rank_layout
@@ -56,7 +56,7 @@ def saved_by(state: dict[str, Any], ranks: int) -> Layout:
 
 
 def wanted(state: dict[str, Any], rank: int, source: Layout, **options: Any) -> RankLayout:
-    layout = Wish(state, Rank(rank), strict=options.get("strict", True)).layout(source)
+    layout = RestoreTarget(state, Rank(rank), strict=options.get("strict", True)).layout(source)
     plan(layout, source)
     return layout
 
@@ -147,9 +147,9 @@ def test_the_same_ranks_notice_that_they_are_cut_otherwise(world: None) -> None:
     columns = {"w": cut((4, 2), (4, 1), mesh, [Shard(1)])}
     for state, expected in ((whole, False), (rows, True), (columns, False)):
         saved = parse_rank_layout(layout_of(rows, 1))
-        assert Wish(state, Rank(1), strict=True).is_as_saved(saved) is expected
+        assert RestoreTarget(state, Rank(1), strict=True).is_as_saved(saved) is expected
     other = {"w": cut((6, 2), (3, 2), mesh, [Shard(0)])}
-    assert Wish(other, Rank(1), strict=True).is_as_saved(saved), "told when it is loaded"
+    assert RestoreTarget(other, Rank(1), strict=True).is_as_saved(saved), "told when it is loaded"
 
 
 def test_what_belongs_to_one_rank_comes_from_its_home() -> None:

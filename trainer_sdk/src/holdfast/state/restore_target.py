@@ -30,7 +30,7 @@ _RANK_LOCAL = re.compile(r"@rank(\d+)(~\d+)?\Z")
 """End of the name that `state.tree` gives to a tensor that belongs to one rank only."""
 
 
-class Wish:
+class RestoreTarget:
     """What a rank needs from a checkpoint for one state. The state is read once, at the first use."""
 
     def __init__(self, state: Mapping[str, Any], rank: Rank, *, strict: bool) -> None:

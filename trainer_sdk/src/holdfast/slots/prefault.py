@@ -18,7 +18,7 @@ _PAGE_BYTES = 4096
 _TWO_THREADS_FROM_BYTES = 16 << 20
 
 
-def touch(memory: mmap.mmap, path: Path, size_bytes: int) -> None:
+def prefault(memory: mmap.mmap, path: Path, size_bytes: int) -> None:
     """Prefault the first `size_bytes` of the mapped file. Their contents do not change.
 
     Other processes may write to the file at the same time. Two threads do the work for large files,
