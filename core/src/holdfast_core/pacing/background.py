@@ -33,7 +33,7 @@ class Pacing:
         """
         Args:
             slots_dir: Directory of the slots that the trainer copies its saves into.
-            gave_way: Called after each wait for such a copy, with its seconds.
+            waited_for_copies: Called after each wait for such a copy, with its seconds.
         """
         self._throttle = Throttle(monotonic, sleep)
         self._copy_gate = ForegroundCopyGate(slots_dir, monotonic, sleep)
@@ -57,7 +57,7 @@ class Pacing:
     def take(self, byte_count: int) -> None:
         """Block until `byte_count` more bytes may be moved: the limit allows them, and no rank copies a save.
 
-        GivingWay bounds the wait for a copy.
+        ForegroundCopyGate bounds the wait for a copy.
         """
         self._throttle.take(byte_count)
         if not self._hurrying:
