@@ -223,8 +223,10 @@ class TrainingJobSpec(ApiModel):
 
 
 class TrainingJob(ApiModel):
-    """A gang of worker pods that trains one model and goes on from the newest readable checkpoint
-    after the loss of a process, a pod or a node."""
+    """A gang of worker pods that trains one model.
+
+    It goes on from the newest readable checkpoint after the loss of a process, a pod or a node.
+    """
 
     model_config = ConfigDict(
         json_schema_extra=cel_rules(

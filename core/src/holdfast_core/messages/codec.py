@@ -35,8 +35,10 @@ Decoder = Callable[[Any], Any]
 
 
 class _MismatchError(Exception):
-    """Mismatch between a value and its type. Each decoder on the way out appends its part of `path`, so
-    the innermost part comes first."""
+    """Mismatch between a value and its type.
+
+    Each decoder on the way out appends its part of `path`, so the innermost part comes first.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -91,8 +91,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The checkpoint settings of the job's spec. ROUND carries them to the sidecars, which send them to
-    launcher and ranks."""
+    """The checkpoint settings of the job's spec.
+
+    ROUND carries them to the sidecars, which send them to launcher and ranks.
+    """
 
     interval_steps: int
     slots: int = 2
@@ -304,8 +306,11 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """Reply to a Fill with `reads_files`: the file of the shard. Its bytes are not verified yet. A rank that
-    finds it missing or corrupt asks again, for a filled slot."""
+    """Reply to a Fill with `reads_files`: the file of the shard.
+
+    Its bytes are not verified yet. A rank that finds it missing or corrupt asks again, for a filled
+    slot.
+    """
 
     path: str
     shard: ShardRef
@@ -318,8 +323,10 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Rank -> sidecar: hand over a slot in state FULL. After the reply the rank continues; the slot stays in
-    use until the shard is written."""
+    """Rank -> sidecar: hand over a slot in state FULL.
+
+    After the reply the rank continues; the slot stays in use until the shard is written.
+    """
 
     round: RestartRound
     step: Step
@@ -454,8 +461,11 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Launcher -> sidecar: all ranks of this pod returned 0. The sidecar replies when the gang's last step
-    has reached each level that it is meant to reach and the operator has recorded this."""
+    """Launcher -> sidecar: all ranks of this pod returned 0.
+
+    The sidecar replies when the gang's last step has reached each level that it is meant to reach and
+    the operator has recorded this.
+    """
 
     round: RestartRound
 
@@ -581,8 +591,10 @@ class RankProgress:
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Seconds that each part of this round's start took, as the coordinator measured it. None while the part
-    is not over."""
+    """Seconds that each part of this round's start took, as the coordinator measured it.
+
+    None while the part is not over.
+    """
 
     rehydrate_seconds: Seconds | None = None
     """The longest rehydration of a worker."""
@@ -879,8 +891,10 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Prune:
-    """POST /v1/prune, operator -> coordinator; reply PruneReply. Deletes these checkpoints from the object
-    store, manifests first."""
+    """POST /v1/prune, operator -> coordinator; reply PruneReply.
+
+    Deletes these checkpoints from the object store, manifests first.
+    """
 
     round: RestartRound
     checkpoints: tuple[RestorePoint, ...]

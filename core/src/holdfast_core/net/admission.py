@@ -57,7 +57,8 @@ class Admission(Generic[C]):
         *,
         expected: Callable[[], Container[str]] = frozenset,
     ) -> None:
-        """
+        """Create the places of one port.
+
         Args:
             places: How many places there are.
             close: Called for each connection that loses its place, without the lock held. It may be called

@@ -21,7 +21,8 @@ class BoundedLogs(logging.Filter):
     """
 
     def __init__(self, own: str, clock: Clock | None = None) -> None:
-        """
+        """Pass all lines of the logger `own`, and a few a minute of each message of the others.
+
         Args:
             own: Name of this program's logger, which limits its own lines.
         """

@@ -44,7 +44,8 @@ class Listener:
         dropped: Callable[[str, str], None] = lambda port, reason: None,
         warn: Callable[..., None] = lambda reason, message, **fields: None,
     ) -> None:
-        """
+        """Create a listener; it accepts nothing before it is started.
+
         Args:
             name: Name of the port, for `dropped` and `warn`.
             factory: Makes the protocol of an admitted connection.
@@ -136,8 +137,10 @@ class Listener:
             self._left(connection)
 
     def _made(self, connection: _Connection, transport: asyncio.Transport) -> bool:
-        """Return whether the connection has a place after its handshake. Without TLS its caller remains a
-        stranger."""
+        """Return whether the connection has a place after its handshake.
+
+        Without TLS its caller remains a stranger.
+        """
         if connection.is_displaced:
             return False
         if self._context is not None:

@@ -15,8 +15,10 @@ _LINGERING_SECONDS = 1.0
 
 
 class Port:
-    """aiohttp application behind a Listener, whose arguments it takes. `idle_seconds` is the keep-alive
-    time-out."""
+    """aiohttp application behind a Listener, whose arguments it takes.
+
+    `idle_seconds` is the keep-alive time-out.
+    """
 
     def __init__(
         self,

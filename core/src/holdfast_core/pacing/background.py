@@ -30,7 +30,8 @@ class Pacing:
         sleep: Callable[[float], None] = time.sleep,
         waited_for_copies: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """
+        """Create the pacing of one process, without a limit.
+
         Args:
             slots_dir: Directory of the slots that the trainer copies its saves into.
             waited_for_copies: Called after each wait for such a copy, with its seconds.
@@ -77,8 +78,10 @@ class Pacing:
         self._bytes_each_step = bytes_each_step
 
     def hurry(self) -> None:
-        """Remove the limit and the pauses until `begin`. Call it while no trainer runs and the transfers are
-        waited for."""
+        """Remove the limit and the pauses until `begin`.
+
+        Call it while no trainer runs and the transfers are waited for.
+        """
         self._hurrying = True
         self._apply()
 
@@ -114,8 +117,9 @@ class Pacing:
 def bytes_each_step(
     payload_bytes: int, interval_steps: int, copies: int, object_every_steps: int | None
 ) -> float:
-    """Return the bytes that a rank's saves move on average per step: to the node tier, to peers and to the
-    object store.
+    """Return the bytes that a rank's saves move on average per step.
+
+    They go to the node tier, to peers and to the object store.
 
     Args:
         interval_steps: Steps between two saves. Below 1 nothing is saved.

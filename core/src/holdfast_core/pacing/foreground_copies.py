@@ -47,8 +47,10 @@ class ForegroundCopyGate:
         self._seen_at: dict[_Copy, float] = {}
 
     def wait_for_copies(self) -> float:
-        """Block while a rank copies a save, at most LONGEST_SECONDS for each copy. Return the seconds that
-        this took."""
+        """Block while a rank copies a save, at most LONGEST_SECONDS for each copy.
+
+        Return the seconds that this took.
+        """
         if not self._must_wait():
             return 0.0
         began = self._monotonic()
@@ -66,8 +68,10 @@ class ForegroundCopyGate:
 
 
 def _copies(slots_dir: Path) -> list[_Copy]:
-    """Return the copies that run now. A slot that cannot be read counts as idle, because an error here must
-    not stop a transfer."""
+    """Return the copies that run now.
+
+    A slot that cannot be read counts as idle, because an error here must not stop a transfer.
+    """
     found: list[_Copy] = []
     try:
         names = list_slots(slots_dir)

@@ -43,8 +43,10 @@ class Line:
 
     @property
     def sock(self) -> ssl.SSLSocket:
-        """Return the socket: a TLS one, or one for plain bytes after `leave`. Raises FormatError before
-        `secure`."""
+        """Return the socket: a TLS one, or one for plain bytes after `leave`.
+
+        Raises FormatError before `secure`.
+        """
         if self._sock is None:
             raise FormatError("bulk: no TLS on this connection yet; call secure() first")
         return self._sock

@@ -88,8 +88,10 @@ class Copies:
             return self._tier.begin_copy(ref, file_bytes)
 
     def end(self, ref: ShardRef, file_bytes: int, parked: Copy | None) -> None:
-        """End a copy that `begin` returned, and park it if `parked` is given. Otherwise the caller commits or
-        aborts its writer."""
+        """End a copy that `begin` returned, and park it if `parked` is given.
+
+        Otherwise the caller commits or aborts its writer.
+        """
         with self._lock:
             self._release(ref)
             if parked is not None:

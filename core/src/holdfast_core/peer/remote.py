@@ -85,8 +85,11 @@ def with_attempts(peer: Peer, attempt: Callable[[bool], T]) -> T:
 
 @contextmanager
 def connect(peer: Peer) -> Iterator[Line]:
-    """Yield a connection to the peer after its TLS handshake. An OSError in the body is raised as an
-    AccessDeniedError or an UnavailableError (see connection_error)."""
+    """Yield a connection to the peer after its TLS handshake.
+
+    An OSError in the body is raised as an AccessDeniedError or an UnavailableError (see
+    connection_error).
+    """
     try:
         with socket.create_connection(
             (peer.address, peer.port), timeout=peer.options.connect_seconds

@@ -124,7 +124,8 @@ class BulkServer:
         expected: Callable[[], Container[str]] = frozenset,
         dropped: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """
+        """Create a server; it accepts nothing before it is started.
+
         Args:
             tier: Stores the copies and has the shards.
             context: TLS settings, which require a client certificate.

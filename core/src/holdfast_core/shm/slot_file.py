@@ -103,13 +103,18 @@ class SlotFile:
             raise UnavailableError(f"reading the header of slot {self.name}: {error}") from error
 
     def set_state(self, state: SlotState) -> None:
-        """Write the state word. Raises UnavailableError if the write fails: after the trainer has truncated
-        the file, the write needs memory, and the volume may be full."""
+        """Write the state word.
+
+        Raises UnavailableError if the write fails: after the trainer has truncated the file, the
+        write needs memory, and the volume may be full.
+        """
         self._write(STATE_OFFSET, pack_state(state))
 
     def write_header(self, header: SlotHeader) -> None:
-        """Write the header, and its state last in a write of its own (see slot_header). Until then the state
-        is FILLING. Raises what `set_state` raises."""
+        """Write the header, and its state last in a write of its own (see slot_header).
+
+        Until then the state is FILLING. Raises what `set_state` raises.
+        """
         packed = bytearray(header.pack())
         state = pack_state(header.state)
         packed[STATE_OFFSET : STATE_OFFSET + len(state)] = pack_state(SlotState.FILLING)
@@ -165,8 +170,10 @@ class SlotFile:
             yield piece
 
     def payload_digest(self, payload_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Digest:
-        """Return the digest that a shard with the first `payload_bytes` of the payload has. Raises what
-        `read_into` raises."""
+        """Return the digest that a shard with the first `payload_bytes` of the payload has.
+
+        Raises what `read_into` raises.
+        """
         digest = TableDigester(chunk_bytes)
         for piece in self.pieces(0, payload_bytes):
             digest.update(piece)

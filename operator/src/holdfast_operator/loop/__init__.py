@@ -1,3 +1,1 @@
-"""The loop of the operator: keys to work on, observe, decide, apply; kopf and the plain ports
-around it.
-"""
+"""The loop of the operator: queue, observe, decide, apply; kopf and the plain ports around it."""

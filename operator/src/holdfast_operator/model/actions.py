@@ -176,8 +176,10 @@ class CreateCheckpointObject:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCheckpointStatus:
-    """Write of a Checkpoint's status. If the record names a step and spec.step is not set, the write also
-    sets spec.step."""
+    """Write of a Checkpoint's status.
+
+    If the record names a step and spec.step is not set, the write also sets spec.step.
+    """
 
     name: str
     resource_version: str
@@ -186,9 +188,12 @@ class UpdateCheckpointStatus:
 
 @dataclass(frozen=True, slots=True)
 class PruneObject:
-    """Deletion of a checkpoint's data in the object store by the coordinator, and then of the Checkpoint
-    object with our finalizer. Nothing restores from the checkpoint any more: it is in phase Deleting, or
-    a user has deleted the object."""
+    """Deletion of a checkpoint's data in the object store, and then of its Checkpoint object.
+
+    The coordinator deletes the data, and the operator removes its finalizer from the object. Nothing
+    restores from the checkpoint any more: it is in phase Deleting, or
+    a user has deleted the object.
+    """
 
     worker: Worker
     """Worker whose sidecar is the coordinator."""
@@ -202,8 +207,10 @@ class PruneObject:
 
 @dataclass(frozen=True, slots=True)
 class DeleteCheckpoint:
-    """Deletion of a Checkpoint object without its data: there is none, it must be kept, or no sidecar can
-    delete it."""
+    """Deletion of a Checkpoint object without its data.
+
+    There is no data, it must be kept, or no sidecar can delete it.
+    """
 
     name: str
     uid: str

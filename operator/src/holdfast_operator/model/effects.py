@@ -33,8 +33,10 @@ class ConflictError(HoldfastError):
 
 
 class NameTakenError(HoldfastError):
-    """An object that does not belong to the job has the name that the job's object would get. The operator
-    leaves that object alone."""
+    """An object that does not belong to the job has the name that the job's object would get.
+
+    The operator leaves that object alone.
+    """
 
 
 class Effects(Protocol):

@@ -1,3 +1,1 @@
-"""What every journey of the sidecar uses: settings, logs, metrics, tasks, thread pools, and the
-round that it is in.
-"""
+"""What all parts of the sidecar use: settings, logs, metrics, tasks, pools, the round's state."""

@@ -374,8 +374,10 @@ class Coordinator:
         )
 
     def _all_failures(self) -> tuple[Failure, ...]:
-        """Return all failures: those of node tiers, which explain missing commits, then the commit alarm,
-        then the others."""
+        """Return all failures in the order in which they are reported.
+
+        Those of node tiers come first, because they explain missing commits; then the commit alarm.
+        """
         own = (replace(f, worker=self._contract.worker) for f in self._failures.current)
         found = tuple(dict.fromkeys((*self._gathered.failures, *own)))
         nodes = tuple(f for f in found if f.tier is TierName.NODE)
@@ -554,8 +556,10 @@ class Coordinator:
                 logs.info("finished", round=self._message.round)
 
     def _newest_that_stays(self) -> StepEntry | None:
-        """Return the newest local step, or None while a newer one in memory can still become local, since
-        that one is to be uploaded."""
+        """Return the newest local step, which the end of the job uploads.
+
+        None while a newer step in memory can still become local, because that one is uploaded then.
+        """
         newest, local = self._ledger.newest(Level.MEMORY), self._ledger.newest(Level.LOCAL)
         waits = newest is not None and not newest.local and not newest.failed
         return None if waits else local
@@ -573,8 +577,10 @@ class Coordinator:
 
 
 def _expects_copies(message: Round) -> bool:
-    """Return whether steps are copied to peers. If not (one worker, or `peer_copies` 0), local implies
-    replicated."""
+    """Return whether steps are copied to peers.
+
+    If not (one worker, or `peer_copies` 0), local implies replicated.
+    """
     return message.policy.peer_copies > 0 and bool(message.copies)
 
 

@@ -1,5 +1,6 @@
-"""The coordinator's record of one round: how far each rank is with each step, and what may be committed,
-uploaded and pruned. There is no I/O here.
+"""The coordinator's record of one round: how far each rank is with each step. No I/O.
+
+It decides what may be committed, uploaded and pruned.
 
 A step advances in this order: all ranks have prepared or hold their shards; the manifest exists; every
 member has acknowledged it (level memory, or local once every rank's shard is on its node tier); all ranks
@@ -54,8 +55,11 @@ class StepEntry:
 
     @property
     def level(self) -> Level | None:
-        """The highest level reached, from local on. A persisted step need not be replicated. Level memory is
-        in `memory`, because it is no promise."""
+        """The highest level reached, from local on.
+
+        A persisted step need not be replicated. Level memory is in `memory`, because it is no
+        promise.
+        """
         if self.persisted:
             return Level.PERSISTED
         if self.local and self.copied:

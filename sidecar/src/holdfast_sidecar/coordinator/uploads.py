@@ -183,8 +183,10 @@ class Uploads:
         self._failures.note("manifests in the store", TierName.OBJECT, error, step=entry.step)
 
     async def _request_for(self, entry: StepEntry) -> PersistRequest:
-        """Return the request for this step. It stays the same for all members until the step is persisted or
-        must be uploaded whole."""
+        """Return the request for this step.
+
+        It stays the same for all members until the step is persisted or must be uploaded whole.
+        """
         asked = self._asked
         if asked is None or (asked.step, asked.whole) != (entry.step, entry.whole):
             store = None if entry.whole else self._packing

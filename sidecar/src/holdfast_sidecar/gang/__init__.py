@@ -1,3 +1,1 @@
-"""This pod's part of the gang: its launcher and ranks, the restore barrier, and reports to the
-coordinator.
-"""
+"""This pod in its gang: launcher and ranks, the restore barrier, reports to the coordinator."""

@@ -140,8 +140,10 @@ class Control:
         return parts.metrics.render()
 
     def flushed(self) -> bool:
-        """Return whether the pod may end. The preStop hook calls this, so the limit on background bytes is
-        lifted."""
+        """Return whether the pod may end.
+
+        The preStop hook calls this, so the limit on background bytes is lifted.
+        """
         self._parts.pacing.hurry()
         return self._parts.flushed
 

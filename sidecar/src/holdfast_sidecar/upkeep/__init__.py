@@ -1,3 +1,1 @@
-"""What lies on disk and in the store after its save: read again, replaced if damaged, deleted if
-no longer needed.
-"""
+"""Checks, repairs and deletes what is stored: the scrub, replacement of bad copies, and pruning."""

@@ -1,5 +1,7 @@
-"""Layout documents in the shared directory. A message names a document by its digest, and the receiver
-reads it."""
+"""Layout documents in the shared directory.
+
+A message names a document by its digest, and the receiver reads it.
+"""
 
 from __future__ import annotations
 
