@@ -71,7 +71,7 @@ def test_a_result_is_found_below_what_a_library_prints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("errors", "words"),
+    ("errors", "text"),
     [
         pytest.param(
             "Traceback\n  line\nImportError: no grpc\n\n", "ImportError: no grpc", id="why"

@@ -45,7 +45,7 @@ def test_the_merged_layout_knows_every_slice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("documents", "words"),
+    ("documents", "text"),
     [
         ([rank_layout(rank=0), rank_layout(rank=0)], "twice"),
         ([rank_layout(rank=0), rank_layout(rank=2)], "are not 0..1"),
@@ -60,7 +60,7 @@ def test_layouts_that_contradict_each_other(documents: list[bytes], text: str) -
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "text"),
     [
         (lambda m: m["tensors"]["weight"].update(dtype="F33"), "dtype 'F33'"),
         (lambda m: m["tensors"]["weight"].update(offsets=[7, 0]), "axis 0 holds 7..9"),
@@ -92,7 +92,7 @@ def test_every_contradiction_of_a_rank_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "text"),
     [
         (lambda m: m["ranks"].pop(), "not within 0..2"),
         (lambda m: m["tensors"]["weight"]["slices"].reverse(), "expected ranks in order"),

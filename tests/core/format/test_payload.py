@@ -84,7 +84,7 @@ def test_every_plan_parses_back(tensors: dict[str, Any], capacity: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "words"),
+    ("tensors", "text"),
     [
         ([("a", "F31", (1,))], "dtype 'F31'"),
         ([("a", "F32", (1,)), ("a", "I64", (1,))], "twice"),
@@ -110,7 +110,7 @@ def hostile(change: Callable[[dict[str, Any]], object]) -> tuple[bytes, int]:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "text"),
     [
         (lambda h: h["weight"].update(data_offsets=[0, 24]), "no gaps, no overlaps"),
         (lambda h: h["weight"].update(data_offsets=[8, 2**62]), "expected 24"),

@@ -83,7 +83,7 @@ def test_moves_are_grouped_by_source_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "before", "new", "after", "words"),
+    ("old", "before", "new", "after", "text"),
     [
         pytest.param(8, [0], 6, [0], WORDS, id="rows 8 to 6"),
         pytest.param(6, [0], 8, [0], WORDS, id="rows 6 to 8"),

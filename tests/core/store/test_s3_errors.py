@@ -156,7 +156,7 @@ def test_no_echo_of_a_secret_is_shown(secret: str, echo: str, place: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "words",
+    "text",
     [
         "The specified bucket does not exist: holdfast-checkpoints-2026",
         "prefix team-a/jobs/11111111-2222-3333-4444-555555555555/step-000000000100 is not yours",

@@ -188,7 +188,7 @@ def silence(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("script", "text"),
     [
         (nothing, "without response"),
         (silence, "no answer in time"),

@@ -74,7 +74,7 @@ def test_a_gang_meets_over_env(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "words"),
+    ("body", "code", "text"),
     [
         pytest.param("raise ValueError('no luck')", 1, "ValueError: no luck", id="exception"),
         pytest.param("import sys; sys.exit(7)", 7, "", id="exit-code"),
@@ -89,7 +89,7 @@ def test_exit_codes(tmp_path: Path, light: dict[str, str], body: str, code: int,
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "words"),
+    ("command", "code", "text"),
     [
         pytest.param(["sh", "-c", "echo $RANK of $WORLD_SIZE"], 0, "0 of 1", id="shell"),
         pytest.param(["no-such-command"], 127, "no such command", id="not-there"),

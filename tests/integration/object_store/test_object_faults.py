@@ -212,7 +212,7 @@ STUCK: list[tuple[str, str, Matches, Action, type[HoldfastError], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "matches", "action", "expected", "words"),
+    ("kind", "matches", "action", "expected", "text"),
     [case[1:] for case in STUCK],
     ids=[case[0] for case in STUCK],
 )

@@ -126,7 +126,7 @@ PUT, GET, HEAD = on("PUT", query=""), on("GET", query=""), on("HEAD")
 
 
 @pytest.mark.parametrize(
-    ("matches", "action", "reason", "words"),
+    ("matches", "action", "reason", "text"),
     [
         (PUT, Answer(503, "SlowDown"), ProbeReason.UNREACHABLE, "SlowDown"),
         (PUT, Hang(), ProbeReason.UNREACHABLE, "no answer in time"),

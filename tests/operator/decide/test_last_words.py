@@ -37,7 +37,7 @@ INDENTED = """\
 
 
 @pytest.mark.parametrize(
-    ("code", "output", "words"),
+    ("code", "output", "text"),
     [
         (
             1,

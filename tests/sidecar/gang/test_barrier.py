@@ -68,7 +68,7 @@ SEALED = RoundState(Worker(1), 4, RestartRound(2))
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "text"),
     [
         pytest.param({"state": SEALED}, "no ROUND", id="sealed"),
         pytest.param({"restored": False}, "restore point", id="not restored"),

@@ -314,16 +314,16 @@ class _Tracer:
         except ProcessLookupError:
             return True
         if info.op == _FILTERED:
-            name = self._numbers.get(info.text[0])
+            name = self._numbers.get(info.words[0])
             if name is not None and not self.killed:
-                self._entered(thread, name, tuple(info.text[1:7]))
+                self._entered(thread, name, tuple(info.words[1:7]))
         elif info.op == _EXIT and thread in self._failing:
             self._failing.remove(thread)
             assert self._strike is not None and self._strike.error is not None
             _ptrace(_POKEUSER, thread, _RESULT_REGISTER, -self._strike.error)
         elif info.op == _EXIT and thread in self._under_way:
             call = self._under_way.pop(thread)
-            result = ctypes.c_int64(info.text[0]).value
+            result = ctypes.c_int64(info.words[0]).value
             if result >= 0 and self._recorder is not None:
                 self._left(call, result, self._recorder)
         if self.killed and not self._under_way:

@@ -11,7 +11,7 @@ from holdfast_core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("text", "expected"),
     [
         pytest.param(
             ["python", "train.py", "--lr", "1"],

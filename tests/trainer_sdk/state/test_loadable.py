@@ -37,7 +37,7 @@ def read_only() -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "text"),
     [
         pytest.param(lambda: torch.zeros(1).expand(3), r"s\.x: an expanded", id="expanded"),
         pytest.param(
@@ -222,12 +222,12 @@ def test_tensors_in_them_come_back_too() -> None:
 def test_what_was_counted_since_the_save_is_forgotten() -> None:
     counter: Counter[str] = Counter(a=1)
     history: dict[int, float] = {1: 0.5}
-    state: dict[str, Any] = {"words": counter, "loss": history}
+    state: dict[str, Any] = {"text": counter, "loss": history}
     payload = stored(state)
     counter.update("aab")
     history[2] = 0.25
     load_state(state, read_payload(payload))
-    assert state["words"] is counter
+    assert state["text"] is counter
     assert counter == Counter(a=1)
     assert history == {1: 0.5}
 

@@ -62,7 +62,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize(("kind", "words"), MISFITS)
+@pytest.mark.parametrize(("kind", "text"), MISFITS)
 def test_strict_loads_nothing(kind: Any, text: str, steps: int) -> None:
     saved = read_payload(stored(state_with(torch.optim.AdamW, 0, 2)))
     state = state_with(kind, 1, steps)
@@ -76,7 +76,7 @@ def test_strict_loads_nothing(kind: Any, text: str, steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize(("kind", "words"), MISFITS)
+@pytest.mark.parametrize(("kind", "text"), MISFITS)
 def test_not_strict_skips_and_lists_it(kind: Any, text: str, steps: int) -> None:
     source = state_with(torch.optim.AdamW, 0, 2)
     state = state_with(kind, 1, steps)
