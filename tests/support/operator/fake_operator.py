@@ -149,7 +149,7 @@ class FakeOperator:
         return self._observer.observe(job, self.memory)
 
     async def sweep(self) -> None:
-        """Delete certificates of jobs that are gone, as a real operator does at its start and once an hour."""
+        """Delete certificates of jobs that are gone, as a real operator does at its start and every hour."""
         await self.certificates.sweep(self.cache.job_uids())
 
     def worker_pod(self, worker: int) -> PodView | None:
