@@ -9,8 +9,7 @@ from pathlib import Path
 
 CLUSTER = "holdfast"
 WORKERS = 4
-"""Number of worker nodes. A job of four workers can lose a node and continue on three of them, or on a
-spare node if it uses fewer."""
+"""Number of worker nodes. A job of four workers then still has three nodes after it loses one."""
 CONTROL_PLANE = f"{CLUSTER}-control-plane"
 NODES = (
     CONTROL_PLANE,
