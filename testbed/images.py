@@ -203,7 +203,10 @@ def registry_bases(bed: Bed, log: Path) -> None:
 
 
 def torch_dockerfile() -> str:
-    """Return the Dockerfile of Debian with the packages of local mode's torch base, without the same files."""
+    """Return the Dockerfile of registry mode's torch base.
+
+    It has the packages of local mode's torch base and lacks the same files.
+    """
     packages = " ".join(nodeimage.TORCH_PACKAGES)
     install = f"apt-get install -y --no-install-recommends {packages}"
     keep = "usr/lib/python3/dist-packages/torch/bin/torch_shm_manager"
