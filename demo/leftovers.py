@@ -113,7 +113,7 @@ def marked(folder: Path) -> list[int]:
             environment = (entry / "environ").read_bytes().split(b"\0")
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
-            continue  # # it has ended, or belongs to another user
+            continue  # it has ended, or belongs to another user
         if wanted in environment and state not in ("Z", "X"):
             found.append(int(entry.name))
     return found

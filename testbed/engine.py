@@ -70,7 +70,7 @@ def detect(root: Path) -> Bed:
             try:
                 run(["docker", "pull", "-q", kindest_node()], env=env, timeout_seconds=600)
                 mode = "registry"
-            except BedError as error:  # # warn, to explain why Kubernetes is compiled
+            except BedError as error:  # warn, to explain why Kubernetes is compiled
                 warn(f"this machine's Docker engine cannot pull, so all is built here: {error}")
     if mode not in ("registry", "local"):
         raise BedError(f"HOLDFAST_TESTBED_MODE={mode}", "say registry or local, or unset it")
@@ -208,7 +208,7 @@ def launch(
             start_new_session=True,
             cwd="/",
         )
-    if name != "dockerd":  # # it writes its own pid file, and does not start where it finds one
+    if name != "dockerd":  # it writes its own pid file, and does not start where it finds one
         (bed.run / f"{name}.pid").write_text(str(daemon.pid))
     deadline = time.monotonic() + within_seconds
     while not ready():

@@ -60,7 +60,7 @@ def start_node(name: str, *, ready_within_seconds: float = 120) -> None:
     if before != cluster.addresses(bed).get(name):
         cluster.connect_nodes(
             bed
-        )  # # the other nodes' routes to it are stale; its own were restored at boot
+        )  # the other nodes' routes to it are stale; its own were restored at boot
     wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
 
 
@@ -217,7 +217,7 @@ def slow_disk(
     cluster.in_node(current_bed(), node, f"echo '{device} {limit}' > {file}")
     try:
         yield
-    finally:  # # the file disappears with the container
+    finally:  # the file disappears with the container
         script = f"[ ! -e {file} ] || echo '{device} {free}' > {file}"
         cluster.in_node(current_bed(), node, script)
 

@@ -28,7 +28,7 @@ def load(bed: Bed, log: Path, tags: Collection[str] = ()) -> str:
     known = each(lambda node: node_blobs(bed, node), running)
     try:
         return send(bed, running, changed, set.intersection(*known))
-    except BedError as error:  # # a node may have garbage-collected a blob in the meantime
+    except BedError as error:  # a node may have garbage-collected a blob in the meantime
         log.write_text(f"{error}\nonce more, with all blobs\n")
         return send(bed, running, changed, ())
 

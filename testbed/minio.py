@@ -24,7 +24,7 @@ def deploy(bed: Bed, log: Path | None = None) -> str:
         try:
             cluster.kubectl(bed, *make, f"local/{BUCKET}")
             return f"bucket {BUCKET}"
-        except BedError:  # # the pod of an earlier revision may have received the command
+        except BedError:  # the pod of an earlier revision may have received the command
             if time.monotonic() > deadline:
                 raise
             time.sleep(1)

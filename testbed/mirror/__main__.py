@@ -58,7 +58,7 @@ def environment(bed: Bed) -> dict[str, str]:
 def start_registry(bed: Bed, _: Path) -> None:
     if engine.our_process(bed, "registry") is not None:
         return
-    file = bed.root / "registry.json"  # # JSON is also YAML
+    file = bed.root / "registry.json"  # JSON is also YAML
     settings = {
         "version": 0.1,
         "log": {"level": "warn", "accesslog": {"disabled": True}},

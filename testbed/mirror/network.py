@@ -22,7 +22,7 @@ _CUT_OFF = ("DOCKER-USER", "-o", "eth0", "-j", "REJECT")
 def up() -> None:
     """Ensure that the namespace exists, with a route through this machine for builds (Debian's mirror)."""
     if not (_FILE.exists() and answers(["ip", "link", "show", LINK], env=os.environ)):
-        down()  # # remove what a crash left
+        down()  # remove what a crash left
         run(["ip", "netns", "add", NAME])
         run(["ip", "link", "add", LINK, "type", "veth", "peer", "name", "eth0", "netns", NAME])
         run(["ip", "addr", "add", f"{_HERE}/30", "dev", LINK])
