@@ -197,7 +197,7 @@ class LocalPod:
 
 
 def _kill_tree(process: subprocess.Popen[bytes] | None) -> None:
-    """Send SIGKILL to every process of a container, which are the descendants of `process`, and `process`."""
+    """Send SIGKILL to all processes of a container: `process` and its descendants."""
     if process is None:
         return
     children: dict[int, list[int]] = {}

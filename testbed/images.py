@@ -65,7 +65,7 @@ def build_all(bed: Bed, log: Path) -> str:
     with tempfile.TemporaryDirectory(dir=bed.work) as folder:
         wheels = own_wheels(Path(folder))
         built = each(lambda image: build(bed, image, wheels, log), IMAGES)
-    if any(built):  # delete the images that lost their tags, because old builds would fill the disk
+    if any(built):  # old builds would fill the disk
         prune = ["docker", "image", "prune", "-f", "--filter", f"label={LABEL}"]
         run(prune, env=bed.environment(), log=log)
     names = [image.tag.split("/")[1] for image, done in zip(IMAGES, built, strict=True) if done]

@@ -91,7 +91,7 @@ def trained_round(job: Job) -> int:
 
 
 def image_id(kube: Kube) -> str:
-    """Return the sizes of the trainer images on the nodes, as an identity.
+    """Return the sizes of the trainer images on the nodes, which serve as the image's identity.
 
     A reference run is valid for one image only.
     """

@@ -118,9 +118,10 @@ def cut_power_after_a_restart(
 ) -> Report:
     """Kill a program after it changed a name, restart it, and cut the power after each acknowledgement.
 
-    1. `prepare` runs. 2. `program` is killed right after a change of a name, before that change is durable.
-    3. `program` runs again, to its end. 4. The power fails right after each acknowledgement of the second
-    run.
+    1. `prepare` runs.
+    2. `program` is killed right after a change of a name, before that change is durable.
+    3. `program` runs again, to its end.
+    4. The power fails right after each acknowledgement of the second run.
 
     The second run sees the killed run's changes in the page cache, but the power cut may lose them.
     """

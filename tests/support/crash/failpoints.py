@@ -2,10 +2,13 @@
 
 A rule is `name=panic|sleep:SECONDS|err[:ERRNO]|wait:PATH|raise:EXCEPTION[@n]`.
 
-`panic` ends the process immediately, as SIGKILL would. `sleep` blocks the thread. `err` raises an OSError
-with EIO or the named errno. `wait` blocks the thread until a file exists at the path. `raise` raises the
-built-in exception of that name. With `@n` the rule applies only to the n-th hit, counted from 1; without
-it, to every hit.
+- `panic` ends the process immediately, as SIGKILL would.
+- `sleep` blocks the thread.
+- `err` raises an OSError with EIO or the named errno.
+- `wait` blocks the thread until a file exists at the absolute path.
+- `raise` raises the built-in exception of that name.
+
+With `@n` the rule applies only to the n-th hit, counted from 1; without it, to every hit.
 """
 
 from __future__ import annotations

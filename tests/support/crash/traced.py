@@ -142,9 +142,9 @@ class Recorder:
         return path == str(self.root) or below != path
 
     def done(self, call: Call, result: int) -> None:
-        """Append a call that succeeded to the log.
+        """Append a successful call to the log.
 
-        Raises AssertionError for a call that the model lacks.
+        Raises AssertionError for a call that the model does not support.
         """
         path, name = call.path, Path(call.path).name
         match call.name:

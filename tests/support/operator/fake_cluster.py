@@ -72,7 +72,7 @@ class FakePod:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceMade:
-    """Record of a CAS 2: the choice of a round's restore point.
+    """Record of a round's second status write (CAS 2), which sets its restore point.
 
     `before` and `status` are the job's status before and after. `readable_members` names the members whose
     disks existed then; a pod that only fails to answer the operator still has its disk.
