@@ -157,8 +157,6 @@ class PlayedKubelet:
 async def _drained() -> None:
     """Cancel the requests that are left and wait for them, before the loop stops."""
     others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-    for (
-        task
-    ) in others:  # a long poll would outlive its loop, and asyncio would log an error at exit
+    for task in others:  # a long poll would outlive its loop
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
