@@ -11,7 +11,7 @@ could be taken by an outgoing connection before a server binds it, or binds it a
 
 
 def free_port() -> int:
-    """Return a loopback port that is free now and that the kernel does not assign to other sockets.
+    """Return a loopback port that is free now and that the kernel does not assign automatically.
 
     Raises OSError if no socket can be created.
     """
