@@ -1,4 +1,5 @@
-"""`make demo` and `make demo-local`: one training run, four failures, the same bits in the end.
+"""`make demo` and `make demo-local`: one training run with four failures and a bit-identical result.
 
-The story (story.py) is told once; cluster.py and local.py each bring the stage it plays on.
+The sequence of failures and checks, called the story, is in story.py. cluster.py and local.py each
+implement a stage on which it runs.
 """

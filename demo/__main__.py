@@ -25,7 +25,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=None, help="steps of training of `local`")
     arguments = parser.parse_args()
     picture = arguments.picture or Path("build") / f"demo-{arguments.stage}.png"
-    # SIGTERM ends it as Ctrl-C does. A shell starts background jobs with SIGINT ignored.
+    # SIGTERM interrupts the demo as Ctrl-C does. SIGINT needs a handler too, because a shell starts
+    # background jobs with SIGINT ignored.
     for interrupting in (signal.SIGINT, signal.SIGTERM):
         signal.signal(interrupting, signal.default_int_handler)
     log = picture.with_suffix(".log")
@@ -38,7 +39,7 @@ def main() -> int:
         return INTERRUPTED
     except DemoFailed as failure:
         print(f"The demo stopped. {failure}", file=sys.stderr)
-    except Exception as error:  # noqa: BLE001 - a person sees three lines, the log has everything
+    except Exception as error:  # noqa: BLE001 - the user sees three lines, the log has the traceback
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(traceback.format_exc())
         first = str(error).partition("\n")[0]

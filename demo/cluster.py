@@ -1,4 +1,4 @@
-"""The story on the kind cluster: real kubelets, real MinIO, a real node killed."""
+"""Stage of the demo on the kind cluster, with real kubelets, a real MinIO and a killed node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFERENCE = Path(kubeconfig_path()).parent / "demo-reference.json"
 class ClusterStage:
     total_steps = TRAINING.steps
     transient: tuple[type[Exception], ...] = (ApiException, HTTPError, OSError)
-    """The API server of a busy machine."""
+    """Errors of the API server of a busy machine."""
 
     def __init__(self, kube: Kube) -> None:
         self.kube = kube
@@ -110,8 +110,8 @@ class ClusterStage:
             int(point.get("step", 0)),
             served or ", ".join(f"{k} x{v}" for k, v in sources.items()),
             {
-                text: float(last[field])
-                for field, text in RECOVERY_PHASES.items()
+                words: float(last[field])
+                for field, words in RECOVERY_PHASES.items()
                 if last.get(field) is not None
             },
             float(last["totalSeconds"]),
@@ -132,13 +132,16 @@ class ClusterStage:
         pods = f"kubectl --namespace {NAMESPACE} logs --all-containers POD"
         try:
             log.write_text(self.job.describe())
-            seen = self.sample().text()
+            seen = self.sample().words()
         except self.transient as error:
             seen = f"the cluster does not answer: {error}".partition("\n")[0]
         return DemoFailed(happened, seen, f"{log}; {pods}")
 
     def delete_jobs(self) -> None:
-        """After an interruption: nothing trains on. The next demo waits until they are gone."""
+        """Request the deletion of both jobs after an interruption.
+
+        The next demo waits until they are gone.
+        """
         for name in ("gpt", "reference"):
             self.kube.delete("TrainingJob", NAMESPACE, name)
 
@@ -182,7 +185,10 @@ class ClusterStage:
 
 
 def _pod_words(pod: dict[str, Any]) -> str:
-    """A pod's phase, and why it waits. Without its name, which changes with every round."""
+    """Return a pod's phase and the reason for which it waits.
+
+    The name is left out, because it changes with every round.
+    """
     status = pod.get("status") or {}
     states = [
         (c.get("state") or {}).get("waiting") or {}
@@ -199,7 +205,7 @@ def _newest(*steps: int | None) -> int | None:
 
 
 def wait_nodes_ready(kube: Kube, timeout_seconds: float = 60) -> None:
-    """A node killed by an earlier demo is started again before the story begins."""
+    """Start nodes that an earlier demo killed, and wait until all nodes are Ready or the time-out ends."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
         nodes = kube.plain(kube.core.list_node())["items"]

@@ -1,7 +1,7 @@
-"""Nothing of a demo outlives it, however it ends, and one demo at a time runs from a folder.
+"""Clean-up of local demos, and the lock that allows one demo per folder.
 
-Every process that a local demo starts carries the mark of its folder in the environment. A guardian
-process waits for the end of the demo, also by SIGKILL, and ends what still carries the mark.
+Every process that a local demo starts has the folder's mark in its environment. A guardian process waits
+for the end of the demo, even by SIGKILL, and kills every process that still has the mark.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from demo.waits import DemoFailed
 
 MARK = "HOLDFAST_DEMO_FOLDER"
 MADE_BY_DEMO = ".holdfast-demo"
-"""Only a folder with this file in it is deleted by the next demo."""
+"""Name of the marker file. The next demo deletes only a folder that contains it."""
 
 
 class Claim:
-    """The right to run a local demo in `folder`, whose processes use `memory`. A context manager.
+    """Context manager that holds the lock of a local demo in `folder`, whose processes use `memory`.
 
-    Entering ends what an earlier demo of the same folder has left, and starts the guardian.
-    Raises DemoFailed if another demo holds the folder.
+    On entry it kills the processes and deletes the files that an earlier demo of the folder has left, and
+    starts the guardian. Raises DemoFailed if another demo holds the lock, or if the folder exists and was
+    not created by a demo.
     """
 
     def __init__(self, folder: Path, memory: Path) -> None:
@@ -66,7 +67,8 @@ class Claim:
         self._folder.mkdir()
         (self._folder / MADE_BY_DEMO).touch()
         self._memory.mkdir(mode=0o700, parents=True)
-        # In a session of its own, so that Ctrl-C does not reach it. It reads until this process ends.
+        # The guardian has its own session, so that Ctrl-C does not reach it. It reads the pipe until this
+        # process ends.
         self._guardian = subprocess.Popen(
             [sys.executable, "-m", "demo.leftovers", str(self._folder), str(self._memory)],
             stdin=subprocess.PIPE,
@@ -90,7 +92,7 @@ class Claim:
 
 
 def clear(folder: Path, memory: Path) -> None:
-    """End every process that carries the mark of `folder`, and free its shared memory."""
+    """Kill every process that has the mark of `folder`, and delete its shared memory."""
     while pids := marked(folder):
         for pid in pids:
             try:
@@ -101,7 +103,7 @@ def clear(folder: Path, memory: Path) -> None:
 
 
 def marked(folder: Path) -> list[int]:
-    """Living processes that a demo of `folder` has started, directly or not."""
+    """Return the ids of all other running processes that a demo of `folder` has started, directly or not."""
     wanted = f"{MARK}={folder}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -111,14 +113,14 @@ def marked(folder: Path) -> list[int]:
             environment = (entry / "environ").read_bytes().split(b"\0")
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
-            continue  # it has ended, or is not ours
+            continue  # it has ended, or belongs to another user
         if wanted in environment and state not in ("Z", "X"):
             found.append(int(entry.name))
     return found
 
 
 def main() -> None:
-    """The guardian: wait for the end of the demo, then clear up."""
+    """Wait for the end of the demo, then clean up. This is the guardian process."""
     sys.stdin.buffer.read()
     clear(Path(sys.argv[1]), Path(sys.argv[2]))
 

@@ -1,8 +1,8 @@
-"""The story as processes on this machine: no cluster, no root, a directory as the store.
+"""Stage of the demo as local processes: no cluster, no root, and a directory as the object store.
 
-What decides is the product's operator code (`decide`, `apply`); what stores, copies and restores is
-the product's sidecar; what trains is the example trainer under the product's launcher. Only the
-cluster is played (local_cluster.py). "A node" here is a pod that is killed without a word.
+The product's operator code (`decide`, `apply`) decides. The product's sidecar stores, copies and restores.
+The example trainer runs under the product's launcher. Only the cluster is simulated (local_cluster.py). The
+loss of a node is simulated by a pod whose processes are killed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ SLEEP_PER_STEP = 0.05
 
 
 def memory_of(folder: Path) -> Path:
-    """Where the pods of a demo in `folder` have their shared memory: the same for each of its runs, so
-    that the next one frees what an interrupted one has left."""
+    """Return the folder for the shared memory of the pods of a demo in `folder`.
+
+    It is the same for each run, so that the next one deletes what an interrupted one has left.
+    """
     tmpfs = Path("/dev/shm")
     root = tmpfs if tmpfs.is_dir() else Path(tempfile.gettempdir())
     name = hashlib.sha256(f"{os.getuid()} {folder}".encode()).hexdigest()[:10]
@@ -63,17 +65,23 @@ def _command(steps: int, launcher: Sequence[str], arguments: Sequence[str]) -> t
 
 
 def training_command(steps: int) -> tuple[str, ...]:
-    """Of the trainer container: the example at a pace that a person can follow."""
+    """Return the command of the trainer container.
+
+    It slows the example down so that a user can follow it.
+    """
     return _command(steps, [], ["--sleep-per-step", str(SLEEP_PER_STEP)])
 
 
 class Run:
-    """One job on one local cluster, driven by a loop in a thread of its own."""
+    """One job on one local cluster, driven by an event loop in a separate thread."""
 
     def __init__(
         self, base: Path, shm: Path, name: str, command: tuple[str, ...] | None = None
     ) -> None:
-        """`command` of the trainer container; None: the example of STEPS steps."""
+        """Create the run in `base / name`.
+
+        `command` is the trainer container's; None runs STEPS steps of the example.
+        """
         self.base = base / name
         self.memory = shm / name
         clock = SystemClock()
@@ -153,10 +161,10 @@ class Run:
 
 
 class LocalStage:
-    """Use it inside of a `Claim` of its folder."""
+    """Stage of local processes. It must be used within a `Claim` of its folder."""
 
     transient: tuple[type[Exception], ...] = (OSError,)
-    """A sidecar that is being killed while its metrics are read."""
+    """Errors of a sidecar that is killed while its metrics are read."""
 
     def __init__(self, base: Path, steps: int = STEPS) -> None:
         self.base = base
@@ -303,7 +311,7 @@ class LocalStage:
     def failed(self, happened: str) -> DemoFailed:
         log = self.base / "failure.log"
         log.write_text(self.run.explain())
-        return DemoFailed(happened, self._sample().text(), f"{log}, {self.base / 'gpt' / 'logs'}")
+        return DemoFailed(happened, self._sample().words(), f"{log}, {self.base / 'gpt' / 'logs'}")
 
     def close(self) -> None:
         self.run.close()

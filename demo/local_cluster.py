@@ -1,7 +1,7 @@
 """The operator's `decide` and `apply` over local processes instead of Kubernetes.
 
-Everything that decides is the product's; what stands in here is the cluster: job status in memory
-(with a resourceVersion that is checked), pods as processes (local_pods.py), calls by mutual TLS.
+All decisions are made by the product's code. Only the cluster is simulated: the job's status in memory,
+with a checked resourceVersion; pods as processes (local_pods.py); and calls over mutual TLS.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Place:
 
 @dataclass(slots=True)
 class LocalCluster:
-    """Implements holdfast_operator.model.effects.Effects, and observes."""
+    """Implementation of holdfast_operator.model.effects.Effects that also observes the cluster."""
 
     job: JobView
     place: Place
@@ -89,8 +89,8 @@ class LocalCluster:
     store: StoreView | None
     authority: Authority
     pods: dict[str, LocalPod] = field(default_factory=dict)
-    """Replaced at each change, never changed in place: the thread of the story and the operator's both
-    change it, and each iterates over it."""
+    """Pods by name. Each change replaces the dict instead of updating it, because the threads of the story
+    and of the operator both change it and iterate over it."""
     _pods_change: threading.Lock = field(default_factory=threading.Lock)
     nodes: dict[str, NodeView] = field(default_factory=dict)
     sidecars: dict[str, SidecarView] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class LocalCluster:
     # ------------------------------------------------------------ the loop
 
     async def run(self) -> None:
-        """observe -> decide -> apply until cancelled."""
+        """Observe, decide and apply in a loop until cancelled."""
         folder = self.place.certs_root / "operator"
         self.authority.write_leaf(folder, operator_dns_name(self.job.uid))
         context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
@@ -250,7 +250,7 @@ class LocalCluster:
             await asyncio.to_thread(pod.delete)
 
     async def create_network_policy(self, job: JobView, body: Mapping[str, Any]) -> None:
-        """Processes of one machine have no network between them."""
+        """Do nothing: there is no network between processes of one machine."""
 
     async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
         self.services.add(body["metadata"]["name"])
@@ -341,7 +341,10 @@ class LocalCluster:
         return await self._post(action.address, action.pod, "/v1/prune", message, PruneReply)
 
     def _start(self, key: str, worker: Worker, uid: str, call: Any) -> None:
-        """One call of a kind at a time; a pass never waits for a network."""
+        """Start `call` as a task, unless a call with the same key is running.
+
+        A pass never waits for a call.
+        """
         self.sidecars.setdefault(uid, SidecarView(worker, uid))
         if key in self._calls:
             call.close()

@@ -1,7 +1,7 @@
-"""Pods of the local demo: a sidecar and a launcher as plain processes, and what a kubelet does to them.
+"""Pods of the local demo: a sidecar and a launcher as processes, supervised as by a kubelet.
 
-Each pod has its own shared folder (tmpfs) and node folder; deleting it kills both processes and
-removes both folders, as deleting a pod with emptyDirs does.
+Each pod has its own shared folder (tmpfs) and node folder. Deleting a pod kills both processes and deletes
+both folders, as the deletion of a pod with emptyDirs does.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class PodSpec:
     worker: Worker
     birth_round: RestartRound
     store: str
-    """StoreConfig as JSON, "" without an object tier."""
+    """StoreConfig as JSON; empty without an object tier."""
     command: tuple[str, ...]
-    """Of the trainer container."""
+    """Command of the trainer container."""
     memory_root: Path
-    """A tmpfs folder."""
+    """Folder on tmpfs for the shared folders of pods."""
     disk_root: Path
     certs: Path
     keys: Path
@@ -45,7 +45,7 @@ class PodSpec:
 
 @dataclass(slots=True)
 class LocalPod:
-    """One pod. `phase` follows its processes; `gone` after delete."""
+    """One pod, whose `phase` becomes "Succeeded" when its trainer exits with code 0."""
 
     spec: PodSpec
     phase: str = "Running"
@@ -75,7 +75,7 @@ class LocalPod:
         self._supervisor.start()
 
     def address(self) -> str | None:
-        """ip:control:bulk once the sidecar has bound its ports."""
+        """Return `ip:control:bulk`, or None until the sidecar has bound its ports."""
         try:
             ports = json.loads((self.node / "ports.json").read_text())
         except (OSError, ValueError):
@@ -89,7 +89,7 @@ class LocalPod:
             return None
 
     def rank_pids(self) -> list[int]:
-        """The rank processes of this pod, by their name."""
+        """Return the process ids of the pod's ranks, which are found by process name."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
@@ -104,7 +104,7 @@ class LocalPod:
         return found
 
     def delete(self) -> None:
-        """SIGKILL both containers and take the volumes away."""
+        """Send SIGKILL to both containers and delete the volumes."""
         with self._lock:
             self.terminating = True
         for process in (self.trainer, self.sidecar):
@@ -173,7 +173,11 @@ class LocalPod:
             )
 
     def _supervise(self) -> None:
-        """What the kubelet does: OnFailure for the trainer, Always for the sidecar while it lives."""
+        """Restart containers as a kubelet does.
+
+        The trainer is restarted after a failure. The sidecar is restarted after any exit, until the trainer
+        has succeeded.
+        """
         while True:
             time.sleep(0.1)
             with self._lock:
@@ -193,7 +197,7 @@ class LocalPod:
 
 
 def _kill_tree(process: subprocess.Popen[bytes] | None) -> None:
-    """SIGKILL a container: every process that descends from its first one."""
+    """Send SIGKILL to all processes of a container: `process` and its descendants."""
     if process is None:
         return
     children: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The run as a picture: loss over time, with the failures and recoveries marked."""
+"""A plot of the run: loss over time, with the failures and recoveries marked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ LEVELS = {"committed": "#27ae60", "persisted": "#8e44ad"}
 
 
 def draw(recorder: Recorder, path: Path, *, title: str, verdict: str) -> None:
-    """Write a PNG. Upper panel: loss against seconds. Lower: steps trained, committed, persisted."""
+    """Write the plot as PNG.
+
+    The upper panel shows the loss against seconds; the middle one the steps that were trained, committed
+    and persisted; the lower one the phases of each recovery.
+    """
     figure, (top, bottom, phases) = plt.subplots(
         3, 1, figsize=(11, 8.2), height_ratios=(3, 2, 1.6), layout="constrained"
     )
@@ -69,7 +73,7 @@ def draw(recorder: Recorder, path: Path, *, title: str, verdict: str) -> None:
 
 
 def _draw_phases(axis: Any, recorder: Recorder) -> None:
-    """One bar a failure, cut into the phases of its recovery."""
+    """Draw one bar for each failure, divided into the phases of its recovery."""
     names = list(dict.fromkeys(name for act in recorder.acts for name in act.phases()))
     for row, act in enumerate(recorder.acts):
         passed = 0.0
@@ -89,7 +93,7 @@ def _draw_phases(axis: Any, recorder: Recorder) -> None:
 
 
 def _segments(points: list[tuple[float, int, float]]) -> list[list[tuple[float, int, float]]]:
-    """Break the curve where training went back to a restored step."""
+    """Split the points where training returned to a restored step."""
     segments: list[list[tuple[float, int, float]]] = []
     for point in points:
         if not segments or point[1] < segments[-1][-1][1]:

@@ -1,4 +1,4 @@
-"""What the demo saw: samples of the run and the acts, for the screen and the picture."""
+"""Recorded samples and acts of the demo, for the screen and the plot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class Sample:
     at_seconds: float
-    """Since the story began."""
+    """Seconds since the story began."""
     phase: str
     round: int
     step: int | None
@@ -16,18 +16,20 @@ class Sample:
     committed: int | None
     persisted: int | None
     tiers: dict[int, dict[str, int]] = field(default_factory=dict)
-    """rank -> tier name -> newest step there."""
+    """For each rank, the newest step in each tier, by tier name."""
     pods: tuple[str, ...] = ()
-    """What each pod is doing, in a word or two."""
+    """State of each pod in a word or two."""
 
     @property
     def sign(self) -> tuple[object, ...]:
-        """Changes whenever something moves. The number of the round is left out: it also grows while
-        a job restarts and restarts."""
+        """Value that changes with every progress of the run.
+
+        The round is left out, because it also grows while a job restarts again and again.
+        """
         return (self.phase, self.step, self.committed, self.persisted, self.pods)
 
-    def text(self) -> str:
-        """One line for a person."""
+    def words(self) -> str:
+        """Return the sample as one line for the user."""
         levels = (("step", self.step), ("committed", self.committed), ("persisted", self.persisted))
         shown = [f"{name} {'-' if value is None else value}" for name, value in levels]
         line = ", ".join([self.phase, f"round {self.round}", *shown])
@@ -36,38 +38,41 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What the operator recorded of a recovery."""
+    """The operator's record of a recovery."""
 
     restored_step: int
     served_by: str
-    """Tiers that the shards came from; "" where that is not known."""
+    """Tiers from which the shards came; empty if they are not recorded."""
     phases: dict[str, float]
-    """Phase -> seconds. They follow each other, so their sum is the total."""
+    """Seconds by phase. The phases follow each other, so their sum is the total."""
     total_seconds: float
 
 
 @dataclass(slots=True)
 class Act:
-    """One failure: what was done, what it cost."""
+    """One failure: what was lost, and its recovery."""
 
     title: str
     lost: str
-    """What is gone, in words."""
+    """Description of what was lost."""
     source: str
-    """Where the bytes are expected to come from."""
+    """Tier from which the bytes are expected to come."""
     needs_persisted: bool = False
-    """Takes every local copy: without a step in the store the job would only wait, as it must."""
+    """Whether the act needs a persisted step, because it removes every local copy. Without one the job
+    would wait for ever, by design."""
     began_seconds: float = 0.0
     step_before: int = 0
     recovery: Recovery | None = None
 
     @property
     def ended_seconds(self) -> float:
-        """Where the recovery ends on the story's clock."""
+        """Seconds from the beginning of the story to the end of the recovery."""
         return self.began_seconds + (0.0 if self.recovery is None else self.recovery.total_seconds)
 
     def phases(self) -> dict[str, float]:
-        """The phases in tenths of a second, rounded so that they still add up to the rounded total."""
+        """Return the seconds of the phases, rounded to tenths so that they still add up to the rounded
+        total.
+        """
         shown: dict[str, float] = {}
         passed = 0.0
         for name, seconds in ({} if self.recovery is None else self.recovery.phases).items():
@@ -90,7 +95,7 @@ class Recorder:
         return self.samples[-1] if self.samples else None
 
     def losses(self) -> list[tuple[float, int, float]]:
-        """(seconds, step, loss) without repeats."""
+        """Return (seconds, step, loss) of each sample that has them, without consecutive repeats."""
         points: list[tuple[float, int, float]] = []
         for sample in self.samples:
             if sample.step is None or sample.loss is None:

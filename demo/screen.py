@@ -1,6 +1,6 @@
-"""The terminal while the demo runs: loss, step, levels, a ranks x tiers map, what happened so far.
+"""Terminal output while the demo runs: loss, step, levels, a ranks x tiers map, and recent notes.
 
-On a terminal one live screen; otherwise (a log, CI) a line whenever something changed.
+A terminal shows one live screen. Other outputs (a log, CI) get a line at each change.
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ class Screen:
         return Panel(Group(*parts), title=self.title, border_style="blue")
 
     def summary(self) -> None:
-        """What was lost, what came back from where, how long each phase took. Fits 80 columns."""
+        """Print for each act what was lost, the source of the restored bytes, and the duration of each
+        phase.
+
+        The output fits 80 columns.
+        """
         self.console.print("What was lost, and what it cost", style="bold", highlight=False)
         for act in self.recorder.acts:
             self.console.print(Text(act_line(act)), highlight=False)
@@ -101,7 +105,7 @@ class Screen:
 
 
 def status_line(sample: Sample, total_steps: int) -> str:
-    """What a log shows now and then."""
+    """Return a sample as a line of a log."""
     return (
         f"  {sample.phase:<10} round {sample.round}  step {sample.step}/{total_steps}  "
         f"committed {sample.committed}  persisted {sample.persisted}"
@@ -109,7 +113,7 @@ def status_line(sample: Sample, total_steps: int) -> str:
 
 
 def act_line(act: Act) -> str:
-    """The failure, where its bytes came from, and how long the gang did not train."""
+    """Return a line with the act, the source of the restored bytes, and how long the gang did not train."""
     recovery = act.recovery
     if recovery is None:
         return f"  {act.title:<19}step {act.step_before}: not recovered"
@@ -119,19 +123,19 @@ def act_line(act: Act) -> str:
 
 
 def phases_lines(act: Act) -> list[str]:
-    """The phases that took a tenth of a second or more; they add up to the total."""
+    """Return lines with the phases that took a tenth of a second or more. They add up to the total."""
     lines: list[str] = []
     for name, seconds in act.phases().items():
-        text = f"{name} {seconds:.1f}"
-        if lines and len(lines[-1]) + len(text) + 2 <= 72:
-            lines[-1] += f", {text}"
+        words = f"{name} {seconds:.1f}"
+        if lines and len(lines[-1]) + len(words) + 2 <= 72:
+            lines[-1] += f", {words}"
         else:
-            lines.append(text)
+            lines.append(words)
     return lines or ["-"]
 
 
 def _tier_map(tiers: dict[int, dict[str, int]]) -> Table:
-    """Rows: ranks. Columns: the newest step that each tier holds of that rank."""
+    """Return a table with a row for each rank, and the newest step that each tier holds of it."""
     table = Table(box=None, padding=(0, 2))
     table.add_column("rank", justify="right", style="dim")
     newest = max((s for held in tiers.values() for s in held.values()), default=0)
@@ -148,7 +152,7 @@ def _tier_map(tiers: dict[int, dict[str, int]]) -> Table:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The last `width` values as block characters, scaled to their own range."""
+    """Return the last `width` values as block characters, scaled to their own range."""
     shown = values[-width:]
     if not shown:
         return ""

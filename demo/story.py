@@ -1,6 +1,7 @@
-"""The story, told once for both stages: four failures, each recovered, the same bits in the end.
+"""The story, which is the same on both stages: four failures, each recovered, and a bit-identical result.
 
-A stage knows how to start the job, look at it and break it; the story knows when, and what to show.
+A stage implements how to start, inspect and break the job. The story decides when to do so, and what to
+show.
 """
 
 from __future__ import annotations
@@ -20,38 +21,39 @@ T = TypeVar("T")
 
 
 class Stage(Protocol):
-    """Where the story plays: the kind cluster, or processes on this machine."""
+    """Where the story runs: the kind cluster, or processes on this machine."""
 
     total_steps: int
     transient: tuple[type[Exception], ...]
-    """What a look may raise where the thing that is asked is busy: the next look may succeed."""
+    """Exceptions that a query of the stage may raise while its target is busy. The query is then
+    retried."""
 
     def reference_digests(self, say: Callable[[str], None]) -> dict[int, str]:
-        """Rank -> digest of an uninterrupted run. Raises DemoFailed."""
+        """Return the digest of each rank after an uninterrupted run. Raises DemoFailed."""
         ...
 
     def start(self) -> None: ...
 
     def sample(self) -> Sample:
-        """What is known now; `at_seconds` is set by the story."""
+        """Return the current state. The story sets `at_seconds`."""
         ...
 
     def acts(self) -> list[tuple[Act, Callable[[], None]]]:
-        """The failures in order, each with the function that causes it."""
+        """Return the failures in order, each with the function that causes it."""
         ...
 
     def recovery(self) -> Recovery | None:
-        """The record of the current round's recovery; None while it is not closed."""
+        """Return the record of the current round's recovery, or None until it is complete."""
         ...
 
     def is_complete(self) -> bool:
-        """Raises DemoFailed if the job failed."""
+        """Return whether the job is complete. Raises DemoFailed if it failed."""
         ...
 
     def final_digests(self) -> dict[int, str]: ...
 
     def failed(self, happened: str) -> DemoFailed:
-        """The failure for a person; everything that is known goes to a log that it names."""
+        """Return the failure to show to the user. Write all details to a log that it names."""
         ...
 
 
@@ -59,14 +61,15 @@ class Teller:
     def __init__(self, stage: Stage, title: str, picture: Path) -> None:
         self.stage = stage
         self.settle_steps = stage.total_steps // 6
-        """Steps to train after a recovery before the next failure: four of them over the run."""
+        """Steps to train after a recovery before the next failure: a sixth of the run, which leaves room
+        for four failures."""
         self.title = title
         self.picture = picture
         self.recorder = Recorder(stage.total_steps)
         self.began = time.monotonic()
 
     def tell(self) -> bool:
-        """Run the whole story. True if the bits are those of the uninterrupted run."""
+        """Run the whole story. Returns whether the result is bit-identical to an uninterrupted run."""
         with Screen(self.recorder, self.title) as screen:
             reference = self.stage.reference_digests(screen.note)
             self.began = time.monotonic()
@@ -142,7 +145,10 @@ class Teller:
         return latest is not None and latest.round > round_before and latest.phase == "Running"
 
     def _until(self, screen: Screen, what: str, done: Callable[[], T | None]) -> T:
-        """Show what happens until `done`; every look is a sample of the picture."""
+        """Poll and update the screen until `done` returns a true value, and return it.
+
+        Each poll records a sample for the plot.
+        """
 
         def look() -> T | None:
             try:

@@ -1,4 +1,7 @@
-"""Waits that last as long as something moves, and the three lines that end one when nothing does."""
+"""Waits that continue while something makes progress, and the error that ends them.
+
+The error has three lines: what happened, what is seen, and where the logs are.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 STALL_SECONDS = 180.0
-"""Without any change for so long a wait ends. A slow machine changes something more often."""
+"""Seconds without progress after which a wait fails. Even a slow machine makes progress more often."""
 
 
 class DemoFailed(Exception):
-    """The story cannot go on. Its text is three lines: what happened, what is seen, where the logs are."""
+    """The demo cannot continue.
+
+    Its text has three lines: what happened, what is seen, and where the logs are.
+    """
 
     def __init__(self, happened: str, seen: str, logs: str) -> None:
         super().__init__(f"{happened}\nSeen: {seen}\nLogs: {logs}")
@@ -22,7 +28,7 @@ class DemoFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The clock of a wait; tests bring their own."""
+    """Clock of a wait. Tests replace it."""
 
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -40,8 +46,9 @@ def wait_while_moving(
 ) -> T:
     """Return the first true value of `done`.
 
-    Raises what `failed` makes of a sentence, once `sign` has shown nothing new for `stall_seconds`.
-    A sign that was seen before is nothing new: a job that restarts for ever stands still.
+    Raises the error that `failed` makes of a sentence, once `sign` has returned no new value for
+    `stall_seconds`. Only a value that was never returned before counts as new, so that a job that restarts
+    for ever counts as stalled.
     """
     clock = pause or Pause()
     known: set[Hashable] = set()

@@ -1,5 +1,5 @@
-"""The project's own test bed: a kind cluster with MinIO and our images, on any Linux machine.
+"""The project's test bed: a kind cluster with MinIO and the project's images, on any Linux machine.
 
-Where a Docker engine can pull images it is plain kind. Where none can, everything is built from
-pinned Go modules and Debian packages (README.md). Nothing here is shipped to users of Holdfast.
+On a machine whose Docker engine can pull images, the cluster is plain kind. On others, everything is built
+from pinned Go modules and Debian packages (README.md). This package is not shipped to users of Holdfast.
 """

@@ -199,8 +199,8 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def main(text: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(text)
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(words)
     try:
         arguments.action(arguments)
     except BedError as error:

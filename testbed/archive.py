@@ -1,4 +1,4 @@
-"""OCI archives with only the blobs that the other side lacks: a code change is a few megabytes."""
+"""OCI archives with only the blobs that the receiver lacks, so that a code change sends a few megabytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_missing(bed: Bed, tags: Collection[str], known: Collection[str], out: 
 
 
 def copy_unknown(source: IO[bytes], target: tarfile.TarFile, known: Collection[str]) -> None:
-    """Copy a `docker save` stream, leaving out known blobs and Docker's own older index."""
+    """Copy a `docker save` stream without the blobs in `known` and without Docker's legacy index."""
     with tarfile.open(fileobj=source, mode="r|") as saved:
         for member in saved:
             name = member.name

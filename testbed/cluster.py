@@ -1,4 +1,4 @@
-"""The kind cluster: created, started again after a crash, or created anew; its pod network; its end."""
+"""The kind cluster: its creation, start after a crash, pod network and deletion."""
 
 from __future__ import annotations
 
@@ -37,7 +37,14 @@ def decide_cluster(
     same_inputs: bool,
     api_answers: bool,
 ) -> tuple[ClusterAction, str]:
-    """What to do with what is there: containers are node names with Docker's state, and why."""
+    """Return the action that gives a working cluster, and its reason.
+
+    Args:
+        containers: Docker's state of each node container, by name.
+        expected: Names of the nodes that the cluster must have.
+        same_inputs: Whether the cluster was completely created from the current inputs.
+        api_answers: Whether the API server is ready.
+    """
     if not containers:
         return ClusterAction.CREATE, "there is none"
     if set(containers) != set(expected):
@@ -53,7 +60,7 @@ def decide_cluster(
 
 
 def kind_config(bed: Bed) -> str:
-    """kind's configuration. JSON is YAML, so no YAML library is needed."""
+    """Return kind's configuration, as JSON, which is also YAML and needs no library."""
     nodes: list[dict[str, object]] = []
     for name in NODES:
         node: dict[str, object] = {"role": "control-plane" if name == CONTROL_PLANE else "worker"}
@@ -83,15 +90,15 @@ def kind_config(bed: Bed) -> str:
 
 
 def containers(bed: Bed) -> dict[str, str]:
-    """Node containers by name, with their state (running, exited, paused, created, dead)."""
-    text = ["docker", "ps", "-a", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}"]
-    out = run([*text, "--format", "{{.Names}} {{.State}}"], env=bed.environment())
+    """Return the state of each node container by name (running, exited, paused, created, dead)."""
+    words = ["docker", "ps", "-a", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}"]
+    out = run([*words, "--format", "{{.Names}} {{.State}}"], env=bed.environment())
     return dict(line.split() for line in out.splitlines())
 
 
-def kubectl(bed: Bed, *text: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
+def kubectl(bed: Bed, *words: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
     data = None if stdin is None else stdin.encode()
-    command = ["kubectl", *text]
+    command = ["kubectl", *words]
     return run(command, env=bed.environment(), stdin=data, timeout_seconds=timeout_seconds)
 
 
@@ -118,9 +125,10 @@ def inputs(bed: Bed) -> str:
 
 
 def up(bed: Bed, log: Path, preload: Collection[str] = ()) -> str:
-    """Have the cluster with all nodes Ready and pods that reach each other.
+    """Ensure that the cluster runs, all nodes are Ready, and pods reach each other.
 
-    A new cluster of local mode starts with the images of `preload` in its nodes.
+    In local mode the nodes of a new cluster start with the images of `preload`. Returns a note on what was
+    done.
     """
     stamp = bed.stamps / "cluster inputs"
     state = containers(bed)
@@ -146,8 +154,10 @@ def up(bed: Bed, log: Path, preload: Collection[str] = ()) -> str:
 
 
 def start_all(bed: Bed, state: Mapping[str, str]) -> str:
-    """Which nodes Docker would not start, empty if none: the API server calls a node Ready for most
-    of a minute after it is gone."""
+    """Start all nodes. Return a message with the nodes that Docker does not start, or an empty string.
+
+    Docker is asked, because the API server reports a dead node as Ready for most of a minute.
+    """
     paused = [name for name, value in state.items() if value == "paused"]
     if paused:
         run(["docker", "unpause", *paused], env=bed.environment())
@@ -165,8 +175,8 @@ def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
         each(lambda name: template.link(bed, name), NODES)
     config = bed.root / "kind.json"
     config.write_text(kind_config(bed))
-    # Retained when it fails: kind would delete the nodes, and with them why. `delete` takes them.
-    text: Command = [
+    # Without --retain kind would delete the nodes after a failure, with their logs. `delete` removes them.
+    words: Command = [
         "kind",
         "create",
         "cluster",
@@ -176,15 +186,18 @@ def create(bed: Bed, log: Path, preload: Collection[str] = ()) -> None:
         "--config",
         config,
     ]
-    text += ["--image", node_image(bed), "--kubeconfig", bed.kubeconfig]
-    run(text, env=bed.environment(), log=log)
+    words += ["--image", node_image(bed), "--kubeconfig", bed.kubeconfig]
+    run(words, env=bed.environment(), log=log)
     if bed.local:
         pin_addresses(bed)
     keep_from_workers(bed)
 
 
 def keep_from_workers(bed: Bed) -> None:
-    """DNS and volumes run on the control plane: a test that kills a worker kills only its own pods."""
+    """Pin DNS and the volume provisioner to the control plane.
+
+    A test that kills a worker node then kills only its own pods.
+    """
     pin = {"nodeSelector": {"node-role.kubernetes.io/control-plane": ""}}
     patch = json.dumps({"spec": {"template": {"spec": pin}}})
     for namespace, name in (
@@ -207,7 +220,7 @@ def delete(bed: Bed, log: Path | None = None) -> None:
 
 
 def addresses(bed: Bed) -> dict[str, str]:
-    """Each running node's address."""
+    """Return the address of each running node by name."""
     form = '{{.Name}} {{with index .NetworkSettings.Networks "kind"}}{{.IPAddress}}{{end}}'
     out = run(["docker", "inspect", "-f", form, *NODES], env=bed.environment())
     pairs = [line.lstrip("/").split() for line in out.splitlines()]
@@ -215,18 +228,25 @@ def addresses(bed: Bed) -> dict[str, str]:
 
 
 def pin_addresses(bed: Bed) -> None:
-    """Give each node its present address for good: Docker would give a restarted node another, and
-    the one that starts first perhaps another's, which then cannot start at all."""
+    """Fix the present address of each node.
+
+    Otherwise Docker may give a restarted node another address, possibly that of a node that starts later,
+    which then cannot start.
+    """
     for node, address in addresses(bed).items():
         run(["docker", "network", "disconnect", "kind", node], env=bed.environment())
-        text = ["docker", "network", "connect", "--ip", address, "kind", node]
-        run(text, env=bed.environment())
+        words = ["docker", "network", "connect", "--ip", address, "kind", node]
+        run(words, env=bed.environment())
     if not wait_for_api(bed, 60):
         raise BedError("no API server 60 s after its node's address was fixed")
 
 
 def pod_networks(bed: Bed) -> dict[str, str]:
-    """Each node's pod CIDR. Waits: the controller manager gives them after the nodes have joined."""
+    """Return each node's pod CIDR by name.
+
+    It waits, because the controller manager assigns them after the nodes have joined. Raises BedError after
+    60 seconds.
+    """
     form = '{range .items[*]}{.metadata.name}={.spec.podCIDR}{"\\n"}{end}'
     deadline = time.monotonic() + 60
     while True:
@@ -240,7 +260,7 @@ def pod_networks(bed: Bed) -> dict[str, str]:
 
 
 def routes_script(node: str, networks: Mapping[str, str], hosts: Mapping[str, str]) -> str:
-    """Commands that route every other node's pods to it; the node runs them at every start."""
+    """Return commands that route the pod networks of all other nodes. The node runs them at every start."""
     return "".join(
         f"ip route replace {networks[other]} via {hosts[other]}\n"
         for other in sorted(networks)
@@ -260,9 +280,9 @@ def cni_config(network: str) -> str:
 
 
 def connect_nodes(bed: Bed) -> None:
-    """The pod network of local mode: a CNI configuration and routes in every running node.
+    """Set up the pod network of local mode: a CNI configuration and routes in every running node.
 
-    With the machine's own engine kind's network does it, and this does nothing.
+    In registry mode this does nothing, because kind's own network does it.
     """
     if not bed.local:
         return
@@ -281,7 +301,7 @@ def connect_nodes(bed: Bed) -> None:
 
 
 def in_node(bed: Bed, node: str, script: str, *, timeout_seconds: float = 60) -> str:
-    """Run a shell script inside a node; return what it printed."""
+    """Run a shell script inside a node and return its stdout."""
     command = ["docker", "exec", "-i", node, "sh"]
     data = script.encode()
     return run(command, env=bed.environment(), stdin=data, timeout_seconds=timeout_seconds)

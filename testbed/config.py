@@ -1,4 +1,4 @@
-"""Where the test bed lives and what it is pinned to. No other module spells a path or a version."""
+"""Paths and pinned versions of the test bed. No other module contains a path or a version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 CLUSTER = "holdfast"
 WORKERS = 4
-"""A four-worker job that loses a node needs the control plane plus three others, or a spare."""
+"""Number of worker nodes. A job of four workers then still has three nodes after it loses one."""
 CONTROL_PLANE = f"{CLUSTER}-control-plane"
 NODES = (
     CONTROL_PLANE,
@@ -21,22 +21,25 @@ KUBERNETES = "v1.36.3"
 KINDEST_NODE = (
     "kindest/node:v1.37.0@sha256:a1ed56cfb0e7b93589bdf97c8cd566405a265939e3620fc4f5de89adff580ae5"
 )
-"""Node image where a registry is reached: the default of the pinned kind, whose authors push a tag
-again for a later kind. HOLDFAST_TESTBED_NODE_IMAGE takes another."""
+"""Node image in registry mode: the default of the pinned kind. It is pinned by digest, because kind's
+authors push the same tag again for later releases of kind. HOLDFAST_TESTBED_NODE_IMAGE replaces it."""
 REGISTRY_BASE = "python:3.13.9-slim-trixie"
-"""Base of the operator's and the sidecar's images where a registry is reached. HOLDFAST_TESTBED_BASE_IMAGE
-takes another, such as this one by digest."""
+"""Base of the operator's and the sidecar's images in registry mode. HOLDFAST_TESTBED_BASE_IMAGE replaces
+it, for example with the same image by digest."""
 REGISTRY_TORCH_BASE = "debian:trixie-slim"
-"""torch is Debian's in both modes: stable keeps one version, and the bits of a run are compared."""
+"""Base of the trainer's image in registry mode. Both modes use Debian's torch, because Debian stable keeps
+one version and tests compare the bits of runs."""
 PYTHON = "3.13"
 BASE_IMAGE = "holdfast/base:trixie"
 TORCH_BASE_IMAGE = "holdfast/torch-base:trixie"
 MINIO_IMAGE = "holdfast/minio:dev"
 OFFLINE_SUITE = "trixie"
 NODE_SUITE = "bookworm"
-"""systemd 252 of bookworm is the last that still runs on a host with cgroup v1."""
+"""Debian suite of the node image. systemd 252 in bookworm is the last that runs on a host with cgroup
+v1."""
 DOCKER_SUITE = "sid"
-"""Docker >= 28 asks only for the capabilities that a machine has; older suites have older ones."""
+"""Debian suite of Docker. Docker 28 or later requires only the capabilities that a machine has; older
+suites have older versions."""
 
 PACKAGE = Path(__file__).resolve().parent
 REPOSITORY = PACKAGE.parent
@@ -44,7 +47,7 @@ REPOSITORY = PACKAGE.parent
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """One test bed: a folder, and whether its engine is ours (`local`) or the machine's."""
+    """One test bed: its folder, and whether it runs its own Docker engine (`local`) or uses the machine's."""
 
     root: Path
     local: bool
@@ -67,7 +70,7 @@ class Bed:
 
     @property
     def engine(self) -> Path:
-        """Debian's Docker packages, unpacked."""
+        """Folder with the unpacked Docker packages of Debian."""
         return self.root / "engine"
 
     @property
@@ -76,7 +79,7 @@ class Bed:
 
     @property
     def data(self) -> Path:
-        """Data of our Docker engine."""
+        """Data of the test bed's Docker engine."""
         return self.root / "data"
 
     @property
@@ -89,7 +92,7 @@ class Bed:
 
     @property
     def nodes(self) -> Path:
-        """Each node's /var/lib/containerd: hard links to `template`."""
+        """Folder with each node's /var/lib/containerd, which has hard links to `template`."""
         return self.root / "nodes"
 
     @property
@@ -105,7 +108,7 @@ class Bed:
         return self.run / "docker.sock"
 
     def exports(self) -> dict[str, str]:
-        """Variables for a shell or a child process, on top of the caller's own."""
+        """Return the environment variables of the test bed, for a shell or a child process."""
         path = [str(self.bin)]
         found = {"KUBECONFIG": str(self.kubeconfig)}
         if self.local:
@@ -129,7 +132,10 @@ def bed_root() -> Path:
 
 
 def current_bed() -> Bed:
-    """The test bed as `up` left it: the mode is decided once and kept in a file."""
+    """Return the test bed in its current mode.
+
+    The mode is detected once and kept in a file; HOLDFAST_TESTBED_MODE overrides it.
+    """
     root = bed_root()
     mode = os.environ.get("HOLDFAST_TESTBED_MODE", "")
     if not mode and (root / "mode").is_file():
@@ -146,7 +152,7 @@ def python_base() -> str:
 
 
 def digest(*parts: str | bytes | Path) -> str:
-    """Hash of texts and of files' contents; a folder counts with all names and contents below it."""
+    """Return a hash of texts and files. A folder counts with all names and contents below it."""
     total = hashlib.sha256()
     for part in parts:
         if isinstance(part, Path):

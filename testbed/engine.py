@@ -1,6 +1,7 @@
-"""A Docker engine of our own, where the machine has none: started, reused after a crash, stopped.
+"""The test bed's own Docker engine, for a machine without a usable one.
 
-It listens on a Unix socket only, and its bridges are cut off from every network but this machine's.
+It is reused after a crash. It listens on a Unix socket only, and its bridges reach no network outside this
+machine.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class EngineAction(StrEnum):
 
 
 def decide_engine(*, answers: bool, dockerd_alive: bool, containerd_alive: bool) -> EngineAction:
-    """What to do with the engine. A half-dead one is stopped first: Docker waits for containerd."""
+    """Return how to get a working engine.
+
+    If only a part of it runs, that part is stopped first, because Docker waits for containerd.
+    """
     if answers and dockerd_alive and containerd_alive:
         return EngineAction.USE
     if dockerd_alive or containerd_alive:
@@ -51,7 +55,10 @@ def decide_engine(*, answers: bool, dockerd_alive: bool, containerd_alive: bool)
 
 
 def detect(root: Path) -> Bed:
-    """Which mode this machine allows; asked once, then kept in <root>/mode (delete it to ask again)."""
+    """Detect the mode that this machine allows and return its test bed.
+
+    The mode is kept in <root>/mode; delete the file to detect it again.
+    """
     mode = os.environ.get("HOLDFAST_TESTBED_MODE", "")
     kept = root / "mode"
     if not mode and kept.is_file():
@@ -63,7 +70,7 @@ def detect(root: Path) -> Bed:
             try:
                 run(["docker", "pull", "-q", kindest_node()], env=env, timeout_seconds=600)
                 mode = "registry"
-            except BedError as error:  # said, or nobody knows why Kubernetes is being compiled
+            except BedError as error:  # warn, to explain why Kubernetes is compiled
                 warn(f"this machine's Docker engine cannot pull, so all is built here: {error}")
     if mode not in ("registry", "local"):
         raise BedError(f"HOLDFAST_TESTBED_MODE={mode}", "say registry or local, or unset it")
@@ -92,7 +99,10 @@ def install(bed: Bed, log: Path) -> None:
 
 
 def containerd_config(*, root: Path, state: Path, socket: Path) -> str:
-    """A containerd without Kubernetes' part, for Docker or for filling the nodes' image store."""
+    """Return the configuration of a containerd without the Kubernetes plugins.
+
+    It serves Docker, or fills the nodes' image store.
+    """
     return (
         f'version = 2\nroot = "{root}"\nstate = "{state}"\n'
         f"disabled_plugins = {json.dumps(_DISABLED)}\n"
@@ -122,7 +132,10 @@ def daemon_config(bed: Bed, settings: Mapping[str, object]) -> dict[str, object]
 
 
 def our_process(bed: Bed, name: str) -> int | None:
-    """Pid of one of our daemons: its pid file may be stale, its number taken by another program."""
+    """Return the pid of a daemon of the test bed, or None if it does not run.
+
+    The process is checked, because the pid file may be stale and its pid reused by another program.
+    """
     file = bed.run / ("docker.pid" if name == "dockerd" else f"{name}.pid")
     try:
         pid = int(file.read_text())
@@ -138,7 +151,7 @@ def is_up(bed: Bed) -> bool:
 
 
 def start(bed: Bed, log: Path) -> str:
-    """Have a working engine, its bridges cut off; return its version."""
+    """Ensure that the engine works and its bridges are cut off. Returns its version."""
     have(bed)
     _cut_off_bridges(bed, log)
     host.raise_inotify_limits()
@@ -151,9 +164,9 @@ def version(bed: Bed) -> str:
 
 
 def have(bed: Bed, settings: Mapping[str, object] = MappingProxyType({})) -> None:
-    """Use the engine that runs, or clear what a crash left and start it.
+    """Use the running engine, or remove what a crash left and start it.
 
-    `settings` go into the daemon's configuration over ours; None takes one of ours out.
+    `settings` override the daemon's configuration; None removes a setting.
     """
     action = decide_engine(
         answers=is_up(bed),
@@ -183,7 +196,7 @@ def _launch(bed: Bed, settings: Mapping[str, object]) -> None:
 def launch(
     bed: Bed, command: Command, name: str, ready: Callable[[], bool], within_seconds: float
 ) -> None:
-    """Start a daemon of the test bed; return when it is ready. `our_process` finds it again."""
+    """Start a daemon of the test bed and wait until it is ready. `our_process` finds it later."""
     log = bed.logs / f"{name}.log"
     with log.open("ab") as out:
         daemon = subprocess.Popen(
@@ -195,7 +208,7 @@ def launch(
             start_new_session=True,
             cwd="/",
         )
-    if name != "dockerd":  # it writes its own, and refuses to start where it finds one
+    if name != "dockerd":  # it writes its own pid file, and does not start where it finds one
         (bed.run / f"{name}.pid").write_text(str(daemon.pid))
     deadline = time.monotonic() + within_seconds
     while not ready():
@@ -209,7 +222,7 @@ def launch(
 
 
 def _cut_off_bridges(bed: Bed, log: Path) -> None:
-    """Create kind's network, and refuse what its bridges would send beyond this machine."""
+    """Create kind's network, and reject the packets of its bridges that would leave this machine."""
     env = bed.environment()
     if not answers(["docker", "network", "inspect", "kind"], env=env):
         name = f"com.docker.network.bridge.name={BRIDGE}"
@@ -238,7 +251,7 @@ def stop_processes(bed: Bed, names: Sequence[str] = ("dockerd", "containerd")) -
 
 
 def stop(bed: Bed) -> None:
-    """Stop our engine and take its rules and bridges away. Images and builds stay."""
+    """Stop the test bed's engine and remove its firewall rules and bridges. Images and builds stay."""
     if is_up(bed):
         run(["docker", "network", "rm", "kind"], env=bed.environment(), check=False)
     stop_processes(bed)
@@ -255,7 +268,7 @@ def _remove_rules(table: str) -> None:
 
 
 def rules_to_delete(rules: list[str]) -> list[str]:
-    """iptables arguments that undo Docker's chains: jumps first, then contents, then the chains."""
+    """Return iptables arguments that remove Docker's rules: jumps first, then contents, then the chains."""
     jumps = [
         rule.replace("-A ", "-D ", 1)
         for rule in rules

@@ -1,7 +1,8 @@
-"""Faults on the running test bed, for tests and by hand: nodes, processes, disks, the store.
+"""Faults on the running test bed, for tests and manual use: nodes, processes, disks and the store.
 
-Every function takes names as Kubernetes knows them and returns when the fault is in force, or, for
-one that ends a fault, when the node is Ready again. Nothing here knows what a test expects.
+Functions take the names that Kubernetes uses. A function that causes a fault returns when it is in force;
+one that ends a fault of a node returns when the node is Ready again. Nothing in this module is specific to
+a test.
 """
 
 from __future__ import annotations
@@ -40,29 +41,29 @@ _OOM_BYTES = 64 << 20
 
 
 def kill_node(name: str) -> None:
-    """Power off at once: every process of the node gets SIGKILL, its memory file systems are gone."""
+    """Power off the node: all its processes get SIGKILL, and its memory file systems are lost."""
     _docker("kill", name)
 
 
 def stop_node(name: str) -> None:
-    """Shut down in order; kubelet and containers get SIGTERM first."""
+    """Shut the node down. Kubelet and containers get SIGTERM first."""
     _docker("stop", "-t", "20", name, timeout_seconds=60)
 
 
 def start_node(name: str, *, ready_within_seconds: float = 120) -> None:
-    """Power on after `kill_node` or `stop_node`; wait until the node is Ready again."""
+    """Start the node after `kill_node` or `stop_node`, and wait until it is Ready."""
     bed, began = current_bed(), _now()
     before = cluster.addresses(bed).get(name)
     _docker("start", name)
     if name == CONTROL_PLANE and not cluster.wait_for_api(bed, ready_within_seconds):
         raise BedError(f"no API server {ready_within_seconds} s after a start of {name}")
     if before != cluster.addresses(bed).get(name):
-        cluster.connect_nodes(bed)  # the others' routes to it are old; its own came back at boot
+        cluster.connect_nodes(bed)  # the other nodes' routes to it are stale
     wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
 
 
 def pause_node(name: str) -> None:
-    """Freeze every process of the node; connections stay open and silent. Memory is kept."""
+    """Freeze every process of the node. Its connections stay open and silent; its memory is kept."""
     _docker("pause", name)
 
 
@@ -73,19 +74,28 @@ def unpause_node(name: str, *, ready_within_seconds: float = 120) -> None:
 
 
 def partition_node(name: str) -> None:
-    """Drop every packet between the node and all others, both ways. Its own pods reach each other."""
+    """Drop every packet between the node and all others, in both directions.
+
+    Its own pods reach each other.
+    """
     cluster.in_node(current_bed(), name, f"{_lift()}; {'; '.join(_PARTITION).format(op='I')}")
 
 
 def rejoin_node(name: str, *, ready_within_seconds: float = 120) -> None:
-    """Undo `partition_node`; connections that outlived it go on."""
+    """Undo `partition_node` and wait until the node is Ready.
+
+    Connections that did not time out continue.
+    """
     began = _now()
     cluster.in_node(current_bed(), name, _lift())
     wait_node_ready(name, since=began, within_seconds=ready_within_seconds)
 
 
 def heal_nodes(*, ready_within_seconds: float = 120) -> None:
-    """End every fault of this module on nodes and on the store: start, unpause, rejoin, wait Ready."""
+    """End every fault of this module on nodes, control ports and the store.
+
+    Wait until all nodes are Ready.
+    """
     bed, began = current_bed(), _now()
     state = cluster.containers(bed)
     hurt = [name for name in NODES if state.get(name) != "running"]
@@ -101,7 +111,10 @@ def heal_nodes(*, ready_within_seconds: float = 120) -> None:
 
 
 def wait_node_ready(name: str, *, since: datetime, within_seconds: float) -> None:
-    """Wait for condition Ready and a lease renewed after `since` (a dead node stays Ready a while)."""
+    """Wait until the node is Ready and has renewed its lease after `since`.
+
+    The lease is checked because a dead node stays Ready for a while. Raises BedError.
+    """
     deadline = time.monotonic() + within_seconds
     condition = "{.status.conditions[?(@.type=='Ready')].status}"
     while True:
@@ -124,11 +137,15 @@ def wait_node_ready(name: str, *, since: datetime, within_seconds: float) -> Non
 def kill_process(
     namespace: str, pod: str, container: str, *, match: str | None = None, signal: str = "KILL"
 ) -> list[int]:
-    """Send a signal to processes of one container; return their pids in the node.
+    """Send a signal to processes of one container and return their pids in the node.
 
-    Without `match` it is the container's first process; with it, every process of the container
-    whose name or command line the regular expression finds. `signal` STOP and CONT freeze and thaw. Raises
-    BedError if no process matches.
+    Args:
+        match: Regular expression that is searched in the name and command line of each process of the
+            container; None selects the container's first process.
+        signal: Name of the signal. STOP and CONT freeze and resume.
+
+    Raises:
+        BedError: No process matches.
     """
     node, container_id, first = _locate(namespace, pod, container)
     found = _processes(node, container_id)
@@ -141,7 +158,7 @@ def kill_process(
 
 
 def oom_container(namespace: str, pod: str, container: str) -> None:
-    """Let the kernel's OOM killer take a process of the container, as a real memory leak would."""
+    """Make the kernel's OOM killer kill a process of the container, as a memory leak would."""
     node, container_id, first = _locate(namespace, pod, container)
     pids = " ".join(map(str, _processes(node, container_id)))
     script = f"""
@@ -163,9 +180,9 @@ exit 0
 
 
 def fill_disk(namespace: str, pod: str, container: str, path: str, size_bytes: int) -> int:
-    """Occupy space in the file system at `path` in the container; return the bytes really taken.
+    """Occupy space in the file system at `path` in the container, and return the bytes taken.
 
-    Less than `size_bytes` means that the file system is full. `free_disk` gives it back.
+    Fewer than `size_bytes` means that the file system is full. `free_disk` releases the space.
     """
     node, _, first = _locate(namespace, pod, container)
     target = f"/proc/{first}/root{path}/{_FILL}"
@@ -175,7 +192,7 @@ def fill_disk(namespace: str, pod: str, container: str, path: str, size_bytes: i
 
 
 def free_disk(namespace: str, pod: str, container: str, path: str) -> None:
-    """Remove what `fill_disk` wrote."""
+    """Delete the file of `fill_disk`."""
     node, _, first = _locate(namespace, pod, container)
     cluster.in_node(current_bed(), node, f"rm -f /proc/{first}/root{path}/{_FILL}")
 
@@ -184,9 +201,9 @@ def free_disk(namespace: str, pod: str, container: str, path: str) -> None:
 def slow_disk(
     namespace: str, pod: str, container: str, path: str, bytes_per_second: int
 ) -> Iterator[None]:
-    """Writes of the container to the disk below `path` take their time: the kernel's own throttle.
+    """Throttle the container's writes to the disk below `path`, by the kernel's block I/O controller.
 
-    With 1 byte a second they hang. A file system without a disk (tmpfs) is a BedError.
+    With 1 byte per second they hang. Raises BedError for a file system without a disk (tmpfs).
     """
     node, _, first = _locate(namespace, pod, container)
     found = cluster.in_node(current_bed(), node, _THROTTLE.format(pid=first, path=path)).split()
@@ -198,7 +215,7 @@ def slow_disk(
     cluster.in_node(current_bed(), node, f"echo '{device} {limit}' > {file}")
     try:
         yield
-    finally:  # the file goes with the container
+    finally:  # the file disappears with the container
         script = f"[ ! -e {file} ] || echo '{device} {free}' > {file}"
         cluster.in_node(current_bed(), node, script)
 
@@ -208,9 +225,9 @@ def slow_disk(
 
 @contextmanager
 def store_down(*, hang: bool = False) -> Iterator[None]:
-    """MinIO cannot be reached: connections are reset, old ones too; with `hang`, they get no answer.
+    """Make MinIO unreachable: connections, including open ones, are reset.
 
-    What it stores is kept.
+    With `hang` packets are dropped instead, so that requests get no answer. Stored objects are kept.
     """
     bed = current_bed()
     _store_rules(bed, "D")
@@ -240,7 +257,7 @@ def _store_rules(bed: Bed, op: str, *, hang: bool = False) -> None:
 def sidecars_silent() -> Iterator[None]:
     """Drop every packet to the control port of every pod, as a default-deny NetworkPolicy does.
 
-    Connections that exist get no answer either. Ranks, copies and metrics go on.
+    Open connections get no answer either. Ranks, copies and metrics are not affected.
     """
     bed = current_bed()
     each(lambda name: cluster.in_node(bed, name, _silence("D")), NODES)
@@ -262,7 +279,7 @@ def _silence(op: str) -> str:
 
 
 def _lift() -> str:
-    """Commands that remove the rules of a partition, however many there are."""
+    """Return commands that remove all rules of a partition, however often they were added."""
     return "; ".join(f"while {rule.format(op='D')} 2>/dev/null; do :; done" for rule in _PARTITION)
 
 
@@ -270,16 +287,19 @@ def _now() -> datetime:
     return datetime.now(UTC)
 
 
-def _docker(*text: str, timeout_seconds: float = 60) -> str:
-    return run(["docker", *text], env=current_bed().environment(), timeout_seconds=timeout_seconds)
+def _docker(*words: str, timeout_seconds: float = 60) -> str:
+    return run(["docker", *words], env=current_bed().environment(), timeout_seconds=timeout_seconds)
 
 
-def _kubectl(*text: str) -> str:
-    return cluster.kubectl(current_bed(), "--request-timeout=10s", *text, timeout_seconds=20)
+def _kubectl(*words: str) -> str:
+    return cluster.kubectl(current_bed(), "--request-timeout=10s", *words, timeout_seconds=20)
 
 
 def find_container(pod: dict[str, Any], container: str) -> tuple[str, str]:
-    """Node and container id from a pod's record. BedError names the containers that run."""
+    """Return node and container id from a pod's record.
+
+    Raises BedError that names the running containers.
+    """
     status = pod["status"]
     records = [*status.get("containerStatuses", []), *status.get("initContainerStatuses", [])]
     running = {
@@ -296,7 +316,7 @@ def find_container(pod: dict[str, Any], container: str) -> tuple[str, str]:
 
 
 def _locate(namespace: str, pod: str, container: str) -> tuple[str, str, int]:
-    """Node, container id and the pid, in the node, of the container's first process."""
+    """Return the node, the container id, and the pid in the node of the container's first process."""
     record = json.loads(_kubectl("get", "pod", "-n", namespace, pod, "-o", "json"))
     node, container_id = find_container(record, container)
     form = "crictl inspect -o go-template --template '{{.info.pid}}'"
@@ -305,7 +325,10 @@ def _locate(namespace: str, pod: str, container: str) -> tuple[str, str, int]:
 
 
 def _processes(node: str, container_id: str) -> dict[int, str]:
-    """Name and command line of the container's processes by pid in the node, found by their cgroup."""
+    """Return name and command line of the container's processes, by pid in the node.
+
+    Processes are found by their cgroup.
+    """
     script = (
         f"for f in $(grep -l {container_id} /proc/[0-9]*/cgroup 2>/dev/null); do d=${{f%/cgroup}}; "
         "echo ${d#/proc/} $(cat $d/comm 2>/dev/null) $(tr '\\0' ' ' < $d/cmdline 2>/dev/null); done"
@@ -314,6 +337,9 @@ def _processes(node: str, container_id: str) -> dict[int, str]:
 
 
 def parse_processes(text: str) -> dict[int, str]:
-    """`PID COMMAND LINE` lines; a process that ended meanwhile has no command line and is left out."""
+    """Parse lines of a pid and a command line.
+
+    A process that ended in the meantime has no command line and is left out.
+    """
     pairs = [line.split(" ", 1) for line in text.splitlines()]
     return {int(pair[0]): pair[1] for pair in pairs if len(pair) == 2 and pair[1].strip()}

@@ -1,4 +1,4 @@
-"""The machine: what must be installed, Debian packages without touching apt's state, kernel knobs."""
+"""The host: prerequisites, Debian packages without changes to apt's state, and kernel settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
 def check_prerequisites(bed: Bed) -> None:
-    """Install what Debian has (as root), name the rest with the command that brings it."""
+    """Install missing Debian packages, which needs root.
+
+    Raises BedError, with the command that fixes it, for anything else that is missing.
+    """
     if shutil.which("go") is None:
         raise BedError(
             "Go is missing: it builds the test bed's tools",
@@ -54,7 +57,7 @@ def check_prerequisites(bed: Bed) -> None:
 
 
 def mirror(text: str) -> str | None:
-    """First archive address in the text of an apt source (either format)."""
+    """Return the first archive URL in the text of an apt source file, in either format, or None."""
     for line in text.splitlines():
         if found := re.match(r"URIs:\s*(\S+)|deb\s+(?:\[[^]]*\]\s*)?(https?://\S+)", line):
             return found.group(1) or found.group(2)
@@ -62,7 +65,7 @@ def mirror(text: str) -> str | None:
 
 
 def debian_mirror() -> str:
-    """The mirror that this machine's apt uses."""
+    """Return the mirror that this machine's apt uses. Raises BedError if there is none."""
     etc = Path("/etc/apt")
     for file in [*sorted(etc.glob("sources.list.d/*")), etc / "sources.list"]:
         if file.is_file() and (found := mirror(file.read_text(errors="replace"))):
@@ -71,7 +74,9 @@ def debian_mirror() -> str:
 
 
 def apt(bed: Bed, suite: str, command: Sequence[str], *, cwd: Path, log: Path) -> None:
-    """apt-get for another suite, with lists and cache of its own: the machine's stay as they are."""
+    """Run apt-get for another suite, with separate lists and cache, so that the machine's own do not
+    change.
+    """
     folder = bed.root / "apt" / suite
     for name in ("lists/partial", "cache/archives/partial"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -97,7 +102,7 @@ def host_suite() -> str:
 def unpack_debs(
     bed: Bed, packages: Sequence[str], target: Path, *, log: Path, suite: str | None = None
 ) -> Path:
-    """Download packages (kept in debs/) and unpack them into an emptied `target`."""
+    """Download packages, unless debs/ has them, and unpack them into an emptied `target`."""
     suite = suite or host_suite()
     folder = bed.debs / suite
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,14 +118,14 @@ def unpack_debs(
 
 
 def debootstrap(bed: Bed, name: str, suite: str, include: Sequence[str], log: Path) -> Path:
-    """A small Debian file system in rootfs/NAME: no docs, no translations, no apt lists."""
+    """Create a small Debian file system in rootfs/NAME, without docs, translations and apt lists."""
     target = bed.rootfs / name
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    text = ["debootstrap", "--variant=minbase"]
+    words = ["debootstrap", "--variant=minbase"]
     if include:
-        text.append(f"--include={','.join(include)}")
-    run([*text, suite, target, debian_mirror()], log=log)
+        words.append(f"--include={','.join(include)}")
+    run([*words, suite, target, debian_mirror()], log=log)
     for pattern in ("var/cache/apt/archives/*.deb", "var/cache/apt/*.bin", "var/log/*.log"):
         for file in target.glob(pattern):
             file.unlink()
@@ -131,7 +136,7 @@ def debootstrap(bed: Bed, name: str, suite: str, include: Sequence[str], log: Pa
 
 
 def raise_inotify_limits() -> None:
-    """Five kubelets and their containers need more than a desktop's defaults."""
+    """Raise the inotify limits, because five kubelets and their containers exceed a desktop's defaults."""
     for name, least in (("max_user_instances", 1024), ("max_user_watches", 524288)):
         knob = Path("/proc/sys/fs/inotify") / name
         if int(knob.read_text()) < least:

@@ -1,7 +1,7 @@
-"""Our images: dependencies from uv.lock and our own packages, resolved on the host, copied in.
+"""The project's images: locked dependencies and own packages, resolved on the host and copied in.
 
-A build reaches no network and runs nothing but `python3 -m venv` and `compileall`. Dependencies and
-our own code are layers of their own, so a code change rebuilds and loads a few hundred kilobytes.
+A build uses no network and runs only `python3 -m venv` and `compileall`. Dependencies and the project's own
+code are separate layers, so that a code change rebuilds and loads a few hundred kilobytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLATFORM = "x86_64-manylinux_2_28"
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image of ours. `members` are folders of the uv workspace, the published one last."""
+    """One image of the project. `members` are folders of the uv workspace, the published one last."""
 
     tag: str
     dockerfile: str
@@ -32,9 +32,9 @@ class Image:
     members: tuple[str, ...]
     torch: bool = False
     files: str = ""
-    """Folder copied beside the packages, as `files/` in the build context."""
+    """Folder that is copied to `files/` in the build context; empty for none."""
     from_base: tuple[str, ...] = ()
-    """Dependencies that the base image brings."""
+    """Dependencies that the base image contains."""
 
 
 IMAGES = (
@@ -59,13 +59,13 @@ def base_of(bed: Bed, image: Image) -> str:
 
 
 def build_all(bed: Bed, log: Path) -> str:
-    """Build the images whose inputs changed; say which."""
+    """Build the images whose inputs changed. Returns a note that names them."""
     if not bed.local:
         registry_bases(bed, log)
     with tempfile.TemporaryDirectory(dir=bed.work) as folder:
         wheels = own_wheels(Path(folder))
         built = each(lambda image: build(bed, image, wheels, log), IMAGES)
-    if any(built):  # those that had the names: a disk fills up with old builds otherwise
+    if any(built):  # old builds would fill the disk
         prune = ["docker", "image", "prune", "-f", "--filter", f"label={LABEL}"]
         run(prune, env=bed.environment(), log=log)
     names = [image.tag.split("/")[1] for image, done in zip(IMAGES, built, strict=True) if done]
@@ -73,7 +73,7 @@ def build_all(bed: Bed, log: Path) -> str:
 
 
 def own_wheels(folder: Path) -> dict[str, Path]:
-    """A wheel of each workspace member, by its folder. The same source gives the same bytes."""
+    """Build a wheel of each workspace member, and return them by member. Equal sources give equal bytes."""
     members = sorted({member for image in IMAGES for member in image.members})
 
     def build_wheel(member: str) -> Path:
@@ -84,22 +84,25 @@ def own_wheels(folder: Path) -> dict[str, Path]:
     return dict(zip(members, each(build_wheel, members), strict=True))
 
 
-def uv(*text: str | Path) -> str:
+def uv(*words: str | Path) -> str:
     program = os.environ.get("UV") or shutil.which("uv")
     if not program:
         raise BedError("uv is not on this machine", "python3 -m pip install uv")
-    return run([program, *text, "--quiet"], cwd=REPOSITORY)
+    return run([program, *words, "--quiet"], cwd=REPOSITORY)
 
 
 def requirements(image: Image) -> str:
-    """What uv.lock pins for the package, with hashes, without our own and the base's packages."""
+    """Return the requirements that uv.lock pins for the package, with hashes.
+
+    The project's own packages and those of the base image are left out.
+    """
     skip = [word for name in image.from_base for word in ("--no-emit-package", name)]
     form = ["export", "--frozen", "--no-dev", "--no-emit-workspace", "--no-header", "--no-annotate"]
     return uv(*form, "--package", image.package, *skip)
 
 
 def build(bed: Bed, image: Image, wheels: dict[str, Path], log: Path) -> bool:
-    """Build one image unless one with the same inputs is there."""
+    """Build one image unless its inputs are unchanged. Returns whether it was built."""
     base, dockerfile = base_of(bed, image), REPOSITORY / image.dockerfile / "Dockerfile"
     pins = requirements(image)
     own = [wheels[member] for member in image.members]
@@ -134,7 +137,7 @@ def install_dependencies(context: Path, key: str) -> None:
 
 
 def install(target: Path, wheels: list[Path], *flags: str | Path) -> None:
-    """A tree to copy over a venv: lib/pythonX.Y/site-packages, and bin with the venv's Python."""
+    """Create a tree to copy over a venv: lib/pythonX.Y/site-packages, and bin with the venv's Python."""
     shutil.rmtree(target, ignore_errors=True)
     packages = target / f"lib/python{PYTHON}/site-packages"
     packages.mkdir(parents=True)
@@ -154,7 +157,7 @@ def install(target: Path, wheels: list[Path], *flags: str | Path) -> None:
 
 
 def relocate(script: str) -> str:
-    """The script with the image's Python instead of the host's, which installed it."""
+    """Return the script with the image's Python in its first line instead of the host's."""
     first, rest = script.split("\n", 1)
     return f"#!/opt/holdfast/bin/python3\n{rest}" if first.startswith("#!") else script
 
@@ -173,10 +176,10 @@ def image_label(bed: Bed, tag: str) -> str | None:
 
 
 def registry_bases(bed: Bed, log: Path) -> None:
-    """Where a registry is reached, a base with torch, and MinIO's image from our binaries.
+    """Prepare the bases of registry mode: the public ones, one with torch, and MinIO's image.
 
-    What is there is not pulled again: registries count pulls. And what has the same inputs is not
-    built again: a build that does nothing gives an image another id, which would be loaded again.
+    Existing images are not pulled again, because registries count pulls. Images with unchanged inputs are
+    not built again, because even an unchanged build gives an image a new id, and it would be loaded again.
     """
     env = bed.environment()
     for base in (config.python_base(), config.REGISTRY_TORCH_BASE):
@@ -185,7 +188,8 @@ def registry_bases(bed: Bed, log: Path) -> None:
     text = torch_dockerfile()
     inputs = digest(text, image_id(bed, config.REGISTRY_TORCH_BASE))
     if image_label(bed, config.TORCH_BASE_IMAGE) != inputs:
-        # The host's network: behind a proxy, a VPN or a local resolver bridges reach no mirror.
+        # Use the host's network, because behind a proxy, a VPN or a local resolver the bridges reach no
+        # mirror.
         command = ["docker", "build", "-q", "--network=host", "-t", config.TORCH_BASE_IMAGE]
         command += ["--label", f"{LABEL}={inputs}", "-"]
         run(command, env=env, log=log, stdin=text.encode())
@@ -197,7 +201,10 @@ def registry_bases(bed: Bed, log: Path) -> None:
 
 
 def torch_dockerfile() -> str:
-    """Debian with the packages of local mode's torch base, stripped of the same files."""
+    """Return the Dockerfile of registry mode's torch base.
+
+    It has the packages of local mode's torch base and lacks the same files.
+    """
     packages = " ".join(nodeimage.TORCH_PACKAGES)
     install = f"apt-get install -y --no-install-recommends {packages}"
     keep = "usr/lib/python3/dist-packages/torch/bin/torch_shm_manager"

@@ -1,4 +1,4 @@
-"""Bring images into the nodes: only the blobs that a node lacks are sent, to all nodes at once."""
+"""Loads images into the nodes: only the blobs that a node lacks are sent, to all nodes in parallel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CTR = "ctr -n k8s.io"
 
 
 def load(bed: Bed, log: Path, tags: Collection[str] = ()) -> str:
-    """Load the images (by default all of ours) that some node does not have as they are now."""
+    """Load the images, by default all of the project's, of which some node lacks the current version."""
     wanted = list(tags) or [image.tag for image in IMAGES]
     if not bed.local and not tags:
         wanted.append(config.MINIO_IMAGE)
@@ -28,13 +28,16 @@ def load(bed: Bed, log: Path, tags: Collection[str] = ()) -> str:
     known = each(lambda node: node_blobs(bed, node), running)
     try:
         return send(bed, running, changed, set.intersection(*known))
-    except BedError as error:  # a blob that was there may have been collected meanwhile
+    except BedError as error:  # a node may have garbage-collected a blob in the meantime
         log.write_text(f"{error}\nonce more, with all blobs\n")
         return send(bed, running, changed, ())
 
 
 def image_ids(bed: Bed, tags: Collection[str]) -> dict[str, str]:
-    """Docker's ids: of the image's configuration or, with its containerd image store, of its index."""
+    """Return Docker's id of each image.
+
+    It is the digest of the image's configuration or, with Docker's containerd image store, of its index.
+    """
     form = "{{index .RepoTags 0}} {{.Id}}"
     found: dict[str, str] = {}
     for tag in tags:
@@ -47,16 +50,19 @@ def image_ids(bed: Bed, tags: Collection[str]) -> dict[str, str]:
 
 
 def node_images(bed: Bed, node: str) -> set[str]:
-    """Both ids of each tagged image of a node. A tag that moved leaves its old ids without a tag."""
+    """Return both ids of each tagged image of a node.
+
+    If a tag moved, its old ids have no tag and are not returned.
+    """
     listed = json.loads(cluster.in_node(bed, node, "crictl images -o json"))
     configurations = {str(image["id"]) for image in listed["images"] if image.get("repoTags")}
     return configurations | tagged_digests(cluster.in_node(bed, node, f"{_CTR} images ls"))
 
 
 def tagged_digests(listing: str) -> set[str]:
-    """Digests of the names with a tag in what `ctr images ls` prints: REF TYPE DIGEST ...
+    """Return the digests of the names with a tag in the output of `ctr images ls`: REF TYPE DIGEST ...
 
-    A name by digest, or CRI's own `sha256:...`, stays when the tag has moved on.
+    Names by digest, and CRI's own `sha256:...` names, are skipped, because they stay after a tag has moved.
     """
     rows = [line.split() for line in listing.splitlines()[1:]]
     return {
@@ -71,7 +77,7 @@ def node_blobs(bed: Bed, node: str) -> set[str]:
 
 
 def send(bed: Bed, nodes: Collection[str], tags: Collection[str], known: Collection[str]) -> str:
-    """Import the images in all nodes at once, without the blobs in `known`."""
+    """Import the images in all nodes in parallel, without the blobs in `known`."""
     file = bed.work / "load.tar"
     with file.open("wb") as out:
         archive.write_missing(bed, tags, known, out)

@@ -1,4 +1,4 @@
-"""MinIO in the cluster: http://minio.minio.svc:9000, bucket `checkpoints`."""
+"""MinIO in the cluster, at http://minio.minio.svc:9000 with bucket `checkpoints`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUCKET = "checkpoints"
 
 
 def deploy(bed: Bed, log: Path | None = None) -> str:
-    """Apply the manifest, wait until the server is ready and the bucket is there."""
+    """Apply the manifest and wait until the server is ready and the bucket exists."""
     cluster.kubectl(bed, "apply", "-f", str(PACKAGE / "manifests/minio.yaml"))
     rollout = ("-n", NAMESPACE, "rollout", "status", "deploy/minio", "--timeout=120s")
     cluster.kubectl(bed, *rollout, timeout_seconds=130)
@@ -24,7 +24,7 @@ def deploy(bed: Bed, log: Path | None = None) -> str:
         try:
             cluster.kubectl(bed, *make, f"local/{BUCKET}")
             return f"bucket {BUCKET}"
-        except BedError:  # the pod of an earlier revision may be the one that is asked
+        except BedError:  # the pod of an earlier revision may have received the command
             if time.monotonic() > deadline:
                 raise
             time.sleep(1)

@@ -1,4 +1,6 @@
-"""The kind node image and the images that a node pulls, from our own binaries (local mode only)."""
+"""The kind node image and the images that a node runs, built from the test bed's own binaries in local
+mode.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ NODE_BINARIES = {
 
 
 def node_tag() -> str:
-    """Changes with the Kubernetes version and with what this module puts into the image."""
+    """Return the node image's tag, which changes with the Kubernetes version and the image's inputs."""
     return f"holdfast/node:{KUBERNETES}-{_inputs()[:8]}"
 
 
@@ -60,19 +62,19 @@ def _inputs() -> str:
 
 
 def import_rootfs(bed: Bed, folder: Path, tag: str, log: Path, *changes: str) -> None:
-    """A one-layer image of a file system."""
+    """Import a file system as an image with one layer."""
     skip = [f"--exclude=./{name}/*" for name in ("dev", "proc", "sys")]
     tar: Command = ["tar", "-C", folder, "--numeric-owner", *skip, "-c", "."]
-    text = [word for change in (_PATH, *changes) for word in ("-c", change)]
+    words = [word for change in (_PATH, *changes) for word in ("-c", change)]
     with log.open("a") as file:
         file.write(f"import {folder} as {tag}\n")
-    pipe(tar, ["docker", "import", *text, "-", tag], env=bed.environment())
+    pipe(tar, ["docker", "import", *words, "-", tag], env=bed.environment())
 
 
 def build_image(
     bed: Bed, tag: str, base: str, binaries: dict[str, str], log: Path, *lines: str
 ) -> None:
-    """`base` plus binaries of ours, each at the path it maps to."""
+    """Build an image from `base` and the test bed's binaries, each at the path to which it maps."""
     context = bed.work / "context" / tag.replace("/", "_").replace(":", "_")
     shutil.rmtree(context, ignore_errors=True)
     context.mkdir(parents=True)
@@ -90,7 +92,7 @@ def kind_source() -> Path:
 
 
 def storage_constants() -> tuple[dict[str, str], str]:
-    """Image names and the manifest of kind's default storage class."""
+    """Return the image names and the manifest of kind's default storage class."""
     text = (kind_source() / "pkg/build/nodeimage/const_storage.go").read_text()
     names = dict(re.findall(r'^const (\w+) = "([^"]*)"', text, re.M))
     body = text.split("const defaultStorageManifest = `", 1)[1]
@@ -98,7 +100,7 @@ def storage_constants() -> tuple[dict[str, str], str]:
 
 
 def component_images(bed: Bed, log: Path) -> list[str]:
-    """Build what kubeadm and kind expect to find on a node; return the names."""
+    """Build the images that kubeadm and kind expect on a node, and return their names."""
     command: Command = [
         bed.bin / "kubeadm",
         "config",
@@ -136,7 +138,7 @@ def minio_image(bed: Bed, base: str, log: Path, *more: str) -> None:
 
 
 def fill_template(bed: Bed, log: Path) -> str:
-    """Kubernetes' images, MinIO and our bases, for every node to start with."""
+    """Fill the template with the images with which every node starts: Kubernetes, MinIO and the bases."""
     images = component_images(bed, log)
     minio_image(bed, config.BASE_IMAGE, log)
     images += [config.MINIO_IMAGE, config.BASE_IMAGE, config.TORCH_BASE_IMAGE]
@@ -150,7 +152,9 @@ def build_node_image(bed: Bed, log: Path) -> None:
 
 
 def node_files(bed: Bed, log: Path) -> Path:
-    """Debian, kind's own node files (its Go module has them), our binaries and the routes unit."""
+    """Assemble the node's files: Debian, the node files of kind's Go module, our binaries and the routes
+    unit.
+    """
     rootfs, source = bed.work / "node", kind_source()
     shutil.rmtree(rootfs, ignore_errors=True)
     run(["cp", "-a", bed.rootfs / "node", rootfs], log=log)
@@ -173,7 +177,7 @@ def node_files(bed: Bed, log: Path) -> Path:
 
 
 def import_node(bed: Bed, rootfs: Path, tag: str, log: Path) -> None:
-    """Make the node image of its files, and remove them."""
+    """Import the node image from its files, and delete them."""
     # fmt: off
     import_rootfs(bed, rootfs, tag, log, "ENV container=docker", "STOPSIGNAL SIGRTMIN+3",
                   'ENTRYPOINT ["/usr/local/bin/entrypoint","/sbin/init"]')
@@ -188,7 +192,7 @@ def _install(source: Path, target: Path, *, executable: bool) -> None:
 
 
 def _systemd(rootfs: Path, log: Path) -> None:
-    """What kind's images/base/Dockerfile does to systemd, and our unit."""
+    """Apply the systemd changes of kind's images/base/Dockerfile, and enable the routes unit."""
     units = rootfs / "lib/systemd/system"
     doomed = [
         *units.glob("sysinit.target.wants/systemd-tmpfiles-setup.service"),
@@ -224,7 +228,7 @@ def _containerd(bed: Bed, rootfs: Path) -> None:
     (rootfs / "etc/containerd/cri-base.json").write_text(base)
     file = rootfs / "etc/containerd/config.toml"
     text = file.read_text()
-    # This machine may not lower a process's oom_score_adj; with `true` containerd does not try.
+    # The host may not permit a lower oom_score_adj; with `true` containerd does not try.
     text = text.replace("restrict_oom_score_adj = false", "restrict_oom_score_adj = true")
     pause = f"registry.k8s.io/pause:{tools.PAUSE_VERSION}"
     file.write_text(re.sub(r'sandbox_image = ".*"', f'sandbox_image = "{pause}"', text))
@@ -253,7 +257,7 @@ def rootfs_step(bed: Bed, name: str, suite: str, packages: Sequence[str], tag: s
 
 
 def strip(rootfs: Path) -> None:
-    """Drop what only compiling or testing needs: 150 MB of torch."""
+    """Delete files that only compiling or testing needs: 150 MB of torch."""
     for pattern in STRIPPED:
         for path in rootfs.glob(pattern):
             if path.is_dir() and not path.is_symlink():

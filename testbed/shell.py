@@ -1,4 +1,4 @@
-"""Child processes: a failure says what ran, where its log is and how it ended."""
+"""Child processes. A failure reports the command, its exit status and the end of its output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Command = list[str | Path]
 
 
 class BedError(Exception):
-    """The test bed cannot go on. `advice` says what to try."""
+    """The test bed cannot continue. `advice` is what the user can try."""
 
     def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message)
@@ -32,12 +32,16 @@ def run(
     timeout_seconds: float | None = None,
     check: bool = True,
 ) -> str:
-    """Run a command; return what it printed on stdout. With `log`, all output is appended there."""
-    text = [str(word) for word in command]
+    """Run a command and return its stdout.
+
+    With `log`, the command and its output are appended to that file. Raises BedError if the program is
+    missing, exceeds `timeout_seconds`, or, with `check`, fails.
+    """
+    words = [str(word) for word in command]
     started = time.monotonic()
     try:
         done: subprocess.CompletedProcess[bytes] = subprocess.run(
-            text,
+            words,
             env=env,
             cwd=cwd,
             **_input(stdin),
@@ -45,17 +49,19 @@ def run(
             timeout=timeout_seconds,
         )
     except FileNotFoundError as error:
-        raise BedError(f"{text[0]} is not on this machine", "run: python3 -m testbed up") from error
+        raise BedError(
+            f"{words[0]} is not on this machine", "run: python3 -m testbed up"
+        ) from error
     except subprocess.TimeoutExpired as error:
-        raise BedError(f"{' '.join(text)[:300]}: no end after {timeout_seconds} s") from error
+        raise BedError(f"{' '.join(words)[:300]}: no end after {timeout_seconds} s") from error
     out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if log is not None:
         with log.open("a") as file:
             seconds = time.monotonic() - started
-            file.write(f"$ {' '.join(text)[:2000]}  # {seconds:.1f} s\n{out}{err}")
+            file.write(f"$ {' '.join(words)[:2000]}  # {seconds:.1f} s\n{out}{err}")
     if check and done.returncode:
         tail = "\n".join((out + err).strip().splitlines()[-15:])
-        raise BedError(f"{' '.join(text)[:300]}: exit {done.returncode}\n{tail}")
+        raise BedError(f"{' '.join(words)[:300]}: exit {done.returncode}\n{tail}")
     return out
 
 
@@ -66,7 +72,7 @@ def _input(stdin: bytes | IO[bytes] | None) -> dict[str, Any]:
 
 
 def answers(command: Sequence[str | Path], *, env: Mapping[str, str], seconds: float = 20) -> bool:
-    """Whether the command exits 0 in time."""
+    """Return whether the command exits with 0 within `seconds`."""
     try:
         run(command, env=env, timeout_seconds=seconds)
     except BedError:
@@ -75,7 +81,7 @@ def answers(command: Sequence[str | Path], *, env: Mapping[str, str], seconds: f
 
 
 def pipe(producer: Command, consumer: Command, *, env: Mapping[str, str]) -> str:
-    """`producer | consumer`, both must succeed; return the consumer's stdout."""
+    """Run `producer | consumer`, require that both succeed, and return the consumer's stdout."""
     with subprocess.Popen(list(map(str, producer)), stdout=subprocess.PIPE, env=env) as first:
         last = list(map(str, consumer))
         done = subprocess.run(last, stdin=first.stdout, capture_output=True, env=env)
@@ -90,7 +96,7 @@ def pipe(producer: Command, consumer: Command, *, env: Mapping[str, str]) -> str
 
 
 def each(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """`call` on every item at once, results in order; the first error is raised."""
+    """Apply `call` to all items in parallel and return the results in order. Raises the first error."""
     work = list(items)
     with ThreadPoolExecutor(max_workers=max(1, len(work))) as pool:
         return list(pool.map(call, work))

@@ -1,4 +1,4 @@
-"""Steps with stamps: done work is known by a hash of what went into it, so `up` resumes anywhere."""
+"""Steps with stamps. A hash of a step's inputs records that it is done, so that `up` resumes anywhere."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from testbed.shell import BedError
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One piece of work. `inputs` is hashed into the stamp; `outputs` must exist for it to count.
+    """One piece of work.
 
-    `action` gets its log file and returns a note to print, or nothing. A step with `always` has no
-    stamp: it looks at the live state itself (engine, cluster) and is quick when all is well.
-    `present` asks whether a result that is no file (an image) is still there.
+    A step counts as done if its stamp has the hash of `inputs`, all `outputs` exist, and `present`, if
+    given, returns True (for a result that is not a file, such as an image). `action` gets its log file and
+    returns a note to print, or None. A step with `always` has no stamp and runs each time; it checks the
+    live state itself (engine, cluster) and is quick if nothing is to be done.
     """
 
     name: str
@@ -42,7 +43,10 @@ def is_done(step: Step, stamps: Path) -> bool:
 
 
 def run_steps(steps: Sequence[Step], bed: Bed) -> None:
-    """Run what is not done, in order. BedError says which step failed, its log and what to try."""
+    """Run the steps that are not done, in order.
+
+    Raises BedError that names the failed step, its log and what the user can try.
+    """
     bed.prepare()
     for number, step in enumerate(steps, 1):
         label = f"[{number}/{len(steps)}] {step.name}"
@@ -78,7 +82,7 @@ def failure(step: Step, log: Path, error: Exception) -> BedError:
 
 
 def told(program: str, error: BedError) -> int:
-    """What failed and what to try, for a person; the exit status."""
+    """Print the error and its advice to stderr. Returns the exit status."""
     print(f"{program}: {error}", file=sys.stderr)
     if error.advice:
         print(f"try: {error.advice}", file=sys.stderr)

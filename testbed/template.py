@@ -1,7 +1,7 @@
-"""One containerd folder with all that nodes start with; a node gets hard links to it (local mode).
+"""Template of the nodes' containerd folder in local mode; each node gets hard links to its files.
 
-Images' content and unpacked layers are never written again, so gigabytes per node cost seconds and
-no disk, and the nodes share one page cache. Only containerd's databases are copied.
+Images' content and unpacked layers are never changed, so a node's gigabytes cost seconds and no disk space,
+and all nodes share one page cache. Only containerd's databases are copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from testbed.shell import BedError, run
 
 
 def add(bed: Bed, tags: Collection[str], log: Path) -> None:
-    """Import images of the engine, unpacked; those of the same name are replaced."""
+    """Import and unpack images of the engine. Images of the same name are replaced."""
     blobs = bed.template / "io.containerd.content.v1.content/blobs/sha256"
     known = {f"sha256:{path.name}" for path in blobs.iterdir()} if blobs.is_dir() else set()
     file = bed.work / "template.tar"
@@ -33,7 +33,7 @@ def add(bed: Bed, tags: Collection[str], log: Path) -> None:
 
 @contextmanager
 def _containerd(bed: Bed, log: Path) -> Iterator[list[str]]:
-    """A containerd over the template, for as long as the block; gives the start of a ctr command."""
+    """Run a containerd on the template during the block. Yields the first words of a ctr command."""
     state = bed.run / "template"
     shutil.rmtree(state, ignore_errors=True)
     state.mkdir(parents=True)
@@ -62,7 +62,7 @@ def _containerd(bed: Bed, log: Path) -> Iterator[list[str]]:
 
 
 def link(bed: Bed, node: str) -> Path:
-    """A node's own containerd folder."""
+    """Create a node's containerd folder from the template and return it."""
     target = bed.nodes / node
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)

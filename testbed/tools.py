@@ -1,7 +1,7 @@
-"""Every binary of the test bed, built from the pinned Go modules in testbed/tools/<set>/.
+"""Binaries of the test bed, built from the pinned Go modules in testbed/tools/<set>/.
 
-Each set has a go.mod and go.sum of its own, so versions are pinned and verified and one tool's
-dependencies do not move another's. Builds are read-only: a wrong go.sum fails, it is not mended.
+Each set has its own go.mod and go.sum, so that versions are pinned and verified, and one tool's
+dependencies do not affect another's. Builds are read-only: a wrong go.sum fails and is not corrected.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PAUSE_VERSION = "3.10.2"
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """A folder under tools/: binaries by name, each with the package that it is built from."""
+    """A folder below tools/, with its binaries by name and the package from which each is built."""
 
     name: str
     packages: dict[str, str]
     ldflags: str = ""
     tags: str = ""
     registry: bool = False
-    """Needed with the machine's own Docker engine, too."""
+    """Whether registry mode, which uses the machine's own Docker engine, needs the set too."""
 
     @property
     def folder(self) -> Path:
@@ -94,12 +94,14 @@ TOOL_SETS = (
 
 
 def go_environment(*, cgo: bool) -> dict[str, str]:
-    """The caller's Go settings (proxy, caches) without flags that would change what is built."""
+    """Return the environment for Go: the caller's settings (proxy, caches) without flags that affect
+    builds.
+    """
     return {**os.environ, "GOFLAGS": "-mod=readonly", "CGO_ENABLED": "1" if cgo else "0"}
 
 
 def module_folder(tool_set: str, module: str) -> Path:
-    """Where the source of a pinned module is unpacked."""
+    """Download a pinned module and return the folder of its source."""
     folder, env = PACKAGE / "tools" / tool_set, go_environment(cgo=False)
     run(["go", "mod", "download", module], cwd=folder, env=env)
     return Path(run(["go", "list", "-m", "-f", "{{.Dir}}", module], cwd=folder, env=env).strip())
@@ -133,7 +135,10 @@ def build(bed: Bed, tools: ToolSet, log: Path) -> None:
 
 
 def _libseccomp(bed: Bed, log: Path) -> Path:
-    """Debian's static libseccomp, unpacked beside; sandboxes without seccomp are refused."""
+    """Unpack Debian's static libseccomp and return its pkg-config folder.
+
+    runc must be linked with it, because sandboxes without seccomp are refused.
+    """
     prefix = host.unpack_debs(bed, ["libseccomp-dev"], bed.work / "seccomp", log=log) / "usr"
     found = next(prefix.rglob("libseccomp.pc"))
     library = found.parent.parent
@@ -153,7 +158,7 @@ def build_pause(bed: Bed, log: Path) -> None:
 
 
 def build_step(bed: Bed, tools: ToolSet) -> Step:
-    """Skipped while go.mod, go.sum and flags stay."""
+    """Return the step that builds a tool set. It is done until go.mod, go.sum or the flags change."""
     return Step(
         f"build {tools.name}",
         lambda log: build(bed, tools, log),
@@ -164,7 +169,7 @@ def build_step(bed: Bed, tools: ToolSet) -> Step:
 
 
 def needed(bed: Bed) -> list[ToolSet]:
-    """What the mode needs, longest first."""
+    """Return the tool sets that the mode needs, the longest build first."""
     return [tools for tools in TOOL_SETS if bed.local or tools.registry]
 
 

@@ -128,8 +128,8 @@ def _write(name: str, fresh: Sequence[Figure], *, keep: bool) -> list[Figure]:
     return figures
 
 
-def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+def _say(words: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
 
 
 if __name__ == "__main__":

@@ -202,11 +202,11 @@ def of_loops(records: Sequence[Record]) -> list[Figure]:
     rounds = Rounds(records)
     found: list[Figure] = []
     for id_, phase in (("A3", "quiet"), ("A3-busy", "busy")):
-        text = "of DCP async thread's extra loop seconds"
+        words = "of DCP async thread's extra loop seconds"
         ours, theirs = (_extras(records, name, phase) for name in (OURS, "dcp-thread"))
         if not ours or not theirs:
             why = rounds.error(OURS) or rounds.error("dcp-thread")
-            found.append(not_measured(id_, why, unit=text, target=0.25))
+            found.append(not_measured(id_, why, unit=words, target=0.25))
             continue
         scatter = max(_scatter(records, phase), _deviation(ours), _deviation(theirs))
         peer = statistics.median(theirs)
@@ -220,10 +220,10 @@ def of_loops(records: Sequence[Record]) -> list[Figure]:
                 f"DCP's extra {peer:.3f} s is no more than what loops scatter by, "
                 f"{scatter:.3f} s: this machine is too noisy now, or the state too small"
             )
-            found.append(not_measured(id_, why, unit=text, target=0.25, **details))
+            found.append(not_measured(id_, why, unit=words, target=0.25, **details))
             continue
         ratio = max(0.0, statistics.median(ours)) / peer
-        figure = at_most(id_, [ratio], text, 0.25, **details)
+        figure = at_most(id_, [ratio], words, 0.25, **details)
         found.append(replace(figure, repetitions=len(ours)))
     for name in rounds.names():
         extras = _extras(records, name, "quiet")
@@ -421,8 +421,8 @@ def of_copies(records: Sequence[Record], mib: int) -> list[Figure]:
     if tls:
         found.append(for_orientation("A6-tls", tls, "of loopback TLS"))
     if encrypted := ratios(pulled, torchft):
-        text = "times torchft's HTTP transport, which does not encrypt"
-        found.append(for_orientation("A6-torchft-tls", encrypted, text))
+        words = "times torchft's HTTP transport, which does not encrypt"
+        found.append(for_orientation("A6-torchft-tls", encrypted, words))
     for name in rounds.names():
         if name != "loopback":
             values = list(rounds.values(name, rate("pull")).values())

@@ -67,8 +67,8 @@ def disk(directory: Path, size_bytes: int) -> dict[str, float]:
             )
             os.fsync(descriptor)
             os.close(descriptor)
-            text = "1 thread" if threads == 1 else "2 threads"
-            found[f"O_DIRECT write {text}"] = size_bytes / GIB / (time.perf_counter() - began)
+            words = "1 thread" if threads == 1 else "2 threads"
+            found[f"O_DIRECT write {words}"] = size_bytes / GIB / (time.perf_counter() - began)
         began = time.perf_counter()
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         _in_threads(

@@ -64,10 +64,10 @@ def visit_part(run: Run, part: Part, store: dict[str, str] | None = None) -> lis
             began = time.monotonic()
             record = _visit(run, part, participant, round_, store)
             records.append(record)
-            text = f"FAILED: {record.error}" if record.error else ""
+            words = f"FAILED: {record.error}" if record.error else ""
             run.say(
                 f"  {part.name} {round_ + 1}/{run.rounds} {participant.name}: "
-                f"{time.monotonic() - began:.0f} s {text}".rstrip()
+                f"{time.monotonic() - began:.0f} s {words}".rstrip()
             )
             if record.error and round_ == 0:
                 given_up.add(participant.name)

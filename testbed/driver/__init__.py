@@ -1,1 +1,1 @@
-"""Drives jobs on the test bed's cluster: what `make demo`, the e2e tests and the benchmarks share."""
+"""Drivers of jobs on the test bed's cluster, which the demo, the e2e tests and the benchmarks share."""

@@ -1,4 +1,4 @@
-"""What the example trainer prints in the end: one JSON line a rank."""
+"""Final digests of the example trainer, which prints one JSON line for each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MARK = '{"finalDigest"'
 
 
 def find_digests(logs: Iterable[str]) -> dict[int, str]:
-    """Rank -> SHA-256 over model, optimizer, RNG and data position."""
+    """Return the SHA-256 of model, optimizer, RNG and data position of each rank."""
     digests: dict[int, str] = {}
     for text in logs:
         for line in text.splitlines():

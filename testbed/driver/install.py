@@ -1,4 +1,4 @@
-"""Install the chart on the test bed as its README says, and wait until the operator is up."""
+"""Installs the chart on the test bed as its README describes, and waits until the operator is Ready."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ VALUES = {
     "operator.tolerations[0].operator": "Exists",
     "operator.tolerations[0].effect": "NoSchedule",
 }
-"""The operator is pinned to the control-plane node: scenarios kill workers' nodes."""
+"""Values of the chart. The operator is pinned to the control-plane node, because scenarios kill worker
+nodes."""
 
 
 def testbed_bin() -> str:
@@ -51,7 +52,11 @@ def helm(*arguments: str, check: bool = True) -> str:
 
 
 def install_arguments() -> list[str]:
-    """The tag never changes, so the inputs of the image are an annotation: a new image is a rollout."""
+    """Return the arguments of `helm upgrade --install`.
+
+    The image's tag never changes, so its inputs are a pod annotation, which makes a new image cause a
+    rollout.
+    """
     built = image_label(current_bed(), "holdfast/operator:dev") or "unknown"
     values = {**VALUES, "operator.podAnnotations.holdfast\\.dev/image-inputs": built}
     sets = [part for key, value in values.items() for part in ("--set-string", f"{key}={value}")]
@@ -59,7 +64,10 @@ def install_arguments() -> list[str]:
 
 
 def ensure_installed(kube: Kube) -> None:
-    """`helm upgrade --install`; the operator is restarted so that it runs the image as built now."""
+    """Install or upgrade the chart and wait until the operator is Ready.
+
+    A new image restarts the operator.
+    """
     helm("upgrade", "--install", *install_arguments(), "--wait", "--timeout", "120s")
     wait_for(
         "the operator to be Ready",
@@ -69,10 +77,10 @@ def ensure_installed(kube: Kube) -> None:
 
 
 def kill_operator(kube: Kube) -> None:
-    """SIGKILL the operator's process; returns when another one is Ready.
+    """Send SIGKILL to the operator's process and wait until another operator is Ready.
 
-    The dead pod is removed, too: the kubelet would start it again by itself, but after a back-off that
-    doubles with each kill, and a scenario that kills three times would mostly wait.
+    The dead pod is deleted too. The kubelet would restart its container, but after a back-off that doubles
+    with each kill, so that a scenario with three kills would mostly wait.
     """
     name = wait_for("an operator", lambda: operator_pod(kube), timeout_seconds=120)
     faults.kill_process(NAMESPACE, name, "operator")
@@ -85,7 +93,7 @@ def kill_operator(kube: Kube) -> None:
 
 
 def operator_pod(kube: Kube) -> str | None:
-    """Name of the Ready operator pod."""
+    """Return the name of the Ready operator pod, or None."""
     for pod in kube.pods(NAMESPACE, "app.kubernetes.io/name=holdfast"):
         ready = any(
             c["type"] == "Ready" and c["status"] == "True"

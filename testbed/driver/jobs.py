@@ -1,7 +1,7 @@
-"""TrainingJobs of the example trainer: manifests, waits, what they printed in the end.
+"""TrainingJobs of the example trainer: manifests, waits and final digests.
 
-A `Job` follows the status of its TrainingJob in a background watch and keeps every version it saw:
-the oracle (oracle.py) judges that history, not only the end.
+A `Job` watches its TrainingJob's status in the background and keeps every version that it received, because
+the oracle (oracle.py) checks the whole history.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUCKET = "checkpoints"
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What the example trainer is asked to do: two jobs with equal `Training` end in equal bits."""
+    """Arguments of the example trainer. Two jobs with equal `arithmetic` end with equal bits."""
 
     workers: int = 4
     steps: int = 120
@@ -49,7 +49,7 @@ class Training:
 
     @property
     def arithmetic(self) -> tuple[int, ...]:
-        """What decides the final bits (the pace does not)."""
+        """The arguments that determine the final bits. The pace is not one of them."""
         return (self.workers, self.steps, self.layers, self.width, self.state_mib)
 
 
@@ -129,7 +129,10 @@ def store_manifest(namespace: str, name: str = STORE_NAME, **overrides: Any) -> 
 
 
 def prepare_namespace(kube: Kube, namespace: str) -> None:
-    """A namespace that enforces Pod Security `restricted`, with the store and its Secret, probed."""
+    """Prepare a namespace that enforces Pod Security `restricted`, with the store and its Secret.
+
+    Waits until the store is Available.
+    """
     kube.ensure_namespace(namespace)
     kube.ensure_secret(
         namespace, STORE_SECRET, {"accessKey": MINIO_USER, "secretKey": MINIO_PASSWORD}
@@ -146,7 +149,7 @@ def prepare_namespace(kube: Kube, namespace: str) -> None:
 
 @dataclass(slots=True)
 class Seen:
-    """One version of the job's status, with the moment it was seen."""
+    """One version of the job's status, with the time (monotonic seconds) at which it was received."""
 
     at: float
     status: Object
@@ -231,7 +234,7 @@ class Job:
         return str((pod or {}).get("spec", {}).get("nodeName", ""))
 
     def metric(self, worker: int, name: str) -> dict[str, float]:
-        """Samples of one metric of a worker's sidecar, by their label text."""
+        """Return the samples of one metric of a worker's sidecar, by their label text."""
         text = self.kube.proxy_text(self.namespace, self.pod_name(worker), 7072, "metrics") or ""
         samples = {}
         for line in text.splitlines():
@@ -241,7 +244,10 @@ class Job:
         return samples
 
     def live_step(self) -> int:
-        """The newest step any sidecar of the job reports now (status lags by up to 10 s)."""
+        """Return the newest step that any sidecar of the job reports, or -1.
+
+        The status lags by up to 10 seconds.
+        """
         newest = -1
         for pod in self.pods():
             text = self.kube.proxy_text(self.namespace, pod["metadata"]["name"], 7072, "metrics")
@@ -251,7 +257,7 @@ class Job:
         return newest
 
     def describe(self) -> str:
-        """For a person who reads a failed test: status, pods, events."""
+        """Return status, pods and events as text, for the message of a failed test."""
         pods = [
             {
                 "name": p["metadata"]["name"],
@@ -278,7 +284,7 @@ class Job:
         )
 
     def wait_step(self, step: int, timeout_seconds: float = 180) -> int:
-        """Until training is at least at `step`, live."""
+        """Wait until the sidecars report `step` or a later one, and return the reported step."""
         return int(
             self.wait(
                 f"step {step}",
@@ -289,7 +295,7 @@ class Job:
         )
 
     def wait_round(self, round_: int, timeout_seconds: float = 120) -> None:
-        """Until round `round_` (or a later one) trains."""
+        """Wait until round `round_`, or a later one, trains."""
         self.wait(
             f"round {round_} to train",
             lambda: self.round >= round_ and is_true(self.read(), "Running"),
@@ -332,14 +338,14 @@ class Job:
     # ---------------------------------------------------------------- the end
 
     def final_digests(self) -> dict[int, str]:
-        """Rank -> SHA-256 of everything that was trained, as the trainers printed it."""
+        """Return each rank's SHA-256 of all training state, as the trainers printed it."""
         return find_digests(
             self.kube.logs(self.namespace, self.pod_name(worker), "trainer")
             for worker in range(len(self.status["members"]))
         )
 
     def delete(self, timeout_seconds: float = 120) -> None:
-        """Delete the job and wait until nothing of it is left but what Retain keeps."""
+        """Delete the job and wait until its pods are gone."""
         self.close()
         self.kube.delete("TrainingJob", self.namespace, self.name)
         wait_for(

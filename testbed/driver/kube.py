@@ -1,7 +1,7 @@
-"""A small client of the test bed's cluster: objects as plain dicts, waits that say what they saw.
+"""A small client of the test bed's cluster: objects are plain dicts, and waits report what they saw.
 
-Nothing here knows a scenario. Every wait has a deadline and, when it passes, an error with the last
-state: a test that hangs tells nobody anything.
+Nothing in this module is specific to a scenario. Every wait has a deadline and fails with the last state,
+because a hanging test gives no information.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLURALS = {
 
 
 class WaitFailed(AssertionError):
-    """A condition did not come true before its deadline."""
+    """A condition was not met before its deadline."""
 
 
 def kubeconfig_path() -> str:
@@ -47,7 +47,10 @@ def wait_for(
     describe: Callable[[], str] = lambda: "",
     every_seconds: float = 0.1,
 ) -> T:
-    """Call `probe` until it returns something true. WaitFailed names what was waited for."""
+    """Call `probe` until it returns a true value, and return that value.
+
+    Raises WaitFailed that names `what` after `timeout_seconds`.
+    """
     deadline = time.monotonic() + timeout_seconds
     while True:
         value = probe()
@@ -59,7 +62,7 @@ def wait_for(
 
 
 class Kube:
-    """One connection to the cluster. Reads tolerate a missing object by returning None."""
+    """One connection to the cluster. `get`, `pod` and `proxy_text` return None for a missing object."""
 
     def __init__(self) -> None:
         self.api = config.new_client_from_config(kubeconfig_path())
@@ -160,7 +163,7 @@ class Kube:
         return items
 
     def proxy_text(self, namespace: str, pod: str, port: int, path: str) -> str | None:
-        """GET through the API server's pod proxy; None while the pod does not answer."""
+        """Send a GET through the API server's pod proxy. Returns None if the pod does not answer."""
         try:
             text = self.core.connect_get_namespaced_pod_proxy_with_path(
                 f"{pod}:{port}", namespace, path.lstrip("/"), _request_timeout=3
@@ -180,7 +183,7 @@ def ignore_missing() -> Iterator[None]:
 
 
 def condition(item: Object | None, kind: str) -> Object:
-    """The condition of this type, or {}."""
+    """Return the condition of this type, or an empty dict."""
     for entry in (item or {}).get("status", {}).get("conditions", []):
         if entry.get("type") == kind:
             found: Object = entry

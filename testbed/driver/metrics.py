@@ -1,6 +1,6 @@
-"""What the sidecars of a job report right now, read from their metrics through the API server.
+"""Current state of a job's sidecars, read from their metrics through the API server.
 
-The operator writes status at most every 10 s; a person who watches wants the second.
+The operator writes the status at most every 10 seconds, which is too slow for a live display.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class GangMetrics:
     committed: int | None = None
     tiers: dict[int, dict[str, int]] = field(default_factory=dict)
     restored: dict[int, str] = field(default_factory=dict)
-    """rank -> tier that served its shard in this round."""
+    """Tier that served the shard in this round, by rank."""
 
 
 def parse(text: str) -> list[tuple[str, dict[str, str], float]]:
-    """Prometheus text -> (name, labels, value), our metrics only."""
+    """Return (name, labels, value) of the Holdfast samples in a Prometheus text."""
     samples = []
     for line in text.splitlines():
         match = _SAMPLE.match(line)
@@ -40,7 +40,7 @@ def parse(text: str) -> list[tuple[str, dict[str, str], float]]:
 
 
 def gang(job: Job, status: Object, pool: ThreadPoolExecutor) -> GangMetrics:
-    """One look at all members; a pod that does not answer is left out."""
+    """Read the metrics of all members once. A pod that does not answer is skipped."""
     members = enumerate(status.get("members") or [])
     uid = JobUid(job.uid)
     names = [pod_name(job.name, uid, worker, birth) for worker, birth in members]
@@ -52,7 +52,7 @@ def gang(job: Job, status: Object, pool: ThreadPoolExecutor) -> GangMetrics:
 
 
 def collect(found: GangMetrics, text: str) -> None:
-    """Add what one sidecar says."""
+    """Add one sidecar's metrics to `found`."""
     for name, labels, value in parse(text):
         _add(found, name, labels, value)
 
@@ -72,7 +72,7 @@ def _add(found: GangMetrics, name: str, labels: dict[str, str], value: float) ->
 
 
 def served_by(found: GangMetrics) -> str:
-    """For people: `memory x3, peer x1`."""
+    """Return the number of shards that each tier served, as text: `memory x3, peer x1`."""
     counts: dict[str, int] = {}
     for tier in found.restored.values():
         counts[tier] = counts.get(tier, 0) + 1
@@ -80,7 +80,7 @@ def served_by(found: GangMetrics) -> str:
 
 
 def trained_round(job: Job) -> int:
-    """The newest round in which any rank has finished a step; -1 for none."""
+    """Return the newest round in which any rank has finished a step, or -1."""
     newest = -1
     for pod in job.pods():
         text = job.kube.proxy_text(job.namespace, pod["metadata"]["name"], 7072, "metrics")
@@ -91,7 +91,10 @@ def trained_round(job: Job) -> int:
 
 
 def image_id(kube: Kube) -> str:
-    """Identity of the trainer image on the nodes: another image needs another reference run."""
+    """Return the sizes of the trainer images on the nodes, which serve as the image's identity.
+
+    A reference run is valid for one image only.
+    """
     ids = set()
     for node in kube.plain(kube.core.list_node())["items"]:
         for image in node["status"].get("images", []):

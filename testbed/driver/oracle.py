@@ -1,14 +1,14 @@
-"""The invariants that every scenario ends with, judged from outside the product.
+"""The invariants that every scenario checks at its end, judged from outside the product.
 
-I1 no committed step is unrestorable within what its level promises
-I2 restored bytes are the saved bytes (the final digests equal an uninterrupted run's)
-I3 at most one commit per (job, step, round) and per (lineage, step)
-I4 within a level's promise the committed step never goes back
-I5 no commit by a round older than the current one
-I6 progress within a bound once faults stop (the waits of the scenario)
-I7 nothing leaks (pods, Secrets, Services, multiparts, temporary files)
+- I1: every committed step can be restored within what its level promises.
+- I2: restored bytes are the saved bytes (the final digests equal those of an uninterrupted run).
+- I3: there is at most one commit for each job, step and round, and for each step of a lineage.
+- I4: within a level's promise the committed step never goes back.
+- I5: no round commits after a newer one has begun.
+- I6: progress resumes within a bound once faults stop (the waits of the scenario).
+- I7: nothing leaks (pods, Secrets, Services, multipart uploads, temporary files).
 
-`judge` is pure: it gets what was observed and returns what is wrong, in words.
+`judge` is pure: it receives the observations and returns the violations as sentences.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from testbed.driver.kube import Kube, Object, kubeconfig_path
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one finished job left to be judged."""
+    """The observations of one finished job."""
 
     history: Sequence[Object]
-    """Every status that was seen, oldest first."""
+    """Every status that was received, oldest first."""
     checkpoints: Sequence[Object]
     """Checkpoint objects of the job."""
     stored: Mapping[str, str]
-    """Object key below the job's prefix -> SHA-free proof of content: of documents the text."""
+    """Objects by their key below the job's prefix: the text of a manifest or a references document, the
+    etag of any other object."""
     uploads_in_progress: Sequence[str]
     copies: int
 
 
 def judge(evidence: Evidence) -> list[str]:
-    """Everything that breaks an invariant, as sentences; empty when all hold."""
+    """Return a sentence for each violation of an invariant."""
     return [
         *_status_history(evidence.history),
         *_commits(evidence.checkpoints),
@@ -119,7 +120,7 @@ def _folder(kind: str, step: int, round_: int) -> str:
 
 
 def compare_digests(reference: Mapping[int, str], found: Mapping[int, str]) -> list[str]:
-    """I2, per rank."""
+    """Return a sentence for each rank whose digest violates I2."""
     if not reference:
         return ["I2: the uninterrupted run printed no final digest"]
     problems = [
@@ -134,7 +135,7 @@ def compare_digests(reference: Mapping[int, str], found: Mapping[int, str]) -> l
 
 
 def mc(*arguments: str) -> str:
-    """Run MinIO's client inside the MinIO pod."""
+    """Run MinIO's client inside the MinIO pod and return its stdout. Failures are not reported."""
     alias = f"export MC_HOST_t=http://{MINIO_USER}:{MINIO_PASSWORD}@127.0.0.1:9000; "
     command = ["kubectl", "--kubeconfig", kubeconfig_path(), "-n", "minio", "exec", "deploy/minio"]
     script = alias + "export MC_CONFIG_DIR=/tmp/mc; mc " + " ".join(arguments)
@@ -182,7 +183,7 @@ def gather(job: Job, *, copies: int = 1) -> Evidence:
 
 
 def leaks_after_delete(kube: Kube, namespace: str, job_name: str) -> list[str]:
-    """I7: what a deleted job must not leave."""
+    """Return a sentence for each object that a deleted job has left (I7)."""
     left = [
         f"I7: pod {p['metadata']['name']}"
         for p in kube.pods(namespace, f"holdfast.dev/job={job_name}")
@@ -197,5 +198,5 @@ def leaks_after_delete(kube: Kube, namespace: str, job_name: str) -> list[str]:
 
 
 def digest_of(values: Iterable[str]) -> str:
-    """One short digest of all ranks' digests, for people."""
+    """Return one short digest of all ranks' digests, for display."""
     return hashlib.sha256("".join(values).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""One scenario: jobs under failures, and the judgement that every scenario ends with."""
+"""One scenario: jobs under failures, and the checks at the end of every scenario."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from testbed.driver.kube import Kube
 from testbed.driver.oracle import compare_digests, gather, judge, leaks_after_delete
 
 SHORT = Training(workers=3, steps=80, sleep_per_step=0.1, layers=1, width=32)
-"""Three workers: with two, a + b commutes and would hide an order that differs. Steps sleep more than
-they compute: a scenario needs time to strike in, and leaves the processors to the one beside it."""
+"""Short training of three workers. With two, a sum would not depend on the order of its terms, which would
+hide a different order. A step sleeps longer than it computes: a scenario needs time to inject faults, and
+another one may run beside it."""
 
 
 class Scenario:
-    """One job under a scenario, and the judgement that every scenario ends with."""
+    """Jobs of one scenario, and the checks at its end."""
 
     def __init__(self, kube: Kube, namespace: str, reference: Callable[[Training], dict[int, str]]):
         self.kube = kube
@@ -29,7 +30,10 @@ class Scenario:
         return job.start(job_manifest(name, self.namespace, training, **options))
 
     def finish_and_judge(self, job: Job, training: Training = SHORT, copies: int = 1) -> None:
-        """Complete, bit-identical, I1-I7."""
+        """Assert that the job completes, is bit-identical to an uninterrupted run and meets I1 to I7.
+
+        Delete it.
+        """
         job.wait_complete()
         problems = compare_digests(self.reference(training), job.final_digests())
         problems += judge(gather(job, copies=copies))

@@ -1,6 +1,6 @@
-"""A machine whose Docker engine can pull, for a machine that reaches no registry.
+"""A simulated machine whose Docker engine can pull images, for hosts that reach no registry.
 
-It is a network namespace with a registry and a second engine in it. The registry answers for Docker
-Hub with stand-ins that are built here, so that registry mode runs as a user's machine runs it: the
-test bed is told nothing but PATH, DOCKER_HOST and the node image's tag. Not part of `make test`.
+It is a network namespace with a registry and a second engine. The registry serves stand-ins for images of
+Docker Hub that are built here, so that registry mode runs as on a user's machine: the test bed gets only
+environment variables (see `environment` in `__main__`). It is not part of `make test`.
 """

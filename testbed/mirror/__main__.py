@@ -26,21 +26,23 @@ DOCKER_29 = {
     "ip-forward-no-drop": None,
     "dns": None,
 }
-"""Settings as a new installation has them: images in containerd's store, Docker's own firewall."""
+"""Settings of a new Docker installation: images in containerd's store, and Docker's own firewall rules."""
 
 
 def here() -> Bed:
-    """The ordinary test bed, whose tools the stand-ins are made of."""
+    """Return the ordinary test bed, whose tools the stand-ins are built from."""
     return Bed(bed_root(), local=True)
 
 
 def machine(root: Path) -> Bed:
-    """The other machine: its engine, registry and what they keep."""
+    """Return the simulated machine: its engine, registry and their data."""
     return Bed(root / "mirror", local=True)
 
 
 def environment(bed: Bed) -> dict[str, str]:
-    """What a command of that machine gets: a Docker engine, a folder, and the stand-in's tag."""
+    """Return the environment of a command on the simulated machine: its Docker engine, its test bed's
+    folder, and the tags of the stand-ins.
+    """
     kept = {key: value for key, value in os.environ.items() if key != "HOLDFAST_TESTBED_MODE"}
     own = {key: value for key, value in bed.exports().items() if key.startswith("DOCKER_")}
     return {
@@ -56,7 +58,7 @@ def environment(bed: Bed) -> dict[str, str]:
 def start_registry(bed: Bed, _: Path) -> None:
     if engine.our_process(bed, "registry") is not None:
         return
-    file = bed.root / "registry.json"  # JSON is YAML
+    file = bed.root / "registry.json"  # JSON is also YAML
     settings = {
         "version": 0.1,
         "log": {"level": "warn", "accesslog": {"disabled": True}},
@@ -77,7 +79,7 @@ def start_engine(bed: Bed, _: Path) -> str:
 
 
 def share_tools(own: Bed, bed: Bed) -> None:
-    """The binaries that registry mode builds, with their stamps: the same sources, built once."""
+    """Link the tools that registry mode needs, with their stamps, so that equal sources are built once."""
     bed.prepare()
     for tool_set in tools.needed(bed):
         step, same = tools.build_step(bed, tool_set), tools.build_step(own, tool_set)
@@ -90,7 +92,10 @@ def share_tools(own: Bed, bed: Bed) -> None:
 
 
 def up() -> None:
-    """Have the other machine with its stand-ins published. Needs root, like local mode."""
+    """Ensure that the simulated machine runs and its stand-ins are published.
+
+    Needs root, as local mode does.
+    """
     own = here()
     host.check_prerequisites(own)
     run_steps([*tools.tool_steps(own), tools.build_step(own, REGISTRY)], own)
@@ -112,16 +117,16 @@ def up_inside() -> None:
 
 
 def down() -> None:
-    """Stop the engine and the registry, remove the network. What they keep stays."""
+    """Stop the engine and the registry and remove the network. Their data stay."""
     bed = machine(bed_root())
     engine.stop_processes(bed, ("dockerd", "containerd", "registry"))
     network.down()
     print(f"the mirror is down; its images stay in {bed.root}")
 
 
-def main(text: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
     try:
-        match list(text):
+        match list(words):
             case ["up"]:
                 up()
             case ["inside"] if network.inside():

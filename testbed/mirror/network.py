@@ -1,7 +1,7 @@
-"""The other machine's network: a namespace of its own, for two engines would share one firewall.
+"""Network of the simulated machine: a separate namespace, because two engines would share one firewall.
 
-Docker flushes and writes the same iptables chains, whichever of two engines starts; and both clusters
-are called `holdfast`. In a namespace their bridges, rules and published ports do not meet.
+Each Docker engine flushes and writes the same iptables chains when it starts, and both clusters are called
+`holdfast`. In a namespace their bridges, rules and published ports do not conflict.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _CUT_OFF = ("DOCKER-USER", "-o", "eth0", "-j", "REJECT")
 
 
 def up() -> None:
-    """Have the namespace, with a way out through this machine for builds (Debian's mirror)."""
+    """Ensure that the namespace exists, with a route through this machine for builds (Debian's mirror)."""
     if not (_FILE.exists() and answers(["ip", "link", "show", LINK], env=os.environ)):
-        down()  # what a crash left half made
+        down()  # remove what a crash left
         run(["ip", "netns", "add", NAME])
         run(["ip", "link", "add", LINK, "type", "veth", "peer", "name", "eth0", "netns", NAME])
         run(["ip", "addr", "add", f"{_HERE}/30", "dev", LINK])
         run(["ip", "link", "set", LINK, "up"])
-        for text in (
+        for words in (
             ("link", "set", "lo", "up"),
             ("addr", "add", f"{_THERE}/30", "dev", "eth0"),
             ("link", "set", "eth0", "up"),
             ("route", "add", "default", "via", _HERE),
         ):
-            run(["ip", "-n", NAME, *text])
+            run(["ip", "-n", NAME, *words])
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1\n")
     if not answers(["iptables", "-t", "nat", "-C", *_MASQUERADE], env=os.environ):
         run(["iptables", "-t", "nat", "-A", *_MASQUERADE])
@@ -45,14 +45,20 @@ def inside() -> bool:
 
 
 def enter(command: list[str]) -> list[str]:
-    """The command, to be run in the namespace. Files and processes are this machine's."""
+    """Return the command that runs `command` in the namespace.
+
+    It shares this machine's files and processes.
+    """
     if not _FILE.exists():
         raise BedError("the mirror is not up", "python3 -m testbed.mirror up")
     return ["nsenter", f"--net={_FILE}", *command]
 
 
 def cut_off_bridges() -> None:
-    """Refuse what containers would send beyond this machine, as local mode does; run inside."""
+    """Reject packets of containers that would leave this machine, as local mode does.
+
+    Must run in the namespace.
+    """
     if not answers(["iptables", "-C", *_CUT_OFF], env=os.environ):
         run(["iptables", "-I", *_CUT_OFF])
 

@@ -1,4 +1,4 @@
-"""Images that stand in for public ones, published in the mirror's registry under their public names."""
+"""Images that replace public ones, published in the mirror's registry under the public names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from testbed.steps import Step
 
 ADDRESS = "127.0.0.1:5000"
 NODE = config.KINDEST_NODE.split("@")[0]
-"""By tag: no stand-in has the digest that the test bed pins."""
+"""The node image by tag, because a stand-in does not have the pinned digest."""
 _HERE = Path(__file__).resolve().parent
 _KUBELET = {
     "apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -22,12 +22,13 @@ _KUBELET = {
     "failCgroupV1": False,
     "featureGates": {"KubeletInUserNamespace": True},
 }
-"""For a host with cgroup v1 or without CAP_SYS_RESOURCE, which the published node image refuses."""
+"""Kubelet configuration for a host with cgroup v1 or without CAP_SYS_RESOURCE, on which the published node
+image does not run."""
 _DROP_INS = "etc/kubernetes/kubelet.conf.d"
 
 
 def repository(tag: str) -> tuple[str, str]:
-    """Where a registry that answers for Docker Hub keeps an image: ("library/python", "3.13-slim")."""
+    """Return repository and tag of an image in a registry for Docker Hub: ("library/python", "3.13-slim")."""
     name, version = tag.split(":")
     return (name if "/" in name else f"library/{name}"), version
 
@@ -44,7 +45,7 @@ def published(tag: str) -> bool:
 
 
 def publish(bed: Bed, tag: str, log: Path) -> None:
-    """Push the engine's image, then forget it: the test bed must pull."""
+    """Push the engine's image and delete it from the engine, so that the test bed must pull it."""
     env, name = bed.environment(), f"{ADDRESS}/{':'.join(repository(tag))}"
     run(["docker", "tag", tag, name], env=env, log=log)
     run(["docker", "push", "-q", name], env=env, log=log)
@@ -66,7 +67,7 @@ def python(bed: Bed, log: Path) -> None:
 
 
 def node(bed: Bed, log: Path) -> None:
-    """Local mode's node image, with what a published one has in itself: images and a pod network."""
+    """Build local mode's node image with the contents of a published one: images and a pod network."""
     images = nodeimage.component_images(bed, log)
     run(["rm", "-rf", bed.template])
     template.add(bed, images, log)
@@ -87,7 +88,10 @@ def node(bed: Bed, log: Path) -> None:
 
 
 def steps(bed: Bed) -> list[Step]:
-    """Each is made again when what it is made of changes, or when the registry lost it."""
+    """Return the steps that build and publish the stand-ins.
+
+    A step runs again if its inputs change or the registry has lost its image.
+    """
 
     def step(tag: str, make: Callable[[Bed, Path], None], *inputs: str | Path) -> Step:
         return Step(

@@ -1,3 +1,4 @@
-"""Doubles, servers, builders and oracles for tests, the demo and the benchmarks. The product
-never imports from here.
+"""Test doubles, servers, builders and oracles for tests, the demo and the benchmarks.
+
+Product code never imports from this package.
 """

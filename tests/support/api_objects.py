@@ -1,4 +1,7 @@
-"""Builders of API objects as people would write them, valid unless a test changes them."""
+"""Builders of API objects as users write them.
+
+Each object is valid unless the caller's changes make it invalid.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ from holdfast_core.api.base import API_VERSION
 
 
 class Absent:
-    """Marks a field that `merged` removes."""
+    """Type of `ABSENT`, which marks a field that `merged` removes."""
 
 
 ABSENT = Absent()
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `base` with `changes` merged into it at every depth; ABSENT removes a field."""
+    """Return a copy of `base` with `changes` merged into it at every depth.
+
+    A field whose change is `ABSENT` is removed.
+    """
     result = copy.deepcopy(dict(base))
     for key, value in changes.items():
         if isinstance(value, Absent):
@@ -32,7 +38,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 def job_object(
     name: str = "gpt-small", namespace: str = "team-a", **spec_changes: Any
 ) -> dict[str, Any]:
-    """A TrainingJob of 4 workers with node and peer tier, saving every 50 steps."""
+    """Return a TrainingJob of 4 workers that saves every 50 steps to the node and peer tiers."""
     spec = {
         "workers": 4,
         "template": {
@@ -55,7 +61,7 @@ def job_object(
 def checkpoint_object(
     name: str = "gpt-small-s100-r0", namespace: str = "team-a", **spec_changes: Any
 ) -> dict[str, Any]:
-    """A request to save now: a Checkpoint with jobRef alone."""
+    """Return a Checkpoint with only `jobRef`, which requests a save."""
     spec = {"jobRef": {"name": "gpt-small"}}
     return _object("Checkpoint", name, namespace, merged(spec, spec_changes))
 
@@ -63,7 +69,7 @@ def checkpoint_object(
 def store_object(
     name: str = "main", namespace: str = "team-a", **s3_changes: Any
 ) -> dict[str, Any]:
-    """A CheckpointStore with what it must have and nothing else."""
+    """Return a CheckpointStore with the required fields only."""
     s3 = {
         "endpoint": "http://minio.storage.svc:9000",
         "bucket": "checkpoints",

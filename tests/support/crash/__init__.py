@@ -1,1 +1,1 @@
-"""Crash tests: kill a program at every system call, cut the power, and failpoints."""
+"""Support for crash tests: kills at every system call, power cuts and failpoints."""

@@ -1,7 +1,8 @@
-"""Crash tests: a program is killed at every system call of a save, or the power is cut after it.
+"""Crash tests that kill a program at each system call of a save, or cut the power after each change.
 
-Both give problems as sentences; a crash test passes when there are none. `Check` looks at what is
-left in a directory, given what the program had said, as a fresh process would.
+Each function returns the problems that it found, as sentences; a crash test passes if there are none. A
+`Check` inspects the directory that remains, as a new process would find it, and compares it with what the
+program had acknowledged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.support.crash.traced import Recorder, Say, Strike, run
 from tests.support.crash.write_orders import Op, Said, build, power_cuts
 
 Check = Callable[[Path, Sequence[str]], list[str]]
-"""(directory, words that were said) -> problems."""
+"""Receives the directory and the acknowledgements that the program had made; returns the problems found."""
 
 _NAMES_CHANGE = frozenset({"renameat", "linkat", "unlinkat", "mkdirat"})
 
@@ -30,7 +31,7 @@ _NAMES_CHANGE = frozenset({"renameat", "linkat", "unlinkat", "mkdirat"})
 @dataclass(frozen=True, slots=True)
 class Report:
     tried: int
-    """Kills, or different states after a power cut."""
+    """Number of kills, or of different states after a power cut."""
     calls: tuple[str, ...]
     problems: tuple[str, ...]
 
@@ -42,10 +43,10 @@ def kill_at_every_call(
     *,
     enough: int = 20,
 ) -> Report:
-    """SIGKILL before each call of `program` that would change something in its directory.
+    """Send SIGKILL to `program` before each call that would change something in its directory.
 
-    `prepare` fills the directory once, and is not killed. The last run is not killed either. Stops
-    when `enough` problems are known.
+    `prepare` fills the directory once and is not killed. Each run is killed one call later than the run
+    before it; the last run completes. The function stops early when `enough` problems are found.
     """
     return _strike_every_call(prepare, program, check, Strike(1), enough)
 
@@ -58,8 +59,10 @@ def fail_at_every_call(
     error: int,
     for_ever: bool = False,
 ) -> Report:
-    """Each of these calls fails once with `error`, or all from it on. `program` has to take it: a
-    traceback is a problem."""
+    """Fail each of these calls once with `error`, or with `for_ever` that call and all later ones.
+
+    `program` must handle the error: an exception that leaves it counts as a problem.
+    """
     return _strike_every_call(prepare, program, check, Strike(1, error, for_ever), 20)
 
 
@@ -94,7 +97,10 @@ def _strike_every_call(
 
 
 def record(program: Callable[[Path, Say], None], *, ignored: Sequence[str] = ()) -> list[Op]:
-    """The log of a program in a directory that is empty at first; see Recorder.ignored."""
+    """Return the log of a program that starts in an empty directory.
+
+    `ignored` is described at `Recorder.ignored`.
+    """
     with scratch() as base:
         directory = base / "recorded"
         directory.mkdir()
@@ -110,10 +116,14 @@ def cut_power_after_a_restart(
     *,
     ignored: Sequence[str] = (),
 ) -> Report:
-    """1. `prepare` runs. 2. `program` is killed right after a name changed, before that is durable.
-    3. It is started again and runs to its end. 4. The power fails right after something was said.
+    """Kill a program after it changed a name, restart it, and cut the power after each acknowledgement.
 
-    What a killed process left is there for everybody to see, and gone with the power.
+    1. `prepare` runs.
+    2. `program` is killed right after a change of a name, before that change is durable.
+    3. `program` runs again, to its end.
+    4. The power fails right after each acknowledgement of the second run.
+
+    The second run sees the killed run's changes in the page cache, but the power cut may lose them.
     """
     problems: list[str] = []
     tried = 0
@@ -143,8 +153,10 @@ def cut_power_after_a_restart(
 def cut_power(
     log: Sequence[Op], check: Check, *, at: Sequence[int] | None = None, enough: int = 20
 ) -> Report:
-    """Every state that a power cut may leave after each op of the log, or after those of `at`;
-    stops when `enough` problems are known."""
+    """Check every state that a power cut may leave after each op of the log, or only after the ops of `at`.
+
+    The function stops when `enough` problems are found.
+    """
     problems: list[str] = []
     tried = 0
     for cut in power_cuts(log, at=at):
@@ -162,8 +174,11 @@ def cut_power(
 
 
 def report_of(program: Path, *arguments: str) -> Report:
-    """What a file of crash programs prints: it runs in a process of its own, whose only children are
-    the traced ones. Raises AssertionError with its errors."""
+    """Run a file of crash programs in its own process and return the report that it prints.
+
+    The tracer waits for every child of its process, so that process must have no other children. Raises
+    AssertionError with the file's stderr if it fails.
+    """
     done = subprocess.run(
         [sys.executable, str(program), *arguments], capture_output=True, text=True, check=False
     )
@@ -174,7 +189,7 @@ def report_of(program: Path, *arguments: str) -> Report:
 
 
 def in_child(check: Check, directory: Path, said: Sequence[str]) -> list[str]:
-    """What `check` says in a process of its own."""
+    """Return the problems that `check` finds in a child process."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -194,7 +209,7 @@ def in_child(check: Check, directory: Path, said: Sequence[str]) -> list[str]:
 def _checked(check: Check, directory: Path, said: Sequence[str]) -> list[str]:
     try:
         return check(directory, said)
-    except Exception:  # noqa: BLE001 - whatever a restore raises is a problem of this crash
+    except Exception:  # noqa: BLE001 - any exception of a restore is a problem of this crash
         return [traceback.format_exc(limit=-3)]
 
 
@@ -208,14 +223,20 @@ def _quietly(prepare: Callable[[Path], None], directory: Path) -> Callable[[Say]
 
 @contextmanager
 def beside(directory: Path) -> Iterator[Path]:
-    """For what a program keeps in memory: not watched, and gone with the test if it is killed."""
+    """Yield a directory that stands for a program's memory.
+
+    It lies outside the watched directory and is removed with the test if the program is killed.
+    """
     with tempfile.TemporaryDirectory(prefix="memory-", dir=directory.parent) as found:
         yield Path(found)
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A directory in memory where there is one: nothing here has to survive this machine."""
+    """Yield a temporary directory, in memory where /dev/shm exists.
+
+    The tests simulate power cuts, so the files need no real disk.
+    """
     memory = Path("/dev/shm")
     parent = memory if memory.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="holdfast-crash-", dir=parent) as directory:

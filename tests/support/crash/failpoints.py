@@ -1,9 +1,14 @@
-"""Turns failpoints on in a process under test, by rules that commas separate:
-`name=panic|sleep:SECONDS|err[:ERRNO]|wait:PATH|raise:EXCEPTION[@n]`.
+"""Failpoints for a process under test, turned on by comma-separated rules.
 
-`panic` ends the process at once (as SIGKILL would), `sleep` blocks the thread, `err` raises an
-OSError (EIO, or the one named), `wait` blocks the thread while there is no file of that path, `raise`
-raises the built-in exception of that name. `@n` means the n-th time only (from 1); without it, every time.
+A rule is `name=panic|sleep:SECONDS|err[:ERRNO]|wait:PATH|raise:EXCEPTION[@n]`.
+
+- `panic` ends the process immediately, as SIGKILL would.
+- `sleep` blocks the thread.
+- `err` raises an OSError with EIO or the named errno.
+- `wait` blocks the thread until a file exists at the absolute path.
+- `raise` raises the built-in exception of that name.
+
+With `@n` the rule applies only to the n-th hit, counted from 1; without it, to every hit.
 """
 
 from __future__ import annotations
@@ -46,16 +51,16 @@ class Rule:
     exception: type[BaseException] = OSError
     error_number: int = errno.EIO
     at: int | None = None
-    """Which hit of the failpoint, from 1; None: every one."""
+    """Number of the hit that triggers the rule, from 1; None for every hit."""
 
 
 def parse_rules(text: str) -> tuple[Rule, ...]:
-    """Raises ConfigError naming the rule that is wrong."""
+    """Parse comma-separated rules. Raises ConfigError that names an invalid rule."""
     return tuple(_rule(part) for part in text.split(",") if part)
 
 
 class Failpoints:
-    """The hook: counts hits, acts on the rules. Thread-safe."""
+    """Failpoint hook that counts hits and applies the rules. It is thread-safe."""
 
     def __init__(self, rules: tuple[Rule, ...]) -> None:
         self._rules = rules
@@ -76,7 +81,7 @@ class Failpoints:
 
 
 def install_from_env(env: Mapping[str, str]) -> Failpoints | None:
-    """Install what HOLDFAST_FAILPOINTS says; the entry points of test processes call it."""
+    """Install the rules of HOLDFAST_FAILPOINTS, if any. The entry points of test processes call this."""
     text = env.get(VARIABLE)
     if not text:
         return None
@@ -86,8 +91,11 @@ def install_from_env(env: Mapping[str, str]) -> Failpoints | None:
 
 
 def in_every_python(directory: Path, text: str) -> dict[str, str]:
-    """For the environment of a program that does not call `install_from_env`: the rules hold in it and
-    in every Python that it starts. Writes into `directory`, which they import from."""
+    """Return environment variables that apply the rules to a program that does not call `install_from_env`.
+
+    The rules also apply in every Python process that the program starts. The function writes a
+    `sitecustomize.py` into `directory`, which those processes import.
+    """
     (directory / "sitecustomize.py").write_text(
         "import os\nfrom tests.support.crash.failpoints import install_from_env\n"
         "install_from_env(os.environ)\n"
@@ -97,7 +105,7 @@ def in_every_python(directory: Path, text: str) -> dict[str, str]:
 
 @contextmanager
 def failpoints(text: str) -> Iterator[Failpoints]:
-    """Rules for the length of a `with`, in this process."""
+    """Apply the rules in this process within the `with` block."""
     points = Failpoints(parse_rules(text))
     set_hook(points)
     try:

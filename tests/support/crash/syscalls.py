@@ -1,4 +1,4 @@
-"""The system calls that change a file, as a tracer reads them out of a stopped process."""
+"""System calls that change a file, as a tracer reads them from a stopped process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ NAMES: Mapping[str, Mapping[int, str]] = {
     "x86_64": {number: name for name, number in _X86_64.items()},
     "aarch64": {number: name for name, number in _ARM64.items()},
 }
-"""platform.machine() -> number -> name."""
+"""Maps `platform.machine()` to a map from system call number to name."""
 
 _FIRST_PATH_AT_0 = {
     "open": "openat", "creat": "creat", "rename": "renameat", "link": "linkat",
     "unlink": "unlinkat", "rmdir": "unlinkat", "mkdir": "mkdirat", "chmod": "fchmodat",
     "truncate": "truncate",
 }  # fmt: skip
-"""Old names that take no directory, and the name of the call that does the same."""
+"""Calls that take no directory descriptor, with the name that `Call.name` uses for them."""
 _TWO_PATHS = frozenset({"renameat", "renameat2", "linkat", "rename", "link"})
 _PATH_AT_1 = frozenset(
     {"openat", "openat2", "unlinkat", "mkdirat", "fchmodat", "renameat", "renameat2", "linkat"}
@@ -46,15 +46,15 @@ _PATH_AT_1 = frozenset(
 @dataclass(frozen=True, slots=True)
 class Call:
     name: str
-    """Of the call that takes a directory: `openat` for open, `unlinkat` for rmdir."""
+    """Name of the variant with a directory descriptor: `openat` for open, `unlinkat` for rmdir."""
     path: str
-    """Absolute; of the descriptor where the call takes one."""
+    """Absolute path; for a call on a descriptor, the path of its file."""
     to_path: str = ""
     descriptor: int | None = None
     identity: tuple[int, int] = (0, 0)
     """(device, inode) behind the descriptor."""
     offset: int = 0
-    """Of a write; the new size of ftruncate and fallocate."""
+    """Offset of a write, or the new size of ftruncate and fallocate."""
     data: bytes = b""
     creates: bool = False
     truncates: bool = False
@@ -64,7 +64,7 @@ class Call:
 
 
 def read_call(pid: int, name: str, arguments: tuple[int, ...]) -> Call | None:
-    """None for an open that only reads."""
+    """Read the system call at which process `pid` is stopped. Returns None for an open that only reads."""
     if name in _FIRST_PATH_AT_0 or name in _PATH_AT_1 or name in ("symlink", "symlinkat"):
         return _of_paths(pid, name, arguments)
     return _of_descriptor(pid, name, arguments)
@@ -94,7 +94,7 @@ def _of_descriptor(pid: int, name: str, arguments: tuple[int, ...]) -> Call:
     try:
         path, found = str(link.readlink()), link.stat()
     except OSError:
-        return Call(name, "", descriptor=descriptor)  # a descriptor that is not open
+        return Call(name, "", descriptor=descriptor)  # the descriptor is not open
     identity = (found.st_dev, found.st_ino)
     match name:
         case "write":
@@ -120,7 +120,7 @@ def _path(pid: int, directory: int, address: int) -> str:
 
 
 def _text(pid: int, address: int) -> bytes:
-    """Up to the NUL, a page at a time: the next page may not be there."""
+    """Read the string at `address` up to its NUL, page by page, because the next page may be unmapped."""
     found = b""
     while b"\0" not in found and len(found) < 2 * _PATH_BYTES:
         start = address + len(found)

@@ -1,10 +1,10 @@
-"""Runs a function in a child process under ptrace: every system call that changes a file is seen,
-and any one of them may be the child's last.
+"""Runs a function in a child process under ptrace and can kill the child, or fail the call, at any system
+call that changes a file.
 
-Linux on x86-64 and aarch64 (PTRACE_GET_SYSCALL_INFO, Linux 5.3), as the user who owns the child.
-Call it from a process of its own: it waits for every child there is. A seccomp filter stops the child
-at those calls alone; all others run at full speed. The child starts no process: one would inherit the
-filter without its tracer, and its calls would fail with ENOSYS.
+It needs Linux 5.3 or later (PTRACE_GET_SYSCALL_INFO) on x86-64 or aarch64, and the user who owns the child.
+The calling process must have no other children, because the tracer waits for every child. A seccomp filter
+stops the child at the traced calls only; all others run at full speed. The child must not start processes:
+they would inherit the filter without its tracer, and their traced calls would fail with ENOSYS.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Program = Callable[[Say], None]
 _TRACEME, _POKEUSER, _CONTINUE, _SYSCALL = 0, 6, 7, 24
 _SETOPTIONS, _GET_SYSCALL_INFO = 0x4200, 0x420E
 _OPTIONS = 0x1 | 0x8 | 0x80 | 0x100000
-"""TRACESYSGOOD, TRACECLONE, TRACESECCOMP, EXITKILL."""
+"""PTRACE_O_TRACESYSGOOD, TRACECLONE, TRACESECCOMP and EXITKILL."""
 _SECCOMP_EVENT = 7
 _ALL_THREADS = 0x40000000
 _SYSCALL_STOP = signal.SIGTRAP | 0x80
@@ -55,18 +55,21 @@ _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c
 
 
 def can_trace() -> str | None:
-    """Why not, or None."""
+    """Return why system calls cannot be traced on this machine, or None if they can."""
     if sys.platform != "linux" or platform.machine() not in NAMES:
         return f"no table of system calls for {sys.platform} on {platform.machine()}"
     return None
 
 
 _RESULT_REGISTER, _NUMBER_REGISTER = 10 * 8, 15 * 8
-"""Where x86-64 keeps rax and orig_rax in the user area."""
+"""Offsets of rax and orig_rax in the user area of x86-64."""
 
 
 def can_fail_calls() -> str | None:
-    """Why not, or None: the registers are those of one machine."""
+    """Return why system calls cannot be made to fail on this machine, or None if they can.
+
+    The register offsets are those of x86-64.
+    """
     if platform.machine() != "x86_64":
         return f"system calls of {platform.machine()} cannot be made to fail"
     return can_trace()
@@ -74,14 +77,15 @@ def can_fail_calls() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """What happens to the `at`-th call (from 1) that would change something below the scope, before
-    the kernel does it."""
+    """Kill or error that hits the `at`-th call below the scope, counted from 1, before the kernel executes
+    it.
+    """
 
     at: int
     error: int | None = None
-    """None: SIGKILL. Otherwise the call fails with this errno and changes nothing."""
+    """The errno with which the call fails without an effect; None for a SIGKILL of the child."""
     for_ever: bool = False
-    """All later ones fail as well: a full or read-only file system."""
+    """Whether all later calls fail as well, as on a full or read-only file system."""
 
     def hits(self, number: int) -> bool:
         return number == self.at or (self.for_ever and number > self.at)
@@ -117,12 +121,14 @@ class _Info(ctypes.Structure):
 
 @dataclass(slots=True)
 class Recorder:
-    """What happened below `root`, as a log that `write_orders` understands. One recorder may follow
-    several programs, one after the other, over the same directory."""
+    """Recorder of the changes below `root`, as a log for `write_orders`.
+
+    One recorder may follow several programs that run one after the other in the same directory.
+    """
 
     root: Path
     ignored: tuple[str, ...] = ()
-    """Paths below the root that nothing durable rests on."""
+    """Paths below the root that are left out of the log because no durability depends on them."""
     log: list[Op] = field(default_factory=list)
     _inodes: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -136,7 +142,10 @@ class Recorder:
         return path == str(self.root) or below != path
 
     def done(self, call: Call, result: int) -> None:
-        """The call has succeeded. Raises AssertionError for one that the model does not know."""
+        """Append a successful call to the log.
+
+        Raises AssertionError for a call that the model does not support.
+        """
         path, name = call.path, Path(call.path).name
         match call.name:
             case "openat":
@@ -173,7 +182,7 @@ class Recorder:
 
     def _created(self, path: str, *, directory: bool) -> None:
         inode = 1 + sum(isinstance(op, Create) for op in self.log)
-        self._inodes[_identity(Path(path))] = inode  # the file system reuses its numbers
+        self._inodes[_identity(Path(path))] = inode  # the file system reuses inode numbers
         self.log.append(Create(self._parent(path), Path(path).name, inode, directory))
 
     def _parent(self, path: str) -> int:
@@ -188,7 +197,7 @@ class Outcome:
     struck: bool
     said: tuple[str, ...]
     calls: tuple[str, ...]
-    """Changes below the scope that were begun, in words; the last one is what a kill prevented."""
+    """The changes below the scope that were begun, as text; a kill prevents the last one."""
 
 
 def run(
@@ -198,10 +207,10 @@ def run(
     strike: Strike | None = None,
     recorder: Recorder | None = None,
 ) -> Outcome:
-    """Run `program` in a forked child until its end, or until `strike` kills it. Calls below `scope`
-    that change something count.
+    """Run `program` in a forked child until it ends or `strike` kills it.
 
-    Raises AssertionError where the program fails by itself.
+    Only calls that change something below `scope` count for `strike`. Raises AssertionError if the program
+    fails for another reason.
     """
     reads, writes = os.pipe()
     pid = os.fork()
@@ -228,13 +237,13 @@ def _child(program: Program, said: int) -> NoReturn:
         _stop_at(NAMES[platform.machine()])
         program(lambda text: _say(said, text))
         os._exit(0)
-    except BaseException:  # noqa: BLE001 - reported by the exit code; a child may not go on as its parent
+    except BaseException:  # noqa: BLE001 - the exit code reports it; the child must not run the parent's code
         traceback.print_exc()
         os._exit(1)
 
 
 def _stop_at(numbers: Iterable[int]) -> None:
-    """From here on these system calls stop this process for its tracer."""
+    """Install a seccomp filter that stops this process for its tracer at these system calls."""
     lines = [_LOAD_NUMBER]
     for number in numbers:
         lines += [(_JUMP_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _STOP_HERE)]
@@ -276,7 +285,7 @@ class _Tracer:
         return self.struck and self._strike is not None and self._strike.error is None
 
     def follow(self) -> int:
-        """The exit code of the child, negative for a signal."""
+        """Trace the child to its end and return its exit code, negative for a signal."""
         os.waitpid(self._pid, 0)
         _ptrace(_SETOPTIONS, self._pid, 0, _OPTIONS)
         _ptrace(_CONTINUE, self._pid)
@@ -293,20 +302,21 @@ class _Tracer:
                 if not self._stopped(thread):
                     continue
             elif number == signal.SIGSTOP and thread not in known:
-                known.add(thread)  # how a new thread begins
+                known.add(thread)  # a new thread starts with a SIGSTOP
             elif not event:
                 deliver = number
             awaited = thread in self._under_way or thread in self._failing
             try:
                 _ptrace(_SYSCALL if awaited else _CONTINUE, thread, 0, deliver)
             except ProcessLookupError:
-                continue  # killed meanwhile
+                continue  # the thread was killed in the meantime
 
     def _stopped(self, thread: int) -> bool:
-        """False: the thread stays where it is, for it is to be killed there.
+        """Handle a stop of `thread`. Returns False if the thread must stay stopped because it is to be
+        killed.
 
-        What the kernel was doing for other threads when the kill came is done and seen first: else
-        it might be done, and nobody would know.
+        The SIGKILL waits until the calls that other threads have in the kernel are finished and recorded.
+        Otherwise such a call might take effect without a record.
         """
         info = _Info()
         try:
@@ -341,7 +351,7 @@ class _Tracer:
             return
         self.calls.append(f"{call.name} {call.path.removeprefix(self._scope)}")
         if self._strike is None or not self._strike.hits(len(self.calls)):
-            if call.name != "flock":  # changes nothing, and may wait for a thread that is held
+            if call.name != "flock":  # it changes nothing and may wait for a stopped thread
                 self._under_way[thread] = call
             return
         self.struck = True

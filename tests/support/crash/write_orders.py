@@ -1,9 +1,9 @@
-"""What a power cut may leave of a recorded log of changes to a directory tree. Pure.
+"""States that a power cut may leave of a recorded log of changes to a directory tree.
 
-The model is what POSIX promises and no more, so that ext4 and xfs stay within it: fsync of a file
-makes its bytes and its size durable, fsync of a directory makes the names in it durable, and of all
-that is not durable any part may be there and any part missing, in no order. A rename is there or
-not, as one. A write of several blocks may be torn.
+This module does no I/O except in `build`. The model assumes only what POSIX guarantees, which covers ext4
+and xfs. The fsync of a file makes its bytes and its size durable; the fsync of a directory makes its names
+durable. Any subset of the changes that are not durable may survive, in any order. A rename is atomic. A
+write of several blocks may be torn.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = 0
-"""Inode of the directory that was recorded; it exists before everything else."""
+"""Inode of the recorded directory, which exists before the first change."""
 WINDOW = 3
-"""How many changes go missing, or arrive, out of order where there are too many for all subsets."""
+"""Largest number of changes that are lost, or that survive, while all others do the opposite. It applies
+where there are too many pending changes to try all subsets."""
 _ALL_SUBSETS_UP_TO = 6
 _BLOCK_BYTES = 4096
 
@@ -63,7 +64,7 @@ class Resize:
     inode: int
     size: int
     shrinks: bool
-    """False for what only makes room: a preallocation."""
+    """Whether the file may become smaller; False for a preallocation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """No change: the program told its user something from here on."""
+    """Acknowledgement that the program gave its user. It is not a change."""
 
     text: str
 
@@ -84,21 +85,24 @@ Op = Change | Sync | Said
 
 @dataclass(frozen=True, slots=True)
 class PowerCut:
-    """The tree that may be found, and what had been said before."""
+    """Tree that a power cut may leave, and what the program had acknowledged before it."""
 
     after: int
-    """Ops of the log that were begun."""
+    """Number of ops of the log that had begun."""
     lost: tuple[Change, ...]
     said: tuple[str, ...]
     tree: Tree
 
 
 Tree = tuple[tuple[str, bytes | None], ...]
-"""Path below the root -> content; None for a directory. Sorted."""
+"""Pairs of a path below the root and its content, sorted; the content of a directory is None."""
 
 
 def power_cuts(log: Sequence[Op], *, at: Sequence[int] | None = None) -> Iterator[PowerCut]:
-    """Each different (tree, words said) once. `at`: only cuts after so many ops; None: after each."""
+    """Yield each different pair of tree and acknowledgements once.
+
+    `at` restricts the cuts to those after that many ops of the log; None means after every op.
+    """
     ops = tuple(torn(log))
     places = range(len(ops) + 1) if at is None else [_torn_index(log, n) for n in at]
     seen: set[tuple[Tree, tuple[str, ...]]] = set()
@@ -119,7 +123,7 @@ def power_cuts(log: Sequence[Op], *, at: Sequence[int] | None = None) -> Iterato
 
 
 def torn(log: Sequence[Op]) -> Iterator[Op]:
-    """Writes of more than a block become two that may be lost apart."""
+    """Split each write of more than a block into two, either of which may be lost."""
     for op in log:
         if isinstance(op, Write) and len(op.data) > _BLOCK_BYTES:
             cut = len(op.data) // 2 // _BLOCK_BYTES * _BLOCK_BYTES or _BLOCK_BYTES
@@ -139,7 +143,7 @@ def _is_durable(done: Sequence[Op], number: int) -> bool:
 
 
 def _touches(op: Op) -> tuple[int, ...]:
-    """The inodes whose fsync makes it durable."""
+    """Return the inodes of which any fsync makes the op durable."""
     match op:
         case Create() | Link() | Remove():
             return (op.parent,)
@@ -152,7 +156,7 @@ def _touches(op: Op) -> tuple[int, ...]:
 
 
 def _subsets(pending: Sequence[int]) -> Iterator[frozenset[int]]:
-    """Sets of changes that are lost."""
+    """Yield the sets of changes to lose: all subsets if there are few, else those within `WINDOW`."""
     everything = frozenset(pending)
     if len(pending) <= _ALL_SUBSETS_UP_TO:
         for size in range(len(pending) + 1):
@@ -167,7 +171,7 @@ def _subsets(pending: Sequence[int]) -> Iterator[frozenset[int]]:
 @dataclass(slots=True)
 class _Inode:
     names: dict[str, int] | None
-    """Of a directory; None for a file."""
+    """Names in a directory; None for a file."""
     data: bytearray = field(default_factory=bytearray)
 
     def entries(self) -> dict[str, int]:
@@ -175,11 +179,11 @@ class _Inode:
 
 
 def tree_of(changes: Sequence[Change]) -> Tree:
-    """What these changes alone, in this order, make of an empty directory."""
+    """Return the tree that these changes, applied in order, make of an empty directory."""
     inodes: dict[int, _Inode] = {ROOT: _Inode({})}
 
     def directory(inode: int) -> dict[str, int]:
-        # The name of a directory may be lost while names in it are durable: nobody reaches them.
+        # A directory's own name may be lost while names in it are durable. They are then unreachable.
         return inodes.setdefault(inode, _Inode({})).entries()
 
     def file(inode: int) -> bytearray:
@@ -224,7 +228,7 @@ def _walk(inodes: dict[int, _Inode], inode: int, prefix: str) -> Iterator[tuple[
 
 
 def build(tree: Tree, root: Path) -> None:
-    """Make the tree below `root`, which is empty."""
+    """Create the tree below `root`, which must be empty."""
     for path, content in tree:
         if content is None:
             (root / path).mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Helpers for tests of the operator: builders, an in-memory cluster with toy sidecars, an oracle.
+"""Helpers for tests of the operator: builders, an in-memory cluster with toy sidecars, and an oracle.
 
-Never imported by the operator itself.
+The operator itself never imports this package.
 """

@@ -1,4 +1,4 @@
-"""Views with defaults: a test names only what it is about."""
+"""Builders of the operator's views with defaults, so that a test names only the fields that it checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NAMESPACE = "team-a"
 
 
 def now(seconds: float = 1000.0) -> Now:
-    """The moment `seconds` after START, on both clocks."""
+    """Return the moment `seconds` after START, on the monotonic and the wall clock."""
     return Now(seconds, datetime.fromtimestamp(START.timestamp() + seconds, UTC))
 
 
@@ -66,7 +66,7 @@ def spec(workers: int = 2, **changes: Any) -> JobSpecView:
 def job(
     workers: int = 2, status: JobStatusView | None = None, *, generation: int = 1, **changes: Any
 ) -> JobView:
-    """A job named `job`; `changes` are fields of its spec."""
+    """Return a job named `job`; `changes` are fields of its spec."""
     return JobView(
         namespace=NAMESPACE,
         name="job",
@@ -80,7 +80,7 @@ def job(
 
 
 def raw_job(workers: int = 2, *, checkpoint: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A TrainingJob as the API server gives it, before the operator has seen it."""
+    """Return a TrainingJob as the API server returns it before the operator has handled it."""
     return {
         "apiVersion": "holdfast.dev/v1alpha1",
         "kind": "TrainingJob",
@@ -104,7 +104,7 @@ def raw_job(workers: int = 2, *, checkpoint: Mapping[str, Any] | None = None) ->
 
 
 def raw_store(name: str) -> dict[str, Any]:
-    """A CheckpointStore that was probed and answers."""
+    """Return a CheckpointStore whose probe succeeded."""
     return {
         "apiVersion": "holdfast.dev/v1alpha1",
         "kind": "CheckpointStore",
@@ -134,7 +134,7 @@ def raw_store(name: str) -> dict[str, Any]:
 
 
 def status(round_: int = 0, members: Iterable[int] = (0, 0), **changes: Any) -> JobStatusView:
-    """The status of a job whose round was begun."""
+    """Return the status of a job whose round was begun."""
     return replace(
         JobStatusView(
             restart_round=RestartRound(round_), members=tuple(RestartRound(m) for m in members)
@@ -144,7 +144,7 @@ def status(round_: int = 0, members: Iterable[int] = (0, 0), **changes: Any) -> 
 
 
 def pod(worker: int, birth: int = 0, **changes: Any) -> PodView:
-    """A pod that runs, on a node of its own."""
+    """Return a running pod on its own node."""
     base = PodView(
         name=pod_name("job", UID, worker, birth),
         uid=f"uid-{worker}-r{birth}",
@@ -168,7 +168,7 @@ def sidecar(
     version: int = 0,
     **changes: Any,
 ) -> SidecarView:
-    """A sidecar that answered when it was sealed for `round_`."""
+    """Return a sidecar that acknowledged the seal for `round_`."""
     base = SidecarView(
         worker=of.worker,
         pod_uid=of.uid,
@@ -187,7 +187,7 @@ def sidecar(
 
 
 def silent(of: PodView, since: float | None = None) -> SidecarView:
-    """A sidecar that does not answer (since then), or was not asked yet (None)."""
+    """Return a sidecar that has not answered since `since`, or that was not called yet (None)."""
     reachable = Reachable.UNKNOWN if since is None else Reachable.NO
     return SidecarView(of.worker, of.uid, reachable, unreachable_since=since)
 
@@ -233,7 +233,7 @@ def store(**changes: Any) -> StoreView:
 
 
 def checkpoint(step: int, round_: int, **changes: Any) -> CheckpointView:
-    """The record of a persisted commit."""
+    """Return the Checkpoint of a persisted commit."""
     base = CheckpointView(
         name=checkpoint_name("job", UID, CheckpointId(Step(step), RestartRound(round_))),
         uid=f"ckpt-{step}-{round_}",

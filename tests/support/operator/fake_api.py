@@ -1,9 +1,9 @@
-"""An in-memory Kubernetes API that meets what is there, as the real one does.
+"""In-memory Kubernetes API that checks each request against the objects it holds, as the real one does.
 
-Names clash within a namespace also while an object is being deleted; status is written by its
-subresource only; a stale resourceVersion or another uid is a conflict; finalizers and running pods
-delay a delete; objects whose controller is gone are collected some ticks later. It knows no watch:
-tests list. Nothing here knows what the operator is.
+Names clash within a namespace even while an object is being deleted. Only the status subresource writes the
+status. A stale resourceVersion or a different uid is a conflict. Finalizers and running pods delay a
+deletion. Objects whose owners are gone are collected `COLLECT_TICKS` ticks later. There are no watches:
+tests list. The module contains nothing specific to the operator.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from holdfast_operator.kube.api import ApiError, KubeApi
 
 COLLECT_TICKS = 5
-"""How long the garbage collector takes to find an object whose owner is gone."""
+"""Ticks until the garbage collector deletes an object whose owners are gone."""
 STAMP = "2026-01-01T00:00:00Z"
 
 Raw = dict[str, Any]
 Key = tuple[str, str, str]
-"""Plural, namespace (empty: none), name."""
+"""Plural, namespace (empty for cluster-scoped objects) and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,17 @@ def _parse(path: str) -> _Path:
 
 @dataclass
 class FakeApi(KubeApi):
-    """Give it to what takes a KubeApi."""
+    """Test double for `KubeApi`."""
 
     objects: dict[Key, Raw] = field(default_factory=dict)
     refuse: dict[tuple[str, str], ApiError] = field(default_factory=dict)
-    """By method and plural: what such requests are answered with."""
+    """The error with which requests of a method and plural are answered."""
     closed: set[str] = field(default_factory=set)
-    """Namespaces in which nothing is allowed."""
+    """Namespaces in which every request is forbidden."""
     requests: list[tuple[str, str]] = field(default_factory=list)
-    """Method and path of every write."""
+    """Method and path of every write, in order."""
     changes: Counter[str] = field(default_factory=Counter)
-    """How often something of each plural has changed."""
+    """Number of changes of each plural."""
     _version: int = 100
     _uids: int = 0
     _orphaned: dict[Key, int] = field(default_factory=dict)
@@ -63,8 +63,10 @@ class FakeApi(KubeApi):
     # ------------------------------------------------------------------ for tests
 
     def put(self, plural: str, raw: Mapping[str, Any]) -> Raw:
-        """An object as it is, with a uid and a resourceVersion where it has none. Returns the truth:
-        what is changed in it is changed on the server."""
+        """Store a copy of `raw`, with a uid and a resourceVersion where it has none.
+
+        Returns the stored object itself: changes to it change the server's state.
+        """
         found = copy.deepcopy(dict(raw))
         meta = found.setdefault("metadata", {})
         if "uid" not in meta:
@@ -86,17 +88,17 @@ class FakeApi(KubeApi):
         return {raw["metadata"]["name"] for raw in self.all(plural, namespace)}
 
     def touch(self, raw: Raw) -> None:
-        """Somebody changed it."""
+        """Give `raw` a new resourceVersion and count a change of its plural."""
         raw["metadata"]["resourceVersion"] = self._next_version()
         self.changes.update(key[0] for key, value in self.objects.items() if value is raw)
 
     def remove(self, plural: str, namespace: str, name: str) -> None:
-        """Gone at once, whatever holds it."""
+        """Remove the object immediately, whatever finalizers it has."""
         self.changes[plural] += 1
         self.objects.pop((plural, namespace, name), None)
 
     def tick(self) -> None:
-        """A while of the garbage collector."""
+        """Run the garbage collector once."""
         uids = {raw["metadata"]["uid"] for raw in self.objects.values()}
         for key, raw in list(self.objects.items()):
             owners = raw["metadata"].get("ownerReferences") or []
@@ -128,7 +130,7 @@ class FakeApi(KubeApi):
         ]
         return {
             "metadata": {"resourceVersion": str(self._version)},
-            "items": items,  # no copies: who lists only parses
+            "items": items,  # not copied: callers only parse the items
         }
 
     async def post(
@@ -236,7 +238,7 @@ def _error(status: int, reason: str, message: str) -> ApiError:
 
 
 def merge(old: Any, patch: Any) -> Any:
-    """RFC 7396."""
+    """Return `old` with a JSON merge patch applied (RFC 7396)."""
     if not isinstance(patch, Mapping):
         return patch
     result = dict(old) if isinstance(old, Mapping) else {}

@@ -1,8 +1,8 @@
-"""An in-memory Kubernetes API (fake_api.py) with nodes and a kubelet that runs toy sidecars.
+"""In-memory Kubernetes API (fake_api.py) with nodes and kubelets that run toy sidecars.
 
-One tick is one second. The job of now has one name; a job of that name that was deleted leaves pods,
-Secrets, Services and Checkpoints behind, which go as slowly as they do in a cluster, or stay. Nothing
-here knows how the operator decides.
+One tick is one second. All jobs of a cluster have the same name, one after the other; the newest is the
+current job. A deleted job leaves pods, Secrets, Services and Checkpoints behind; they are collected with
+the delays of a real cluster, or stay. Nothing in this module depends on how the operator decides.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from holdfast_operator.model.ownership import worker_identity
 from holdfast_operator.watch.views import checkpoint_view
 
 LEASE_SECONDS = 20
-"""A node that is silent for this long counts as lost."""
+"""Seconds of silence after which a node counts as lost."""
 TAINT_SECONDS = 40
-"""Until then the scheduler places pods on a node whose kubelet is silent."""
+"""Seconds of silence after which the scheduler places no more pods on a node."""
 DELETE_SECONDS = 2
-"""How long a kubelet takes to end a deleted pod."""
+"""Seconds that a kubelet takes to end a deleted pod."""
 START_SECONDS = 2
-"""How long a pod takes from create to a sidecar that listens."""
+"""Seconds from the creation of a pod until its sidecar listens."""
 
 
 @dataclass(slots=True)
 class FakeNode:
     name: str
     dead: bool = False
-    """Powered off: its pods do not run, and nobody confirms their deletion."""
+    """Whether the node is powered off: its pods do not run, and no kubelet confirms their deletion."""
     cut_off: bool = False
-    """Runs, but neither the API nor the operator reaches it."""
+    """Whether the node runs but neither the API nor the operator can reach it."""
     deleted: bool = False
-    """Its Node and its Lease are gone, and its kubelet with them."""
+    """Whether its Node and Lease are deleted and its kubelet is gone."""
     silent_ticks: int = 0
     renewed: int = 0
-    """When its kubelet last renewed the lease."""
+    """Tick at which its kubelet last renewed the lease."""
 
     @property
     def silent(self) -> bool:
@@ -62,18 +62,21 @@ class FakeNode:
 @dataclass(slots=True)
 class FakePod:
     view: PodView
-    """What its kubelet says of it."""
+    """The state that its kubelet reports."""
     job_uid: str
     age: int = 0
     deleted_for: int | None = None
     unreadable: bool = False
-    """Its status holds a value that no parser knows."""
+    """Whether its status holds a value that no parser accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceMade:
-    """CAS 2 as it happened: the statuses before and after, and whose disks were there then. A pod
-    that only does not answer the operator still has its disk."""
+    """Record of a round's second status write (CAS 2), which sets its restore point.
+
+    `before` and `status` are the job's status before and after. `readable_members` names the members whose
+    disks existed then; a pod that only fails to answer the operator still has its disk.
+    """
 
     before: Mapping[str, Any]
     status: Mapping[str, Any]
@@ -82,7 +85,7 @@ class ChoiceMade:
 
 @dataclass(frozen=True, slots=True)
 class DeletionMade:
-    """A pod that the operator deleted: the newest commit that could be read before, and after."""
+    """Record of a pod that the operator deleted, with the newest readable commit before and after."""
 
     name: str
     node_lost: bool
@@ -93,30 +96,31 @@ class DeletionMade:
 @dataclass(slots=True)
 class FakeCluster:
     job: dict[str, Any]
-    """The TrainingJob as the API server holds it; the newest of its name."""
+    """The current TrainingJob as the API server holds it."""
     nodes: dict[str, FakeNode]
     store: ToyStore = field(default_factory=ToyStore)
-    """What the job of now has in the object store."""
+    """The current job's checkpoints in the object store."""
     api: FakeApi = field(init=False)
     gang: ToyGang = field(init=False)
     pods: dict[str, FakePod] = field(default_factory=dict)
-    """Pods that a kubelet runs, of the job of now and of earlier ones of its name."""
+    """Pods that a kubelet runs, by name, of the current job and of earlier jobs of its name."""
     sidecars: dict[str, ToySidecar] = field(default_factory=dict)
-    """By pod name; the disk of a pod, which goes with it."""
+    """Sidecars by pod name. Each is the disk of its pod and is lost with it."""
     statuses: list[dict[str, Any]] = field(default_factory=list)
-    """Every status that was ever written of the job of now, in order."""
+    """Every status that was written of the current job, in order."""
     choices: list[ChoiceMade] = field(default_factory=list)
     deletions: list[DeletionMade] = field(default_factory=list)
     pod_refusal: str = ""
-    """The server's words to whoever creates a pod (quota, admission); "": it takes pods."""
+    """Message with which the server refuses to create pods (quota, admission); empty if it accepts them."""
     full_nodes: set[str] = field(default_factory=set)
-    """Names of nodes that have no room for another pod."""
+    """Names of nodes without room for another pod."""
     hold_starts: bool = False
-    """No pod leaves Pending (images are pulled, a mounted Secret is missing)."""
+    """Whether every pod stays Pending (images are pulled, or a mounted Secret is missing)."""
     all_silent: bool = False
-    """No sidecar answers the operator; the gang itself talks on (a default-deny policy)."""
+    """Whether no sidecar answers the operator while the gang's own traffic continues (a default-deny
+    policy)."""
     silent_workers: set[int] = field(default_factory=set)
-    """Workers whose sidecars do not answer the operator, whatever pod they have."""
+    """Workers whose sidecars do not answer the operator, in whichever pod they run."""
     total_steps: int = 100_000
     seconds: int = 1000
     _uids: int = 0
@@ -135,7 +139,7 @@ class FakeCluster:
 
     @property
     def checkpoints(self) -> dict[str, CheckpointView]:
-        """Of every job; what cannot be read is left out."""
+        """Readable Checkpoints of all jobs, by name."""
         found = {}
         for raw in self.api.all("checkpoints", NAMESPACE):
             with suppress(ValueError, HoldfastError):
@@ -153,7 +157,7 @@ class FakeCluster:
     # ------------------------------------------------------------------ the API
 
     def patch_job_status(self, resource_version: str, status: Mapping[str, Any]) -> None:
-        """A merge patch with a resourceVersion."""
+        """Apply a merge patch to the job's status. Raises ConflictError for a stale resourceVersion."""
         meta = self.job["metadata"]
         if meta["resourceVersion"] != resource_version:
             raise ConflictError(
@@ -173,7 +177,7 @@ class FakeCluster:
         return frozenset(n for n in names if n in self.pods and self._has_disk(self.pods[n]))
 
     def _has_disk(self, pod: FakePod) -> bool:
-        """It runs, nobody ends it, and its node is not lost."""
+        """Return whether the pod runs, is not being deleted, and its node is not lost."""
         node = self.nodes.get(pod.view.node or "")
         running = pod.view.phase is PodPhase.RUNNING and not pod.view.terminating
         return node is not None and node.silent_ticks < LEASE_SECONDS and running
@@ -181,7 +185,11 @@ class FakeCluster:
     def newest_commit(
         self, without: str = "", *, with_lost_nodes: bool = False
     ) -> CheckpointId | None:
-        """The newest commit on the job's true history that lies complete on disks or in the store."""
+        """Return the newest commit on the job's lineage that is complete on disks or in the store.
+
+        The disk of pod `without` does not count. With `with_lost_nodes`, disks of live pods on lost nodes
+        count.
+        """
         there = [
             self.sidecars[n]
             for n, p in self.pods.items()
@@ -207,7 +215,7 @@ class FakeCluster:
         return max(found, key=lambda i: (i.step, i.round), default=None)
 
     def operator_deletes(self, name: str, uid: str, *, force: bool) -> None:
-        """A delete that the operator decided on."""
+        """Record a deletion that the operator decided on, and delete the pod."""
         pod = self.pods.get(name)
         if pod is not None and pod.view.uid == uid and pod.view.alive:
             node = self.nodes.get(pod.view.node or "")
@@ -223,17 +231,17 @@ class FakeCluster:
         self.delete_pod(name, uid, force=force)
 
     def touch_job(self) -> None:
-        """Somebody else writes the job: its resourceVersion moves on."""
+        """Simulate another client's write to the job: its resourceVersion changes."""
         self.api.touch(self.job)
 
     def change_spec(self, **fields: object) -> None:
-        """What a person patches."""
+        """Change fields of the job's spec as a user's patch would."""
         self.job["spec"].update(fields)
         self.job["metadata"]["generation"] += 1
         self.touch_job()
 
     def pod_created(self, raw: Mapping[str, Any]) -> None:
-        """The API has taken a pod: its kubelet will run it, if it is one of a worker."""
+        """Register a created pod so that its kubelet runs it, if it is the pod of a worker."""
         identity = worker_identity(raw)
         if identity is None:
             return
@@ -252,14 +260,14 @@ class FakeCluster:
         pod = self.pods.get(name)
         if pod is None or pod.view.uid != uid:
             return
-        if force or pod.view.node is None:  # the API server waits for no kubelet
+        if force or pod.view.node is None:  # the API server does not wait for a kubelet
             self.lose_pod(name)
         elif pod.deleted_for is None:
             pod.deleted_for = 0
             pod.view = replace(pod.view, terminating=True)
 
     def publish(self) -> None:
-        """What kubelets and nodes have told the API."""
+        """Write the state of kubelets and nodes to the API."""
         for pod in self.pods.values():
             raw = self.api.objects["pods", NAMESPACE, pod.view.name]
             status = _UNREADABLE_STATUS if pod.unreadable else pod_status(pod.view)
@@ -293,11 +301,14 @@ class FakeCluster:
     # ------------------------------------------------------------------ the job, again
 
     def delete_job(self) -> None:
-        """At once, as in the background: what it owns is collected later, its Checkpoints stay."""
+        """Delete the job immediately, as with background propagation.
+
+        Objects that it owns are collected later; its Checkpoints stay.
+        """
         self.api.remove("trainingjobs", NAMESPACE, self.job["metadata"]["name"])
 
     def create_job_again(self) -> None:
-        """Delete the job, where it is there, and create it anew under its name."""
+        """Delete the job if it exists, and create a new one under its name."""
         self.delete_job()
         self._uids += 1
         meta = self.job["metadata"]
@@ -320,8 +331,10 @@ class FakeCluster:
     def forge_pod(
         self, namespace: str, worker: int, birth: int, *, owned: bool = False, name: str = ""
     ) -> None:
-        """A pod with all labels of a worker of the job of now; it claims to have failed. `owned`: it
-        also copies the owner reference."""
+        """Create a failed pod with all labels of a worker of the current job.
+
+        With `owned` it also has the owner reference.
+        """
         meta = self.job["metadata"]
         owner = {
             "apiVersion": self.job["apiVersion"],
@@ -353,7 +366,7 @@ class FakeCluster:
         )
 
     def forged_pods(self) -> set[tuple[str, str]]:
-        """Namespace and name of pods that no kubelet of this cluster runs."""
+        """Return namespace and name of the pods that no kubelet of this cluster runs."""
         pods = (raw["metadata"] for raw in self.api.all("pods"))
         return {
             (m["namespace"], m["name"])
@@ -364,7 +377,7 @@ class FakeCluster:
     # ------------------------------------------------------------------ faults
 
     def lose_pod(self, name: str) -> None:
-        """Gone at once, with its disk."""
+        """Remove the pod and its disk immediately."""
         if self.pods.pop(name, None) is not None:
             self.api.remove("pods", NAMESPACE, name)
         self.sidecars.pop(name, None)
@@ -375,7 +388,10 @@ class FakeCluster:
             pod.view = replace(pod.view, phase=PodPhase.FAILED, reason=reason, ready=False)
 
     def restart_sidecar(self, name: str) -> None:
-        """Its container only: the disk and the round stay, the ROUND in memory goes."""
+        """Restart the sidecar's container.
+
+        The disk and the sealed round stay; the ROUND in memory is lost.
+        """
         pod, sidecar = self.pods.get(name), self.sidecars.get(name)
         if pod is None or sidecar is None:
             return
@@ -385,7 +401,7 @@ class FakeCluster:
     # ------------------------------------------------------------------ what can be seen and called
 
     def reachable(self, pod: PodView) -> ToySidecar | None:
-        """The sidecar that a call to this pod's address reaches; None: nobody answers."""
+        """Return the sidecar that the operator reaches at this pod's address, or None if none answers."""
         current = self.pods.get(pod.name)
         if current is None or current.view.uid != pod.uid or not self._answers(current):
             return None
@@ -409,7 +425,7 @@ class FakeCluster:
     # ------------------------------------------------------------------ time
 
     def tick(self) -> None:
-        """One second of kubelets, leases and training."""
+        """Advance kubelets, leases, training and garbage collection by one second."""
         self.seconds += 1
         for node in self.nodes.values():
             node.silent_ticks = node.silent_ticks + 1 if node.silent else 0
@@ -423,7 +439,7 @@ class FakeCluster:
         self._finish()
 
     def _talks(self, pod: FakePod) -> bool:
-        """Other workers reach it. A node that is cut off is out of the gang's reach too."""
+        """Return whether other workers can reach the pod. They cannot reach a node that is cut off."""
         return self._answers(pod) and pod.view.name in self.sidecars and pod.job_uid == self.uid
 
     def _kubelet(self, name: str, pod: FakePod) -> None:
@@ -456,8 +472,9 @@ class FakeCluster:
             self.sidecars[name] = ToySidecar(view.worker, name, view.birth_round)
 
     def _place(self, view: PodView) -> str | None:
-        """The node with the fewest pods among those that the scheduler takes for well, and that the
-        pod's affinity allows."""
+        """Return the node with the fewest pods that is schedulable, has room and matches the pod's
+        affinity.
+        """
         affinity = self.api.objects["pods", NAMESPACE, view.name]["spec"]["affinity"]
         load = {
             n.name: 0
@@ -470,7 +487,7 @@ class FakeCluster:
         return min(load, key=lambda n: (load[n], n)) if load else None
 
     def _finish(self) -> None:
-        """Released launchers end, and with them their pods."""
+        """End the pods of a finished run once it is released."""
         run = self.gang.run
         if run is None or not run.finished or not run.released:
             return
@@ -482,7 +499,10 @@ class FakeCluster:
 
 
 def _allows(affinity: Mapping[str, Any], node: str) -> bool:
-    """Whether a term of the required node affinity selects the node. Only names are known here."""
+    """Return whether a term of the required node affinity selects the node.
+
+    Only name fields are supported.
+    """
     required = (affinity.get("nodeAffinity") or {}).get(
         "requiredDuringSchedulingIgnoredDuringExecution"
     )
@@ -499,11 +519,11 @@ def _allows(affinity: Mapping[str, Any], node: str) -> bool:
 
 
 Bases = Mapping[int, CheckpointId | None]
-"""What each round that chose started from."""
+"""The checkpoint from which each round started that has chosen a restore point; None for an empty start."""
 
 
 def is_ancestor(id_: CheckpointId, round_: int, bases: Bases) -> bool:
-    """Whether the state that `round_` trained on descends from this checkpoint, or is it."""
+    """Return whether the state that `round_` trained on is this checkpoint or descends from it."""
     if id_.round == round_:
         return True
     base = bases.get(round_)
@@ -525,7 +545,7 @@ _UNREADABLE_STATUS = {"phase": "Hibernating"}
 
 
 def pod_status(view: PodView) -> dict[str, Any]:
-    """`.status` of a pod as a kubelet writes it; watch.views.pod_view reads the view back."""
+    """Return the `.status` of a pod as a kubelet writes it. `watch.views.pod_view` parses it."""
     trainer: dict[str, Any] = {"name": TRAINER_CONTAINER, "restartCount": view.trainer_restarts}
     if view.trainer_exit_code is not None:
         trainer["state"] = {"terminated": {"exitCode": view.trainer_exit_code}}
@@ -552,7 +572,10 @@ def pod_status(view: PodView) -> dict[str, Any]:
 
 
 class _ClusterApi(FakeApi):
-    """The API of a FakeCluster: kubelets report before each read, and run what was created."""
+    """API of a FakeCluster.
+
+    Kubelets publish their state before each read, and run the pods that are created.
+    """
 
     def __init__(self, cluster: FakeCluster) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""One operator process over a FakeCluster: the product's own reflectors, caches, observer, decisions,
-effects, certificates and writes over an in-memory API. Only HTTP, the queue and the sidecars' network
-are left out.
+"""One operator process over a FakeCluster.
 
-What it keeps in memory is lost when a test makes a new one. `Trouble` makes watches stale, replies
-lost and writes conflict, by a seed.
+It runs the product's reflectors, caches, observer, decisions, effects, certificates and writes against an
+in-memory API. HTTP, the work queue and the network of the sidecars are left out. A new FakeOperator starts
+with empty memory, as a restarted process does. `Trouble` makes watches stale, loses replies and causes
+write conflicts, from a seed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ __all__ = ["OPERATOR_NAMESPACE", "FakeOperator", "Trouble", "calm"]
 
 OPERATOR_NAMESPACE = "holdfast-system"
 ALWAYS_FRESH = frozenset({"leases", "nodes"})
-"""Stale leases are no trouble: the operator reads them directly before it believes their silence."""
+"""Plurals that are never stale. The operator reads a Lease directly before it treats it as not renewed, so
+a stale one has no effect."""
 
 
 class FakeOperator:
@@ -70,10 +71,10 @@ class FakeOperator:
         self._observer = Observer(self.cache, self.link, self._effects, clock)
         self._reports = UnreadableReports(kube, events, clock)
         self.stuck: set[str] = set()
-        """Plurals whose watch delivers nothing more."""
+        """Plurals whose watch delivers no further events."""
         self._gone: list[JobView | Unreadable] = []
         self._listed: dict[str, int] = {}
-        """Changes of each plural that were there when it was listed last."""
+        """The change counter of each plural at its last list."""
 
     @property
     def trouble(self) -> Trouble:
@@ -84,23 +85,25 @@ class FakeOperator:
         self.link.trouble = self._api.trouble = trouble
 
     def on_write(self, call: Callable[[], None]) -> None:
-        """`call` is called after each write to the API, before its reply is seen. What it raises ends
-        the process there."""
+        """Call `call` after each write to the API, before the operator receives the reply.
+
+        An exception that `call` raises ends the simulated process at that point.
+        """
         self._api.on_write = call
 
     @property
     def events(self) -> list[EmitEvent]:
-        """Every Event that was written."""
+        """Every Event that was emitted."""
         return self._events.emitted
 
     async def run_pass(self) -> Applied:
-        """Look at the cluster, observe, decide, apply once."""
+        """Run one pass: read the cluster, observe, decide and apply."""
         observed = await self.observe()
         if observed is None:
             return Applied()
         job = observed.job
         if self._expectations.wait_seconds(job.uid, self._clock.monotonic()) is not None:
-            return Applied()  # what this operator wrote has not come back yet
+            return Applied()  # the watch has not delivered this operator's writes yet
         decision = decide(observed, now(self.cluster.seconds))
         self.decisions.append(decision)
         applied = await apply(
@@ -112,8 +115,10 @@ class FakeOperator:
         return applied
 
     async def observe(self) -> Observed | None:
-        """A watch may lag, it never goes back; a first read is always fresh. None: there is no job
-        that can be read."""
+        """Update the caches and return what the operator observes, or None if there is no readable job.
+
+        A watch may lag but never goes back. The first list of each plural is always fresh.
+        """
         self.cluster.publish()
         for reflector in self.cache.reflectors:
             plural = reflector.collection.path.rpartition("/")[2]
@@ -135,7 +140,7 @@ class FakeOperator:
                 try:
                     await self._reports.report(hidden)
                 except HoldfastError:
-                    pass  # a conflict: the next pass reports it
+                    pass  # a conflict; the next pass reports it
             return None
         for node in self._observer.unproven_nodes(job, self.cache.pods(job)):
             renewed = await self._kube.lease_renewed(LEASES_PATH, node)
@@ -144,11 +149,11 @@ class FakeOperator:
         return self._observer.observe(job, self.memory)
 
     async def sweep(self) -> None:
-        """What a real one does at its start and once an hour."""
+        """Delete certificates of jobs that are gone, as a real operator does at its start and every hour."""
         await self.certificates.sweep(self.cache.job_uids())
 
     def worker_pod(self, worker: int) -> PodView | None:
-        """The pod that the status means by this worker, as the API has it now."""
+        """Return the worker's current pod by the job's status, or None if the cluster does not run it."""
         job = job_view(self.cluster.job)
         if worker >= len(job.status.members):
             return None
@@ -170,11 +175,11 @@ class FakeOperator:
             try:
                 await self.certificates.forget(uid)
             except ApiError:
-                pass  # the reply was lost: the sweep looks again
+                pass  # the reply was lost; the sweep retries
 
 
 class _ClusterClock:
-    """The cluster's ticks."""
+    """Clock that shows the cluster's ticks."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self._cluster = cluster
@@ -190,7 +195,7 @@ class _ClusterClock:
 
 
 class _RecordedEvents(Events):
-    """All of them, also those that would be too many."""
+    """Recorder of all Events, including those that the rate limit would drop."""
 
     def __init__(self, cluster: Cluster, clock: _ClusterClock) -> None:
         super().__init__(cluster, clock)
@@ -201,7 +206,7 @@ class _RecordedEvents(Events):
 
 
 class _TroubledApi(FakeApi):
-    """One process's way to the cluster's API: writes conflict, and their replies are lost."""
+    """One process's connection to the cluster's API, on which writes conflict and replies are lost."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""A sidecar for tests: the control port with mutual TLS, and a gang state that the test moves.
+"""Sidecar double with the control port, mutual TLS and a gang state that the test sets.
 
-Speaks the protocol's words over real sockets; stores nothing. What it was told is in `calls`.
+It serves the protocol on real sockets and stores nothing. `calls` holds the received messages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from holdfast_operator.sidecars.certificates import Leaf
 
 @dataclass
 class FakeSidecar:
-    """One pod's sidecar. Set `state` and `held` freely; `publish` wakes the long poll."""
+    """Sidecar of one pod.
+
+    Tests set `state` and `held` directly; `publish` also wakes a long poll.
+    """
 
     worker: Worker
     pod: str
@@ -46,14 +49,14 @@ class FakeSidecar:
     held: tuple[HeldShard, ...] = ()
     state: CoordinatorState | None = None
     since: int = 0
-    """The newest `since` that a poll said."""
+    """The `since` of the latest poll."""
     raw_state: bytes | None = None
-    """Set: the body of each answer to a poll, whatever it is."""
+    """The raw body of each answer to a poll, if set."""
     refuses_state: str = ""
-    """Set: the words with which each poll is refused."""
+    """The message with which each poll is refused, if set."""
     raw_inventory: bytes | None = None
     keeps_leaf: bool = False
-    """It says that it took a new certificate, and goes on to show the old one."""
+    """Whether it acknowledges a new certificate but keeps serving the old one."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
 
@@ -63,7 +66,7 @@ class FakeSidecar:
         self._context: ssl.SSLContext | None = None
 
     async def start(self, address: str, port: int, authority: str, leaf: Leaf) -> None:
-        """`authority`: ca.crt, PEM."""
+        """Listen with the leaf certificate. `authority` is the PEM text of ca.crt."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
@@ -85,7 +88,7 @@ class FakeSidecar:
         await web.TCPSite(self._runner, address, port, ssl_context=context).start()
 
     def show(self, leaf: Leaf) -> None:
-        """New connections see this leaf, as if time had passed since it was issued."""
+        """Serve this certificate on new connections."""
         assert self._context is not None
         load_leaf(self._context, leaf.certificate, leaf.key)
 
@@ -153,7 +156,7 @@ class FakeSidecar:
                 async with asyncio.timeout(float(request.query["timeout"])):
                     await self._changed.wait()
             except TimeoutError:
-                pass  # answered with what there is
+                pass  # answer with the unchanged state
         return _json(self.state)
 
     async def _prune(self, request: web.Request) -> web.Response:

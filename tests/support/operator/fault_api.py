@@ -1,7 +1,7 @@
-"""A Kubernetes API server for tests of the reflectors: one collection, and faults on demand.
+"""Kubernetes API server for tests of the reflectors: one collection, and faults on demand.
 
-Real HTTP over a real socket. `objects` is the truth; `put` and `remove` send watch events; what
-`faults` says is done to the next requests. Not a model of Kubernetes.
+It speaks HTTP over a real socket. `objects` is the server's state; `put` and `remove` send watch events;
+`faults` hit the next requests. It does not model the rest of Kubernetes.
 """
 
 from __future__ import annotations
@@ -18,31 +18,34 @@ from aiohttp import web
 
 class Fault(StrEnum):
     GONE = "gone"
-    """410 to a WATCH."""
+    """Status 410 for a WATCH request."""
     ERROR_EVENT = "error-event"
-    """An ERROR event inside the stream, code 500."""
+    """ERROR event with code 500 inside the stream."""
     GONE_EVENT = "gone-event"
-    """An ERROR event inside the stream, code 410."""
+    """ERROR event with code 410 inside the stream."""
     FORBIDDEN = "forbidden"
     SERVER_ERROR = "server-error"
     RESET = "reset"
-    """The connection is cut in the middle of an answer."""
+    """Connection reset in the middle of an answer."""
     SILENT = "silent"
-    """Half-open: accepted, and nothing ever comes, although objects change."""
+    """Half-open connection: the server accepts the watch and sends nothing, although objects change."""
     GARBAGE = "garbage"
-    """A line that is no JSON."""
+    """Line that is not JSON."""
     EXPIRED_CONTINUE = "expired-continue"
-    """410 to the second page of a LIST."""
+    """Status 410 for the second page of a LIST."""
 
 
 @dataclass
 class FaultApi:
-    """`url` after `start`. Paths do not matter: every GET is for the one collection."""
+    """Server of one collection.
+
+    `url` is set by `start`. Every GET reads the collection, whatever its path.
+    """
 
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name."""
+    """Objects by name."""
     faults: list[Fault] = field(default_factory=list)
-    """Taken one by one by the requests that they fit."""
+    """Pending faults. Each hits the first request to which it applies, and is then removed."""
     version: int = 1
     lists: int = 0
     watches: int = 0
@@ -67,7 +70,7 @@ class FaultApi:
             await self._runner.cleanup()
 
     def put(self, name: str, value: int, *, silently: bool = False) -> None:
-        """Add or change; the event goes to open watches unless `silently` (a watch gap)."""
+        """Add or change an object, and send the event to open watches unless `silently` (a watch gap)."""
         known = self.objects.get(name)
         if known is None:
             self._uids += 1
@@ -89,7 +92,7 @@ class FaultApi:
         self._send("BOOKMARK", {"metadata": {"resourceVersion": str(self.version)}})
 
     def end_watches(self) -> None:
-        """A clean end of every stream."""
+        """End every stream cleanly."""
         for queue in self._queues:
             queue.put_nowait(None)
 
@@ -154,7 +157,10 @@ class FaultApi:
         return response
 
     def _after(self, version: int) -> Iterator[dict[str, Any]]:
-        """Objects that changed since; deletes in a gap are not remembered, as after compaction."""
+        """Yield events for the objects that changed after `version`.
+
+        Deletions in the gap are not reported, as after compaction.
+        """
         for body in list(self.objects.values()):
             if int(body["metadata"]["resourceVersion"]) > version:
                 yield {"type": "MODIFIED", "object": body}

@@ -1,6 +1,7 @@
-"""Templates that reach for the sidecar's volumes, Secrets or processes, each with the field that shows it.
+"""Pod templates that would access the sidecar's volumes, Secrets or processes.
 
-The operator's own rules and the admission policy of the chart are tested with the same table.
+Each has the path of the offending field. The operator's own rules and the chart's admission policy are
+tested with the same table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole lives of one job for tests: the in-memory cluster and one operator process over it."""
+"""Whole lives of one job: the in-memory cluster with one operator process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORKERS = 4
 
 
 class Life:
-    """One job on the in-memory cluster; a new operator process on demand."""
+    """One job on the in-memory cluster. `restart` replaces the operator process."""
 
     def __init__(
         self, *, copies: int = 1, store: bool = False, every: int = 1000, total_steps: int = 100_000
@@ -64,7 +64,7 @@ class Life:
         run.version += 1
 
     def silence(self, *workers: int) -> None:
-        """Of these workers, or of all."""
+        """Stop the sidecars of these workers, or all sidecars, from answering the operator."""
         if workers:
             self.cluster.silent_workers = set(workers)
         else:
@@ -75,7 +75,7 @@ class Life:
         self.cluster.silent_workers = set()
 
     def change_spec(self, **fields: object) -> None:
-        """What a person patches."""
+        """Change fields of the job's spec as a user's patch would."""
         self.cluster.change_spec(**fields)
 
     def newest(self) -> int:
@@ -92,7 +92,7 @@ class Life:
         return found.status, found.reason
 
     def recovers_from(self, step: int) -> None:
-        """The next choice is this step, and training runs again."""
+        """Assert that the next restore point is this step and that training runs again."""
         before = len(self.cluster.choices)
         self.run(120)
         assert self.status.is_true("Running")

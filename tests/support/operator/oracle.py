@@ -1,7 +1,7 @@
-"""What must be true of every run of a FakeCluster, said without the code under test.
+"""Rules that must hold in every run of a FakeCluster, stated without the code under test.
 
-I1/I4: no choice goes below what a level promised. I3: one restore point a round. I5: rounds only
-rise. A choice is a step that was really committed, or rolled forward, and on the true ancestry.
+I1 and I4: no restore point is older than what a level promised. I3: each round has one restore point. I5:
+rounds only increase. A restore point is a step that was committed or rolled forward, on the lineage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast_core.ids import CheckpointId, Level
 
 
 def broken_rules(cluster: FakeCluster, copies: int) -> list[str]:
-    """Every rule that the statuses written so far break, in words; empty is good."""
+    """Return a sentence for each rule that the statuses written so far break."""
     return [*_rounds(cluster), *_choices(cluster, copies), *_deletions(cluster)]
 
 
@@ -49,8 +49,10 @@ def _rounds(cluster: FakeCluster) -> list[str]:
 
 
 def _deletions(cluster: FakeCluster) -> list[str]:
-    """The newest commit outlives every pod that the operator deletes. With a lost node the newest may
-    go, but a commit is left."""
+    """Check that the newest commit survives every pod that the operator deletes.
+
+    With a lost node the newest commit may be lost, but a commit must remain.
+    """
     found = []
     for deletion in cluster.deletions:
         before, after = deletion.before, deletion.after
@@ -95,14 +97,14 @@ def _choices(cluster: FakeCluster, copies: int) -> list[str]:
 
 
 def holds(promise: Promise, readable: frozenset[str], copies: int) -> bool:
-    """Whether what the level promises was still owed with only these pods' disks readable."""
+    """Return whether the promise still holds if only the disks of the `readable` pods can be read."""
     lost = len(promise.pods - readable)
     match promise.level:
         case Level.MEMORY:
-            return False  # it promises nothing to the operator
+            return False  # the level promises nothing to the operator
         case Level.LOCAL:
             return lost == 0
         case Level.REPLICATED:
             return lost <= copies
         case Level.PERSISTED:
-            return False  # promised by the status alone: checked against lastPersisted
+            return False  # the check of lastPersisted covers it

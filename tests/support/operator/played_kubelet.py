@@ -1,7 +1,7 @@
-"""For tests with a real API server and no kubelet: gives pods an address and a state, and runs a
-FakeSidecar on that address with the certificates that the pod would mount.
+"""Kubelet double for tests with a real API server.
 
-Each pod gets an address of its own in 127.0.0.0/8, so the operator's real client reaches it.
+It gives pods an address and a state, and runs a FakeSidecar on that address with the certificates that the
+pod would mount. Each pod has its own address in 127.0.0.0/8, so the operator's real client can reach it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ _NOW = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
 
 @dataclass
 class PlayedKubelet:
-    """Sidecars run in a loop of their own thread; every method may be called from the test."""
+    """Kubelet double of one node.
+
+    Sidecars run in the event loop of a separate thread; every method may be called from the test's thread.
+    """
 
     plane: ControlPlane
     namespace: str
     node: str = "node-a"
     sidecars: dict[str, FakeSidecar] = field(default_factory=dict)
-    """By pod name."""
+    """Sidecars by pod name."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -52,7 +55,7 @@ class PlayedKubelet:
         self._thread.join()
 
     def run_pod(self, name: str) -> FakeSidecar:
-        """The pod gets a node and an address, its sidecar listens, its containers run."""
+        """Bind the pod to the node, start its sidecar and report its containers as running."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
         pod = self.plane.request("GET", path)
         binding = {
@@ -85,7 +88,7 @@ class PlayedKubelet:
         return sidecar
 
     def finish_pod(self, name: str, message: str) -> None:
-        """Its only container ends well with these last words."""
+        """Report that the pod's only container exited with code 0 and this termination message."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
         pod = self.plane.request("GET", path)
         ended = {"exitCode": 0, "message": message, "reason": "Completed"}
@@ -101,7 +104,7 @@ class PlayedKubelet:
         self.plane.request("PUT", f"{path}/status", {**pod, "status": status})
 
     def delete_pod(self, name: str) -> None:
-        """As if its node had confirmed at once."""
+        """Delete the pod without a grace period, as if its node had confirmed the deletion."""
         self.kill_sidecar(name)
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
         self.plane.request("DELETE", path, _NOW)
@@ -120,7 +123,7 @@ class PlayedKubelet:
         self._run(now())
 
     def confirm_deletes(self) -> list[str]:
-        """Remove pods that are being deleted, as their kubelets would."""
+        """Remove the pods that are being deleted, as their kubelets would, and return their names."""
         gone = []
         for pod in self.pods():
             if pod["metadata"].get("deletionTimestamp") is not None:
@@ -152,8 +155,8 @@ class PlayedKubelet:
 
 
 async def _drained() -> None:
-    """Requests that were cut off with their sidecars end before their loop does."""
+    """Cancel the requests that are left and wait for them, before the loop stops."""
     others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-    for task in others:  # a long poll would outlive its loop, which complains of it at the very end
+    for task in others:  # a long poll would outlive its loop
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)

@@ -1,9 +1,9 @@
-"""Toy sidecars and the training that they hold together: just enough to make promises and keep them.
+"""Toy sidecars and the training that they coordinate, enough to make promises and keep them.
 
-A toy sidecar seals, takes ROUND and lists its inventory by the rules of docs/protocol.md. The gang
-trains one step a tick; a save goes through its phases one tick each, so that a fault can hit between
-any two of them: shards, manifest at one, manifest at all (local), copies (replicated), store
-(persisted). Bytes are stood for by names.
+A toy sidecar seals, accepts ROUND messages and lists its inventory by the rules of docs/protocol.md. The
+gang trains one step a tick. A save takes one tick for each phase, so that a fault can hit between any two
+of them: shards, manifest at the coordinator, manifest at all members (local), copies (replicated), store
+(persisted). Names stand for bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from holdfast_core.messages.schema import (
 
 @dataclass(slots=True)
 class ToySidecar:
-    """The disk of one pod and the round it is sealed for."""
+    """The disk of one pod and the round for which its sidecar is sealed."""
 
     worker: Worker
     pod: str
@@ -64,7 +64,7 @@ class ToySidecar:
 
     @property
     def version(self) -> int:
-        """Of the newest ROUND for the round it is sealed for."""
+        """Version of the newest ROUND of the sealed round; 0 if there is none."""
         if self.message is None or self.message.round != self.round:
             return 0
         return self.message.version
@@ -85,7 +85,7 @@ class ToySidecar:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A commit, and on which pods it rested when it was made."""
+    """A commit at one level, and the pods that the gang had when it was made."""
 
     id: CheckpointId
     level: Level
@@ -94,11 +94,11 @@ class Promise:
 
 @dataclass(slots=True)
 class ToyStore:
-    """The object store: what is in it stays."""
+    """Object store, which loses nothing."""
 
     checkpoints: dict[CheckpointId, ManifestInfo] = field(default_factory=dict)
     away: bool = False
-    """It takes no upload. A gang that has stopped gives its uploads up, here at once."""
+    """Whether the store refuses uploads. The gang then gives up an upload immediately."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class ToyRun:
     stopped: bool = False
     finished: bool = False
     released: bool = False
-    """The operator has recorded the end: launchers may leave."""
+    """Whether the operator has recorded the end, so that launchers may exit."""
 
     def state(self, world_size: int) -> CoordinatorState:
         progress = tuple(
@@ -148,23 +148,24 @@ class ToyRun:
 
 @dataclass(slots=True)
 class ToyGang:
-    """Advances the training of whatever round the sidecars agree on."""
+    """Training of the newest round for which the sidecars have a ROUND."""
 
     store: ToyStore
     total: int
     run: ToyRun | None = None
     promises: list[Promise] = field(default_factory=list)
     manifests_made: set[CheckpointId] = field(default_factory=set)
-    """Every checkpoint whose manifest was ever written anywhere."""
+    """Every checkpoint whose manifest was written anywhere."""
     poisoned: set[CheckpointId] = field(default_factory=set)
-    """Checkpoints whose content ends the script that restores them."""
+    """Checkpoints whose content makes the script fail after the restore."""
     restored: dict[RestartRound, CheckpointId | None] = field(default_factory=dict)
-    """What each round really started from."""
+    """The checkpoint from which each round's training started."""
     peers_hang: bool = False
-    """Ranks wait for a lost peer without an error: a machine without power closes no connection."""
+    """Whether ranks wait for a lost peer without an error, because a machine without power closes no
+    connection."""
 
     def tick(self, sidecars: dict[str, ToySidecar]) -> None:
-        """One second. sidecars: those of pods that run now, by pod name."""
+        """Advance training by one second. `sidecars` holds the sidecars of running pods by pod name."""
         newest = max((s.round for s in sidecars.values()), default=None)
         message = next(
             (
@@ -190,7 +191,7 @@ class ToyGang:
         self._advance(message, present, sidecars)
 
     def _rank_loss(self, message: Round, gang: list[ToySidecar | None]) -> None:
-        """A peer went away: the collectives of the others fail, and they say so."""
+        """Report a dead rank on a member that is left, because its collectives fail without the lost peer."""
         run = self.run
         if run is None or run.round != message.round or run.dead or run.finished:
             return

@@ -1,6 +1,7 @@
-"""Calls to the toy sidecars of a FakeCluster: what sidecars.calls.Sidecars does over the network, at once.
+"""Calls to the toy sidecars of a FakeCluster.
 
-Replies can be lost by a `Trouble`; what is known of a sidecar is lost with the operator process.
+They do immediately what `sidecars.calls.Sidecars` does over the network. A `Trouble` can lose replies. What
+is recorded of a sidecar is lost with the operator process.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from holdfast_operator.sidecars.calls import Sidecars
 
 @dataclass(slots=True)
 class Trouble:
-    """Chances, 0 to 1, of what goes wrong with one read or call."""
+    """Probabilities, 0 to 1, of each fault in one read or call."""
 
     random: Random
     stale_read: float = 0.0
@@ -47,7 +48,7 @@ def calm() -> Trouble:
 
 @dataclass(slots=True)
 class _Known:
-    """What the operator remembers of one sidecar."""
+    """The operator's record of one sidecar."""
 
     pod: PodView
     inventory: Inventory | None = None
@@ -61,12 +62,12 @@ class _Known:
 @dataclass(slots=True)
 class _Followed:
     pods: dict[str, _Known] = field(default_factory=dict)
-    """By pod uid."""
+    """Records by pod uid."""
     state: CoordinatorState | None = None
 
 
 class ToyLink(Sidecars):
-    """Stands in for Sidecars; `trouble` may be exchanged."""
+    """Test double for `Sidecars`. `trouble` may be replaced at any time."""
 
     def __init__(self, cluster: FakeCluster, trouble: Trouble) -> None:
         self._cluster = cluster
@@ -93,7 +94,7 @@ class ToyLink(Sidecars):
         suspects: frozenset[str],
         ranks: int = 1,
     ) -> None:
-        """One call to each sidecar, and one look at the coordinator's state."""
+        """Read the inventory of each sidecar and the coordinator's state once."""
         job = self._of(uid)
         present = {p.uid: p for p in pods if p.ip is not None}
         for gone in [u for u in job.pods if u not in present]:
@@ -112,7 +113,7 @@ class ToyLink(Sidecars):
         self._followed.pop(uid, None)
 
     def acted_on(self, uid: JobUid, version: int | None) -> None:
-        """A finished gang is released when its end is recorded."""
+        """Release a finished gang when the operator has recorded its end."""
         run = self._cluster.gang.run
         if run is not None and version is not None and run.finished and uid == self._cluster.uid:
             run.released = run.released or version >= run.version
@@ -127,7 +128,7 @@ class ToyLink(Sidecars):
             return
         if run is not None and run.round == sidecar.round:
             job.state = run.state(ranks)
-        else:  # it coordinates, and the gang is not complete yet
+        else:  # it coordinates, but the gang is not complete yet
             job.state = CoordinatorState(version=0, round=sidecar.round)
 
     # ------------------------------------------------------------------ what a pass asks for

@@ -1,4 +1,4 @@
-"""Waiting in tests that drive real processes: poll with a deadline, never a fixed sleep."""
+"""Waiting in tests that drive real processes: polls with a deadline instead of fixed sleeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 
 def poll(what: str, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """The first true value of `condition`; AssertionError that says what was waited for."""
+    """Return the first true value of `condition`.
+
+    Raises AssertionError that names `what` after `seconds`.
+    """
     pause = Event()
     value: Any = None
     for _ in range(int(seconds / 0.05)):

@@ -1,1 +1,1 @@
-"""Real servers on loopback: S3 stores, a Kubernetes API, certificates, and a proxy that fails."""
+"""Real servers on loopback: S3 stores, a Kubernetes API, certificates and a fault-injecting proxy."""

@@ -1,4 +1,4 @@
-"""A certificate authority and a server certificate for loopback, good for one test run."""
+"""A certificate authority and a server certificate for loopback, valid for one day."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _VALID = timedelta(days=1)
 
 
 def write_loopback_certificates(folder: Path) -> None:
-    """Write ca.crt, server.crt and server.key (RSA, for service account tokens too) to `folder`."""
+    """Write ca.crt, server.crt and server.key to `folder`.
+
+    The key is RSA, so that it can also sign service account tokens.
+    """
     ca_key, key = (rsa.generate_private_key(public_exponent=65537, key_size=2048) for _ in "ab")
     ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "holdfast-test-ca")])
     ca = (

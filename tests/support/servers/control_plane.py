@@ -1,7 +1,8 @@
-"""A real Kubernetes API for tests: etcd and kube-apiserver on loopback, nothing that runs pods.
+"""A real Kubernetes API for tests: etcd and kube-apiserver on loopback, without kubelets.
 
-What CRDs, CEL, RBAC and admission do is asked of the real server, never of a fake. The binaries are
-those of the test bed; where they are missing a test fails and says how to build them.
+The behaviour of CRDs, CEL, RBAC and admission is tested against the real server, never against a fake. The
+binaries are those of the test bed; where one is missing, the test fails with a message that says how to
+build it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ _READY_WITHIN_SECONDS = 120.0
 
 
 class ControlPlaneError(HoldfastError):
-    """etcd or kube-apiserver did not start, or kubectl failed; holds the end of its log."""
+    """etcd or kube-apiserver did not start, or kubectl or a request failed.
+
+    The message holds the end of the log, or the error output.
+    """
 
 
 def find_binary(name: str) -> Path:
-    """Path of a tool of the test bed. Raises ConfigError with what to do if it was not built."""
+    """Return the path of a tool of the test bed.
+
+    Raises ConfigError with a remedy if the tool is not built.
+    """
     path = find_tool(name)
     if path is None:
         raise ConfigError(
@@ -49,9 +56,10 @@ def find_binary(name: str) -> Path:
 class ControlPlane:
     """etcd and kube-apiserver with RBAC, as `with ControlPlane() as cp:`.
 
-    No controller manager runs: no garbage collection, no service accounts' tokens but those asked
-    for by TokenRequest, no pods beyond their records. `create_namespace` makes a namespace with its
-    `default` service account. Ports are free ones of loopback; all files lie in a temporary folder.
+    No controller manager runs. There is no garbage collection, a service account has only the tokens that
+    TokenRequest issues, and pods are only records. `create_namespace` creates a namespace with its
+    `default` service account. The servers listen on free loopback ports and keep all files in a temporary
+    folder.
     """
 
     def __init__(
@@ -113,15 +121,15 @@ class ControlPlane:
             time.sleep(0.1)
 
     def kill_api(self) -> None:
-        """SIGKILL kube-apiserver; etcd keeps its data."""
+        """Send SIGKILL to kube-apiserver. etcd keeps running with its data."""
         assert self._api is not None
         self._api.kill()
         self._api.wait()
 
     def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> str:
-        """stdout of kubectl with this cluster's kubeconfig.
+        """Run kubectl with this cluster's kubeconfig and return its stdout.
 
-        Raises ControlPlaneError with stderr when it fails; with `check=False` returns stdout and
+        Raises ControlPlaneError with stderr if kubectl fails. With `check=False` it returns stdout and
         stderr together instead.
         """
         done = subprocess.run(
@@ -139,11 +147,11 @@ class ControlPlane:
         return done.stdout
 
     def apply(self, *objects: Mapping[str, Any]) -> str:
-        """kubectl apply of objects."""
+        """Run `kubectl apply` for the objects and return its stdout."""
         return self.kubectl("apply", "-f", "-", stdin=_as_list(objects))
 
     def create_namespace(self, name: str, **labels: str) -> None:
-        """A namespace with its default service account, which no controller would make here."""
+        """Create a namespace and its default service account, which no controller creates here."""
         self.apply(
             {
                 "apiVersion": "v1",
@@ -158,9 +166,9 @@ class ControlPlane:
         )
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One call of the API as administrator; the decoded JSON, or text where it is none.
+        """Call the API as administrator and return the decoded JSON, or the text of another reply.
 
-        Raises ControlPlaneError with the server's words on an HTTP error.
+        Raises ControlPlaneError with the server's message on an HTTP error.
         """
         request = urllib.request.Request(
             self.url + path,
@@ -251,6 +259,6 @@ def _as_list(objects: tuple[Mapping[str, Any], ...]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL: nothing of a test's control plane is worth an orderly end."""
+    """Kill the process. The control plane of a test needs no orderly shutdown."""
     process.kill()
     process.wait()

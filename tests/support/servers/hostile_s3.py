@@ -1,8 +1,8 @@
-"""An HTTP proxy in front of a real store that fails, lies and loses in ways that tests choose.
+"""An HTTP proxy in front of a real store that injects the faults that tests choose.
 
-For tests only. Each Fault names the requests that it hits, how often, and what happens to them; all
-other requests pass unchanged. It understands HTTP and nothing of S3, but for signing a request anew
-after it has taken a header out of it: the store then behaves as if it did not know that header.
+For tests only. Each Fault names the requests that it hits, how often, and what happens to them; all other
+requests pass unchanged. The proxy implements HTTP and nothing of S3, with one exception: it signs a request
+anew after it has removed a header. The store then behaves as if it did not support that header.
 """
 
 from __future__ import annotations
@@ -36,15 +36,20 @@ class Seen:
     path: str
     query: str
     headers: dict[str, str]
-    """Lower-case names."""
+    """Headers by lower-case name."""
 
 
 Matches = Callable[[Seen], bool]
 
 
 def on(method: str, *, query: str | None = None, path: str = "") -> Matches:
-    """Requests of this method ("": any) whose path contains `path` and whose query contains `query`
-    (None: any; "": those without a query)."""
+    """Return a filter of requests by method, path and query.
+
+    Args:
+        method: HTTP method; empty for any.
+        query: Text that the query contains; None for any query, empty for requests without a query.
+        path: Text that the path contains.
+    """
 
     def matches(seen: Seen) -> bool:
         if (method and seen.method != method) or path not in seen.path:
@@ -56,13 +61,13 @@ def on(method: str, *, query: str | None = None, path: str = "") -> Matches:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Do not ask the store; say this."""
+    """Answer without forwarding the request to the store."""
 
     status: int
     code: str = ""
     message: str = "from the proxy"
     location: str = ""
-    """Where a redirect points to."""
+    """Target of a redirect."""
 
     def body(self) -> bytes:
         return error_document(self.code, self.message) if self.code else b""
@@ -70,7 +75,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Ask the store, then say this instead of its answer."""
+    """Forward the request, then send this answer instead of the store's."""
 
     status: int
     body: bytes
@@ -78,8 +83,10 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class CutRequest:
-    """Pass on this many bytes of the body, then end both connections: by RST, or by FIN towards the
-    store, which looks to it like a client that died."""
+    """Forward this many bytes of the body, then end both connections.
+
+    The client gets an RST. The store gets an RST if `reset`, else a FIN, as from a client that died.
+    """
 
     after_bytes: int
     reset: bool = True
@@ -87,33 +94,38 @@ class CutRequest:
 
 @dataclass(frozen=True, slots=True)
 class FlipRequest:
-    """Invert one bit of the request's body on its way to the store."""
+    """Invert one bit of the request's body before it reaches the store."""
 
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class FreezeRequest:
-    """Pass on this many bytes of the body and no more, for as long as the client lives; then end
-    the connection to the store. HostileProxy.holding says when it has come to that."""
+    """Forward this many bytes of the body and no more until the client disconnects; then end the connection
+    to the store.
+
+    `HostileProxy.holding` is set once the bytes are forwarded.
+    """
 
     after_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoseReply:
-    """The store does it; the client never hears of it."""
+    """Forward the request, then reset the client's connection instead of replying."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """The store does it; the connection stays open and silent."""
+    """Forward the request, then keep the client's connection open without a reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutReply:
-    """Pass on this many bytes of the reply's body, then end. `lying`: Content-Length says so too,
-    and the status and all other headers look as if all were well."""
+    """Send this many bytes of the reply's body, then end the connection.
+
+    With `lying`, Content-Length states the shortened length, so that the reply looks complete.
+    """
 
     after_bytes: int
     lying: bool = False
@@ -121,7 +133,7 @@ class CutReply:
 
 @dataclass(frozen=True, slots=True)
 class DripReply:
-    """Pass on the reply's body a byte at a time, with a pause after each."""
+    """Send the reply's body one byte at a time, with a pause after each."""
 
     pause_seconds: float
 
@@ -141,7 +153,7 @@ class SetReplyHeader:
 
 @dataclass(frozen=True, slots=True)
 class DropRequestHeader:
-    """Needs the proxy to hold the keys."""
+    """Remove a header before the request is forwarded. The proxy must have the keys to sign it anew."""
 
     name: str
 
@@ -164,7 +176,7 @@ Action = (
 
 @dataclass(slots=True)
 class Fault:
-    """What happens to the next `times` requests that match."""
+    """Action for the next `times` requests that match."""
 
     matches: Matches
     action: Action
@@ -173,7 +185,10 @@ class Fault:
 
 
 class HostileProxy:
-    """`with HostileProxy(server.endpoint) as proxy:`; faults may be added at any time."""
+    """Proxy that applies faults, as `with HostileProxy(server.endpoint) as proxy:`.
+
+    Faults may be added at any time.
+    """
 
     def __init__(self, upstream: str, keys: Keys | None = None, region: str = "us-east-1") -> None:
         self._upstream = upstream
@@ -184,9 +199,9 @@ class HostileProxy:
         self._server: _Server | None = None
         self.requests: list[Seen] = []
         self.holding = threading.Event()
-        """Set when a Hang or a FreezeRequest holds a request."""
+        """Set once a Hang or a FreezeRequest holds a request."""
         self.released = threading.Event()
-        """Set when the proxy ends: what hangs, ends."""
+        """Set when the proxy stops, which ends every held request."""
 
     @property
     def endpoint(self) -> str:
@@ -201,13 +216,13 @@ class HostileProxy:
         return fault
 
     def body_bytes(self, matches: Matches) -> int:
-        """Bytes of the bodies of all matching requests so far, as their heads announce them."""
+        """Return the total Content-Length of all matching requests so far."""
         with self._lock:
             bodies = [s.headers.get("content-length", "0") for s in self.requests if matches(s)]
         return sum(int(length) for length in bodies)
 
     def count(self, matches: Matches) -> int:
-        """Requests seen so far that match."""
+        """Return the number of matching requests so far."""
         with self._lock:
             return sum(1 for seen in self.requests if matches(seen))
 
@@ -239,7 +254,7 @@ class HostileProxy:
 
 
 def error_document(code: str, message: str) -> bytes:
-    """An <Error> as S3 writes it."""
+    """Return an S3 `<Error>` document."""
     return (
         '<?xml version="1.0" encoding="UTF-8"?>'
         f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
@@ -247,7 +262,7 @@ def error_document(code: str, message: str) -> bytes:
 
 
 class _EndError(Exception):
-    """This connection is over."""
+    """Ends the handling of a client connection."""
 
 
 @dataclass(slots=True)
@@ -275,7 +290,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Connection(socketserver.StreamRequestHandler):
-    """One client connection: requests in order until somebody ends it."""
+    """One client connection, which handles its requests in order."""
 
     server: _Server
     connection: socket.socket
@@ -454,7 +469,7 @@ class _Connection(socketserver.StreamRequestHandler):
 
 
 def _flipped(data: bytes, offset: int) -> bytes:
-    """With one bit inverted where `offset` lies within."""
+    """Return `data`, with one bit of the byte at `offset` inverted if that lies within it."""
     if not 0 <= offset < len(data):
         return data
     return data[:offset] + bytes([data[offset] ^ 0x10]) + data[offset + 1 :]

@@ -1,4 +1,4 @@
-"""MinIO as a server for tests (store_server)."""
+"""MinIO as a store server for tests (see store_server)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast_core.store.s3.credentials import Keys
 
 
 class MinioServer(StoreServer):
-    """One process on one directory."""
+    """MinIO server with one process and one directory."""
 
     tool: ClassVar[str] = "minio"
 

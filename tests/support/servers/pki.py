@@ -1,4 +1,7 @@
-"""A certificate authority for tests: ECDSA P-256 leaves with one dNSName, good for an hour."""
+"""A certificate authority for tests.
+
+It issues ECDSA P-256 leaves that are valid for an hour unless the caller chooses another lifetime.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ _PEM = serialization.Encoding.PEM
 
 
 class Authority:
-    """One CA; its key lives in this object only. A negative lifetime: it has expired that long ago."""
+    """Certificate authority whose key exists only in this object.
+
+    With a negative lifetime its certificate expired that long ago.
+    """
 
     def __init__(
         self, name: str = "holdfast-test-ca", *, lifetime: timedelta = timedelta(hours=1)
@@ -44,8 +50,10 @@ class Authority:
     def leaf(
         self, *dns_names: str, lifetime: timedelta = timedelta(hours=1)
     ) -> tuple[bytes, bytes]:
-        """(certificate, key) as PEM, for server and client alike. A negative lifetime: the leaf has
-        expired that long ago."""
+        """Return a certificate and its key as PEM, valid for servers and clients.
+
+        With a negative lifetime the certificate expired that long ago.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name("holdfast-test"), self._name, key, lifetime)
         certificate = (
@@ -72,7 +80,7 @@ class Authority:
     def write_leaf(
         self, directory: Path, dns_name: str, *, lifetime: timedelta = timedelta(hours=1)
     ) -> Path:
-        """Write ca.crt, tls.crt and tls.key into `directory` (made if needed); returns it."""
+        """Write ca.crt, tls.crt and tls.key into `directory`, which is created if needed, and return it."""
         directory.mkdir(parents=True, exist_ok=True)
         certificate, key = self.leaf(dns_name, lifetime=lifetime)
         (directory / "ca.crt").write_bytes(self.certificate_pem)

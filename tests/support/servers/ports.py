@@ -1,4 +1,4 @@
-"""Ports for servers that cannot choose one themselves."""
+"""Free ports for servers that cannot choose one themselves."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import random
 import socket
 
 _FIRST, _LAST = 10_000, 29_999
-"""Below those that kernels give to outgoing connections (from 32768 on), and below node ports: a port
-from there may be some connection's by the time its server binds it, or starts again on it."""
+"""Range of ports below the ephemeral ports (from 32768) and the node ports (from 30000). An ephemeral port
+could be taken by an outgoing connection before a server binds it, or binds it again after a restart."""
 
 
 def free_port() -> int:
-    """A port of loopback that is free now, and that nobody is given unasked. Raises OSError."""
+    """Return a loopback port that is free now and that the kernel does not assign automatically.
+
+    Raises OSError if no socket can be created.
+    """
     while True:
         port = random.randint(_FIRST, _LAST)
         with socket.socket() as probe:

@@ -1,4 +1,7 @@
-"""Where the test bed keeps the servers that it built. The only reader of the environment here."""
+"""Location of the servers that the test bed built.
+
+No other module of this package reads the environment.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ TESTBED_DIR_VARIABLE = "HOLDFAST_TESTBED_DIR"
 
 
 def testbed_dir() -> Path:
-    """Directory of the test bed's binaries and state."""
+    """Return the directory of the test bed's binaries and state."""
     given = os.environ.get(TESTBED_DIR_VARIABLE)
     return Path(given) if given else Path.home() / ".cache" / "holdfast" / "testbed"
 
 
 def find_tool(name: str) -> Path | None:
-    """Path of an executable: PATH first, then the test bed's `bin`. None where it is nowhere."""
+    """Return the path of an executable from PATH or the test bed's `bin`, in this order, or None."""
     on_path = shutil.which(name)
     if on_path is not None:
         return Path(on_path)

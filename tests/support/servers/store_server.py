@@ -1,7 +1,7 @@
-"""A real S3 server for tests: its own process, port and directory, gone when the test ends.
+"""A real S3 server for tests, with its own process, port and directory, all removed when the test ends.
 
-For tests only. The object tier is never tested against a mock: what matters is what servers do.
-Which server it is: minio_server, versitygw_server.
+For tests only. The object tier is never tested against a mock, because the behaviour of real servers
+matters. The servers are in minio_server and versitygw_server.
 """
 
 from __future__ import annotations
@@ -35,30 +35,33 @@ START_SECONDS = 30.0
 
 
 class ServerUnavailableError(AssertionError):
-    """The server could not be started; a test that needs it fails with these words."""
+    """The server could not be started or administered. A test that needs it fails with this message."""
 
 
 class StoreServer(ABC):
-    """`with MinioServer() as server:` gives a running server with one bucket."""
+    """Base of the S3 servers: `with MinioServer() as server:` gives a running server with one bucket."""
 
     tool: ClassVar[str]
     """Name of the executable."""
 
     @abstractmethod
     def command(self) -> list[str]:
-        """Arguments of the executable; it listens on `endpoint` and keeps objects in `data_dir`."""
+        """Return the arguments of the executable.
+
+        It must listen on `endpoint` and keep objects in `data_dir`.
+        """
 
     @abstractmethod
     def environment(self) -> dict[str, str]:
-        """All of it but HOME."""
+        """Return the environment of the process, without HOME."""
 
     @abstractmethod
     def add_user(self, keys: Keys, prefix: str) -> None:
-        """Keys that may do below one prefix what Holdfast does, and nothing else."""
+        """Grant `keys` the rights that Holdfast needs below `prefix`, and no others."""
 
     @abstractmethod
     def remove_user(self, keys: Keys) -> None:
-        """From the next request on these keys are refused."""
+        """Revoke `keys`. The server refuses them from the next request on."""
 
     def __init__(self, bucket: str = "holdfast") -> None:
         self.bucket = bucket
@@ -76,13 +79,13 @@ class StoreServer(ABC):
 
     @property
     def data_dir(self) -> Path:
-        """Where the server keeps objects; valid while it runs."""
+        """Directory in which the server keeps objects while it runs."""
         if self._root is None:
             raise ServerUnavailableError(f"{self.tool} was not started")
         return self._root / "data"
 
     def config(self, prefix: str, *, endpoint: str | None = None) -> StoreConfig:
-        """A store on this server, or on a proxy in front of it."""
+        """Return the configuration of a store on this server, or on a proxy in front of it."""
         return StoreConfig(
             endpoint=endpoint or self.endpoint,
             secure=False,
@@ -93,14 +96,14 @@ class StoreServer(ABC):
         )
 
     def cpu_seconds(self) -> float:
-        """Of the running process so far, user and system."""
+        """Return the CPU seconds, user and system, that the process has used."""
         if self._process is None:
             raise ServerUnavailableError(f"{self.tool} was not started")
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def admin(self) -> Minio:
-        """A client of another make than ours, for preparing and for looking."""
+        """Return a client that is independent of Holdfast's, to prepare and inspect the store."""
         return Minio(
             self.endpoint,
             access_key=ACCESS_KEY,
@@ -110,7 +113,7 @@ class StoreServer(ABC):
         )
 
     def start(self) -> None:
-        """Raises ServerUnavailableError."""
+        """Start the server with a bucket. Raises ServerUnavailableError."""
         binary = self._binary()
         self._root = Path(tempfile.mkdtemp(prefix=f"holdfast-{self.tool}-"))
         self.data_dir.mkdir()
@@ -118,7 +121,7 @@ class StoreServer(ABC):
         self._launch(binary)
 
     def kill(self) -> None:
-        """SIGKILL, as a node loss would; data and port stay for `revive`."""
+        """Send SIGKILL to the server, as a node loss would. Data and port stay for `revive`."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
@@ -172,7 +175,8 @@ class StoreServer(ABC):
         self._await_ready(self._process, root / "log")
 
     def _await_ready(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        # A health check may say ready before requests are served, so ask for what tests need.
+        # A health check may succeed before the server accepts requests, so create the bucket, which tests
+        # need.
         clock, pause = SystemClock(), threading.Event()
         client = S3Client(self.config(""), self.credentials, timeouts=Timeouts(2.0, 2.0))
         deadline = clock.monotonic() + START_SECONDS
@@ -195,8 +199,11 @@ class StoreServer(ABC):
 
 
 def prefix_policy(bucket: str, prefix: str, principal: dict[str, object]) -> dict[str, object]:
-    """The least rights that Holdfast needs below `prefix`, and the right to list unfinished
-    uploads, which no store limits to a prefix: without it an interrupted upload begins anew."""
+    """Return a policy with the least rights that Holdfast needs below `prefix`.
+
+    It includes the right to list unfinished uploads, which no store limits to a prefix. Without that right
+    an interrupted upload starts again from the beginning.
+    """
     objects = [
         "s3:PutObject",
         "s3:GetObject",

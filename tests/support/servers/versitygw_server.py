@@ -1,4 +1,4 @@
-"""VersityGW with its posix backend as a server for tests (store_server)."""
+"""VersityGW with its posix backend as a store server for tests (see store_server)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from holdfast_core.store.s3.credentials import Keys
 
 
 class VersitygwServer(StoreServer):
-    """One process; objects are files, so the directory needs extended attributes."""
+    """VersityGW server with one process.
+
+    Objects are files, and the directory must support extended attributes.
+    """
 
     tool: ClassVar[str] = "versitygw"
 
     def command(self) -> list[str]:
         users = self.data_dir.parent / "users"
         users.mkdir(exist_ok=True)
-        # Without --keep-alive it ends the connection after each reply.
+        # Without --keep-alive the server closes the connection after each reply.
         listen = ["--port", self.endpoint, "--region", REGION, "--keep-alive", "--quiet"]
         return [
             *listen,
@@ -42,7 +45,10 @@ class VersitygwServer(StoreServer):
         return {"ROOT_ACCESS_KEY_ID": ACCESS_KEY, "ROOT_SECRET_ACCESS_KEY": SECRET_KEY}
 
     def add_user(self, keys: Keys, prefix: str) -> None:
-        """A bucket has one policy here, so only the newest user has rights."""
+        """Grant `keys` the rights below `prefix`.
+
+        A bucket has one policy here, so only the newest user has rights.
+        """
         secret = ["--secret", keys.secret_key, "--role", "user"]
         self._administer("create-user", "--access", keys.access_key, *secret)
         policy = prefix_policy(self.bucket, prefix, {"Principal": {"AWS": [keys.access_key]}})

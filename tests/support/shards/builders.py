@@ -1,4 +1,6 @@
-"""Shards, layouts and manifests with defaults, so that a test writes only what it is about."""
+"""Builders of shards, layouts and manifests with defaults, so that a test names only the fields that it
+checks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ JOB = JobIdentity("team-a", "gpt-small", JOB_UID)
 
 
 class BytesSource:
-    """PayloadSource over bytes; counts how often it is asked."""
+    """PayloadSource over bytes that counts its reads."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -33,7 +35,7 @@ class BytesSource:
 
 
 def payload(size_bytes: int, *, seed: int = 0) -> bytes:
-    """Bytes that differ everywhere and are the same for the same seed."""
+    """Return random bytes that depend only on `size_bytes` and `seed`."""
     return random.Random(seed).randbytes(size_bytes)
 
 
@@ -61,7 +63,7 @@ def shard_header(
 
 
 def shard_file(header: ShardHeader, data: bytes) -> tuple[bytes, ShardRecord]:
-    """The whole file and its record."""
+    """Return the bytes of the shard file and its record."""
     digester = PayloadDigester(header)
     digester.update(memoryview(data))
     record, table = digester.finish()
@@ -70,7 +72,9 @@ def shard_file(header: ShardHeader, data: bytes) -> tuple[bytes, ShardRecord]:
 
 
 def rank_layout(*, rank: int = 0, world_size: int = 4, rows_per_rank: int = 2) -> bytes:
-    """A row-sharded F32 weight of 3 columns, a replicated I64 scalar, and the state `rng`."""
+    """Return the layout of a row-sharded F32 weight of 3 columns, a replicated I64 scalar and the state
+    `rng`.
+    """
     document, _ = rank_layout_and_plan(
         rank=rank, world_size=world_size, rows_per_rank=rows_per_rank
     )
@@ -101,7 +105,10 @@ def rank_layout_and_plan(
 
 
 def rank_payload(*, rank: int = 0, world_size: int = 4, step: int = 10) -> bytes:
-    """A whole safetensors payload that fits `rank_layout`; its floats are zero but for the rank."""
+    """Return a complete safetensors payload that fits `rank_layout`.
+
+    The weight is zero except for its last byte, which depends on the rank.
+    """
     _, plan = rank_layout_and_plan(rank=rank, world_size=world_size)
     weight = plan.byte_range("weight")
     data = bytearray(plan.header)
@@ -120,7 +127,7 @@ def layout(*, world_size: int = 4) -> bytes:
 def manifest(
     records: Sequence[ShardRecord], *, parent: Digest | None = None, layout_document: bytes = b""
 ) -> Manifest:
-    """Of shards of one (step, round), in order of rank."""
+    """Return the manifest of shards of one step and round, in order of rank."""
     header = records[0].header
     return Manifest(
         job=replace(JOB, uid=header.job_uid),
@@ -139,8 +146,11 @@ def manifest(
 
 
 def weights(size_bytes: int, *, seed: int = 0) -> bytes:
-    """Like a tensor of floats: three bytes of noise and one of few values, so that it becomes shorter by
-    about a sixth when the bytes are taken apart, and by little when they are not."""
+    """Return bytes that compress like a tensor of floats.
+
+    Of every four bytes, three are noise and one has few values. Compression saves about a sixth if the
+    bytes are grouped by their position, and little otherwise.
+    """
     data = bytearray(payload(size_bytes, seed=seed))
     few = payload(-(-(size_bytes - 3) // 4) if size_bytes > 3 else 0, seed=seed + 1)
     data[3::4] = few.translate(bytes(0x38 + (byte & 7) for byte in range(256)))

@@ -1,4 +1,4 @@
-"""Ranks that hold the same tensors, planned as sidecars plan them: what each would upload."""
+"""Ranks that hold the same tensors, with the uploads that their sidecars would plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from holdfast_core.shards.stream import PayloadDigester
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One step of a group; `packs` by rank, None where the shard is stored whole."""
+    """One step of a group of ranks.
+
+    `packs` are in order of rank; None means that the shard is stored whole.
+    """
 
     trailers: tuple[Trailer, ...]
     packs: tuple[PackIndex | None, ...]
@@ -28,7 +31,9 @@ class Saved:
 
     @property
     def needs(self) -> dict[CheckpointId, int]:
-        """As the coordinator merges it."""
+        """Payload bytes that each earlier checkpoint stores for these packs, as the coordinator adds them
+        up.
+        """
         found: dict[CheckpointId, int] = {}
         for pack in self.packs:
             for earlier, count in ({} if pack is None else pack.earlier()).items():
@@ -39,7 +44,7 @@ class Saved:
         return Earlier(self.trailers[rank], self.packs[rank])
 
     def upload_bytes(self, rank: int) -> int:
-        """Of the object that the rank uploads."""
+        """Return the size of the object that the rank uploads."""
         pack = self.packs[rank]
         if pack is None:
             return self.trailers[rank].record.file_bytes
@@ -49,7 +54,7 @@ class Saved:
 def trailer_of(
     data: bytes, *, step: int, rank: int, round: int = 0, chunk_bytes: int = CHUNK_BYTES
 ) -> Trailer:
-    """What the shard file of this payload ends with."""
+    """Return the trailer of the shard file of this payload."""
     header = shard_header(
         len(data),
         step=step,
@@ -69,7 +74,10 @@ def plan_ranks(
     older: Collection[CheckpointId] = (),
     unknown: Mapping[int, Collection[int]] | None = None,
 ) -> Saved:
-    """One step of one group. `unknown`: whose tables a rank could not get."""
+    """Plan one step of a group of ranks.
+
+    `unknown` maps a rank to the ranks whose tables it could not get.
+    """
     group = [Rank(rank) for rank in range(len(trailers))]
     packs = []
     for rank, trailer in enumerate(trailers):

@@ -1,6 +1,7 @@
-"""Ranks that hold parts of the same tensors, as tests need them: meshes, shards, payloads, layouts.
+"""Ranks that hold parts of the same tensors: meshes, shards, payloads and layouts.
 
-A shard of a dimension is cut as `torch.chunk` cuts: equal pieces, the last ones shorter or empty.
+A dimension is cut into shards as `torch.chunk` cuts it: equal pieces, of which the last may be shorter or
+empty.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from holdfast_core.ids import Rank
 from holdfast_core.reshard.boxes import Box
 
 Placement = Sequence[int | None]
-"""For each dimension of the mesh: the dimension of the tensor that it cuts, None for a replica."""
+"""For each dimension of the mesh, the dimension of the tensor that it cuts, or None for a replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A global tensor and how a mesh holds it. `placement` None: on every rank, whole."""
+    """A global tensor and its placement on a mesh. Without a placement every rank holds it whole."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,7 +29,7 @@ class Tensor:
 
 
 def box_of(tensor: Tensor, mesh: Sequence[int], rank: int) -> Box:
-    """What `rank` holds; ranks of a mesh are counted with its last dimension fastest."""
+    """Return the part that `rank` holds. The last dimension of the mesh varies fastest with the rank."""
     offsets, lengths = [0] * len(tensor.shape), list(tensor.shape)
     if tensor.placement is not None:
         for axis, dimension in enumerate(tensor.placement):
@@ -47,7 +48,7 @@ def box_of(tensor: Tensor, mesh: Sequence[int], rank: int) -> Box:
 def layout_of(
     tensors: Mapping[str, Tensor], mesh: Sequence[int], rank: int, objects_bytes: int = 64
 ) -> RankLayout:
-    """Of a rank that saves its part of every tensor."""
+    """Return the layout of a rank that saves its part of every tensor."""
     boxes = {fqn: box_of(tensor, mesh, rank) for fqn, tensor in tensors.items()}
     planned = plan_payload(
         ((fqn, tensor.dtype, boxes[fqn].lengths) for fqn, tensor in tensors.items()), objects_bytes
@@ -73,15 +74,18 @@ def objects_of(rank: int, objects_bytes: int = 64) -> bytes:
     return pack_objects({"state": {"saved by": rank}}, objects_bytes)
 
 
-def transformer(layers: int, placement: Placement | None, text: int = 128256) -> dict[str, Tensor]:
-    """Some layers of a model of 1.2e9 parameters in fp32, with Adam's two tensors each: what a
-    layer costs does not depend on their number."""
+def transformer(layers: int, placement: Placement | None, words: int = 128256) -> dict[str, Tensor]:
+    """Return some layers of a model of 1.2e9 parameters in fp32, with Adam's two tensors for each
+    parameter.
+
+    The cost of a layer does not depend on how many there are, so tests can use few.
+    """
     width, inner = 2048, 8192
     shapes = {"up": (inner, width), "gate": (inner, width), "down": (width, inner)}
     shapes |= {name: (width, width) for name in "qkvo"}
     tensors: dict[str, Tensor] = {}
     for part in ("model", "exp_avg", "exp_avg_sq"):
-        tensors[f"{part}.words"] = Tensor("F32", (text, width), placement)
+        tensors[f"{part}.words"] = Tensor("F32", (words, width), placement)
         for layer in range(layers):
             tensors[f"{part}.{layer}.norm"] = Tensor("F32", (width, 1), None)
             for name, shape in shapes.items():

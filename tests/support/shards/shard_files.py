@@ -1,6 +1,6 @@
-"""Shard files outside of a node tier: enough to test what sends and receives them.
+"""Shard files outside a node tier, for tests of the code that sends and receives them.
 
-For tests only. Files are plain and not fsynced; damage can be done to them on purpose.
+For tests only. The files are not fsynced, and tests can damage them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BUFFERS = BufferPool(1 << 20, keep=2)
 
 
 def write_shard(directory: Path, header: ShardHeader, payload: bytes) -> DiskShardReader:
-    """Write the file and open it. Close the reader after use."""
+    """Write the shard file and open it. The caller closes the reader."""
     data, record = shard_file(header, payload)
     path = directory / f"{record.blake3[3:19]}-{header.step}-{header.rank}.shard"
     path.write_bytes(data)
@@ -28,7 +28,7 @@ def write_shard(directory: Path, header: ShardHeader, payload: bytes) -> DiskSha
 
 
 def flip_bit(path: Path, offset: int) -> None:
-    """Damage one byte of a file, as a dying disk would."""
+    """Invert one bit of a file, as a failing disk would."""
     fd = os.open(path, os.O_RDWR)
     try:
         (byte,) = os.pread(fd, 1, offset)
@@ -38,7 +38,7 @@ def flip_bit(path: Path, offset: int) -> None:
 
 
 class FileCopyWriter:
-    """base.CopyWriter into a plain file, verified as the node tier does."""
+    """CopyWriter into a plain file. It verifies the bytes as the node tier does."""
 
     def __init__(self, path: Path, ref: ShardRef, file_bytes: int) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class FileCopyWriter:
 
 
 class CopyWriters:
-    """base.OpenWriter that keeps what it opened."""
+    """OpenWriter that keeps the writers that it opened."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

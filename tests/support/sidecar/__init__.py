@@ -1,7 +1,8 @@
-"""For tests and the local demo: a scripted launcher and ranks on the real socket with real slot
-files, a scripted operator over HTTPS, and a sidecar as a child process.
+"""Doubles around the sidecar, for tests and the local demo.
 
-Nothing here is used by the sidecar itself.
+There are a scripted launcher and scripted ranks, which use the real socket and real slot files, a scripted
+operator that uses HTTPS, and the real sidecar as a child process. The sidecar itself never imports this
+package.
 """
 
 from tests.support.sidecar.local import FakeLauncher, LocalClient

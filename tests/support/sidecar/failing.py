@@ -1,4 +1,6 @@
-"""The sidecar with failpoints, as HOLDFAST_FAILPOINTS says: `python -m tests.support.sidecar.failing`."""
+"""Entry point of a sidecar with the failpoints of HOLDFAST_FAILPOINTS: `python -m
+tests.support.sidecar.failing`.
+"""
 
 from __future__ import annotations
 

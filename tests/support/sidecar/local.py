@@ -1,4 +1,4 @@
-"""A connection to the sidecar's socket, and a launcher without processes."""
+"""A client of the sidecar's socket, and a launcher double without processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from holdfast_sidecar.wire.client import raise_refused
 
 
 class LocalClient:
-    """One connection to a sidecar's socket."""
+    """Client with one connection to a sidecar's socket."""
 
     def __init__(self, path: Path, hello: Hello) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class LocalClient:
         self.on_push: Callable[[Any], None] = lambda message: None
 
     async def connect(self) -> HelloReply:
-        """Retries until the socket is there."""
+        """Connect and send the hello. Retries until the socket accepts connections."""
         clock = SystemClock()
         deadline = clock.monotonic() + DEADLINE_SECONDS
         while True:
@@ -63,7 +63,10 @@ class LocalClient:
         return reply
 
     async def request(self, message: Any) -> Any:
-        """The reply. Raises RefusedError and its relatives for a refusal."""
+        """Send a request and return its reply.
+
+        Raises RefusedError or a related error for a refusal.
+        """
         assert self._writer is not None
         self._next_id += 1
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -94,7 +97,7 @@ class LocalClient:
 
 
 class FakeLauncher(LocalClient):
-    """A launcher without processes: obeys HostStore, Run and End."""
+    """Launcher double without processes that answers HostStore, Run and End."""
 
     def __init__(
         self,
@@ -131,13 +134,13 @@ class FakeLauncher(LocalClient):
                 self.push(Ended(message.round))
 
     async def finish(self, round_: int) -> FinishReply:
-        """All ranks of the pod returned 0; waits for the release."""
+        """Report that all ranks of the pod returned 0, and wait for the reply."""
         reply = await self.request(Finish(RestartRound(round_)))
         assert isinstance(reply, FinishReply), reply
         return reply
 
     async def runs(self, round_: int) -> Run:
-        """Wait for Run of this round."""
+        """Wait for the Run message of this round and return it."""
         run: Run = await until(
             lambda: self.run if self.run is not None and self.run.round == round_ else None,
             f"Run of round {round_}",

@@ -1,4 +1,4 @@
-"""A scripted operator: speaks HTTPS as the real one does, decides nothing."""
+"""A scripted operator that sends the real operator's HTTPS requests and makes no decisions."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class FakeOperator:
-    """Speaks to sidecars as the operator does; decides nothing."""
+    """Client of the sidecars' control ports that sends the operator's messages."""
 
     job_uid: JobUid
     context: ssl.SSLContext
     members: dict[int, Member] = field(default_factory=dict)
 
     async def call(self, worker: int, path: str, message: Any, reply: type[T]) -> T:
-        """POST (or GET when `message` is None). Raises the refusal."""
+        """POST `message`, or GET if it is None, and return the reply.
+
+        Raises the error of a refusal.
+        """
         member = self.members[worker]
         host, control, _ = member.address.split(":")
         async with (
@@ -89,7 +92,11 @@ class FakeOperator:
         *,
         acknowledge: bool = True,
     ) -> CoordinatorState:
-        """Long-poll as the operator does until the state is as wanted."""
+        """Poll the coordinator until its state meets `condition`, and return that state.
+
+        With `acknowledge`, each request carries the version of the last state, as the operator's does.
+        Raises AssertionError that names `what` after DEADLINE_SECONDS.
+        """
         clock = SystemClock()
         deadline = clock.monotonic() + DEADLINE_SECONDS
         since = 0
@@ -118,7 +125,7 @@ class FakeOperator:
         last_persisted: RestorePoint | None = None,
         holds: tuple[int, ...] = (),
     ) -> Round:
-        """ROUND over the members known."""
+        """Return a ROUND message with all members."""
         return Round(
             round=RestartRound(round_),
             version=version,

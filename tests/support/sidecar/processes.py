@@ -1,4 +1,4 @@
-"""The real sidecar as a child process, and damage to its disk."""
+"""The real sidecar as a child process, and damage to its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast_sidecar.base.settings import PORTS_FILE, inherited
 
 @dataclass(slots=True)
 class SidecarProcess:
-    """`python -m holdfast_sidecar` as a child, with its directories."""
+    """Child process that runs `python -m holdfast_sidecar`, with its directories."""
 
     contract: SidecarContract
     log: Path
@@ -51,7 +51,7 @@ class SidecarProcess:
             )
 
     async def address(self) -> str:
-        """`ip:control:bulk`, once the process listens."""
+        """Wait until the process listens, and return its address as `ip:control:bulk`."""
         path = self.node / PORTS_FILE
 
         def ready() -> bool:
@@ -71,7 +71,7 @@ class SidecarProcess:
 
 
 def flip_a_bit(node_dir: Path, *, rank: int) -> Path:
-    """Damage the payload of the one shard of `rank` on this node; returns its file."""
+    """Invert one bit in the payload of the only shard of `rank` on this node, and return its file."""
     (path,) = node_dir.rglob(f"rank{rank:06d}-*.shard")
     with path.open("r+b") as file:
         file.seek(HEADER_BYTES + 5000)

@@ -45,7 +45,7 @@ from holdfast_core.shm.slot_header import (
 
 
 def rank_document(rank: int, payload_bytes: int) -> bytes:
-    """A layout of one rank: one tensor over the whole payload."""
+    """Return the layout of one rank, with one tensor that covers the whole payload."""
     return RankLayout(
         rank=Rank(rank),
         tensors={
@@ -59,7 +59,7 @@ def rank_document(rank: int, payload_bytes: int) -> bytes:
 
 
 class FakeRank(LocalClient):
-    """A rank with real slot files: stages bytes and gets them back."""
+    """Rank double with real slot files that stages payloads and restores them."""
 
     def __init__(
         self,
@@ -93,7 +93,10 @@ class FakeRank(LocalClient):
             self._allocate(directory / name)
 
     def _allocate(self, path: Path) -> None:
-        """Keeps a slot that is there: its bytes may be what the next restore wants."""
+        """Create a slot file, unless it exists with the right size.
+
+        An existing slot may hold the bytes of the next restore.
+        """
         if path.exists() and path.stat().st_size == HEADER_BYTES + self._capacity:
             return
         with path.open("wb") as file:
@@ -114,7 +117,7 @@ class FakeRank(LocalClient):
             return file.read(header.payload_bytes)
 
     def fill_slot(self, name: str, step: int, data: bytes) -> None:
-        """FILLING, the bytes, the header, FULL last: as the SDK does it."""
+        """Write state FILLING, the header and the payload, and the state FULL last, as the SDK does."""
         header = SlotHeader(
             SlotState.FILLING, self.rank, self._capacity, self.round, Step(step), len(data)
         )
@@ -132,7 +135,7 @@ class FakeRank(LocalClient):
             file.write(pack_state(SlotState.FREE))
 
     def own_slot(self, name: str, message: Stage) -> None:
-        """Leave the slot as a sidecar leaves it that dies between Staged and the shard."""
+        """Put the slot into the state in which a sidecar leaves it that dies between Staged and the shard."""
         staged = self._shared / "staged"
         staged.mkdir(exist_ok=True)
         (staged / f"{name}.json").write_bytes(dumps(message))
@@ -149,7 +152,10 @@ class FakeRank(LocalClient):
         return digest
 
     async def save(self, step: int, data: bytes, layout: bytes | None = None) -> str:
-        """Waits for a free slot, stages; returns the slot's name. `layout`: see `write_layout`."""
+        """Wait for a free slot, fill and stage it, and return its name.
+
+        `layout` is the rank's layout document; the default is `rank_document`.
+        """
         name: str = await until(
             lambda: next((n for n in self.names if self.header(n).state is SlotState.FREE), None),
             f"a free slot of rank {self.rank}",
@@ -167,7 +173,7 @@ class FakeRank(LocalClient):
         return Stage(self.round, Step(step), self.rank, name, len(data), digest)
 
     async def reached(self, step: int, level: Level) -> None:
-        """Wait until the sidecar has pushed this level (or a higher one) for the step."""
+        """Wait until the sidecar has reported this level, or a higher one, for the step."""
         order = (Level.MEMORY, Level.LOCAL, Level.REPLICATED, Level.PERSISTED)
 
         def seen() -> bool:
@@ -184,7 +190,10 @@ class FakeRank(LocalClient):
         self.push(Progress(self.round, self.rank, Step(step), {"loss": 1.0}))
 
     async def reshard(self, wanted: RankLayout) -> tuple[RestoreReply, bytes, Filled]:
-        """Restore, then Fill with a layout of its own: the payload and where it came from."""
+        """Restore with a new layout.
+
+        Returns the reply to Restore, the payload, and the reply to Fill, which states its source.
+        """
         reply = await self.request(Restore(self.round, self.rank, with_layout=True))
         assert isinstance(reply, RestoreReply), reply
         digest = self.write_layout(wanted.to_bytes())
@@ -196,7 +205,11 @@ class FakeRank(LocalClient):
             return reply, file.read(filled.payload_bytes), filled
 
     async def restore(self) -> tuple[RestorePoint, bytes | None, Filled | None]:
-        """Restore and Fill: the point, the payload and where it came from."""
+        """Restore the rank.
+
+        Returns the restore point, the payload, and the reply to Fill, which states its source. Payload and
+        reply are None for an empty restore point.
+        """
         reply = await self.request(Restore(self.round, self.rank))
         assert isinstance(reply, RestoreReply), reply
         if reply.restore_point.step is None:

@@ -1,4 +1,4 @@
-"""Polling with a deadline: tests never sleep for a fixed time."""
+"""Polling with a deadline, because tests never sleep for a fixed time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ DEADLINE_SECONDS = 120.0
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
-    """Poll until `condition` is truthy; AssertionError with `what` when the time is over."""
+    """Poll until `condition` is true and return its value.
+
+    Raises AssertionError that names `what` after `seconds`.
+    """
     clock = SystemClock()
     deadline = clock.monotonic() + seconds
     while not (value := condition()):

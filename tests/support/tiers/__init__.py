@@ -1,1 +1,1 @@
-"""Tiers for tests: in memory, failing on purpose, and the contract that every node tier passes."""
+"""Node tiers for tests: one in memory, one with faults, and the contract that every node tier meets."""

@@ -1,7 +1,7 @@
-"""The oracle of tests: which checkpoints a node tier can restore, found by reading every byte.
+"""Oracle that finds the checkpoints that a node tier can restore by reading every byte.
 
-The product never reads so much: it chooses by manifests and by what members say they hold, and
-verifies what it restores.
+The product reads less: it chooses by manifests and by the inventories of the members, and verifies only
+what it restores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Skipped = Callable[[CheckpointId, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A checkpoint that can be restored from this tier, for the ranks that were asked for."""
+    """A checkpoint that this tier can restore for the requested ranks."""
 
     manifest: Manifest
     digest: Digest
@@ -35,11 +35,12 @@ def candidates(
     *,
     skipped: Skipped | None = None,
 ) -> Iterator[Candidate]:
-    """Restorable checkpoints of a job, newest step first, then newest round.
+    """Yield the restorable checkpoints of a job, newest step first, then newest round.
 
-    A checkpoint is yielded when manifest and layout parse and every shard of `ranks` (None: of the
-    whole world) is here and verifies, all of its bytes. Bad shards are quarantined. `skipped` hears
-    which checkpoint was passed over and why. Lazy: what is older is not read.
+    A checkpoint is yielded if its manifest and layout parse, and every shard of `ranks` (None: of all
+    ranks) is present and all its bytes verify. Corrupt shards are quarantined. `skipped` is called with
+    each checkpoint that is skipped and the reason. The iterator is lazy: checkpoints are read when they are
+    requested.
     """
     held = sorted((c for uid, c in tier.list_manifests() if uid == job_uid), reverse=True)
     for checkpoint in held:

@@ -1,9 +1,8 @@
-"""Wrappers that make any tier fail on purpose: the wrapped tier keeps the contract, this one does
-what disks and stores do on bad days. Only tests build one.
+"""Wrappers that inject faults into any tier. For tests only.
 
-A Fault names an operation (a method of the contract, or one of the writer's and reader's:
-`copy.write`, `copy.commit`, `read`, `verify`), when it strikes, and what happens: an error, a
-delay, or a flipped bit in the bytes that pass.
+A Fault names an operation, when it applies, and its effect: an error, a delay, or a flipped bit in the
+bytes that pass. An operation is a method of the tier, or `copy.write`, `copy.commit`, `read` or `verify` of
+its writers and readers.
 """
 
 from __future__ import annotations
@@ -45,16 +44,19 @@ class Fault:
     operation: str
     kind: FaultKind
     first: int = 1
-    """The call from which it strikes, counted per operation from 1."""
+    """Number of the first call that the fault hits, counted per operation from 1."""
     times: int | None = None
-    """For how many calls; None: for ever."""
+    """Number of calls that the fault hits; None for all from `first` on."""
     error: HoldfastError | None = None
-    """What ERR raises; None: UnavailableError."""
+    """Error that ERR raises; None for an UnavailableError."""
     seconds: float = 0.0
 
 
 class Faults:
-    """Counts calls and says what strikes. Thread-safe; faults may come and go at any time."""
+    """Set of faults that counts calls and applies the faults that are due.
+
+    It is thread-safe; faults may be added and cleared at any time.
+    """
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self._faults = list(faults)
@@ -62,7 +64,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def add(self, fault: Fault) -> None:
-        """Calls are counted from the beginning, not from here."""
+        """Add a fault. Its `first` counts all calls of the operation, including earlier ones."""
         with self._lock:
             self._faults.append(fault)
 
@@ -75,7 +77,7 @@ class Faults:
             return self._calls[operation]
 
     def strike(self, operation: str) -> bool:
-        """Raise or wait as the faults say; True where the bytes are to be flipped."""
+        """Count a call and raise or wait as the faults require. Returns whether to flip a bit."""
         with self._lock:
             self._calls[operation] += 1
             call = self._calls[operation]
@@ -256,7 +258,11 @@ class FaultyCopyWriter:
 
 
 class FaultySource:
-    """Its errors come before a run of chunks, its flips after that was verified."""
+    """Shard source with faults.
+
+    A fault hits after a piece was read and verified: an error replaces the piece, and a flip changes its
+    bytes.
+    """
 
     def __init__(self, inner: ShardSource, faults: Faults) -> None:
         self._inner = inner
@@ -287,7 +293,10 @@ class FaultySource:
 
 
 class FaultyShardReader:
-    """Its flips strike after the inner tier has verified: what a fault in memory would do."""
+    """Shard reader with faults.
+
+    A flip changes bytes after the inner tier has verified them, as a memory fault would.
+    """
 
     def __init__(self, inner: ShardReader, faults: Faults) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""A node tier in memory, for tests: the same contract and the same bytes, nothing durable."""
+"""A node tier in memory for tests, with the same contract and the same bytes, but without durability."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from holdfast_core.tiers.base import PayloadSource
 
 
 class MemoryTier:
-    """NodeTier over dicts. `capacity_bytes` None: unbounded."""
+    """NodeTier over dicts. With `capacity_bytes` None its capacity is unlimited."""
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
         self._capacity_bytes = capacity_bytes
@@ -172,7 +172,7 @@ class MemoryTier:
             return max(0, self._capacity_bytes - used - self._reserved)
 
     def damage(self, ref: ShardRef, position: int) -> None:
-        """Flip a bit of a stored file, as a bad disk would."""
+        """Invert one bit of a stored file, as a failing disk would."""
         with self._lock:
             record, data = self._files[ref]
             changed = bytearray(data)
@@ -242,7 +242,7 @@ class MemoryCopyWriter:
 
 
 class MemoryShardReader:
-    """A reader of a file's bytes; `fd` is a memory file of the kernel."""
+    """ShardReader over the bytes of a file. Its `fd` is a memfd with the same content."""
 
     def __init__(self, ref: ShardRef, data: bytes) -> None:
         self._ref = ref
@@ -314,7 +314,7 @@ class MemoryShardReader:
         self.close()
 
     def _checked(self) -> Trailer:
-        """Head, tail and identity, as the disk's reader checks them; not the payload."""
+        """Check head, trailer and identity, but not the payload, as the disk tier's reader does."""
         header = unpack_head(self._data)
         trailer = unpack_trailer(self._data[trailer_offset(header) :])
         check_trailer(header, trailer, len(self._data))

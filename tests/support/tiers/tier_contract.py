@@ -1,4 +1,4 @@
-"""The contract of every NodeTier as tests: a backend passes by subclassing and giving `tier`."""
+"""The contract of every NodeTier as tests. A backend's test class subclasses TierContract."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ CHECKPOINT = CheckpointId(Step(10), RestartRound(0))
 
 
 class TierContract:
-    """Subclass as `class TestX(TierContract)` and define the two fixtures."""
+    """Tests of a NodeTier.
+
+    A subclass `TestX(TierContract)` overrides the fixtures `tier` and `small_tier`.
+    """
 
     @pytest.fixture
     def tier(self) -> NodeTier:
@@ -30,7 +33,7 @@ class TierContract:
 
     @pytest.fixture
     def small_tier(self) -> NodeTier:
-        """A tier with room for less than 1 MiB."""
+        """Return a tier with room for less than 1 MiB."""
         raise NotImplementedError
 
     @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ class TierContract:
         with tier.open_shard(record.ref) as reader:
             found = [bytes(v) for v in reader.read_file(ByteRange(*r) for r in ranges)]
             assert found == [expected[start:stop] for start, stop in ranges]
-            # Whoever stops early gives everything back: the reader goes on to work.
+            # A caller that stops early releases everything: the reader still works.
             next(iter(reader.read_payload()))
             reader.verify()
 
@@ -155,7 +158,7 @@ class TierContract:
         file, record = shard_file(shard_header(size), payload(size))
         writer = tier.begin_copy(record.ref, len(file))
         while writer.offset < len(file):
-            # The first time the connection breaks: the room is asked for again.
+            # The first attempt simulates a broken connection: the writer must hand out the room again.
             writer.room(piece)[:1000] = b"x" * 1000
             part = file[writer.offset : writer.offset + piece]
             room = writer.room(len(part))

@@ -1,4 +1,4 @@
-"""Small file systems of their own, in a file: for what only some kinds of file system can do."""
+"""Small file systems in image files, for behaviour that only some kinds of file system have."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _MIB = 512
-"""The least that mkfs.xfs takes is 300."""
+"""Size of an image in MiB. mkfs.xfs requires at least 300."""
 
 
 def cannot_make(kind: str) -> str | None:
-    """Why this process cannot make and mount a file system of this kind, or None."""
+    """Return why this process cannot create and mount a file system of this kind, or None if it can."""
     if os.geteuid() != 0:
         return "mounting a file system needs root"
     if shutil.which(f"mkfs.{kind}") is None:

@@ -1,1 +1,1 @@
-"""Doubles for training code: a device, a store of the gang, and the launcher as a process."""
+"""Doubles for training code: a device, a store of the gang, and `holdfast run` as a process."""

@@ -1,4 +1,4 @@
-"""The gang's store (torch.distributed.Store, as far as it is used) within one process."""
+"""In-process double for the gang's store, with the methods of torch.distributed.Store that Holdfast uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DictStore:
-    """Holds everything in `values`; a key that is not there is a KeyError, never a wait."""
+    """Store over `values`. A missing key raises KeyError instead of waiting."""
 
     values: dict[str, str] = field(default_factory=dict)
 

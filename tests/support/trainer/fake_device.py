@@ -1,8 +1,7 @@
-"""A device without one: tensors in the host's memory count as its own, and its copies lag.
+"""Device double: it treats tensors in host memory as its own, and its copies lag.
 
-What a real device may do at any time, this one does as late as it may: it copies when somebody is
-held back, or when the test says `catch_up`. A copy that should have been waited for and was not holds
-the bytes of later then, in every run.
+A real device may copy at any time; this one copies as late as possible, when a caller is held back or the
+test calls `catch_up`. If code fails to wait for a copy, the copy therefore holds later bytes in every run.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ _STUCK_SECONDS = 120.0
 
 
 class FakeDevice:
-    """Does copies in the order in which they came, as a stream does. Change its fields at any time."""
+    """Device that executes copies in order, as a stream does. Tests may change its fields at any time."""
 
     def __init__(self, holds: Callable[[object], bool] = is_tensor) -> None:
         self.holds = holds
         self.is_lagging = True
-        """Who waits for a copy waits until it is told to catch up; False: the copy is done then."""
+        """Whether a wait for a copy blocks until `catch_up`. If False, the wait executes the copy."""
         self.refuses: str | None = None
-        """`enqueue` raises this."""
+        """Message of the DeviceError that `enqueue` raises."""
         self.fails: str | None = None
-        """Copies end with this."""
+        """Message of the DeviceError with which each wait for a copy ends."""
         self.refuses_to_hold_back: str | None = None
         self.refuses_pins: str | None = None
         self.captures = False
         self.pinned: dict[int, int] = {}
-        """Address -> bytes."""
+        """Size in bytes of each pinned range, by address."""
         self._changed = threading.Condition(threading.RLock())
         self._marks: list[FakeMark] = []
 
     @property
     def is_idle(self) -> bool:
-        """Every copy was done."""
+        """Whether all copies are done."""
         return not self._marks
 
     def enqueue(self, copies: Sequence[DeviceCopy]) -> FakeMark:
@@ -62,7 +61,7 @@ class FakeDevice:
         del self.pinned[address]
 
     def catch_up(self) -> None:
-        """Do all copies."""
+        """Execute all pending copies."""
         with self._changed:
             if self._marks:
                 self.do_up_to(self._marks[-1])
@@ -88,7 +87,10 @@ class FakeDevice:
 
 @dataclass(slots=True, eq=False)
 class FakeMark:
-    """The host is the current stream here: to hold it back is to do the copies now."""
+    """Position in the device's stream.
+
+    The host takes the place of the current stream, so `hold_back` executes the copies immediately.
+    """
 
     device: FakeDevice
     copies: Sequence[DeviceCopy]

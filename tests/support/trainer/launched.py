@@ -1,6 +1,6 @@
-"""`holdfast run` as users run it: a process with ranks, to watch and to kill.
+"""`holdfast run` as users run it: a process with ranks that tests watch and kill.
 
-The program should write "<steps done> <pid>" to `<progress>/rank<r>`, as examples/gpt/train.py does.
+The program must write "<steps done> <pid>" to `<progress>/rank<r>`, as examples/gpt/train.py does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.base.settings import current_environment
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    """Poll; raises AssertionError naming `what` when the time is over."""
+    """Poll until `condition` is true. Raises AssertionError that names `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -30,9 +30,9 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> N
 
 
 def committed_step(directory: Path) -> int:
-    """The newest step of a directory that has a manifest; 0 for none.
+    """Return the newest step of a directory that has a manifest, or 0 if there is none.
 
-    For looking while ranks save: a folder that they take away meanwhile is passed over.
+    It may be called while ranks save: folders that they delete in the meantime are skipped.
     """
     steps = [0]
     for folder, _, files in os.walk(directory):
@@ -43,7 +43,7 @@ def committed_step(directory: Path) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """Living descendants of a process."""
+    """Return the process ids of all descendants of a process."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Zombies count as dead."""
+    """Return whether the process runs. Zombies count as dead."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -63,12 +63,12 @@ def is_alive(pid: int) -> bool:
 
 @dataclass(slots=True)
 class Launched:
-    """A context manager: whatever is left is killed at its end."""
+    """Context manager that runs `holdfast run` and kills all its remaining processes at exit."""
 
     directory: Path
-    """For output and progress."""
+    """Directory for output and progress files."""
     options: Sequence[str]
-    """Of `holdfast run`."""
+    """Options of `holdfast run`."""
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
@@ -108,18 +108,18 @@ class Launched:
         self.process.wait()
 
     def wait(self, seconds: float = 240.0) -> int:
-        """The exit code."""
+        """Wait for the launcher and return its exit code."""
         return self.process.wait(seconds)
 
     def step_of(self, rank: int) -> int:
-        """Steps done by the newest process of `rank`; 0 before its first."""
+        """Return the steps done by the newest process of `rank`, or 0 before its first."""
         return self._progress_of(rank)[0]
 
     def pid_of(self, rank: int) -> int | None:
         return self._progress_of(rank)[1]
 
     def kill_rank(self, rank: int) -> int:
-        """SIGKILL to the rank's process; the step that it had done."""
+        """Send SIGKILL to the rank's process and return the steps it had done."""
         step, pid = self._progress_of(rank)
         if pid is None:
             raise AssertionError(f"rank {rank} has not done a step yet")
