@@ -15,6 +15,7 @@ from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
     Ask,
     CoordinatorState,
+    DeadRank,
     Exited,
     Failure,
     Inventory,
@@ -195,4 +196,12 @@ def test_many_empty_entries_are_refused_before_they_are_parsed(kind, entry):
 def test_the_smallest_honest_entries_are_not_too_many():
     tiers = tuple(RankTiers(Rank(0)) for _ in range(200_000))
     state = CoordinatorState(0, RestartRound(0), tiers=tiers)
+    assert loads(CoordinatorState, dumps(state)) == state
+
+
+def test_brackets_in_texts_are_no_entries() -> None:
+    """The last output of many ranks that failed alike: arrays and nested lists."""
+    text = ("array([[1, 0], [0, 1], [1, 1], [0, 0]]) " * 60)[:2048]
+    dead = tuple(DeadRank(Rank(rank), Worker(rank), 1, text) for rank in range(256))
+    state = CoordinatorState(0, RestartRound(0), dead=dead)
     assert loads(CoordinatorState, dumps(state)) == state

@@ -23,6 +23,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.node.files import disk_errors
+from holdfast_core.node.scan import list_manifests
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import BLOCK_BYTES
 from holdfast_core.shards.record import ShardRecord
@@ -263,3 +264,40 @@ def test_a_directory_that_is_removed_while_a_shard_begins_is_made_again(root: Pa
     shutil.rmtree(tier.shard_path(write(tier, 10).ref).parent)
     with tier.open_shard(tier.write_shard(other, BytesSource(payload(SIZE, seed=1))).ref) as reader:
         reader.verify()
+
+
+def test_a_listing_that_fails_is_not_taken_for_an_empty_one(root: Path) -> None:
+    """A step whose manifest is not listed would lose its shards to the next pruning."""
+    tier = opened(root)
+    for step in (10, 20):
+        tier.put_manifest(JOB_UID, CheckpointId(Step(step), RestartRound(0)), b"{}")
+    with no_descriptors(), pytest.raises(UnavailableError, match="Too many open files"):
+        tier.list_manifests()
+    listing = list_manifests(root, frozenset({"layouts", "quarantine"}))
+    assert next(listing)[1].step == 10
+    with no_descriptors(), pytest.raises(UnavailableError, match="Too many open files"):
+        next(listing)
+    assert len(tier.list_manifests()) == 2
+
+
+def test_another_program_removes_the_quarantine(root: Path) -> None:
+    tier = DiskNodeTier(root, capacity_bytes=3 * SIZE)
+    tier.open()
+    record = write(tier, 10)
+    shutil.rmtree(root / "quarantine")
+    tier.quarantine(record.ref, "a test says so")
+    assert len(list((root / "quarantine").iterdir())) == 2
+    shutil.rmtree(root / "quarantine")
+    write(tier, 20)
+    with pytest.raises(CapacityError):
+        for step in (30, 40, 50):
+            write(tier, step)
+
+
+def test_a_shard_whose_directory_is_gone_can_be_deleted(root: Path) -> None:
+    tier = opened(root)
+    free = tier.free_bytes()
+    record = write(tier, 10)
+    shutil.rmtree(tier.shard_path(record.ref).parent)
+    tier.delete_shard(record.ref)
+    assert (tier.find(record.ref), tier.free_bytes()) == (None, free)

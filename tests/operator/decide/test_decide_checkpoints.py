@@ -22,6 +22,7 @@ from tests.support.operator.builders import (
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
+    DeadRank,
     Failure,
     RankProgress,
     RestorePoint,
@@ -362,3 +363,18 @@ def test_time_goes_to_training_and_recovery() -> None:
     assert second.status.goodput.training_seconds == 20.0
     assert second.status.goodput.recovery_seconds == 0.0
     assert second.status.goodput.ratio == 1.0
+
+
+def test_a_commit_is_recorded_before_the_round_that_follows_a_failure() -> None:
+    """The coordinator of the next round has no record of what this one uploaded."""
+    dead = (DeadRank(Rank(0), Worker(0), 1, "boom"),)
+    observed = world(reported=point(40), coordinator={"dead": dead, "running": False})
+    (commit,) = only(decide(observed, now()), CommitPersisted)
+    assert commit.status.last_persisted.step == 40
+    observed = world(
+        committed=persisted(40),
+        reported=point(40),
+        checkpoints=(checkpoint(40, 2),),
+        coordinator={"dead": dead, "running": False},
+    )
+    assert only(decide(observed, now(1000.0)), CommitPersisted) == []

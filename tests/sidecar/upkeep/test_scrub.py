@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -36,7 +37,7 @@ from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.upkeep.replace import Replacer
-from holdfast_sidecar.upkeep.scrub import Schedule, Scrubber
+from holdfast_sidecar.upkeep.scrub import Schedule, Scrubber, bad_documents
 
 HELD = Round(
     RestartRound(1),
@@ -107,12 +108,13 @@ class World:
         failures: Failures | None = None,
         clock: Clock | None = None,
         busy: Callable[[], bool] | None = None,
+        replacer: Any = None,
     ) -> Scrubber:
         rehydrator = rehydrator_of(STATE, self.node, self.peer, self.pools, ManualClock())
         return Scrubber(
             settings,
             node or self.node,
-            Replacer(self.node, rehydrator, lambda: STATE, self.pools),
+            replacer or Replacer(self.node, rehydrator, lambda: STATE, self.pools),
             pools=self.pools,
             metrics=self.metrics,
             failures=failures or Failures(lambda: None),
@@ -307,6 +309,46 @@ def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) -> None:
                 while world.counted(SCRUBBED) < documents + len(PAYLOAD):
                     clock.advance(1.0)
                     await SystemClock().sleep(0.01)
+        finally:
+            await scrubber.close()
+            world.pools.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_unreadable_document_hides_no_other(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    damaged = tmp_path / "node" / JOB.uid / "manifests/s000000000099/r000000.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"no manifest")
+    error = TierError("reading manifest /node/x: Input/output error")
+    faults = Faults([Fault("get_manifest", FaultKind.ERR, first=1, times=1, error=error)])
+    found = bad_documents(FaultyNodeTier(world.node, faults), lambda length: None)
+    assert next(found).manifest is not None
+    with pytest.raises(TierError, match="Input/output error"):
+        next(found)
+    world.pools.close()
+
+
+def test_an_error_while_a_copy_is_replaced_does_not_end_the_scrub(tmp_path: Path) -> None:
+    class FailingReplacer:
+        calls = 0
+
+        async def replace_missing(self) -> None:
+            self.calls += 1
+            raise OSError(errno.EIO, "Input/output error")
+
+    async def scenario() -> None:
+        world, replacer, failures = World(tmp_path), FailingReplacer(), Failures(lambda: None)
+        scrubber = world.scrubber_of(
+            Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.001),
+            failures=failures,
+            replacer=replacer,
+        )
+        scrubber.start()
+        try:
+            await world.until(lambda: replacer.calls >= 3)
+            assert "Input/output error" in failures.current[0].message
         finally:
             await scrubber.close()
             world.pools.close()

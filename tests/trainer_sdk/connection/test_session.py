@@ -122,3 +122,17 @@ def test_a_sidecar_that_restarts_and_waits_for_its_round_keeps_what_it_owned(
     session.push(LevelReached(Step(1), ROUND, Level.LOCAL))
     assert handle.durable
     sidecars.close()
+
+
+def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) -> None:
+    """Without it the slot of the first save would stay FULL until the end."""
+    ring = SlotRing(tmp_path, RANK, 2)
+    ring.ensure(4096, ROUND)
+    link = Words()
+    session = session_with(link)
+    for slot in ring.slots:
+        save(session, slot, 10)
+    session.greeted(HelloReply(ROUND))
+    session.connected()
+    names = [message.slot for message, _ in link.sent]
+    assert names == [slot.name for slot in ring.slots] * 2

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -69,8 +70,15 @@ def to_json(message: Any) -> Any:
     return message
 
 
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
+
+
 def dumps(message: Any) -> bytes:
     return json.dumps(to_json(message), separators=(",", ":"), allow_nan=True).encode()
+
+
+def _entries(data: bytes) -> int:
+    return data.count(b"[") + data.count(b"{")
 
 
 def loads(cls: type[T], data: bytes, *, limit_bytes: int | None = None) -> T:
@@ -84,7 +92,12 @@ def loads(cls: type[T], data: bytes, *, limit_bytes: int | None = None) -> T:
             field and the reason.
     """
     entries = entries_limit(cls, len(data))
-    if entries is not None and data.count(b"[") + data.count(b"{") > entries:
+    # Texts contain brackets, too. They are left out only if the fast count is too high.
+    if (
+        entries is not None
+        and _entries(data) > entries
+        and _entries(_TEXT.sub(b"", data)) > entries
+    ):
         raise FormatError(
             f"{cls.__name__}: more than {entries} objects and lists in {len(data)} bytes"
         )

@@ -97,7 +97,9 @@ def scan(
 
 def list_manifests(root: Path, reserved: frozenset[str]) -> Iterator[tuple[JobUid, CheckpointId]]:
     """Yield the manifests by their names. The documents are not read and may be damaged."""
-    for job in sorted(root.iterdir()) if root.is_dir() else ():
+    with disk_errors(f"listing {root}"):
+        jobs = sorted(root.iterdir()) if root.is_dir() else []
+    for job in jobs:
         if job.name in reserved or not job.is_dir():
             continue
         for path in _files(job / "manifests"):
@@ -142,7 +144,7 @@ def _make_durable(directory: Path) -> None:
 
 def _directories(root: Path) -> Iterator[Path]:
     with disk_errors(f"listing {root}"):
-        for directory, _, _ in os.walk(root, followlinks=False):
+        for directory, _, _ in os.walk(root, onerror=_listing_failed, followlinks=False):
             yield Path(directory)
 
 
@@ -150,7 +152,17 @@ def _files(root: Path) -> Iterator[Path]:
     if not root.is_dir():
         return
     with disk_errors(f"listing {root}"):
-        for directory, names, files in os.walk(root, followlinks=False):
+        for directory, names, files in os.walk(root, onerror=_listing_failed, followlinks=False):
             names.sort()
             for name in sorted(files):
                 yield Path(directory) / name
+
+
+def _listing_failed(error: OSError) -> None:
+    """Raise a failed listing, which `os.walk` would take for an empty directory.
+
+    A step whose manifest is not listed looks as if nothing needed its shards. Two errors mean that there is
+    nothing to list: another process has pruned the directory, or it belongs to another user (lost+found).
+    """
+    if not isinstance(error, FileNotFoundError | PermissionError):
+        raise error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -251,7 +251,8 @@ class DiskNodeTier:
         entry = self._index.find(ref)
         if entry is None:
             return
-        with disk_errors(f"deleting shard {entry.path}"):
+        # FileNotFoundError: another program removed the directory.
+        with disk_errors(f"deleting shard {entry.path}"), suppress(FileNotFoundError):
             entry.path.unlink(missing_ok=True)
             fsync_directory(entry.path.parent)
         self._forget(ref)
@@ -492,6 +493,8 @@ class DiskNodeTier:
         """Remove all quarantined files. Return False if there were none."""
         directory = self._root / QUARANTINE
         with self._lock, disk_errors(f"emptying {directory}"):
+            if not directory.is_dir():
+                return False  # another program removed it
             held = [p for p in directory.iterdir() if not p.name.endswith(".reason")]
             for old in held:
                 self._remove_quarantined(old)
@@ -506,6 +509,7 @@ class DiskNodeTier:
         directory = self._root / QUARANTINE
         name = "--".join(path.relative_to(self._root).parts)
         with self._lock, disk_errors(f"quarantining {path}"):
+            directory.mkdir(mode=0o700, exist_ok=True)  # another program may have removed it
             held = sorted(p for p in directory.iterdir() if not p.name.endswith(".reason"))
             number = int(held[-1].name.partition("-")[0]) + 1 if held else 0
             target = directory / f"{number:010d}-{name}"

@@ -112,6 +112,9 @@ def _decide(observed: Observed, now: Now) -> Decision:
     memory = times.with_failure(memory, bool(failures), now)
     if failures and job.spec.suspend and any(f.replace_pod for f in failures):
         return _kept(world, memory, now, failures[0])
+    commit = checkpoints.committable(world) if failures else None
+    if commit is not None:  # the coordinator of the next round has no record of it
+        return _committed(world, memory, now, commit, [], None)
     if failures and not failure.is_disruption(failures):
         peer = silent_peer(world, memory, now)
         if peer is not None:

@@ -105,7 +105,10 @@ class Scrubber:
         next_pass = self._clock.monotonic()
         while True:
             await self._clock.sleep(rest)
-            await self._replacer.replace_missing()
+            try:
+                await self._replacer.replace_missing()
+            except (HoldfastError, OSError) as error:
+                self._failures.note(_SUBJECT, TierName.NODE, error)
             started = self._clock.monotonic()
             if started < next_pass:
                 continue
@@ -214,7 +217,7 @@ class Scrubber:
 
     async def _documents(self) -> None:
         """Verify all manifests and layouts. Quarantine and replace the damaged ones."""
-        found = await self._pools.scrub.run(self._bad_documents)
+        found, unread = await self._pools.scrub.run(self._bad_documents)
         for bad in found:
             self._metrics.corruption(TierName.NODE)
             logs.warning("scrub: quarantined a document", error=bad.text)
@@ -225,9 +228,17 @@ class Scrubber:
                 self._replacer.layout_is_bad(*bad.layout)
         if found:
             await self._replacer.replace_missing()
+        if unread is not None:
+            raise unread
 
-    def _bad_documents(self) -> list[BadDocument]:
-        return list(bad_documents(self._node, self._metrics.scrubbed))
+    def _bad_documents(self) -> tuple[list[BadDocument], HoldfastError | OSError | None]:
+        """Return the damaged documents, and the error of one that could not be read."""
+        found: list[BadDocument] = []
+        try:
+            found.extend(bad_documents(self._node, self._metrics.scrubbed))
+        except (HoldfastError, OSError) as error:
+            return found, error
+        return found, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +261,15 @@ class BadDocument:
 def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[BadDocument]:
     """Yield the damaged manifests, and the damaged layouts that a manifest names. Blocks.
 
-    Documents of a format that this release does not support are skipped.
+    Documents of a format that this release does not support are skipped. The error of a document that
+    cannot be read is raised after all others have been read.
 
     Args:
         node: The node tier.
         read: Called with the number of bytes of each document that was read.
     """
     layouts: set[Digest] = set()
+    unread: HoldfastError | OSError | None = None
     for job_uid, checkpoint in node.list_manifests():
         try:
             document = node.get_manifest(job_uid, checkpoint)
@@ -267,6 +280,9 @@ def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[Bad
             continue
         except (NotFoundError, FormatError):
             continue
+        except (HoldfastError, OSError) as error:
+            unread = error
+            continue
         if digest in layouts:
             continue
         layouts.add(digest)
@@ -276,3 +292,7 @@ def bad_documents(node: NodeTier, read: Callable[[int], object]) -> Iterator[Bad
             yield BadDocument(str(error), layout=(digest, job_uid, checkpoint))
         except NotFoundError:
             continue
+        except (HoldfastError, OSError) as error:
+            unread = error
+    if unread is not None:
+        raise unread

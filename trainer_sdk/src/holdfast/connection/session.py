@@ -123,7 +123,8 @@ class Session:
 
     def connected(self) -> None:
         with self._lock:
-            again = [s for s in self._saves.values() if not s.handle.settled]
+            handed_over = [s for newest in self._saves.values() for s in _chain(newest)[::-1]]
+            again = [s for s in handed_over if not s.handle.settled]
             if self._said_lost:
                 logger.warning("connected to %s again: saves go on", self.peer)
                 self._said_lost = False
@@ -302,7 +303,8 @@ class Session:
             settled = (key for key, save in self._saves.items() if save.handle.settled)
             forgotten = self._saves.pop(next(settled, next(iter(self._saves))))
             why = f"{self.peer} did not say what became of it, nor of {_MAX_HANDLES} later saves"
-            forgotten.handle.fail(Level.LOCAL, why)
+            for save in _chain(forgotten):
+                save.handle.fail(Level.LOCAL, why)
 
     def _answered(self, save: _Staged, future: Future[Any]) -> None:
         try:
@@ -336,13 +338,8 @@ class Session:
             self._lock.notify_all()
 
     def _handles(self, step: int, round_: int) -> list[SaveHandle]:
-        found = []
         with self._lock:
-            save = self._saves.get((step, round_))
-            while save is not None:
-                found.append(save.handle)
-                save = save.before
-        return found
+            return [save.handle for save in _chain(self._saves.get((step, round_)))]
 
     def _want(self, token: str, *, stop: bool) -> None:
         with self._lock:
@@ -353,6 +350,15 @@ class Session:
                 self._stop_wanted = True
             else:
                 self._save_wanted = True
+
+
+def _chain(newest: _Staged | None) -> list[_Staged]:
+    """Return the saves of one step and round, the newest first."""
+    found = []
+    while newest is not None:
+        found.append(newest)
+        newest = newest.before
+    return found
 
 
 def _state_of(save: _Staged) -> SlotState | None:
