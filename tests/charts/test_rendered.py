@@ -233,7 +233,7 @@ def test_an_existing_service_account_is_bound(render: Render) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "text"),
     [
         pytest.param("operator.imagee.tag=1", "imagee", id="misspelt"),
         pytest.param("operator.logLevel=loud", "logLevel", id="unknown level"),
