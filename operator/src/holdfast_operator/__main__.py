@@ -83,7 +83,7 @@ def _exit_code(work: asyncio.Task[None], kopf: asyncio.Task[None]) -> int:
             logs.failure(f"{name} ended", error)
             return 1
     if not kopf.done():
-        logs.warning("the controller ended by itself")
+        logs.warning("the controller stopped although nothing requested it; the process exits")
         return 1
     return 0
 

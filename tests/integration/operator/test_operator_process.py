@@ -671,7 +671,9 @@ def test_a_job_that_cannot_be_read_is_left_as_it_is(bed: Bed) -> None:
         bed.kubelet.delete_pod(bed.pod(1, 0))
         bed.kill_operator()
         bed.start_operator()
-        bed.until("left alone", lambda: "cannot be read and is left alone" in bed.log())
+        bed.until(
+            "reported", lambda: "cannot be read, and the operator does not change it" in bed.log()
+        )
         bed.until("in sync", lambda: "in sync" in bed.log())
         assert bed.status()["phase"] == "Hibernating"
         assert bed.status()["restartRound"] == 0

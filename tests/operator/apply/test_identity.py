@@ -180,7 +180,7 @@ def test_forged_pods_are_said_once_a_namespace_and_counted(
         await edge.look()
         await edge.look()
         assert edge.cache.foreign_pods() == 50
-        said = [r for r in caplog.records if "is ignored" in r.getMessage()]
+        said = [r for r in caplog.records if "ignores it" in r.getMessage()]
         assert len(said) == 1
         for pod in list(edge.api.all("pods")):
             edge.api.remove("pods", "mallory", pod["metadata"]["name"])
@@ -363,7 +363,7 @@ CA = ("secrets", "holdfast-system", ca_secret_name(UID))
 def test_an_authority_is_created_for_leaves_and_never_by_a_late_call() -> None:
     async def story() -> None:
         edge = Edge()
-        with pytest.raises(HoldfastError, match="is not there"):
+        with pytest.raises(HoldfastError, match="does not exist"):
             await edge.certificates.client(UID)
         assert edge.api.all("secrets") == []
         await edge.certificates.round_data(edge.job, [POD])
@@ -372,9 +372,9 @@ def test_an_authority_is_created_for_leaves_and_never_by_a_late_call() -> None:
         edge.api.remove("trainingjobs", NAMESPACE, "job")
         await edge.certificates.forget(UID)
         for late in (edge.certificates.client, edge.certificates.renewal_client):
-            with pytest.raises(HoldfastError, match="is not there"):
+            with pytest.raises(HoldfastError, match="does not exist"):
                 await late(UID)
-        with pytest.raises(HoldfastError, match="is not there"):
+        with pytest.raises(HoldfastError, match="does not exist"):
             await edge.certificates.renewed(UID, POD)
         with pytest.raises(JobGoneError):
             await edge.certificates.round_data(edge.job, [POD])

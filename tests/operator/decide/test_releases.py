@@ -130,7 +130,7 @@ def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
     former = replace(DELETED, job_uid="former-uid")  # type: ignore[arg-type]
     names, said = released(observed(checkpoints=(former,)))
     assert names == [former.name]
-    assert "the job that saved it is gone" in said[0]
+    assert "the job that saved it no longer exists" in said[0]
 
 
 @pytest.mark.parametrize(

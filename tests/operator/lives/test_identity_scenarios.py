@@ -376,7 +376,7 @@ def test_a_job_says_that_it_waits_for_a_name_that_is_taken() -> None:
         assert running is not None
         assert running.status is False
         assert taken in running.message
-        assert "no controller owns it" in running.message
+        assert "it has no controller" in running.message
         assert taken in cluster.api.names("pods", NAMESPACE), "it is left alone"
         cluster.api.remove("pods", NAMESPACE, taken)
         after = await advance(cluster, operator, 60)

@@ -195,9 +195,10 @@ class JobEffects:
             )
         if expected is None and not _is_record_of(raw, job, record):
             raise NameTakenError(
-                f"Checkpoint {job.namespace}/{name} cannot record {record.checkpoint} of job {job.name} "
-                f"(uid {job.uid}): an object of that name exists that is no record of this commit; it "
-                "is left alone, delete it or rename it so that the job can go on"
+                f"Checkpoint {job.namespace}/{name} cannot record {record.checkpoint} of job "
+                f"{job.name} (uid {job.uid}): an object of that name exists, but does not record "
+                "this commit. Holdfast does not change it. Delete it, or create it again under "
+                "another name, so that the job can continue"
             )
         patch = _spec_patch(raw, record)
         if patch:

@@ -45,7 +45,8 @@ async def write_status(
         if error.status != _INVALID or kept == status:
             raise
         logs.warning(
-            f"the status was refused: {error}: it is written with the details that it had before",
+            f"the API server refused the status: {error}. It is written again without the new "
+            "details",
             namespace=job.namespace,
             job=job.name,
         )

@@ -61,7 +61,7 @@ def checkpoint_status(
 
 def _conditions(record: CheckpointRecord) -> list[dict[str, Any]]:
     done = record.phase in (CheckpointPhase.COMMITTED, CheckpointPhase.DELETING)
-    waiting = record.message or "the save is under way"
+    waiting = record.message or "the save is in progress"
     restorable = record.persisted and record.phase == CheckpointPhase.COMMITTED
     why = Reason.COMMITTED if done else Reason.SAVE_REQUESTED
     if record.phase == CheckpointPhase.DELETING:

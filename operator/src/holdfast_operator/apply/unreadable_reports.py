@@ -21,8 +21,8 @@ from holdfast_operator.model.reasons import Reason
 
 _MAX_REMEMBERED = 10_000
 REMEDY = (
-    "nothing of it is deleted, written or begun until it can be read: correct the field, or run an "
-    "operator of the release that wrote it"
+    "Holdfast does not delete, write or start anything of it until it can be read. Correct the "
+    "field, or run an operator of the release that wrote it"
 )
 
 

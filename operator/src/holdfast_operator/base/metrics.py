@@ -28,20 +28,20 @@ class Metrics:
         )
         self._recovery = Histogram(
             "holdfast_recovery_seconds",
-            "Seconds that each phase of a recovery took, and all of them (total).",
+            "Seconds that each phase of a recovery took; phase total is their sum.",
             ("phase",),
             buckets=_SECONDS,
             registry=self.registry,
         )
         self._lost_steps = Counter(
             "holdfast_lost_steps",
-            "Steps that were trained and not restored.",
+            "Steps that were trained before a failure and have to be trained again.",
             _JOB,
             registry=self.registry,
         )
         self._goodput = Gauge(
             "holdfast_goodput_ratio",
-            "Share of a job's time that went into kept training.",
+            "Share of a job's time that was spent on training that no failure undid.",
             _JOB,
             registry=self.registry,
         )
@@ -60,42 +60,54 @@ class Metrics:
         )
         self._failures = Counter(
             "holdfast_reconcile_errors",
-            "Passes that ended with an error and are repeated.",
+            "Passes that ended with an error. The operator repeats them.",
             ("kind",),
             registry=self.registry,
         )
         self._unexpected = Counter(
             "holdfast_unexpected_errors",
-            "Errors that no part of the operator expects; the part goes on, and the log has the "
-            "traceback.",
+            (
+                "Errors that the operator does not expect. The affected part continues, and the log "
+                "has the traceback."
+            ),
             ("part",),
             registry=self.registry,
         )
         self._dropped = Counter(
             "holdfast_connections_dropped",
-            "Connections to a port of the operator that were closed before their end: for lack of "
-            "room, or because they could not be accepted.",
+            (
+                "Connections to a port of the operator that were closed early: too many connections "
+                "were open, or the connection could not be accepted."
+            ),
             ("port", "reason"),
             registry=self.registry,
         )
         self._depth = Gauge(
-            "holdfast_queue_depth", "Keys that wait for a worker.", registry=self.registry
+            "holdfast_queue_depth",
+            "Keys in the work queue that wait for a worker.",
+            registry=self.registry,
         )
         self._watch_age = Gauge(
             "holdfast_watch_age_seconds",
-            "Seconds since a watch delivered anything.",
+            "Seconds since the watch last delivered an event.",
             ("watch",),
             registry=self.registry,
         )
 
         self._foreign_pods = Gauge(
             "holdfast_foreign_pods",
-            "Pods with Holdfast's label that no TrainingJob or CheckpointStore controls; ignored.",
+            (
+                "Pods with Holdfast's label that no TrainingJob or CheckpointStore controls. The "
+                "operator ignores them."
+            ),
             registry=self.registry,
         )
         self._unreadable = Gauge(
             "holdfast_unreadable_objects",
-            "Objects that exist and hold a value that this version cannot read; left alone.",
+            (
+                "Objects with a value that this version cannot read. The operator does not change "
+                "them."
+            ),
             ("kind",),
             registry=self.registry,
         )

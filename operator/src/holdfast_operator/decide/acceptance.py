@@ -36,8 +36,8 @@ def template_problem(template: Mapping[str, Any]) -> Note | None:
     if len(trainers) != 1:
         names = ", ".join(str(c.get("name")) for c in containers) or "none"
         return _invalid(
-            f"spec.template has {len(trainers)} containers named {TRAINER_CONTAINER}, exactly one "
-            f"is expected (found: {names}): name the container that runs the training so"
+            f"spec.template has {len(trainers)} containers named {TRAINER_CONTAINER}, expected "
+            f"exactly one (found: {names}): give this name to the container that runs the training"
         )
     breach = find_breach(template)
     if breach is not None:

@@ -41,8 +41,8 @@ def waiting_note(world: World) -> Note | None:
     for member, pod in _waiting(world):
         if member.node_lost:
             text = (
-                f"pod {pod.name} has not started on node {pod.node}, whose lease has stopped: it is "
-                "created again where the scheduler may choose another node"
+                f"pod {pod.name} has not started on node {pod.node}, whose lease has stopped: the "
+                "pod is created again, so that the scheduler can choose another node"
             )
             return Note(Reason.WAITING_FOR_PODS, text)
         if pod.node is None and pod.avoided_nodes:

@@ -110,7 +110,8 @@ def expire_requests(world: World) -> tuple[Action, ...]:
             c.name,
             c.resource_version,
             CheckpointRecord(
-                phase=CheckpointPhase.EXPIRED, message="the job ended before this was saved"
+                phase=CheckpointPhase.EXPIRED,
+                message=("the job ended before this checkpoint was saved"),
             ),
         )
         for c in own_checkpoints(world)

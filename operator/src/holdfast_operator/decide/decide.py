@@ -131,7 +131,9 @@ def _decide(observed: Observed, now: Now) -> Decision:
         return _written(world, memory, now, done, [event], "complete")
     if job.spec.suspend and job.spec.store is not None and lifecycle.stopped_and_saved(world):
         status = lifecycle.suspended(world, now)
-        return _written(world, memory, now, status, [], "stopped and saved: suspended")
+        return _written(
+            world, memory, now, status, [], ("the gang has stopped and saved: the job is suspended")
+        )
     if job.status.restore_point is None:
         return _choose(world, memory, now)
     return _run(world, memory, now)
@@ -157,10 +159,10 @@ def _suspended(world: World, memory: JobMemory, now: Now) -> Decision:
     generation = job.generation
     if not status.is_true(JobCondition.SUSPENDED):
         status = lifecycle.suspended(world, now)
-        return _written(world, memory, now, status, [], "suspended at once")
+        return _written(world, memory, now, status, [], "the job is suspended without a save")
     if lifecycle.must_take_back(world):
         status = lifecycle.taken_back(world, now)
-        return _written(world, memory, now, status, [], "the suspension is taken back")
+        return _written(world, memory, now, status, [], "the suspension is withdrawn")
     if job.spec.suspend:
         acted = None if world.coordinator is None else world.coordinator.version
         freed = releases.at_once(world, "the job is suspended")
@@ -169,7 +171,7 @@ def _suspended(world: World, memory: JobMemory, now: Now) -> Decision:
     if status.restart_round is None:
         note = Note(Reason.RESUMED, "spec.suspend is false")
         status = set_condition(status, JobCondition.SUSPENDED, False, note, now, generation)
-        return _written(world, memory, now, status, [], "no longer suspended")
+        return _written(world, memory, now, status, [], "the job is resumed")
     status = gang.resumed_round(world, now)
     event = EmitEvent(EventKind.NORMAL, Reason.RESUMED, f"round {status.restart_round} begins")
     return _begun(world, memory, now, status, (), event)
@@ -229,7 +231,7 @@ def _ask_peers(world: World, memory: JobMemory, now: Now, cause: Failure, silent
     """
     pause = times.again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
     if times.seconds_since(memory.failure_seen_at, now) < ASKED_SECONDS:
-        text = f"{cause.message}; every sidecar is asked whether it answers"
+        text = f"{cause.message}; every sidecar is called to find out which of them answer"
         return Decision((), pause, text, memory)
     note = Note(Reason.BACKING_OFF, f"{cause.message}; {silent}")
     return _with_status_write(world, memory, now, [], note, pause)

@@ -52,8 +52,10 @@ def _breaches(spec: Mapping[str, Any]) -> Iterator[Breach]:
         if spec.get(name):
             yield Breach(
                 f"{root}.{name}",
-                "must not be true: processes of the trainer could read the sidecar's memory, "
-                "environment and files, and with them its certificate and the store's keys",
+                (
+                    "must not be true: processes of the trainer could read the sidecar's memory, "
+                    "environment and files, including its certificate and the store's keys"
+                ),
             )
     for kind in _CONTAINER_LISTS:
         for path, container in items_of(spec, kind, root):

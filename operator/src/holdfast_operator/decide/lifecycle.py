@@ -52,7 +52,7 @@ def failure_of_job(world: World, failures: tuple[Failure, ...], now: Now) -> Not
     """Return why the job fails instead of restarting, or None if it restarts."""
     rule = failing_rule(world, failures)
     if rule is not None:
-        return Note(Reason.EXIT_CODE_RULE, f"failurePolicy.rules say FailJob: {rule.message}")
+        return Note(Reason.EXIT_CODE_RULE, f"failurePolicy.rules require FailJob: {rule.message}")
     if budget_spent(world, failures, now):
         spec = world.observed.job.spec
         window = int(spec.restart_window.total_seconds())
@@ -145,7 +145,10 @@ def after_the_end(world: World, now: Now) -> list[Action]:
 def suspended(world: World, now: Now) -> JobStatusView:
     """Return the status of a suspended job."""
     job = world.observed.job
-    note = Note(Reason.SUSPENDED, "spec.suspend is true: saved as far as there was something to")
+    note = Note(
+        Reason.SUSPENDED,
+        ("spec.suspend is true, and no committed step would be lost with the pods"),
+    )
     # As for a Job of batch/v1, activeDeadlineSeconds counts from zero again when the job resumes.
     status = replace(world.status, start_time=None)
     for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
@@ -210,19 +213,24 @@ def suspend_note(world: World) -> Note:
     if world.observed.job.spec.store is None:
         return Note(
             Reason.NO_OBJECT_TIER,
-            "the job has no object store: without its pods nothing that it saved would be left, so "
-            "it is not suspended, and no pod is created for it meanwhile. Delete the job, or "
-            "create it anew with checkpoint.object",
+            (
+                "the job has no object store: with its pods, all of its checkpoints would be lost. So "
+                "it is not suspended, and no pod is created for it while spec.suspend is true. Delete "
+                "the job, or create it again with checkpoint.object"
+            ),
         )
     if trains(world):
-        return Note(Reason.STOPPING, "the gang was asked to save and stop")
+        return Note(Reason.STOPPING, "the gang was requested to save and stop")
     if lost is None:
-        return Note(Reason.NOT_PERSISTED, "the newest upload is recorded first")
+        return Note(Reason.NOT_PERSISTED, "the operator has to record the newest upload first")
     return Note(
         Reason.NOT_PERSISTED,
-        f"suspending now would lose work: {lost}. A gang that trains is asked to save into the "
-        "store first; this one does not train, and no pod is created while spec.suspend is true. Set "
-        "spec.suspend to false to let it recover, or delete its pods to give up what they hold",
+        (
+            f"suspending now would lose work: {lost}. A gang that trains would save to the store "
+            "first, but this gang does not train, and no pod is created while spec.suspend is true. "
+            "Set spec.suspend to false to let it recover, or delete its pods to give up the steps "
+            "that only they have"
+        ),
     )
 
 
@@ -250,7 +258,7 @@ def stopped_for_nothing(world: World) -> tuple[Failure, ...]:
     if not asked_to_stop(world.status) or not _stopped(world):
         return ()
     if not world.observed.job.spec.suspend:
-        text = "the gang had stopped for a suspension, and spec.suspend is false again"
+        text = "the gang stopped for a suspension, and spec.suspend is false again"
         return (Failure(Reason.RESUMED, text, disruption=True),)
     if _unsaved(world):
         text = "the gang stopped for the suspension, but the object store lacks the newest step"

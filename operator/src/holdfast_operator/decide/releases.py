@@ -48,7 +48,7 @@ def overdue(world: World, memory: JobMemory, now: Now) -> list[Action]:
     )
     former = tuple(c for c in known if c.uid not in own)
     waited = f"no sidecar could delete it in the object store for {RELEASE_SECONDS:.0f} s"
-    return [*_released(late, waited), *_released(former, "the job that saved it is gone")]
+    return [*_released(late, waited), *_released(former, "the job that saved it no longer exists")]
 
 
 def kept_data(checkpoint: CheckpointView, why: str) -> str | None:
@@ -57,9 +57,9 @@ def kept_data(checkpoint: CheckpointView, why: str) -> str | None:
         return None
     where = f"{checkpoint.job_namespace}/{checkpoint.job_uid}"
     return (
-        f"Checkpoint {checkpoint.name} is deleted, but not the data of step {checkpoint.step} of "
-        f"round {checkpoint.round}: {why}. The data stays in the object store under {where}/ below "
-        "the prefix of the CheckpointStore; delete it there if nothing else needs it"
+        f"Checkpoint {checkpoint.name} is deleted, but the data of step {checkpoint.step} of round "
+        f"{checkpoint.round} is not: {why}. The data remains in the object store under {where}/ "
+        "below the prefix of the CheckpointStore; delete it there if nothing else needs it"
     )
 
 

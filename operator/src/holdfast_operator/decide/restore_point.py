@@ -61,10 +61,12 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
     """Return the restore point of the round, or why the choice waits. It must not be chosen yet."""
     missing = [m.worker for m in world.members if m.pod is None]
     if missing:
-        return Wait(Note(Reason.STARTING, f"pods of workers {_some(missing)} are not there yet"))
+        return Wait(Note(Reason.STARTING, f"pods of workers {_some(missing)} do not exist yet"))
     kept = [m.worker for m in world.members if _kept_on_lost_node(m, world)]
     if kept:
-        text = f"workers {_some(kept)} are on nodes that look lost, and may hold the only copies"
+        text = (
+            f"workers {_some(kept)} are on nodes that seem to be lost, and may have the only copies"
+        )
         return Wait(Note(Reason.WAITING_FOR_HOLDERS, f"{text} of the newest step"))
     answered = [m for m in world.members if readable.has_answered(m, world)]
     unknown = [m for m in world.members if readable.may_hold(m, world)]
@@ -88,8 +90,10 @@ def choose(world: World, memory: JobMemory, now: Now) -> Choice:
         return Wait(
             Note(
                 Reason.RESTORE_POINT_UNAVAILABLE,
-                f"step {committed} was committed, but no complete checkpoint can be read: the job "
-                "waits for a worker that holds it; nothing is thrown away",
+                (
+                    f"step {committed} was committed, but no complete checkpoint can be read. The job "
+                    "waits for a worker that has it, and deletes nothing"
+                ),
             )
         )
     return _from_spec(world, newest)
@@ -104,7 +108,7 @@ def _kept_on_lost_node(member: MemberState, world: World) -> bool:
     return alive and member.node_lost and readable.is_survivor(member, world)
 
 
-_MAY_HOLD = "they may hold the newest step"
+_MAY_HOLD = "they may have the newest step"
 
 
 def _owed_by_silence(
@@ -115,7 +119,7 @@ def _owed_by_silence(
         return None
     survivors = [m for m in answered if readable.is_survivor(m, world)]
     if not survivors:
-        return "no survivor has, so the newest committed step is not known"
+        return "no survivor has answered, so the newest committed step is unknown"
     owed = readable.known_commit(world, survivors)
     if owed is not None and (best is None or best.id.step < owed):
         return f"step {owed} was committed, and no complete copy of it is readable without them"
@@ -153,10 +157,12 @@ def _chosen(
     lower = f"{text}, not from {newest}:"
     if unknown:
         reason = Reason.HOLDER_UNREACHABLE
-        text = f"{lower} a holder did not answer for {HOLDERS_SECONDS:.0f} s"
+        text = (
+            f"{lower} a worker that may have its shards did not answer for {HOLDERS_SECONDS:.0f} s"
+        )
     else:
         reason = Reason.SHARDS_LOST
-        text = f"{lower} every copy of one of its shards is gone"
+        text = f"{lower} every copy of one of its shards is lost"
     return Chosen(point, reason, text)
 
 
@@ -219,14 +225,16 @@ def _from_spec(world: World, unfinished: Step | None) -> Choice:
     job = world.observed.job
     name = job.spec.restore_from
     if name is None:
-        text = f"round {world.round} starts from the very beginning"
+        text = f"round {world.round} starts without a checkpoint"
         if unfinished is not None:
-            text += f": the commit of step {unfinished} was cut off, one of its shards is gone"
+            text += (
+                f": the commit of step {unfinished} was interrupted, and one of its shards is lost"
+            )
             return Chosen(RestorePointView(), Reason.SHARDS_LOST, text)
         return Chosen(RestorePointView(), Reason.RESTORE_POINT_CHOSEN, text)
     source = next((c for c in world.observed.checkpoints if c.name == name), None)
     if source is None or source.step is None or source.manifest is None or source.job_uid is None:
-        text = f"Checkpoint {name} of spec.restoreFrom is not there, or not committed"
+        text = f"Checkpoint {name} of spec.restoreFrom does not exist, or is not committed"
         return Wait(Note(Reason.RESTORE_POINT_UNAVAILABLE, text))
     point = RestorePointView(
         step=source.step,

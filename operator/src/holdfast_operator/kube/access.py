@@ -57,8 +57,8 @@ def load_access(settings: Settings) -> KubeAccess:
         return from_kubeconfig(Path(settings.kubeconfig))
     if settings.api_server is None:
         raise ConfigError(
-            "no Kubernetes API is known: neither KUBECONFIG nor KUBERNETES_SERVICE_HOST is set; "
-            "run in a pod with a service account, or set KUBECONFIG to a file"
+            "cannot find the Kubernetes API: neither KUBECONFIG nor KUBERNETES_SERVICE_HOST is "
+            "set; run in a pod with a service account, or set KUBECONFIG to a file"
         )
     return from_service_account(settings.api_server, SERVICE_ACCOUNT_DIR)
 
@@ -79,7 +79,10 @@ def from_kubeconfig(path: Path) -> KubeAccess:
     cluster = _named(path, config, "clusters", context.get("cluster"), "cluster")
     user = _named(path, config, "users", context.get("user"), "user")
     if cluster.get("insecure-skip-tls-verify"):
-        raise ConfigError(f"kubeconfig {path}: insecure-skip-tls-verify is refused: name the CA")
+        raise ConfigError(
+            f"kubeconfig {path}: insecure-skip-tls-verify is not supported: set "
+            "certificate-authority instead"
+        )
     if "exec" in user or "auth-provider" in user:
         raise ConfigError(
             f"kubeconfig {path}: user {context.get('user')!r} logs in by a plug-in, which is not "

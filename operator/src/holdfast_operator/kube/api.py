@@ -114,7 +114,9 @@ class KubeApi:
         try:
             return json.loads(data)
         except ValueError as error:
-            raise ApiError(None, "", f"{method} {path}: the answer is not JSON: {error}") from error
+            raise ApiError(
+                None, "", f"{method} {path}: the response is not JSON: {error}"
+            ) from error
 
     @asynccontextmanager
     async def _open(

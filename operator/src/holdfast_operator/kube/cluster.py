@@ -245,10 +245,11 @@ class Cluster:
         if ours is not None and theirs is not None and theirs.uid == ours.uid:
             return Created(str(found["metadata"]["uid"]), existed=True)
         state = "is being deleted" if found["metadata"].get("deletionTimestamp") else "exists"
-        wanted = "its creator" if ours is None else f"{ours.kind} {ours.name} (uid {ours.uid})"
+        wanted = "the operator" if ours is None else f"{ours.kind} {ours.name} (uid {ours.uid})"
         raise NameTakenError(
-            f"{body['kind']} {meta['namespace']}/{meta['name']} cannot be created for {wanted}: one of "
-            f"that name {state}, and {whose(found)}; it is left alone, delete it if it is not needed"
+            f"{body['kind']} {meta['namespace']}/{meta['name']} cannot be created for {wanted}: an "
+            f"object of that name {state}, and {whose(found)}. Holdfast does not change it; delete "
+            "it if it is not needed"
         )
 
     async def _create(self, path: str, body: Mapping[str, Any]) -> Created:

@@ -217,7 +217,7 @@ class Controller:
         """
         for checkpoint in releases.hanging(self._cache.checkpoints(key.namespace, key.name)):
             await self._effects.release_checkpoint(key.namespace, checkpoint.name, checkpoint.uid)
-            text = releases.kept_data(checkpoint, "the job that saved it is gone")
+            text = releases.kept_data(checkpoint, "the job that saved it no longer exists")
             if text is not None:
                 subject = Subject(
                     API_VERSION, Checkpoint.KIND, key.namespace, checkpoint.name, checkpoint.uid
@@ -232,7 +232,11 @@ class Controller:
         the delay, and an event starts the next pass without waiting for it.
         """
         if applied.not_gone:
-            logs.info("pods that the watch misses are there", pods=applied.not_gone, **_fields(job))
+            logs.info(
+                "the API server has pods that the watch does not show",
+                pods=applied.not_gone,
+                **_fields(job),
+            )
         for failed in applied.failed:
             name = type(failed.action).__name__
             text = f"{name} failed: {failed.error}"
@@ -297,7 +301,9 @@ class Controller:
                 except Exception as error:  # noqa: BLE001 - an error of one job must not stop the tick
                     self._metrics.unexpected("tick")
                     if self._said.is_new(f"tick {job.uid}", repr(error)):
-                        logs.failure("no look at the job between passes", error, **_fields(job))
+                        logs.failure(
+                            "checking the job between passes failed", error, **_fields(job)
+                        )
             self._silent = frozenset(silent)
             for node in sorted(unproven):
                 await self._confirm(node)
@@ -326,7 +332,7 @@ class Controller:
         try:
             renewed = await self._cluster.lease_renewed(LEASES_PATH, node)
         except HoldfastError as error:
-            self._said.warning(f"lease {node}", f"lease of node {node} not read: {error}")
+            self._said.warning(f"lease {node}", f"reading the lease of node {node} failed: {error}")
             return
         if renewed is not None:
             self._cache.leases.observe(node, renewed, self._clock.monotonic())
@@ -340,7 +346,13 @@ class Controller:
             try:
                 await self._certificates.sweep(self._cache.job_uids())
             except HoldfastError as error:
-                self._said.warning("sweep", f"authorities of vanished jobs stay: {error}")
+                self._said.warning(
+                    "sweep",
+                    (
+                        "deleting the certificate authorities of deleted jobs "
+                        f"failed, it is tried again later: {error}"
+                    ),
+                )
             for store in self._cache.stores():
                 self._queue.add(store_key(store.namespace, store.name))
             await self._clock.sleep(SWEEP_SECONDS)
@@ -361,7 +373,10 @@ class Controller:
         try:
             await self._certificates.forget(uid)
         except HoldfastError as error:
-            logs.warning(f"authority of job {uid} not deleted, the sweep will: {error}")
+            logs.warning(
+                f"deleting the certificate authority of job {uid} failed, the sweep tries "
+                f"again: {error}"
+            )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

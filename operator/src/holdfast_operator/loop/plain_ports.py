@@ -95,7 +95,7 @@ class PlainPorts:
             return web.Response(status=503, text="the watches are not in sync yet\n")
         if age > SILENT_WATCH_SECONDS:
             return web.Response(status=503, text=f"a watch has been silent for {age:.0f} s\n")
-        return web.Response(text=f"the oldest news of a watch is {age:.0f} s old\n")
+        return web.Response(text=f"the newest event of a watch is {age:.0f} s old\n")
 
 
 async def _alive(request: web.Request) -> web.Response:

@@ -169,12 +169,15 @@ def result_of(store: StoreRecord, pod: ProbePod, age_seconds: float) -> ProbeRes
     if pod.phase in ("Succeeded", "Failed"):
         return parse_message(pod.message or "")
     if age_seconds > LIMIT_SECONDS + 30:
-        words = f"the probe's pod has not ended after {age_seconds:.0f} s: is its node lost?"
+        words = (
+            f"the probe's pod has not ended after {age_seconds:.0f} s: check whether its node "
+            "is lost"
+        )
         return ProbeResult(False, PROBE_FAILED, words, None)
     if pod.unscheduled is not None:
         if age_seconds < STUCK_SECONDS:
             return None
-        words = f"the probe's pod finds no node: {pod.unscheduled}"
+        words = f"the probe's pod cannot be scheduled: {pod.unscheduled}"
         return ProbeResult(False, PROBE_FAILED, words, None)
     waiting = pod.waiting_reason
     if waiting is None or age_seconds < STUCK_SECONDS:
@@ -196,7 +199,7 @@ def parse_message(text: str) -> ProbeResult:
         data = json.loads(text)
         available = data["available"]
         if not isinstance(available, bool):
-            raise TypeError("available is neither true nor false")
+            raise TypeError("`available` is neither true nor false")
         features = data.get("features")
         known = ("conditionalPut", "checksum", "multipart", "rangeGet")
         return ProbeResult(
@@ -208,7 +211,7 @@ def parse_message(text: str) -> ProbeResult:
             else {k: v for k in known if isinstance(v := features.get(k), bool)},
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        words = text.strip()[-1000:] or "it left no message"
+        words = text.strip()[-1000:] or "it wrote no termination message"
         return ProbeResult(False, PROBE_FAILED, f"the probe's pod failed: {words}", None)
 
 
@@ -244,8 +247,8 @@ def _missing_secret(store: StoreRecord, pod: ProbePod) -> str:
     if s3.ca_secret_ref is not None:
         wanted.append(f"{s3.ca_secret_ref.name} with key ca.crt")
     words = (
-        f"the probe's pod does not start for {STUCK_SECONDS:.0f} s: expected in namespace "
-        f"{store.namespace}: Secret {', Secret '.join(wanted)}; create what is missing (the operator "
-        "may not read Secrets)"
+        f"the probe's pod has not started for {STUCK_SECONDS:.0f} s: expected in namespace "
+        f"{store.namespace}: Secret {', Secret '.join(wanted)}; create what is missing (the "
+        "operator may not read Secrets)"
     )
     return f"{words}: {pod.waiting_message}" if pod.waiting_message else words

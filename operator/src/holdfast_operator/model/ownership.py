@@ -75,4 +75,4 @@ def whose(raw: Mapping[str, Any]) -> str:
                 f"{reference.get('kind')} {reference.get('name')} (uid {reference.get('uid')}) "
                 "controls it"
             )
-    return "no controller owns it"
+    return "it has no controller"

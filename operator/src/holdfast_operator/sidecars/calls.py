@@ -423,7 +423,7 @@ class Sidecars:
             if pod.view != before or name.startswith("prune "):
                 self._enqueue(job.key)
         except Exception as error:  # noqa: BLE001 - the next pass repeats the call
-            self._unexpected(f"{name} to the sidecar of pod {pod.target.pod}", error)
+            self._unexpected(f"sending {name} to the sidecar of pod {pod.target.pod}", error)
             self._hold_off(pod)
         finally:
             pod.under_way.discard(name)
@@ -446,7 +446,9 @@ class Sidecars:
         except FormatError as error:
             self._failed(pod, error)
         except HoldfastError as error:  # the authority cannot be read; not a failure of the pod
-            self._said.warning(f"identity {job.uid}", f"no certificate to call with: {error}")
+            self._said.warning(
+                f"identity {job.uid}", (f"cannot get a certificate for calls to sidecars: {error}")
+            )
             self._hold_off(pod)
 
     async def _refused(self, job: _Job, pod: _Pod, name: str, refusal: SidecarRefused) -> None:
@@ -478,17 +480,17 @@ class Sidecars:
     def _say_refusal(self, subject: str, what: str, refusal: SidecarRefused) -> None:
         """Log the refusal once for each code. The sidecar's text may differ each time."""
         if self._said.is_new(subject, refusal.code):
-            logs.info(f"refused: {what}: {refusal}"[:MAX_WORDS])
+            logs.info(f"{what} was refused: {refusal}"[:MAX_WORDS])
 
     def _unexpected(self, what: str, error: Exception) -> None:
         """Count and log an error that only a defect of the operator causes. The caller continues."""
         self._count_error("sidecars")
         if self._said.is_new(f"unexpected {what}", type(error).__name__):
-            logs.failure(f"{what} ended with an unexpected error", error)
+            logs.failure(f"{what}: unexpected error", error)
 
     def _alive(self, pod: _Pod) -> None:
         if self._said.forget(pod.view.pod_uid):
-            logs.info("sidecar answers again", pod=pod.target.pod)
+            logs.info("the sidecar answers again", pod=pod.target.pod)
         pod.answered = True
         pod.heard_at = self._clock.monotonic()
         pod.failures = 0
@@ -539,10 +541,10 @@ class Sidecars:
                         self._say_refusal(f"{job.uid} {name}", f"{path} by {pod}", refusal)
                         return
                 except HoldfastError as error:
-                    text = f"{path} is tried again: {error}"
+                    text = f"calling {path} failed and is tried again: {error}"
                     self._said.info(f"{job.uid} {name}", text[:MAX_WORDS])
                 except Exception as error:  # noqa: BLE001 - the loop repeats the call
-                    self._unexpected(f"{path} to the sidecar of pod {pod}", error)
+                    self._unexpected(f"calling {path} of the sidecar of pod {pod}", error)
                 await self._clock.sleep(ASK_AGAIN_SECONDS)
         finally:
             job.asks.discard(name)
@@ -588,7 +590,7 @@ class Sidecars:
             try:
                 answered = await self._poll_once(job, pod)
             except Exception as error:  # noqa: BLE001 - a job without its poll makes no progress
-                self._unexpected(f"the poll of coordinator {pod.target.pod}", error)
+                self._unexpected(f"polling coordinator {pod.target.pod}", error)
                 answered = False
             if answered:
                 failures = 0
@@ -611,7 +613,7 @@ class Sidecars:
             )
         except SidecarRefused as refusal:
             self._alive(pod)
-            self._say_refusal(f"poll {job.uid}", f"its state by {pod.target.pod}", refusal)
+            self._say_refusal(f"poll {job.uid}", f"the state request by {pod.target.pod}", refusal)
             return False
         except HoldfastError as error:
             before = pod.view

@@ -255,7 +255,9 @@ class Certificates:
                 continue
             try:
                 if not await self._cluster.job_exists(namespace, job, uid):
-                    logs.info(f"deleting Secret {name}: job {namespace}/{job} is gone")
+                    logs.info(
+                        f"deleting Secret {name}, because job {namespace}/{job} no longer exists"
+                    )
                     await self.forget(uid)
             except ApiError as error:
                 failed = error
@@ -270,8 +272,9 @@ class Certificates:
             self._locks.pop(job_uid, None)
             raise HoldfastError(
                 f"Secret {self._namespace}/{ca_secret_name(job_uid)} with the authority of job "
-                f"{job_uid} is not there: the job was deleted, or the Secret was. In the second case "
-                "its sidecars cannot be called; delete its pods, so that they are created anew"
+                f"{job_uid} does not exist: the job or the Secret was deleted. If only the Secret "
+                "was deleted, the operator cannot call the job's sidecars: delete the job's pods, "
+                "so that they are created again"
             )
         return known
 
@@ -337,7 +340,7 @@ class Certificates:
             return fresh
         found = await self._read(job.uid)  # another operator created it first, so its key is used
         if found is None:
-            raise HoldfastError(f"Secret {self._namespace}/{name} was there and is gone again")
+            raise HoldfastError(f"Secret {self._namespace}/{name} existed and was then deleted")
         return found
 
 

@@ -188,7 +188,7 @@ class SidecarClient:
         except FormatError as error:
             raise UnavailableError(
                 f"{method} {path.partition('?')[0]} to the sidecar of pod {target.pod}: status "
-                f"{status}, and the answer is none of the protocol"
+                f"{status}, and the response is not a message of the protocol"
             ) from error
         raise SidecarRefused(refused)
 
@@ -215,8 +215,8 @@ async def _bounded(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
         size += len(chunk)
         if size > limit_bytes:
             raise FormatError(
-                f"the reply of a sidecar is larger than {limit_bytes} bytes, more than its job has "
-                "reason to send"
+                f"the reply of a sidecar is larger than {limit_bytes} bytes, more than a job of "
+                "its size can require"
             )
         parts.append(chunk)
     return b"".join(parts)

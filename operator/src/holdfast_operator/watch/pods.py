@@ -87,9 +87,9 @@ class PodCache:
         pods = self._foreign.setdefault(pod.namespace, set())
         if not pods:  # one line per namespace, so that thousands of such pods cannot fill the log
             logs.warning(
-                f"pod {pod.namespace}/{pod.name} carries the label of Holdfast's pods, but not the "
-                f"controller and the name of one ({pod.whose}): it is ignored, as are all such pods of "
-                "this namespace (metric holdfast_foreign_pods counts them)"
+                f"pod {pod.namespace}/{pod.name} has the label of Holdfast's pods, but not the "
+                f"controller and the name of such a pod ({pod.whose}). The operator ignores it and "
+                "all such pods of this namespace; metric holdfast_foreign_pods counts them"
             )
         pods.add(pod.uid)
 

@@ -230,7 +230,8 @@ class Reflector(Generic[T]):
         except Exception as error:  # noqa: BLE001 - another release may have written any value
             found = unreadable(self.collection.kind, raw, error)
             self._said.warning(
-                subject, f"{found} cannot be read and is left alone: {found.problem}"
+                subject,
+                (f"{found} cannot be read, and the operator does not change it: {found.problem}"),
             )
             return found
         self._said.forget(subject)

@@ -102,11 +102,11 @@ def find_failures(world: World, memory: JobMemory, now: Now) -> tuple[Failure, .
     found: list[Failure] = []
     sealed = world.highest_sealed
     if sealed is not None and sealed > world.round:
-        text = f"a sidecar is sealed for round {sealed}, the status says {world.round}"
+        text = f"a sidecar is sealed for round {sealed}, but the status is in round {world.round}"
         found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
     birth = world.highest_birth
     if birth is not None and birth > world.round:
-        text = f"a pod was born in round {birth}, the status says {world.round}"
+        text = f"a pod was created in round {birth}, but the status is in round {world.round}"
         found.append(Failure(Reason.STATUS_BEHIND, text, disruption=True))
     for member in world.members:
         failure = _of_member(world, member, memory, now)
@@ -124,10 +124,10 @@ def _of_member(world: World, member: MemberState, memory: JobMemory, now: Now) -
     if world.awaits_start(member):
         return None  # it holds no data: avoidance.py replaces it in this round
     if pod is None:
-        name = f"worker {member.worker}, born in round {member.birth_round}"
+        name = f"worker {member.worker}, created in round {member.birth_round}"
         return Failure(
             Reason.POD_LOST,
-            f"the pod of {name} is gone",
+            f"the pod of {name} no longer exists",
             member.worker,
             disruption=True,
             replace_pod=True,
@@ -154,7 +154,10 @@ def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> 
     A pod that may hold the last copy of every committed step stays a member, because its node may come back.
     If other members answer, a round that keeps the pod begins, and their inventories show what they hold.
     """
-    text = f"node {pod.node} of pod {pod.name} is silent and its sidecar does not answer"
+    text = (
+        f"node {pod.node} of pod {pod.name} does not renew its lease, and the pod's sidecar "
+        "does not answer"
+    )
     failure = Failure(Reason.NODE_LOST, text, member.worker, disruption=True, replace_pod=True)
     if not pod.alive:
         return failure  # a user deleted it, or it has ended

@@ -284,12 +284,12 @@ def lost_with_all_pods(world: World) -> str | None:
         if point is not None and point.step is not None:
             newest = point.step if newest is None else max(newest, point.step)
     if not known:
-        return "the sidecars that know the newest committed step do not answer"
+        return "the sidecars that have a record of the newest committed step do not answer"
     persisted = world.last_persisted
     if newest is None or (persisted is not None and persisted.step >= newest):
         return None
     stored = "none is" if persisted is None else f"step {persisted.step} is"
-    return f"step {newest} is committed on the nodes alone ({stored} in an object store)"
+    return f"step {newest} is committed on the nodes only ({stored} in an object store)"
 
 
 def _answered(world: World, without: Collection[Worker]) -> list[MemberState]:

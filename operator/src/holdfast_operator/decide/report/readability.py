@@ -40,8 +40,8 @@ def _text(hidden: list[Unreadable]) -> str:
     first = min(hidden, key=lambda u: u.name)
     others = f" (and {len(hidden) - 1} more pods)" if len(hidden) > 1 else ""
     return (
-        f"pod {first.name}{others} cannot be read: {first.problem}; nothing of the job is deleted, "
-        "written or begun until it can be"
+        f"pod {first.name}{others} cannot be read: {first.problem}; the operator does not delete, "
+        "write or start anything of the job until the pod can be read"
     )
 
 

@@ -36,8 +36,9 @@ def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
             continue
         if heard_at < failed_at and now.monotonic - failed_at < seconds:
             return (
-                f"the sidecar of pod {member.pod.name} has not answered since, so its node may be "
-                f"lost: the next round begins when that is known, after {seconds:.0f} s at most"
+                f"the sidecar of pod {member.pod.name} has not answered since then, so its node "
+                "may be lost. The next round begins when it answers or its node counts as lost, "
+                f"after {seconds:.0f} s at most"
             )
     return None
 
@@ -95,8 +96,9 @@ def _text(world: World, silent: list[MemberState], since: str) -> str:
     found = f": {tried}" if tried else ""
     return (
         f"{len(silent)} of {len(world.members)} sidecars have not answered the operator since "
-        f"{since}{found}. Silence alone deletes no pod and begins no round; ranks that train go on. "
-        f"Check that NetworkPolicies and the pod network let the operator reach TCP port "
-        f"{CONTROL_PORT} in namespace {job.namespace}, and the logs of container "
-        f"{SIDECAR_CONTAINER}. To give up what a silent pod holds, delete the pod. Pods: {listed}"
+        f"{since}{found}. For this reason alone the operator deletes no pod and begins no round, "
+        "and running ranks continue. Check that NetworkPolicies and the pod network let the "
+        f"operator reach TCP port {CONTROL_PORT} in namespace {job.namespace}, and the logs of "
+        f"container {SIDECAR_CONTAINER}. To give up the steps that only a silent pod has, delete "
+        f"the pod. Pods: {listed}"
     )

@@ -258,7 +258,7 @@ def _with_tier_conditions(status: JobStatusView, world: World, now: Now) -> JobS
         text = f"CheckpointStore {job.spec.store} cannot be read: {hidden.problem}"
         healthy, note = False, Note(Reason.CANNOT_READ, text)
     elif store is None:
-        text = f"CheckpointStore {job.spec.store} is not there"
+        text = f"CheckpointStore {job.spec.store} does not exist"
         healthy, note = False, Note(Reason.STORE_NOT_FOUND, text)
     elif store.available is False:
         healthy, note = False, Note(Reason.STORE_UNAVAILABLE, store.message)
@@ -267,7 +267,10 @@ def _with_tier_conditions(status: JobStatusView, world: World, now: Now) -> JobS
     elif store.available is None:
         return status
     else:
-        healthy, note = True, Note(Reason.STORE_HEALTHY, f"CheckpointStore {store.name} works")
+        healthy, note = (
+            True,
+            Note(Reason.STORE_HEALTHY, (f"CheckpointStore {store.name} passed its probe")),
+        )
     return set_condition(
         status, JobCondition.REMOTE_TIER_HEALTHY, healthy, note, now, job.generation
     )
