@@ -291,11 +291,9 @@ class Lifecycle:
             held_shards, parts.node, uid, parts.settings.slots_dir, dict(parts.stager.memory)
         )
         try:
-            free = await parts.pools.read.run(parts.node.free_bytes)
-            parts.metrics.free(free)
+            parts.metrics.free(await parts.pools.read.run(parts.node.free_bytes))
         except HoldfastError as error:
             parts.failures.note("node volume", TierName.NODE, error)
-            free = 0
         return Inventory(
             worker=state.worker,
             pod=parts.settings.contract.pod_name,
@@ -303,6 +301,4 @@ class Lifecycle:
             version=state.version,
             manifests=manifests,
             shards=shards,
-            free_bytes=free,
-            running_round=parts.gang.running_round,
         )

@@ -1,0 +1,148 @@
+"""Parts that messages of several transports carry, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from holdfast_core.ids import (
+    CheckpointId,
+    Digest,
+    JobUid,
+    Rank,
+    RestartRound,
+    Step,
+    TierName,
+    Worker,
+)
+from holdfast_core.messages.bounds import (
+    Natural,
+    Reason,
+    Words,
+)
+
+
+class Refusal(StrEnum):
+    """Why a receiver refuses a well-formed request. tests/sidecar/base/test_refusals.py lists the rules."""
+
+    STALE_ROUND = "StaleRound"
+    """The round of the request is older than the receiver's."""
+    FUTURE_ROUND = "FutureRound"
+    """The receiver is not sealed for the round of the request yet."""
+    SEALED = "Sealed"
+    """The receiver is sealed for its round and has not received the ROUND message yet. The sender tries
+    again later."""
+    NOT_NEWER = "NotNewer"
+    """The version of a ROUND message is not above the one that the receiver holds for that round."""
+    NOT_SEALED = "NotSealed"
+    """The receiver was not sealed for the round of a ROUND message."""
+    NOT_MEMBER = "NotMember"
+    """The sender's certificate names no current member of the job, or only the operator may send this
+    message."""
+    NOT_COORDINATOR = "NotCoordinator"
+    NOT_ASSIGNED = "NotAssigned"
+    """ROUND.copies does not assign this copy to the sender and the receiver."""
+    NO_SPACE = "NoSpace"
+    CONFLICT = "Conflict"
+    """The receiver has a different digest for the same step and round. Correct members never cause this."""
+    PROTECTED = "Protected"
+    """Prune names a checkpoint that must stay: the restore point, a pinned step, the newest persisted step,
+    one that is being uploaded, or another job's."""
+    BUSY = "Busy"
+    NOT_FOUND = "NotFound"
+    BAD_REQUEST = "BadRequest"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Body of every refusal (an HTTP error reply, or a socket frame of type `Refused`)."""
+
+    code: Refusal
+    message: Words
+    round: RestartRound
+    """The receiver's round."""
+    version: int = 0
+    """Version of the ROUND message that the receiver holds. 0 if it holds none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The checkpoint settings of the job's spec.
+
+    ROUND carries them to the sidecars, which send them to launcher and ranks.
+    """
+
+    interval_steps: int
+    slots: int = 2
+    keep_last: int = 3
+    peer_copies: int = 1
+    peer_encryption: str = "TLS"
+    """"TLS", or "None" on a trusted network (the handshake is still mutual). Other values mean "TLS"."""
+    object_every_steps: int | None = None
+    """Steps between two uploads. None means that the job has no object tier."""
+    object_compression: str = "None"
+    """"Zstd" compresses uploads. Every other value means "None"."""
+
+    @property
+    def memory_level_enabled(self) -> bool:
+        """Return whether a step that is staged during an earlier one's write waits in memory.
+
+        This takes three slots: one is being written, one holds the newest complete step, and one is
+        being filled. With two slots, a step that waits would occupy the slot of the next step.
+        """
+        return self.slots >= 3
+
+    @property
+    def plain_copies(self) -> bool:
+        """Return whether peers may exchange payloads outside TLS."""
+        return self.peer_encryption == "None"
+
+    @property
+    def compresses_uploads(self) -> bool:
+        return self.object_compression == "Zstd"
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePoint:
+    """Checkpoint that a round starts from. `step` None means that there is nothing to restore."""
+
+    step: Step | None = None
+    round: RestartRound | None = None
+    """The round that saved the checkpoint, not the one that restores it."""
+    manifest: Digest | None = None
+    job_uid: JobUid | None = None
+    """Uid of the job that owns the checkpoint, where it is another job (spec.restoreFrom)."""
+    job_namespace: str | None = None
+    """Namespace of that other job in the object keys. None means this job's namespace."""
+
+    @property
+    def own_checkpoint(self) -> CheckpointId | None:
+        """Return the checkpoint's id. None if there is nothing to restore or another job owns it."""
+        if self.step is None or self.round is None or self.job_uid is not None:
+            return None
+        return CheckpointId(self.step, self.round)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """Identity of one shard: of one that a worker holds, or one that a manifest names."""
+
+    rank: Rank
+    payload_bytes: Natural
+    blake3: Digest
+    """BLAKE3 of the payload."""
+    chunk_table: Digest
+    """BLAKE3 of the shard's chunk table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A save that did not reach a level, or a tier that does not work, with a message for people."""
+
+    step: Step | None
+    tier: TierName
+    reason: Reason
+    """For example NodeVolumeFull, StoreUnavailable, AccessDenied, PeerUnreachable."""
+    message: Words
+    worker: Worker | None = None
+    """The worker whose sidecar reported it, set by the coordinator. None means the whole gang."""

@@ -1,0 +1,229 @@
+"""Messages between the sidecars of a gang over HTTPS, above all to and from the coordinator.
+
+The paths and statuses are those of `messages.operator`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast_core.ids import (
+    Digest,
+    JobUid,
+    Level,
+    Rank,
+    RestartRound,
+    Step,
+    Worker,
+)
+from holdfast_core.messages.bounds import (
+    Document,
+    Natural,
+)
+from holdfast_core.messages.common import (
+    RestorePoint,
+    ShardInfo,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """POST /v1/prepared, sidecar -> coordinator: the shard is durable on the sender's node tier.
+
+    `rank_layout` is set after the coordinator has replied `need_layout`.
+    """
+
+    round: RestartRound
+    step: Step
+    worker: Worker
+    shard: ShardInfo
+    layout: Digest
+    rank_layout: Document | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedReply:
+    need_layout: bool = False
+    committed: Digest | None = None
+    """Digest of the step's manifest, where the manifest exists: the coordinator has built it before or
+    because of this message."""
+    pruned: bool = False
+    """The coordinator has given the step up or pruned it. The receiver deletes the shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """POST /v1/replicated, sidecar -> coordinator: all assigned peers have a durable copy of the shard."""
+
+    round: RestartRound
+    step: Step
+    worker: Worker
+    rank: Rank
+    blake3: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """An earlier checkpoint whose objects a later checkpoint needs."""
+
+    step: Step
+    round: RestartRound
+    payload_bytes: Natural = 0
+    """Payload bytes of the later checkpoint that are stored in this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """POST /v1/uploaded, sidecar -> coordinator: the shard is in the object store and verified."""
+
+    round: RestartRound
+    step: Step
+    worker: Worker
+    rank: Rank
+    blake3: Digest
+    base: Reference | None = None
+    """The checkpoint that `references` depend on: while its manifest exists, their objects exist. None where
+    there are no references."""
+    references: tuple[Reference, ...] = ()
+    """Earlier checkpoints that store chunks of this shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedShard:
+    """A shard that was digested in its pod's shared memory."""
+
+    step: Step
+    shard: ShardInfo
+    layout: Digest
+    stored: bool = False
+    """The node tier has the shard, too."""
+    failed: bool = False
+    """The write to the node tier failed. The bytes in memory are valid, but the coordinator does not wait for
+    the shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankHolding:
+    """Steps of one rank that waited in shared memory before they were written."""
+
+    rank: Rank
+    shards: tuple[DigestedShard, ...] = ()
+    digesting: tuple[Step, ...] = ()
+    """Steps that are not digested yet. They count neither as held nor as lost."""
+    writing: Step | None = None
+    """The step that is being written to the node tier now, whether it waited before or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """POST /v1/holding, sidecar -> coordinator: everything that this worker holds in memory now.
+
+    A shard that an earlier message names and this one does not is no longer in memory.
+    """
+
+    round: RestartRound
+    worker: Worker
+    ranks: tuple[RankHolding, ...]
+    layouts: tuple[Document, ...] = ()
+    """Rank layouts that the coordinator has asked for in `HoldingReply.need_layouts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingReply:
+    need_layouts: tuple[Digest, ...] = ()
+    """Layouts that the coordinator lacks. It ignores the message until it is sent again with them."""
+    drop: tuple[Step, ...] = ()
+    """Steps of the message that the worker drops: they are pruned, too old, or contradict other shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldNotice:
+    """POST /v1/hold, coordinator -> sidecar: steps at level memory, and the step that is written next."""
+
+    round: RestartRound
+    memory: tuple[Step, ...] = ()
+    """Steps that have reached level memory since the last notice."""
+    chosen: Step | None = None
+    """The step that every sidecar that holds it in memory writes to its node tier."""
+    prune: tuple[Step, ...] = ()
+    """See LevelNotice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestPut:
+    """POST /v1/manifest, coordinator -> sidecar. The reply Ok means that the manifest is durable there."""
+
+    round: RestartRound
+    step: Step
+    manifest: Document
+    """Canonical JSON text."""
+    layout: Document | None = None
+    """Canonical JSON text of the layout. None where the receiver has it already."""
+    held: bool = False
+    """Some shards may be in shared memory only, the receiver's among them, and copies wait for level local.
+    Where it is False, the reply Ok also means that the receiver's shards are durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelNotice:
+    """POST /v1/level, coordinator -> sidecar: notify the ranks that wait for this level, and prune steps."""
+
+    round: RestartRound
+    step: Step
+    step_round: RestartRound
+    level: Level
+    prune: tuple[Step, ...] = ()
+    """Steps, of any round, that may be deleted from the node tier, copies for peers included."""
+    released: bool = False
+    """The sidecar may answer `Finish`. Then `step` and `level` announce nothing new."""
+
+
+@dataclass(frozen=True, slots=True)
+class PersistRequest:
+    """POST /v1/persist, coordinator -> sidecar: upload the worker's shards of this committed step."""
+
+    round: RestartRound
+    step: Step
+    step_round: RestartRound
+    base: RestorePoint | None = None
+    """The newest persisted checkpoint. Chunks that have not changed since then need no upload."""
+    older: tuple[Reference, ...] = ()
+    """Checkpoints before `base` that the upload may refer to, too."""
+    whole: bool = False
+    """Store each shard as one uncompressed object without references, because the objects that an earlier
+    attempt referred to are gone."""
+    compress: bool = False
+    """Compress the uploaded data. Without effect where `whole` is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """POST /v1/suspect, sidecar -> sidecar: bytes of this shard that the receiver served did not verify.
+
+    The receiver does not trust the message. It verifies its own copy and quarantines it if it is corrupt.
+    """
+
+    job_uid: JobUid
+    step: Step
+    step_round: RestartRound
+    rank: Rank
+    blake3: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Reply of GET /v1/rendezvous?round=R&timeout=S on the store host's sidecar."""
+
+    round: RestartRound
+    address: str
+    """host:port of the TCPStore. Empty after a time-out."""
+    secret: str = field(default="", repr=False)
+    """See StoreAddress."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestDocument:
+    """Reply of GET /v1/manifest?step=&round=[&jobUid=], for the operator and for members of the round."""
+
+    manifest: Document
+    layout: Document | None = None

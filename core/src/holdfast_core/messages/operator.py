@@ -1,0 +1,219 @@
+"""Messages from the operator to a sidecar over HTTPS, and the replies.
+
+All paths are below /v1. Replies: 200 with the reply type; otherwise Refused, with 400 for a malformed
+message, 503 after an error of the receiver, and 409 for every other refusal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from holdfast_core.ids import (
+    Digest,
+    Level,
+    Rank,
+    RestartRound,
+    Step,
+    TierName,
+    Worker,
+)
+from holdfast_core.messages.bounds import (
+    ManyShards,
+    Name,
+    Natural,
+    Pem,
+    PerRank,
+    PerWorker,
+    Seconds,
+    Words,
+)
+from holdfast_core.messages.common import (
+    Failure,
+    Policy,
+    RestorePoint,
+    ShardInfo,
+)
+from holdfast_core.messages.report import (
+    DeadRank,
+    RankProgress,
+    RankTiers,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    worker: Worker
+    pod: str
+    address: str
+    """Pod IP. Empty while it is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyAssignment:
+    source: Worker
+    target: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """POST /v1/round, operator -> sidecar; reply Inventory. It starts the restart round or updates it."""
+
+    round: RestartRound
+    version: Natural
+    restore_point: RestorePoint
+    coordinator: Worker
+    store_host: Worker
+    """The worker whose launcher hosts the TCPStore of this round."""
+    workers: Natural
+    members: Annotated[tuple[Member, ...], PerWorker]
+    copies: Annotated[tuple[CopyAssignment, ...], PerRank]
+    policy: Policy
+    holds: tuple[Step, ...] = ()
+    """Pinned steps, which must not be pruned."""
+    last_persisted: RestorePoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """POST /v1/seal, operator -> sidecar; reply Inventory.
+
+    The sidecar replies after the fsync of the round, the end of the ranks, and the writes of staged slots to
+    the node tier. Each of these waits has a limit (docs/protocol.md).
+    """
+
+    round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestInfo:
+    """Entry of an inventory for one manifest. It suffices to decide whether the step is complete."""
+
+    step: Step
+    round: RestartRound
+    manifest: Digest
+    world_size: Natural
+    shards: Annotated[tuple[ShardInfo, ...], PerRank]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    step: Step
+    round: RestartRound
+    rank: Rank
+    payload_bytes: Natural
+    blake3: Digest
+    tier: TierName
+    """MEMORY: a slot's header names this shard. NODE: the node tier has it, as the worker's own shard or as
+    a peer's copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Reply of POST /v1/seal, POST /v1/round and GET /v1/inventory: what this worker stores."""
+
+    worker: Worker
+    pod: Name
+    round: RestartRound
+    version: Natural
+    """Version of the newest ROUND message that the sidecar holds for `round`. 0 if it holds none."""
+    manifests: tuple[ManifestInfo, ...] = ()
+    shards: Annotated[tuple[HeldShard, ...], ManyShards] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """State of one step in the coordinator's ledger. `prepared`, `replicated` and `uploaded` count ranks."""
+
+    step: Step
+    round: RestartRound
+    level: Level | None
+    prepared: Natural
+    replicated: Natural
+    uploaded: Natural
+    world_size: Natural
+    manifest: Digest | None = None
+    payload_bytes: Natural = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Seconds that each part of this round's start took, as the coordinator measured it.
+
+    None while the part is not over.
+    """
+
+    rehydrate_seconds: Seconds | None = None
+    """The longest rehydration of a worker."""
+    rendezvous_seconds: Seconds | None = None
+    """From a ROUND message with all addresses until the restore barrier is open on every worker."""
+    first_step_seconds: Seconds | None = None
+    """From the open barrier until every rank has finished a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorState:
+    """Reply of GET /v1/state?since=V&timeout=S: the whole current state and its version.
+
+    `since` is the version up to which the operator has durably acted. Sidecars answer `Finish` only after
+    the operator has acknowledged the final version in this way.
+    """
+
+    version: Natural
+    round: RestartRound
+    steps: tuple[StepState, ...] = ()
+    """At most 16 steps of this round that are in progress or committed, oldest first."""
+    last_local: RestorePoint | None = None
+    last_replicated: RestorePoint | None = None
+    last_persisted: RestorePoint | None = None
+    last_persisted_bytes: Natural = 0
+    dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
+    progress: Annotated[tuple[RankProgress, ...], PerRank] = ()
+    tiers: Annotated[tuple[RankTiers, ...], PerRank] = ()
+    failures: tuple[Failure, ...] = ()
+    times: RoundTimes = RoundTimes()
+    running: bool = False
+    """Every rank has finished a step of this round."""
+    cannot_restore: Words = ""
+    """Set when a worker could not get its shards of the restore point: what it has tried."""
+    finished: bool = False
+    """All ranks returned 0, and no step is being written, copied or uploaded any more."""
+    saves_skipped: Natural = 0
+    last_memory: RestorePoint | None = None
+    """Newest step of this round at level memory or above: every shard is digested, in shared memory or on a
+    node tier. The loss of a pod may lose it."""
+    steps_dropped: Natural = 0
+    """Steps that newer ones replaced before they were written or copied, since this coordinator started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """POST /v1/save-now and /v1/stop, operator -> coordinator -> sidecar of rank 0."""
+
+    round: RestartRound
+    token: str
+    """Identifies the request. A token counts only once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """POST /v1/certificate, operator -> sidecar: a new leaf certificate and its key (PEM)."""
+
+    certificate: Pem
+    key: Pem = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Prune:
+    """POST /v1/prune, operator -> coordinator; reply PruneReply.
+
+    Deletes these checkpoints from the object store, manifests first.
+    """
+
+    round: RestartRound
+    checkpoints: tuple[RestorePoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReply:
+    deleted: tuple[RestorePoint, ...]

@@ -1,0 +1,298 @@
+"""Messages between the sidecar and the processes of its pod: the launcher and the ranks.
+
+Frame: u32 big-endian length, then JSON {"type": <class name>, "id": n, "body": {...}}. A request has id > 0
+and gets exactly one reply with the same id (its reply type or Refused). A push has id 0 and gets no reply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from holdfast_core.ids import (
+    Digest,
+    JobUid,
+    Level,
+    Rank,
+    RestartRound,
+    ShardRef,
+    Step,
+    TierName,
+    Worker,
+)
+from holdfast_core.messages.bounds import (
+    Natural,
+    Reported,
+    Seconds,
+    Words,
+)
+from holdfast_core.messages.common import (
+    Policy,
+    RestorePoint,
+)
+
+PROTOCOL_VERSION = 1
+
+
+OVERTAKEN = "Overtaken"
+"""Reason of SaveFailed for a step that a newer one replaced. It is not an error."""
+
+
+class LocalRole(StrEnum):
+    LAUNCHER = "launcher"
+    RANK = "rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame on every connection."""
+
+    version: int
+    job_uid: JobUid
+    role: LocalRole
+    rank: Rank | None = None
+    round: RestartRound | None = None
+    """From a rank: its round. From a launcher: the round whose ranks run now, None if none run."""
+    last_round: RestartRound | None = None
+    """From a launcher: the newest round that it has forked ranks for. It never runs a round twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReply:
+    round: RestartRound
+    policy: Policy | None = None
+    """None until the sidecar has received a ROUND message."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOffer:
+    """A slot file below <shared_dir>/slots that the rank has allocated, prefaulted and mapped."""
+
+    name: str
+    capacity_bytes: int
+    """Largest payload. The file is longer by shm.slot_header.HEADER_BYTES."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Rank -> sidecar: ask which checkpoint this rank restores in this round."""
+
+    round: RestartRound
+    rank: Rank
+    with_layout: bool = False
+    """Also write the checkpoint's layout to <shared_dir>/layouts, for a rank whose layout has changed. The
+    sidecar always writes it where another number of ranks saved the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReply:
+    restore_point: RestorePoint
+    payload_bytes: Natural = 0
+    """Payload of this rank's shard. The rank offers slots of at least this capacity in Fill. 0 where
+    another number of ranks saved the checkpoint: then the rank plans its own payload."""
+    world_size: int = 0
+    """Number of ranks that saved the checkpoint. 0 means that it is not given, and the rank takes its
+    shard as it was saved."""
+    rank_layout: Digest | None = None
+    """Layout of this rank's shard, in <shared_dir>/layouts/<hex>.json. Set where the same number of ranks
+    saved the checkpoint."""
+    layout: Digest | None = None
+    """The checkpoint's layout, in the same directory. None where it was not written there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Rank -> sidecar: write this rank's shard of the restore point into one of these slots.
+
+    If a slot still holds exactly those bytes, the sidecar names it without writing (tier memory).
+    Otherwise it writes the payload with pwrite. The rank has prefaulted the file, so its memory stays
+    charged to the trainer container.
+    """
+
+    round: RestartRound
+    rank: Rank
+    slots: tuple[SlotOffer, ...]
+    layout: Digest | None = None
+    """None asks for the shard as it was saved. Otherwise the layout of the payload that this rank needs, in
+    <shared_dir>/layouts/<hex>.json. The sidecar assembles it from the shards of any old ranks."""
+    reads_files: bool = False
+    """The rank can read the shard's file itself, so the reply may be ShardFile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    slot: str
+    payload_bytes: Natural
+    tier: TierName
+    """The tier that the bytes come from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """Reply to a Fill with `reads_files`: the file of the shard.
+
+    Its bytes are not verified yet. A rank that finds it missing or corrupt asks again, for a filled
+    slot.
+    """
+
+    path: str
+    shard: ShardRef
+    tier: TierName
+    """The tier of the file."""
+    slot: str | None = None
+    """A slot whose header names the same shard. The rank must verify its bytes with the chunk table of the
+    file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Rank -> sidecar: hand over a slot in state FULL.
+
+    After the reply the rank continues; the slot stays in use until the shard is written.
+    """
+
+    round: RestartRound
+    step: Step
+    rank: Rank
+    slot: str
+    payload_bytes: Natural
+    layout: Digest
+    """BLAKE3 of the rank's layout, whose document is <shared_dir>/layouts/<hex>.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Rank -> sidecar, no reply: the step that has just finished.
+
+    The rank may send the same step again: with the cost of a save after it, or, after a reconnect, without
+    costs.
+    """
+
+    round: RestartRound
+    rank: Rank
+    step: Step
+    metrics: Reported = field(default_factory=dict)
+    blocked_seconds: Seconds = 0.0
+    """Seconds for which saves blocked training since the last Progress."""
+    saves_skipped: Natural = 0
+    """Saves that this rank skipped since the last Progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelReached:
+    """Push to the rank that staged the step: the step has reached `level`."""
+
+    step: Step
+    round: RestartRound
+    level: Level
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """Push to the rank that staged the step: the step will not reach `level`."""
+
+    step: Step
+    round: RestartRound
+    level: Level
+    reason: str
+    message: Words
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequested:
+    """Push to rank 0: save at the next step that all ranks can agree on."""
+
+    round: RestartRound
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Push to rank 0: save at the next step that all ranks can agree on, then end the training."""
+
+    round: RestartRound
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Push to the launcher: the restore barrier is open. Fork the ranks of this round."""
+
+    round: RestartRound
+    restore_point: RestorePoint
+    world_size: int
+    first_rank: Rank
+    procs_per_worker: int
+    group_rank: Worker
+    master_address: str
+    master_port: int
+    store_secret: str = field(repr=False)
+    """The launcher passes it to the ranks in their environment; see StoreAddress."""
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class HostStore:
+    """Push to the launcher of the store host: start this round's TCPStore process on any free port."""
+
+    round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Launcher -> sidecar, no reply: the TCPStore of this round listens on `port`."""
+
+    round: RestartRound
+    port: int
+    secret: str = field(repr=False)
+    """Secret of this round, made by the launcher that hosts the store. Ranks sign their entries with it,
+    because the store itself has no authentication. It is sent only inside TLS and the pod's socket, and
+    passed to processes only in their environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Push to the launcher: a newer round is sealed. Send SIGKILL to all ranks, then send Ended."""
+
+    round: RestartRound
+    """The newer round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Launcher -> sidecar, no reply: no rank of a round older than this one is running."""
+
+    round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """Launcher -> sidecar, no reply: a rank process ended without a request to do so."""
+
+    round: RestartRound
+    rank: Rank
+    code: int
+    """Exit code, or -N for signal N."""
+    message: Words = ""
+    """The end of the traceback, at most 2 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Launcher -> sidecar: all ranks of this pod returned 0.
+
+    The sidecar replies when the gang's last step has reached each level that it is meant to reach and
+    the operator has recorded this.
+    """
+
+    round: RestartRound
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReply:
+    released: bool

@@ -1,0 +1,109 @@
+"""The state of one worker, which its sidecar reports to the coordinator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from holdfast_core.ids import (
+    Rank,
+    RestartRound,
+    Step,
+    TierName,
+    Worker,
+)
+from holdfast_core.messages.bounds import (
+    Natural,
+    PerRank,
+    Reported,
+    Seconds,
+    Words,
+)
+from holdfast_core.messages.common import (
+    Failure,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeadRank:
+    rank: Rank
+    worker: Worker
+    code: int
+    message: Words = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSaves:
+    """Outcome of one rank's saves in this round.
+
+    A step up to `newest` that is not in `under_way` was skipped or could not be written, unless the
+    coordinator has received PREPARED for it.
+    """
+
+    rank: Rank
+    newest: Step
+    """The newest step that the rank has staged."""
+    under_way: tuple[Step, ...] = ()
+    """Staged steps that have not failed and that the coordinator has no PREPARED for yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTiers:
+    """Newest step of one rank in each tier, for the map of ranks and tiers."""
+
+    rank: Rank
+    memory: Step | None = None
+    node: Step | None = None
+    peer: Step | None = None
+    object: Step | None = None
+    restored_from: TierName | None = None
+    """The tier that this rank's shard was restored from in this round."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """Newest finished step of one rank."""
+
+    rank: Rank
+    step: Step
+    metrics: Reported = field(default_factory=dict)
+    blocked_seconds: Seconds = 0.0
+    """Seconds for which saves blocked training in this round."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """POST /v1/report, sidecar -> coordinator; reply Ok. This worker's part of CoordinatorState.
+
+    The sidecar sends it when it changes, at most twice a second unless a rank is dead, and every few seconds
+    without a change.
+    """
+
+    round: RestartRound
+    worker: Worker
+    progress: Annotated[tuple[RankProgress, ...], PerRank] = ()
+    dead: Annotated[tuple[DeadRank, ...], PerRank] = ()
+    failures: tuple[Failure, ...] = ()
+    tiers: Annotated[tuple[RankTiers, ...], PerRank] = ()
+    rehydrate_seconds: Seconds | None = None
+    barrier_open: bool = False
+    cannot_restore: Words = ""
+    done: bool = False
+    """All ranks of the pod returned 0."""
+    idle: bool = False
+    """This worker has no save left to write, copy or upload."""
+    saves_skipped: Natural = 0
+    saves: Annotated[tuple[RankSaves, ...], PerRank] = ()
+    told: str = ""
+    """`Ok.instance` of the coordinator that has received all of this worker's messages, except those about
+    the steps that `saves` lists as under way."""
+    instance: str = ""
+    """Identifies the sender's process. When it changes, the coordinator sends all of its messages again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ok:
+    round: RestartRound
+    instance: str = ""
+    """Identifies the coordinator's instance, in the reply to WorkerReport. When it changes, the member sends
+    its PREPARED, REPLICATED and UPLOADED messages again, because the new instance has not received them."""
