@@ -6,14 +6,19 @@ same in each run, so that a red run is about the change; elsewhere they are new 
 Processes that a test starts find `tests.support` as the test does, from whatever directory they run in.
 A shell that starts the tests in the background makes them ignore SIGINT, and the processes that they
 start inherit that: Ctrl-C would do nothing in the tests that send it.
+
+A test may be an `async def`: it runs in an event loop of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import signal
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("holdfast", deadline=None, derandomize="CI" in os.environ)
@@ -23,3 +28,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")))
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is an `async def` in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    signature = inspect.signature(pyfuncitem.obj)
+    asyncio.run(
+        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in signature.parameters})
+    )
+    return True

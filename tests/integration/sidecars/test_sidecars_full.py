@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -38,67 +37,55 @@ async def told(gang: Any, worker: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "may wait in memory"])
-def test_one_full_node_does_not_fill_the_others(gangs: Gangs, slots: int) -> None:
+async def test_one_full_node_does_not_fill_the_others(gangs: Gangs, slots: int) -> None:
     """Worker 1 takes one step and no second one; worker 0 has room for all of them, and keeps few."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            gang.slots = slots
-            gang.small_nodes[1] = capacity(2)
-            await gang.start(policy=Policy(interval_steps=1, slots=slots))
-            await gang.commit(1, Level.REPLICATED)
-            for step in range(2, 6):
-                await gang.save(step)
-                await told(gang, 1, step)
-            await until(lambda: len(shards_on(gang, 0)) <= 4, "steps that cannot be committed go")
-            state = await gang.operator.state_until(0, lambda s: bool(s.failures), "a failure")
-            failure = state.failures[0]
-            assert (failure.reason, failure.worker) == ("NodeVolumeFull", 1)
-            assert state.last_replicated is not None
-            assert state.last_replicated.step == 1, "the newest committed step stays"
-            assert any("rank000001" in name for name in shards_on(gang, 0)), "with its copies"
-
-    asyncio.run(scenario())
+    async with gangs(2) as gang:
+        gang.slots = slots
+        gang.small_nodes[1] = capacity(2)
+        await gang.start(policy=Policy(interval_steps=1, slots=slots))
+        await gang.commit(1, Level.REPLICATED)
+        for step in range(2, 6):
+            await gang.save(step)
+            await told(gang, 1, step)
+        await until(lambda: len(shards_on(gang, 0)) <= 4, "steps that cannot be committed go")
+        state = await gang.operator.state_until(0, lambda s: bool(s.failures), "a failure")
+        failure = state.failures[0]
+        assert (failure.reason, failure.worker) == ("NodeVolumeFull", 1)
+        assert state.last_replicated is not None
+        assert state.last_replicated.step == 1, "the newest committed step stays"
+        assert any("rank000001" in name for name in shards_on(gang, 0)), "with its copies"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_room_for_keep_last_and_not_for_one_more(gangs: Gangs, workers: int) -> None:
+async def test_room_for_keep_last_and_not_for_one_more(gangs: Gangs, workers: int) -> None:
     """Every save is committed: the oldest step goes first."""
-
-    async def scenario() -> None:
-        async with gangs(workers) as gang:
-            gang.node_capacity_bytes = capacity(3 * workers)
-            level = Level.LOCAL if workers == 1 else Level.REPLICATED
-            policy = Policy(interval_steps=1, keep_last=3, peer_copies=workers - 1)
-            await gang.start(policy=policy)
-            for step in range(1, 7):
-                await gang.commit(step, level)
-            for rank in gang.ranks.values():
-                assert not [m for m in rank.pushed if isinstance(m, SaveFailed)]
-
-    asyncio.run(scenario())
+    async with gangs(workers) as gang:
+        gang.node_capacity_bytes = capacity(3 * workers)
+        level = Level.LOCAL if workers == 1 else Level.REPLICATED
+        policy = Policy(interval_steps=1, keep_last=3, peer_copies=workers - 1)
+        await gang.start(policy=policy)
+        for step in range(1, 7):
+            await gang.commit(step, level)
+        for rank in gang.ranks.values():
+            assert not [m for m in rank.pushed if isinstance(m, SaveFailed)]
 
 
-def test_room_for_two_steps_after_a_restart(gangs: Gangs) -> None:
+async def test_room_for_two_steps_after_a_restart(gangs: Gangs) -> None:
     """The volume is full with the restore point and an older step: the older one goes, later the
     restore point too, never the newest committed one."""
-
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            gang.node_capacity_bytes = capacity(2)
-            policy = Policy(interval_steps=1, keep_last=2, peer_copies=0)
-            await gang.start(policy=policy)
-            for step in (1, 2):
-                saved = await gang.commit(step, Level.LOCAL)
-            await gang.operator.seal(0, 1)
-            point = await gang_point(gang)
-            gang.launchers.pop(0).close()
-            await gang.begin(1, restore=point, policy=policy)
-            assert await gang.restored() == saved
-            for step in range(3, 7):
-                await gang.commit(step, Level.LOCAL)
-
-    asyncio.run(scenario())
+    async with gangs(1) as gang:
+        gang.node_capacity_bytes = capacity(2)
+        policy = Policy(interval_steps=1, keep_last=2, peer_copies=0)
+        await gang.start(policy=policy)
+        for step in (1, 2):
+            saved = await gang.commit(step, Level.LOCAL)
+        await gang.operator.seal(0, 1)
+        point = await gang_point(gang)
+        gang.launchers.pop(0).close()
+        await gang.begin(1, restore=point, policy=policy)
+        assert await gang.restored() == saved
+        for step in range(3, 7):
+            await gang.commit(step, Level.LOCAL)
 
 
 async def gang_point(gang: Any) -> RestorePoint:

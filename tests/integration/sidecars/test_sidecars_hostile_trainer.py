@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -29,39 +28,36 @@ def links_into(directory: Path, target: Path, names: list[str]) -> None:
         (directory / name).symlink_to(target)
 
 
-def test_links_to_committed_shards_and_fifos_harm_nothing(gangs: Gangs) -> None:
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            await gang.start()
-            await gang.commit(1, Level.LOCAL)
-            sidecar = gang.sidecars[0]
-            before = shards(sidecar.node)
-            assert len(before) == 1
-            shard = next(sidecar.node.rglob("*.shard"))
-            slots = gang.ranks[0].names
-            links_into(sidecar.shared / "staged", shard, [f"{name}.json" for name in slots])
-            links_into(sidecar.shared, sidecar.node / "round.json", ["ports.json.tmp"])
-            await gang.commit(2, Level.LOCAL)
-            after = shards(sidecar.node)
-            assert {name: after[name] for name in before} == before
+async def test_links_to_committed_shards_and_fifos_harm_nothing(gangs: Gangs) -> None:
+    async with gangs(1) as gang:
+        await gang.start()
+        await gang.commit(1, Level.LOCAL)
+        sidecar = gang.sidecars[0]
+        before = shards(sidecar.node)
+        assert len(before) == 1
+        shard = next(sidecar.node.rglob("*.shard"))
+        slots = gang.ranks[0].names
+        links_into(sidecar.shared / "staged", shard, [f"{name}.json" for name in slots])
+        links_into(sidecar.shared, sidecar.node / "round.json", ["ports.json.tmp"])
+        await gang.commit(2, Level.LOCAL)
+        after = shards(sidecar.node)
+        assert {name: after[name] for name in before} == before
 
-            # Whatever a seal reads of the shared volume is now a FIFO, or a link to one.
-            (sidecar.shared / "staged").rename(sidecar.shared / "moved")
-            (sidecar.shared / "staged").mkdir()
-            for name in slots:
-                os.mkfifo(sidecar.shared / "staged" / f"{name}.json")
-            os.mkfifo(sidecar.shared / "slots" / "rank000000.7.slot")
-            (sidecar.shared / "slots" / "rank000000.8.slot").symlink_to(shard)
-            sidecar.kill()
-            await gang.relaunch(0)
-            inventory = await gang.operator.seal(0, 1)
-            assert [s.step for s in inventory.shards if s.tier == "node"] == [1, 2]
+        # Whatever a seal reads of the shared volume is now a FIFO, or a link to one.
+        (sidecar.shared / "staged").rename(sidecar.shared / "moved")
+        (sidecar.shared / "staged").mkdir()
+        for name in slots:
+            os.mkfifo(sidecar.shared / "staged" / f"{name}.json")
+        os.mkfifo(sidecar.shared / "slots" / "rank000000.7.slot")
+        (sidecar.shared / "slots" / "rank000000.8.slot").symlink_to(shard)
+        sidecar.kill()
+        await gang.relaunch(0)
+        inventory = await gang.operator.seal(0, 1)
+        assert [s.step for s in inventory.shards if s.tier == "node"] == [1, 2]
 
-            # The whole directory of slots leads into the sidecar's own volume.
-            (sidecar.shared / "slots").rename(sidecar.shared / "slots-moved")
-            (sidecar.shared / "slots").symlink_to(sidecar.node)
-            inventory = await gang.operator.seal(0, 2)
-            assert [s.step for s in inventory.shards if s.tier == "node"] == [1, 2]
-            assert shards(sidecar.node) == after
-
-    asyncio.run(scenario())
+        # The whole directory of slots leads into the sidecar's own volume.
+        (sidecar.shared / "slots").rename(sidecar.shared / "slots-moved")
+        (sidecar.shared / "slots").symlink_to(sidecar.node)
+        inventory = await gang.operator.seal(0, 2)
+        assert [s.step for s in inventory.shards if s.tier == "node"] == [1, 2]
+        assert shards(sidecar.node) == after

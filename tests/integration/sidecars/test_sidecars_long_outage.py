@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -81,45 +80,41 @@ async def seal(gang: Any, worker: int, round_: int) -> SidecarView:
         return view()
 
 
-def test_a_job_outlives_an_operator_that_is_away_until_all_leaves_have_expired(
+async def test_a_job_outlives_an_operator_that_is_away_until_all_leaves_have_expired(
     gangs: Gangs,
 ) -> None:
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            gang.leaf_lifetime = timedelta(hours=-9)
-            await gang.start()
-            await gang.commit(1, Level.REPLICATED)
-            # A sidecar that restarts meanwhile has nothing but the expired leaf of its mount.
-            gang.sidecars[1].kill()
-            await gang.relaunch(1)
-            await gang.operator.round_all(gang.operator.message(0, version=2, copies=gang.copies))
-            await gang.connect_rank(1, 0)
-            gang.launchers[1].close()
-            await gang.launcher(1, running=0, last_round=0)
-            saved = await gang.commit(2, Level.REPLICATED)
-            point = await gang.point(2)
+    async with gangs(2) as gang:
+        gang.leaf_lifetime = timedelta(hours=-9)
+        await gang.start()
+        await gang.commit(1, Level.REPLICATED)
+        # A sidecar that restarts meanwhile has nothing but the expired leaf of its mount.
+        gang.sidecars[1].kill()
+        await gang.relaunch(1)
+        await gang.operator.round_all(gang.operator.message(0, version=2, copies=gang.copies))
+        await gang.connect_rank(1, 0)
+        gang.launchers[1].close()
+        await gang.launcher(1, running=0, last_round=0)
+        saved = await gang.commit(2, Level.REPLICATED)
+        point = await gang.point(2)
 
-            # The operator is back. A pod that is born now has a fresh leaf, its peer a renewed one.
-            await seal(gang, 0, 1)
-            gang.lose(1)
-            gang.leaf_lifetime = timedelta(hours=1)
-            await gang.launch(1, birth_round=1)
-            await seal(gang, 1, 1)
-            await gang.begin(1, restore=point)
-            assert await gang.restored() == saved
-            await gang.commit(3, Level.REPLICATED)
-
-    asyncio.run(scenario())
+        # The operator is back. A pod that is born now has a fresh leaf, its peer a renewed one.
+        await seal(gang, 0, 1)
+        gang.lose(1)
+        gang.leaf_lifetime = timedelta(hours=1)
+        await gang.launch(1, birth_round=1)
+        await seal(gang, 1, 1)
+        await gang.begin(1, restore=point)
+        assert await gang.restored() == saved
+        await gang.commit(3, Level.REPLICATED)
 
 
-def test_a_renewed_leaf_is_in_force_though_the_node_volume_does_not_take_it(gangs: Gangs) -> None:
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            gang.leaf_lifetime = timedelta(hours=-9)
-            await gang.launch(0)
-            (gang.sidecars[0].node / "certificate.tmp").mkdir()
-            view = await seal(gang, 0, 1)
-            assert view.inventory is not None
-            await gang.operator.round(0, gang.operator.message(1, restore=RestorePoint()))
-
-    asyncio.run(scenario())
+async def test_a_renewed_leaf_is_in_force_though_the_node_volume_does_not_take_it(
+    gangs: Gangs,
+) -> None:
+    async with gangs(1) as gang:
+        gang.leaf_lifetime = timedelta(hours=-9)
+        await gang.launch(0)
+        (gang.sidecars[0].node / "certificate.tmp").mkdir()
+        view = await seal(gang, 0, 1)
+        assert view.inventory is not None
+        await gang.operator.round(0, gang.operator.message(1, restore=RestorePoint()))

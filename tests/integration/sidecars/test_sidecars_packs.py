@@ -99,58 +99,50 @@ def names(minio: MinioServer, store: dict[str, Any], part: str) -> list[str]:
     return [str(item.object_name) for item in listed if part in str(item.object_name)]
 
 
-def test_replicas_send_their_share_and_come_back_from_the_store(
+async def test_replicas_send_their_share_and_come_back_from_the_store(
     gangs: Gangs, store: dict[str, Any]
 ) -> None:
     """At most 1/N + 2 % of the state each, although one replica has diverged in some places."""
-
-    async def scenario() -> None:
-        workers, size = 4, 32 * MIB
-        async with gangs(workers, **store) as gang:
-            gang.slot_bytes = size + MIB
-            await gang.start(policy=EVERY_TWO, copies=())
-            model = random.Random(5).randbytes(size)
-            states = {w: model + f"data of rank {w}".encode().ljust(500) for w in range(workers)}
-            states[2] = model[: 5 * MIB] + b"diverged" + model[5 * MIB + 8 :] + states[2][size:]
-            point = await persist(gang, 2, states)
-            for worker in range(workers):
-                sent = await asyncio.to_thread(sent_bytes, gang, worker)
-                assert 0 < sent <= (1 / workers + 0.02) * len(states[worker])
-            await lose_all_and_restore(gang, point, states)
-
-    asyncio.run(scenario())
+    workers, size = 4, 32 * MIB
+    async with gangs(workers, **store) as gang:
+        gang.slot_bytes = size + MIB
+        await gang.start(policy=EVERY_TWO, copies=())
+        model = random.Random(5).randbytes(size)
+        states = {w: model + f"data of rank {w}".encode().ljust(500) for w in range(workers)}
+        states[2] = model[: 5 * MIB] + b"diverged" + model[5 * MIB + 8 :] + states[2][size:]
+        point = await persist(gang, 2, states)
+        for worker in range(workers):
+            sent = await asyncio.to_thread(sent_bytes, gang, worker)
+            assert 0 < sent <= (1 / workers + 0.02) * len(states[worker])
+        await lose_all_and_restore(gang, point, states)
 
 
-def test_a_frozen_base_is_sent_once_and_kept_while_it_is_needed(
+async def test_a_frozen_base_is_sent_once_and_kept_while_it_is_needed(
     gangs: Gangs, store: dict[str, Any], tier: S3ObjectTier, minio: MinioServer
 ) -> None:
     """Later saves send the trainable share and 1 %; of what the operator prunes, the objects that the
     newest checkpoint needs stay; and that one comes back."""
+    size = 20 * MIB
+    async with gangs(2, **store) as gang:
+        gang.slot_bytes = size + MIB
+        await gang.start(policy=EVERY_TWO, copies=())
+        frozen = {w: random.Random(w).randbytes(size * 9 // 10) for w in range(2)}
 
-    async def scenario() -> None:
-        size = 20 * MIB
-        async with gangs(2, **store) as gang:
-            gang.slot_bytes = size + MIB
-            await gang.start(policy=EVERY_TWO, copies=())
-            frozen = {w: random.Random(w).randbytes(size * 9 // 10) for w in range(2)}
+        def states(step: int) -> dict[int, bytes]:
+            trained = {w: random.Random(step + 100 * w).randbytes(size // 10) for w in range(2)}
+            return {w: trained[w] + frozen[w] for w in range(2)}
 
-            def states(step: int) -> dict[int, bytes]:
-                trained = {w: random.Random(step + 100 * w).randbytes(size // 10) for w in range(2)}
-                return {w: trained[w] + frozen[w] for w in range(2)}
-
-            points, before = {}, [0, 0]
-            for step, share in ((2, 1.01), (4, 0.11), (6, 0.11)):
-                points[step] = await persist(gang, step, states(step))
-                for worker in range(2):
-                    total = await asyncio.to_thread(sent_bytes, gang, worker)
-                    assert 0 < total - before[worker] <= share * size
-                    before[worker] = total
-            await prune_all_but_6(gang, points, tier)
-            assert len(names(minio, store, "shards/s000000000002/")) == 2
-            assert names(minio, store, "shards/s000000000004/") == []
-            await lose_all_and_restore(gang, points[6], states(6))
-
-    asyncio.run(scenario())
+        points, before = {}, [0, 0]
+        for step, share in ((2, 1.01), (4, 0.11), (6, 0.11)):
+            points[step] = await persist(gang, step, states(step))
+            for worker in range(2):
+                total = await asyncio.to_thread(sent_bytes, gang, worker)
+                assert 0 < total - before[worker] <= share * size
+                before[worker] = total
+        await prune_all_but_6(gang, points, tier)
+        assert len(names(minio, store, "shards/s000000000002/")) == 2
+        assert names(minio, store, "shards/s000000000004/") == []
+        await lose_all_and_restore(gang, points[6], states(6))
 
 
 def test_a_base_that_is_deleted_meanwhile(
@@ -186,31 +178,27 @@ def test_a_base_that_is_deleted_meanwhile(
         asyncio.run(scenario(proxy))
 
 
-def test_a_member_that_does_not_answer_is_not_waited_for(
+async def test_a_member_that_does_not_answer_is_not_waited_for(
     gangs: Gangs, store: dict[str, Any], minio: MinioServer
 ) -> None:
     """Worker 1 restarts after the commit: whoever could not ask it uploads its own bytes, and the
     checkpoint is whole."""
+    size = 8 * MIB
+    async with gangs(2, **store) as gang:
+        gang.slot_bytes = size + MIB
+        await gang.start(policy=EVERY_TWO, copies=())
+        model = random.Random(1).randbytes(size)
+        states = {w: model for w in range(2)}
+        for worker, data in states.items():
+            await gang.ranks[worker].save(2, data, replica(worker, size))
+        await gang.ranks[1].reached(2, Level.LOCAL)
+        gang.sidecars[1].kill()
+        await gang.relaunch(1)
+        held = gang.operator.message(0, version=2, copies=(), policy=EVERY_TWO)
+        await gang.operator.round_all(held)
 
-    async def scenario() -> None:
-        size = 8 * MIB
-        async with gangs(2, **store) as gang:
-            gang.slot_bytes = size + MIB
-            await gang.start(policy=EVERY_TWO, copies=())
-            model = random.Random(1).randbytes(size)
-            states = {w: model for w in range(2)}
-            for worker, data in states.items():
-                await gang.ranks[worker].save(2, data, replica(worker, size))
-            await gang.ranks[1].reached(2, Level.LOCAL)
-            gang.sidecars[1].kill()
-            await gang.relaunch(1)
-            held = gang.operator.message(0, version=2, copies=(), policy=EVERY_TWO)
-            await gang.operator.round_all(held)
+        def there(state: Any) -> bool:
+            return state.last_persisted is not None and state.last_persisted.step == 2
 
-            def there(state: Any) -> bool:
-                return state.last_persisted is not None and state.last_persisted.step == 2
-
-            state = await gang.operator.state_until(0, there, "step 2 persisted")
-            await lose_all_and_restore(gang, state.last_persisted, states)
-
-    asyncio.run(scenario())
+        state = await gang.operator.state_until(0, there, "step 2 persisted")
+        await lose_all_and_restore(gang, state.last_persisted, states)

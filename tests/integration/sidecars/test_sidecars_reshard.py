@@ -74,76 +74,68 @@ async def save(
         await rank.reached(step, level)
 
 
-def test_four_ranks_become_two_with_what_is_on_two_nodes(gangs: Gangs) -> None:
+async def test_four_ranks_become_two_with_what_is_on_two_nodes(gangs: Gangs) -> None:
     """Two copies of two halves on four nodes, of which two are lost with the shard of rank 2."""
     policy = Policy(interval_steps=1, peer_copies=1)
-
-    async def scenario() -> None:
-        async with gangs(4) as gang:
-            await gang.start(policy=policy)
-            old = [layout_of(tensors(None, 0), [2, 2], rank) for rank in range(4)]
-            await save(gang, old, 1, Level.REPLICATED)
-            point = await gang.point(1)
-            for worker in (2, 3):
-                gang.lose(worker)
-                del gang.operator.members[worker]
-            gang.workers, gang.copies = 2, ((0, 1), (1, 0))
-            for worker in (0, 1):
-                await gang.operator.seal(worker, 1)
-            await gang.begin(1, restore=point, policy=policy)
-            for worker, tier in ((0, TierName.PEER), (1, TierName.NODE)):
-                rank = gang.ranks[worker]
-                wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], worker)
-                reply, data, filled = await rank.reshard(wanted)
-                assert (reply.world_size, reply.payload_bytes) == (4, 0)
-                assert data == payload_of(wanted, worker)
-                assert filled.tier is tier
-                header = rank.header(filled.slot)
-                assert (header.state, header.step) == (SlotState.FREE, None)
-                with pytest.raises(RefusedError, match="expected one, since another number"):
-                    await rank.restore()
-
-    asyncio.run(scenario())
+    async with gangs(4) as gang:
+        await gang.start(policy=policy)
+        old = [layout_of(tensors(None, 0), [2, 2], rank) for rank in range(4)]
+        await save(gang, old, 1, Level.REPLICATED)
+        point = await gang.point(1)
+        for worker in (2, 3):
+            gang.lose(worker)
+            del gang.operator.members[worker]
+        gang.workers, gang.copies = 2, ((0, 1), (1, 0))
+        for worker in (0, 1):
+            await gang.operator.seal(worker, 1)
+        await gang.begin(1, restore=point, policy=policy)
+        for worker, tier in ((0, TierName.PEER), (1, TierName.NODE)):
+            rank = gang.ranks[worker]
+            wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], worker)
+            reply, data, filled = await rank.reshard(wanted)
+            assert (reply.world_size, reply.payload_bytes) == (4, 0)
+            assert data == payload_of(wanted, worker)
+            assert filled.tier is tier
+            header = rank.header(filled.slot)
+            assert (header.state, header.step) == (SlotState.FREE, None)
+            with pytest.raises(RefusedError, match="expected one, since another number"):
+                await rank.restore()
 
 
-def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> None:
+async def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> None:
     """Then the four save, and restore as four."""
     policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1)
     store = StoreConfig(f"file://{tmp_path}/objects", False, "", "", "")
-
-    async def scenario() -> None:
-        async with gangs(2, store=store) as gang:
-            await gang.start(policy=policy)
-            old = [layout_of(tensors(0), [2], rank) for rank in range(2)]
-            await save(gang, old, 1, Level.PERSISTED)
-            state = await gang.operator.state_until(
-                0, lambda s: s.last_persisted is not None, "step 1 persisted"
-            )
-            for worker in (0, 1):
-                gang.lose(worker)
-            gang.workers, gang.copies = 4, tuple((w, (w + 1) % 4) for w in range(4))
-            for worker in range(4):
-                await gang.launch(worker, birth_round=1)
-            await gang.begin(1, restore=state.last_persisted, policy=policy)
-            new = [layout_of(tensors(0), [4], rank) for rank in range(4)]
-            for wanted in new:
-                reply, data, filled = await gang.ranks[wanted.rank].reshard(wanted)
-                given = gang.sidecars[wanted.rank].shared / "layouts"
-                document = (given / f"{reply.layout.removeprefix('b3:')}.json").read_bytes()
-                assert len(parse_layout(document).ranks) == 2
-                assert data == payload_of(wanted, wanted.rank % 2)
-                assert filled.tier is TierName.OBJECT
-            await save(gang, new, 2, Level.REPLICATED)
-            point = await gang.point(2)
-            for worker in range(4):
-                await gang.operator.seal(worker, 2)
-            await gang.begin(2, restore=point, policy=policy)
-            for wanted in new:
-                _, data, filled = await gang.ranks[wanted.rank].restore()
-                assert data == payload_of(wanted, wanted.rank)
-                assert filled.tier is TierName.MEMORY
-
-    asyncio.run(scenario())
+    async with gangs(2, store=store) as gang:
+        await gang.start(policy=policy)
+        old = [layout_of(tensors(0), [2], rank) for rank in range(2)]
+        await save(gang, old, 1, Level.PERSISTED)
+        state = await gang.operator.state_until(
+            0, lambda s: s.last_persisted is not None, "step 1 persisted"
+        )
+        for worker in (0, 1):
+            gang.lose(worker)
+        gang.workers, gang.copies = 4, tuple((w, (w + 1) % 4) for w in range(4))
+        for worker in range(4):
+            await gang.launch(worker, birth_round=1)
+        await gang.begin(1, restore=state.last_persisted, policy=policy)
+        new = [layout_of(tensors(0), [4], rank) for rank in range(4)]
+        for wanted in new:
+            reply, data, filled = await gang.ranks[wanted.rank].reshard(wanted)
+            given = gang.sidecars[wanted.rank].shared / "layouts"
+            document = (given / f"{reply.layout.removeprefix('b3:')}.json").read_bytes()
+            assert len(parse_layout(document).ranks) == 2
+            assert data == payload_of(wanted, wanted.rank % 2)
+            assert filled.tier is TierName.OBJECT
+        await save(gang, new, 2, Level.REPLICATED)
+        point = await gang.point(2)
+        for worker in range(4):
+            await gang.operator.seal(worker, 2)
+        await gang.begin(2, restore=point, policy=policy)
+        for wanted in new:
+            _, data, filled = await gang.ranks[wanted.rank].restore()
+            assert data == payload_of(wanted, wanted.rank)
+            assert filled.tier is TierName.MEMORY
 
 
 @pytest.mark.parametrize(
@@ -156,7 +148,7 @@ def test_two_ranks_become_four_from_the_store(gangs: Gangs, tmp_path: Path) -> N
         pytest.param((2, 4, 2), TierName.OBJECT, "Zstd", id="2-4-2-object-compressed"),
     ],
 )
-def test_a_restore_reads_little_more_than_it_needs(
+async def test_a_restore_reads_little_more_than_it_needs(
     gangs: Gangs, store: dict[str, Any], sizes: tuple[int, ...], tier: TierName, compression: str
 ) -> None:
     """At most 1.1 bytes for every byte needed on every rank, chunk tables included: from what other
@@ -168,33 +160,29 @@ def test_a_restore_reads_little_more_than_it_needs(
         object_every_steps=1 if from_store else None,
         object_compression=compression,
     )
-
-    async def scenario() -> None:
-        async with gangs(sizes[0], **(store if from_store else {})) as gang:
-            gang.slot_bytes = 16 << 20
-            gang.copies = across(sizes[0])
-            await gang.start(policy=policy)
-            old = [layout_of(LARGE, [sizes[0]], rank) for rank in range(sizes[0])]
-            await save(gang, old, 1, Level.PERSISTED if from_store else Level.REPLICATED, large)
-            for round_, count in enumerate(sizes[1:], 1):
-                point = await newest(gang, round_, from_store)
-                await become(gang, count, round_, everything_lost=from_store)
-                await gang.begin(round_, restore=point, policy=policy)
-                new = [layout_of(LARGE, [count], rank) for rank in range(count)]
-                for wanted in new:
-                    before = await counted(gang, wanted.rank)
-                    _, data, _ = await gang.ranks[wanted.rank].reshard(wanted)
-                    assert data == large(wanted, wanted.rank % len(old))
-                    read = await counted(gang, wanted.rank) - before
-                    moves = plan(wanted, merge_layouts(layout.to_bytes() for layout in old))
-                    needed = sum(move.total_bytes for move in moves)
-                    assert needed <= read.total() <= 1.1 * needed
-                    assert set(read) <= ({tier} if from_store else {TierName.NODE, tier})
-                old = new
-                level = Level.PERSISTED if from_store else Level.REPLICATED
-                await save(gang, new, round_ + 1, level, large)
-
-    asyncio.run(scenario())
+    async with gangs(sizes[0], **(store if from_store else {})) as gang:
+        gang.slot_bytes = 16 << 20
+        gang.copies = across(sizes[0])
+        await gang.start(policy=policy)
+        old = [layout_of(LARGE, [sizes[0]], rank) for rank in range(sizes[0])]
+        await save(gang, old, 1, Level.PERSISTED if from_store else Level.REPLICATED, large)
+        for round_, count in enumerate(sizes[1:], 1):
+            point = await newest(gang, round_, from_store)
+            await become(gang, count, round_, everything_lost=from_store)
+            await gang.begin(round_, restore=point, policy=policy)
+            new = [layout_of(LARGE, [count], rank) for rank in range(count)]
+            for wanted in new:
+                before = await counted(gang, wanted.rank)
+                _, data, _ = await gang.ranks[wanted.rank].reshard(wanted)
+                assert data == large(wanted, wanted.rank % len(old))
+                read = await counted(gang, wanted.rank) - before
+                moves = plan(wanted, merge_layouts(layout.to_bytes() for layout in old))
+                needed = sum(move.total_bytes for move in moves)
+                assert needed <= read.total() <= 1.1 * needed
+                assert set(read) <= ({tier} if from_store else {TierName.NODE, tier})
+            old = new
+            level = Level.PERSISTED if from_store else Level.REPLICATED
+            await save(gang, new, round_ + 1, level, large)
 
 
 def across(workers: int) -> tuple[tuple[int, int], ...]:
@@ -233,74 +221,66 @@ async def counted(gang: Any, worker: int) -> Counter[str]:
     return Counter(found)
 
 
-def test_ranks_that_are_cut_otherwise_than_when_they_saved(gangs: Gangs) -> None:
+async def test_ranks_that_are_cut_otherwise_than_when_they_saved(gangs: Gangs) -> None:
     """As many as before, two copies of two halves: each is told how it was cut, also in a new pod,
     and has its quarter made of what the others saved."""
     policy = Policy(interval_steps=1, peer_copies=1)
-
-    async def scenario() -> None:
-        async with gangs(4) as gang:
-            await gang.start(policy=policy)
-            old = [layout_of(tensors(None, 0), [2, 2], rank) for rank in range(4)]
-            await save(gang, old, 1, Level.REPLICATED)
-            point = await gang.point(1)
-            gang.lose(3)
-            await gang.launch(3, birth_round=1)
-            for worker in range(3):
-                await gang.operator.seal(worker, 1)
-            await gang.begin(1, restore=point, policy=policy)
-            new = [layout_of(tensors(0), [4], rank) for rank in range(4)]
-            for wanted in new:
-                rank = gang.ranks[wanted.rank]
-                reply, data, filled = await rank.reshard(wanted)
-                assert reply.world_size == 4
-                assert reply.payload_bytes == old[wanted.rank].payload_bytes
-                given = gang.sidecars[wanted.rank].shared / "layouts"
-                own = (given / f"{reply.rank_layout.removeprefix('b3:')}.json").read_bytes()
-                assert parse_rank_layout(own) == old[wanted.rank]
-                assert data == payload_of(wanted, wanted.rank)
-                header = rank.header(filled.slot)
-                assert (header.state, header.step) == (SlotState.FREE, None)
-            await save(gang, new, 2, Level.REPLICATED)
-            point = await gang.point(2)
-            for worker in range(4):
-                await gang.operator.seal(worker, 2)
-            await gang.begin(2, restore=point, policy=policy)
-            for wanted in new:
-                _, data, filled = await gang.ranks[wanted.rank].restore()
-                assert (data, filled.tier) == (payload_of(wanted, wanted.rank), TierName.MEMORY)
-
-    asyncio.run(scenario())
+    async with gangs(4) as gang:
+        await gang.start(policy=policy)
+        old = [layout_of(tensors(None, 0), [2, 2], rank) for rank in range(4)]
+        await save(gang, old, 1, Level.REPLICATED)
+        point = await gang.point(1)
+        gang.lose(3)
+        await gang.launch(3, birth_round=1)
+        for worker in range(3):
+            await gang.operator.seal(worker, 1)
+        await gang.begin(1, restore=point, policy=policy)
+        new = [layout_of(tensors(0), [4], rank) for rank in range(4)]
+        for wanted in new:
+            rank = gang.ranks[wanted.rank]
+            reply, data, filled = await rank.reshard(wanted)
+            assert reply.world_size == 4
+            assert reply.payload_bytes == old[wanted.rank].payload_bytes
+            given = gang.sidecars[wanted.rank].shared / "layouts"
+            own = (given / f"{reply.rank_layout.removeprefix('b3:')}.json").read_bytes()
+            assert parse_rank_layout(own) == old[wanted.rank]
+            assert data == payload_of(wanted, wanted.rank)
+            header = rank.header(filled.slot)
+            assert (header.state, header.step) == (SlotState.FREE, None)
+        await save(gang, new, 2, Level.REPLICATED)
+        point = await gang.point(2)
+        for worker in range(4):
+            await gang.operator.seal(worker, 2)
+        await gang.begin(2, restore=point, policy=policy)
+        for wanted in new:
+            _, data, filled = await gang.ranks[wanted.rank].restore()
+            assert (data, filled.tier) == (payload_of(wanted, wanted.rank), TierName.MEMORY)
 
 
-def test_a_training_process_restores_what_two_ranks_saved(
+async def test_a_training_process_restores_what_two_ranks_saved(
     gangs: Gangs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The SDK and a real sidecar: tensors of both, objects of the old rank 0."""
     policy = Policy(interval_steps=1, peer_copies=1, object_every_steps=1)
     store = StoreConfig(f"file://{tmp_path}/objects", False, "", "", "")
-
-    async def scenario() -> None:
-        async with gangs(2, store=store) as gang:
-            await gang.start(policy=policy)
-            tensor = np.random.default_rng(5).random((64, 3))
-            for rank in range(2):
-                await save_state(gang, rank, {"t": tensor, "position": 10 + rank})
-            point = await newest(gang, 1, persisted=True)
-            for worker in (0, 1):
-                gang.lose(worker)
-            del gang.operator.members[1]
-            gang.workers, gang.copies = 1, ()
-            await gang.launch(0, birth_round=1)
-            await gang.begin(1, restore=point, policy=policy)
-            gang.ranks[0].close()
-            state: dict[str, Any] = {"t": np.zeros((64, 3)), "position": -1}
-            pretend(monkeypatch, gang.sidecars[0], world_size=1)
-            assert await asyncio.to_thread(restored, state) == 1
-            assert state["position"] == 10
-            assert state["t"].tobytes() == tensor.tobytes()
-
-    asyncio.run(scenario())
+    async with gangs(2, store=store) as gang:
+        await gang.start(policy=policy)
+        tensor = np.random.default_rng(5).random((64, 3))
+        for rank in range(2):
+            await save_state(gang, rank, {"t": tensor, "position": 10 + rank})
+        point = await newest(gang, 1, persisted=True)
+        for worker in (0, 1):
+            gang.lose(worker)
+        del gang.operator.members[1]
+        gang.workers, gang.copies = 1, ()
+        await gang.launch(0, birth_round=1)
+        await gang.begin(1, restore=point, policy=policy)
+        gang.ranks[0].close()
+        state: dict[str, Any] = {"t": np.zeros((64, 3)), "position": -1}
+        pretend(monkeypatch, gang.sidecars[0], world_size=1)
+        assert await asyncio.to_thread(restored, state) == 1
+        assert state["position"] == 10
+        assert state["t"].tobytes() == tensor.tobytes()
 
 
 def test_a_training_process_notices_that_it_is_cut_otherwise(

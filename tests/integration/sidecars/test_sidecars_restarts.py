@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -26,111 +25,95 @@ async def repeat_round(gang: Any, version: int, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("worker", [0, 1], ids=["the coordinator", "another member"])
-def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker: int) -> None:
+async def test_a_sidecar_that_was_killed_resumes_its_round(gangs: Gangs, worker: int) -> None:
     """Reads only until ROUND is repeated; then the step that was committed is still known, and the
     next one is committed by the same gang without a restart of the ranks."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            await gang.start()
-            await gang.commit(1, Level.REPLICATED)
-            gang.sidecars[worker].kill()
-            gang.launchers[worker].close()
-            await gang.relaunch(worker)
-            inventory = await gang.operator.inventory(worker)
-            assert (inventory.round, inventory.version) == (0, 0)
-            assert [m.step for m in inventory.manifests] == [1]
-            rank = await gang.connect_rank(worker, 0)
-            with pytest.raises(RefusedError) as refused:
-                await rank.save(2, b"too early")
-            assert refused.value.code == Refusal.SEALED
-            launcher = await gang.launcher(worker, last_round=0, running=0)
-            free_slots(rank)
-            await repeat_round(gang, 2)
-            await gang.commit(2, Level.REPLICATED)
-            point = await gang.point(2)
-            assert point.round == 0
-            assert launcher.run is None, "the ranks were not started again"
-            state = await gang.operator.state(0)
-            assert state.dead == ()
-            assert {s.step for s in state.steps} == {1, 2}
-
-    asyncio.run(scenario())
+    async with gangs(2) as gang:
+        await gang.start()
+        await gang.commit(1, Level.REPLICATED)
+        gang.sidecars[worker].kill()
+        gang.launchers[worker].close()
+        await gang.relaunch(worker)
+        inventory = await gang.operator.inventory(worker)
+        assert (inventory.round, inventory.version) == (0, 0)
+        assert [m.step for m in inventory.manifests] == [1]
+        rank = await gang.connect_rank(worker, 0)
+        with pytest.raises(RefusedError) as refused:
+            await rank.save(2, b"too early")
+        assert refused.value.code == Refusal.SEALED
+        launcher = await gang.launcher(worker, last_round=0, running=0)
+        free_slots(rank)
+        await repeat_round(gang, 2)
+        await gang.commit(2, Level.REPLICATED)
+        point = await gang.point(2)
+        assert point.round == 0
+        assert launcher.run is None, "the ranks were not started again"
+        state = await gang.operator.state(0)
+        assert state.dead == ()
+        assert {s.step for s in state.steps} == {1, 2}
 
 
-def test_a_shard_that_was_staged_when_the_sidecar_died_is_finished(gangs: Gangs) -> None:
+async def test_a_shard_that_was_staged_when_the_sidecar_died_is_finished(gangs: Gangs) -> None:
     """The slot is owned, nothing is on disk; the next life writes it and the step is committed."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            await gang.start()
-            rank: FakeRank = gang.ranks[1]
-            data = b"x" * 50_000
-            await rank.save(1, data)
-            gang.sidecars[1].kill()
-            gang.launchers[1].close()
-            name = rank.names[0]
-            rank.fill_slot(name, 1, data)
-            rank.own_slot(name, rank.stage_message(name, 1, data))
-            for shard in gang.sidecars[1].node.rglob("*.shard"):
-                shard.unlink()
-            await gang.relaunch(1)
-            await gang.connect_rank(1, 0)
-            await gang.launcher(1, last_round=0, running=0)
-            await repeat_round(gang, 2)
-            await gang.ranks[0].save(1, b"y" * 1000)
-            await gang.ranks[0].reached(1, Level.REPLICATED)
-            await until(lambda: rank.header(name).state is SlotState.FREE, "the slot is free")
-
-    asyncio.run(scenario())
+    async with gangs(2) as gang:
+        await gang.start()
+        rank: FakeRank = gang.ranks[1]
+        data = b"x" * 50_000
+        await rank.save(1, data)
+        gang.sidecars[1].kill()
+        gang.launchers[1].close()
+        name = rank.names[0]
+        rank.fill_slot(name, 1, data)
+        rank.own_slot(name, rank.stage_message(name, 1, data))
+        for shard in gang.sidecars[1].node.rglob("*.shard"):
+            shard.unlink()
+        await gang.relaunch(1)
+        await gang.connect_rank(1, 0)
+        await gang.launcher(1, last_round=0, running=0)
+        await repeat_round(gang, 2)
+        await gang.ranks[0].save(1, b"y" * 1000)
+        await gang.ranks[0].reached(1, Level.REPLICATED)
+        await until(lambda: rank.header(name).state is SlotState.FREE, "the slot is free")
 
 
-def test_the_coordinator_may_be_renamed_within_a_round(gangs: Gangs) -> None:
+async def test_the_coordinator_may_be_renamed_within_a_round(gangs: Gangs) -> None:
     """A higher version names worker 1: it learns what is committed, and commits what comes."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            await gang.start()
-            await gang.commit(1, Level.REPLICATED)
-            await repeat_round(gang, 2, coordinator=1)
-            await gang.commit(2, Level.REPLICATED)
-            state = await gang.operator.state_until(
-                1,
-                lambda s: s.last_replicated is not None and s.last_replicated.step == 2,
-                "step 2 at the new coordinator",
-            )
-            assert {s.step for s in state.steps} == {1, 2}
-            with pytest.raises(RefusedError) as refused:
-                await gang.operator.state(0)
-            assert refused.value.code == Refusal.NOT_COORDINATOR
-
-    asyncio.run(scenario())
+    async with gangs(2) as gang:
+        await gang.start()
+        await gang.commit(1, Level.REPLICATED)
+        await repeat_round(gang, 2, coordinator=1)
+        await gang.commit(2, Level.REPLICATED)
+        state = await gang.operator.state_until(
+            1,
+            lambda s: s.last_replicated is not None and s.last_replicated.step == 2,
+            "step 2 at the new coordinator",
+        )
+        assert {s.step for s in state.steps} == {1, 2}
+        with pytest.raises(RefusedError) as refused:
+            await gang.operator.state(0)
+        assert refused.value.code == Refusal.NOT_COORDINATOR
 
 
-def test_a_full_node_volume_fails_the_save_and_nothing_else(gangs: Gangs) -> None:
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            gang.node_capacity_bytes = 300_000
-            await gang.start()
-            await gang.commit(1, Level.LOCAL)
-            rank = gang.ranks[0]
-            await rank.save(2, bytes(400_000))
-            await until(
-                lambda: (
-                    [m.reason for m in rank.pushed if isinstance(m, SaveFailed)]
-                    == ["NodeVolumeFull"]
-                ),
-                "SaveFailed",
-            )
-            await gang.operator.state_until(
-                0,
-                lambda s: [(f.tier, f.reason) for f in s.failures] == [("node", "NodeVolumeFull")],
-                "the failure is shown",
-            )
-            await gang.commit(3, Level.LOCAL)
-            await gang.operator.state_until(0, lambda s: not s.failures, "healthy again")
-
-    asyncio.run(scenario())
+async def test_a_full_node_volume_fails_the_save_and_nothing_else(gangs: Gangs) -> None:
+    async with gangs(1) as gang:
+        gang.node_capacity_bytes = 300_000
+        await gang.start()
+        await gang.commit(1, Level.LOCAL)
+        rank = gang.ranks[0]
+        await rank.save(2, bytes(400_000))
+        await until(
+            lambda: (
+                [m.reason for m in rank.pushed if isinstance(m, SaveFailed)] == ["NodeVolumeFull"]
+            ),
+            "SaveFailed",
+        )
+        await gang.operator.state_until(
+            0,
+            lambda s: [(f.tier, f.reason) for f in s.failures] == [("node", "NodeVolumeFull")],
+            "the failure is shown",
+        )
+        await gang.commit(3, Level.LOCAL)
+        await gang.operator.state_until(0, lambda s: not s.failures, "healthy again")
 
 
 def free_slots(rank: FakeRank) -> None:
@@ -139,15 +122,11 @@ def free_slots(rank: FakeRank) -> None:
         rank.free_slot(name)
 
 
-def test_a_round_is_remembered_over_a_restart(gangs: Gangs) -> None:
+async def test_a_round_is_remembered_over_a_restart(gangs: Gangs) -> None:
     """Sealed for round 4, killed, restarted: still round 4, although the pod was born in round 0."""
-
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            await gang.start()
-            await gang.operator.seal(0, 4)
-            gang.sidecars[0].kill()
-            await gang.relaunch(0)
-            assert (await gang.operator.inventory(0)).round == RestartRound(4)
-
-    asyncio.run(scenario())
+    async with gangs(1) as gang:
+        await gang.start()
+        await gang.operator.seal(0, 4)
+        gang.sidecars[0].kill()
+        await gang.relaunch(0)
+        assert (await gang.operator.inventory(0)).round == RestartRound(4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -18,217 +17,182 @@ pytestmark = pytest.mark.integration
 Gangs = Callable[..., Any]
 
 
-def test_commit_reaches_replicated_on_every_member(gangs: Gangs) -> None:
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            await gang.start()
-            await gang.commit(1, Level.REPLICATED)
-            state = await gang.operator.state_until(
-                0, lambda s: s.last_replicated is not None and s.running, "step 1 replicated"
-            )
-            assert state.last_local is not None and state.last_local.step == 1
-            for worker in range(2):
-                inventory = await gang.operator.inventory(worker)
-                assert [(m.step, m.round) for m in inventory.manifests] == [(1, 0)]
-                on_disk = {s.rank for s in inventory.shards if s.tier is TierName.NODE}
-                assert on_disk == {0, 1}, "own shard and the other's copy"
-
-    asyncio.run(scenario())
+async def test_commit_reaches_replicated_on_every_member(gangs: Gangs) -> None:
+    async with gangs(2) as gang:
+        await gang.start()
+        await gang.commit(1, Level.REPLICATED)
+        state = await gang.operator.state_until(
+            0, lambda s: s.last_replicated is not None and s.running, "step 1 replicated"
+        )
+        assert state.last_local is not None and state.last_local.step == 1
+        for worker in range(2):
+            inventory = await gang.operator.inventory(worker)
+            assert [(m.step, m.round) for m in inventory.manifests] == [(1, 0)]
+            on_disk = {s.rank for s in inventory.shards if s.tier is TierName.NODE}
+            assert on_disk == {0, 1}, "own shard and the other's copy"
 
 
 @pytest.mark.parametrize("encryption", ["TLS", "None"])
-def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs, encryption: str) -> None:
+async def test_a_lost_pod_gets_its_shard_from_its_peer(gangs: Gangs, encryption: str) -> None:
     """Kill -9 and wipe worker 1; its successor restores the same bytes from worker 0's copy, the
     survivor from its shared memory; the copies of the restore point are made again."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            policy = Policy(interval_steps=1, peer_copies=1, peer_encryption=encryption)
-            await gang.start(policy=policy)
-            saved = await gang.commit(3, Level.REPLICATED)
-            point = await gang.point(3)
-            gang.lose(1)
-            sealed = await gang.operator.seal(0, 1)
-            assert sealed.round == 1 and sealed.version == 0
-            assert [(m.step, m.round, m.manifest) for m in sealed.manifests] == [
-                (3, 0, point.manifest)
-            ]
-            await gang.launch(1, birth_round=1)
-            await gang.begin(1, restore=point, policy=policy)
-            assert gang.launchers[0].ended == [1]
-            for worker, source in ((0, TierName.MEMORY), (1, TierName.PEER)):
-                restore_point, data, filled = await gang.ranks[worker].restore()
-                assert restore_point == point
-                assert data == saved[worker]
-                assert filled.tier is source
-            state = await gang.operator.state_until(
-                0,
-                lambda s: [t.restored_from for t in s.tiers] == [TierName.MEMORY, TierName.PEER],
-                "sources in the map",
-            )
-            assert state.cannot_restore == ""
-            await gang.commit(4, Level.REPLICATED)
-            again = await gang.operator.inventory(1)
-            assert {(s.step, s.rank) for s in again.shards if s.tier is TierName.NODE} == {
-                (3, 0),
-                (3, 1),
-                (4, 0),
-                (4, 1),
-            }
-
-    asyncio.run(scenario())
+    async with gangs(2) as gang:
+        policy = Policy(interval_steps=1, peer_copies=1, peer_encryption=encryption)
+        await gang.start(policy=policy)
+        saved = await gang.commit(3, Level.REPLICATED)
+        point = await gang.point(3)
+        gang.lose(1)
+        sealed = await gang.operator.seal(0, 1)
+        assert sealed.round == 1 and sealed.version == 0
+        assert [(m.step, m.round, m.manifest) for m in sealed.manifests] == [(3, 0, point.manifest)]
+        await gang.launch(1, birth_round=1)
+        await gang.begin(1, restore=point, policy=policy)
+        assert gang.launchers[0].ended == [1]
+        for worker, source in ((0, TierName.MEMORY), (1, TierName.PEER)):
+            restore_point, data, filled = await gang.ranks[worker].restore()
+            assert restore_point == point
+            assert data == saved[worker]
+            assert filled.tier is source
+        state = await gang.operator.state_until(
+            0,
+            lambda s: [t.restored_from for t in s.tiers] == [TierName.MEMORY, TierName.PEER],
+            "sources in the map",
+        )
+        assert state.cannot_restore == ""
+        await gang.commit(4, Level.REPLICATED)
+        again = await gang.operator.inventory(1)
+        assert {(s.step, s.rank) for s in again.shards if s.tier is TierName.NODE} == {
+            (3, 0),
+            (3, 1),
+            (4, 0),
+            (4, 1),
+        }
 
 
-def test_a_sealed_sidecar_refuses_the_old_round(gangs: Gangs) -> None:
+async def test_a_sealed_sidecar_refuses_the_old_round(gangs: Gangs) -> None:
     """After SEAL a rank of the old round cannot stage, and a late SEAL or ROUND is stale."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            message = await gang.start()
-            await gang.commit(1, Level.LOCAL)
-            await gang.operator.seal(0, 5)
-            with pytest.raises(StaleRoundError):
-                await gang.ranks[0].save(2, b"of the old round")
-            with pytest.raises(StaleRoundError) as refused:
-                await gang.operator.round(0, message)
-            assert refused.value.own_round == 5
-            with pytest.raises(StaleRoundError):
-                await gang.operator.seal(0, 4)
-            again = await gang.operator.seal(0, 5)
-            assert [m.step for m in again.manifests] == [1], "idempotent"
-
-    asyncio.run(scenario())
+    async with gangs(2) as gang:
+        message = await gang.start()
+        await gang.commit(1, Level.LOCAL)
+        await gang.operator.seal(0, 5)
+        with pytest.raises(StaleRoundError):
+            await gang.ranks[0].save(2, b"of the old round")
+        with pytest.raises(StaleRoundError) as refused:
+            await gang.operator.round(0, message)
+        assert refused.value.own_round == 5
+        with pytest.raises(StaleRoundError):
+            await gang.operator.seal(0, 4)
+        again = await gang.operator.seal(0, 5)
+        assert [m.step for m in again.manifests] == [1], "idempotent"
 
 
-def test_a_late_survivor_loses_what_it_committed_off_the_lineage(gangs: Gangs) -> None:
+async def test_a_late_survivor_loses_what_it_committed_off_the_lineage(gangs: Gangs) -> None:
     """Worker 1 is not heard while round 1 goes back to step 2; when it comes, its step 3 of round 0
     is deleted, and step 3 trained again is what everybody restores."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            await gang.start()
-            await gang.commit(2, Level.REPLICATED)
-            point = await gang.point(2)
-            abandoned = await gang.commit(3, Level.REPLICATED)
-            for worker in (0, 1):
-                await gang.operator.seal(worker, 1)
-            await gang.begin(1, restore=point)
-            for worker in (0, 1):
-                found = await gang.operator.inventory(worker)
-                assert [(m.step, m.round) for m in found.manifests] == [(2, 0)]
-                assert {(s.step, s.round) for s in found.shards if s.tier is TierName.NODE} == {
-                    (2, 0)
-                }
-            again = {w: bytes(reversed(data)) for w, data in abandoned.items()}
-            for worker, data in again.items():
-                await gang.ranks[worker].save(3, data)
-            for rank in gang.ranks.values():
-                await rank.reached(3, Level.REPLICATED)
-            newest = await gang.point(3)
-            assert newest.round == 1
-            for worker in (0, 1):
-                await gang.operator.seal(worker, 2)
-            await gang.begin(2, restore=newest)
-            assert await gang.restored() == again
-
-    asyncio.run(scenario())
+    async with gangs(2) as gang:
+        await gang.start()
+        await gang.commit(2, Level.REPLICATED)
+        point = await gang.point(2)
+        abandoned = await gang.commit(3, Level.REPLICATED)
+        for worker in (0, 1):
+            await gang.operator.seal(worker, 1)
+        await gang.begin(1, restore=point)
+        for worker in (0, 1):
+            found = await gang.operator.inventory(worker)
+            assert [(m.step, m.round) for m in found.manifests] == [(2, 0)]
+            assert {(s.step, s.round) for s in found.shards if s.tier is TierName.NODE} == {(2, 0)}
+        again = {w: bytes(reversed(data)) for w, data in abandoned.items()}
+        for worker, data in again.items():
+            await gang.ranks[worker].save(3, data)
+        for rank in gang.ranks.values():
+            await rank.reached(3, Level.REPLICATED)
+        newest = await gang.point(3)
+        assert newest.round == 1
+        for worker in (0, 1):
+            await gang.operator.seal(worker, 2)
+        await gang.begin(2, restore=newest)
+        assert await gang.restored() == again
 
 
-def test_a_dead_rank_and_a_dead_launcher_are_reported_at_once(gangs: Gangs) -> None:
+async def test_a_dead_rank_and_a_dead_launcher_are_reported_at_once(gangs: Gangs) -> None:
     """Exited with a code, the launcher's end of file, and a launcher that comes back having run
     this round already: each is a dead rank in the coordinator's state."""
-
-    async def scenario() -> None:
-        async with gangs(3) as gang:
-            await gang.start()
-            gang.launchers[0].push(Exited(RestartRound(0), Rank(0), 137, "killed"))
-            await gang.operator.state_until(
-                0, lambda s: [(d.rank, d.code) for d in s.dead] == [(0, 137)], "rank 0 dead"
-            )
-            gang.launchers.pop(1).close()
-            await gang.operator.state_until(
-                0, lambda s: [d.rank for d in s.dead] == [0, 1], "rank 1 dead"
-            )
-            gang.launchers.pop(2).close()
-            back = await gang.launcher(2, last_round=0)
-            state = await gang.operator.state_until(
-                0, lambda s: [d.rank for d in s.dead] == [0, 1, 2], "rank 2 dead"
-            )
-            assert back.run is None, "no round runs twice"
-            assert state.dead[2].worker == 2
-
-    asyncio.run(scenario())
+    async with gangs(3) as gang:
+        await gang.start()
+        gang.launchers[0].push(Exited(RestartRound(0), Rank(0), 137, "killed"))
+        await gang.operator.state_until(
+            0, lambda s: [(d.rank, d.code) for d in s.dead] == [(0, 137)], "rank 0 dead"
+        )
+        gang.launchers.pop(1).close()
+        await gang.operator.state_until(
+            0, lambda s: [d.rank for d in s.dead] == [0, 1], "rank 1 dead"
+        )
+        gang.launchers.pop(2).close()
+        back = await gang.launcher(2, last_round=0)
+        state = await gang.operator.state_until(
+            0, lambda s: [d.rank for d in s.dead] == [0, 1, 2], "rank 2 dead"
+        )
+        assert back.run is None, "no round runs twice"
+        assert state.dead[2].worker == 2
 
 
-def test_nothing_runs_while_a_member_has_no_address(gangs: Gangs) -> None:
+async def test_nothing_runs_while_a_member_has_no_address(gangs: Gangs) -> None:
     """ROUND is repeated with a higher version as addresses appear; an old version is refused."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            await gang.launch(0)
-            gang.operator.members[1] = Member(Worker(1), "gpt-1-r0", "")
-            first = gang.operator.message(0, copies=gang.copies)
+    async with gangs(2) as gang:
+        await gang.launch(0)
+        gang.operator.members[1] = Member(Worker(1), "gpt-1-r0", "")
+        first = gang.operator.message(0, copies=gang.copies)
+        await gang.operator.round(0, first)
+        launcher = await gang.launcher(0)
+        await until(lambda: HostStore(RestartRound(0)) in launcher.pushed, "HostStore")
+        await gang.launch(1)
+        assert launcher.run is None
+        await gang.begin(0, version=2)
+        assert launcher.run is not None and launcher.run.world_size == 2
+        with pytest.raises(RefusedError) as refused:
             await gang.operator.round(0, first)
-            launcher = await gang.launcher(0)
-            await until(lambda: HostStore(RestartRound(0)) in launcher.pushed, "HostStore")
-            await gang.launch(1)
-            assert launcher.run is None
-            await gang.begin(0, version=2)
-            assert launcher.run is not None and launcher.run.world_size == 2
-            with pytest.raises(RefusedError) as refused:
-                await gang.operator.round(0, first)
-            assert refused.value.code == Refusal.NOT_NEWER
-
-    asyncio.run(scenario())
+        assert refused.value.code == Refusal.NOT_NEWER
 
 
-def test_bad_copies_are_quarantined_and_the_next_source_is_asked(gangs: Gangs) -> None:
+async def test_bad_copies_are_quarantined_and_the_next_source_is_asked(gangs: Gangs) -> None:
     """Rank 0's shard has copies at workers 1 and 2. Worker 1's copy has a flipped bit: the new
     worker 0 gets it from worker 2, and worker 1 quarantines its own."""
-
-    async def scenario() -> None:
-        async with gangs(3) as gang:
-            gang.copies = ((0, 1), (0, 2), (1, 2), (2, 1))
-            await gang.start()
-            saved = await gang.commit(7, Level.REPLICATED)
-            point = await gang.point(7)
-            flip_a_bit(gang.sidecars[1].node, rank=0)
-            gang.lose(0)
-            for worker in (1, 2):
-                await gang.operator.seal(worker, 1)
-            await gang.launch(0, birth_round=1)
-            gang.copies = ((0, 1), (1, 2), (2, 1))
-            await gang.begin(1, restore=point)
-            assert await gang.restored() == saved
-            _, _, filled = await gang.ranks[0].restore()
-            assert filled.tier in (TierName.PEER, TierName.MEMORY)
-            quarantine = gang.sidecars[1].node / "quarantine"
-            await until(lambda: any(quarantine.iterdir()), "worker 1 quarantines its copy")
-
-    asyncio.run(scenario())
+    async with gangs(3) as gang:
+        gang.copies = ((0, 1), (0, 2), (1, 2), (2, 1))
+        await gang.start()
+        saved = await gang.commit(7, Level.REPLICATED)
+        point = await gang.point(7)
+        flip_a_bit(gang.sidecars[1].node, rank=0)
+        gang.lose(0)
+        for worker in (1, 2):
+            await gang.operator.seal(worker, 1)
+        await gang.launch(0, birth_round=1)
+        gang.copies = ((0, 1), (1, 2), (2, 1))
+        await gang.begin(1, restore=point)
+        assert await gang.restored() == saved
+        _, _, filled = await gang.ranks[0].restore()
+        assert filled.tier in (TierName.PEER, TierName.MEMORY)
+        quarantine = gang.sidecars[1].node / "quarantine"
+        await until(lambda: any(quarantine.iterdir()), "worker 1 quarantines its copy")
 
 
-def test_what_cannot_be_restored_is_said_with_everything_that_was_tried(gangs: Gangs) -> None:
+async def test_what_cannot_be_restored_is_said_with_everything_that_was_tried(gangs: Gangs) -> None:
     """Every copy of rank 1's shard is gone and there is no store: the gang waits, and says why."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            gang.copies = ()
-            await gang.start()
-            await gang.commit(4, Level.LOCAL)
-            point = await gang.point(4, local=True)
-            gang.lose(1)
-            await gang.operator.seal(0, 1)
-            await gang.launch(1, birth_round=1)
-            message = gang.operator.message(1, restore=point)
-            await gang.operator.round_all(message)
-            launcher = await gang.launcher(1)
-            state = await gang.operator.state_until(
-                0, lambda s: bool(s.cannot_restore), "cannot restore"
-            )
-            assert "worker 1: " in state.cannot_restore
-            assert "not in the node tier" in state.cannot_restore
-            assert "worker 0" in state.cannot_restore
-            assert launcher.run is None
-
-    asyncio.run(scenario())
+    async with gangs(2) as gang:
+        gang.copies = ()
+        await gang.start()
+        await gang.commit(4, Level.LOCAL)
+        point = await gang.point(4, local=True)
+        gang.lose(1)
+        await gang.operator.seal(0, 1)
+        await gang.launch(1, birth_round=1)
+        message = gang.operator.message(1, restore=point)
+        await gang.operator.round_all(message)
+        launcher = await gang.launcher(1)
+        state = await gang.operator.state_until(
+            0, lambda s: bool(s.cannot_restore), "cannot restore"
+        )
+        assert "worker 1: " in state.cannot_restore
+        assert "not in the node tier" in state.cannot_restore
+        assert "worker 0" in state.cannot_restore
+        assert launcher.run is None

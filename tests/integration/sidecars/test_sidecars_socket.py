@@ -37,86 +37,74 @@ async def refusal(rank: FakeRank, message: Stage) -> Refusal:
     return Refusal(getattr(refused.value, "code", Refusal.NOT_FOUND))
 
 
-def test_a_stage_that_contradicts_its_slot_is_refused_and_the_slot_left_alone(
+async def test_a_stage_that_contradicts_its_slot_is_refused_and_the_slot_left_alone(
     gangs: Gangs,
 ) -> None:
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            await gang.start()
-            rank: FakeRank = gang.ranks[0]
-            name = rank.names[0]
-            rank.fill_slot(name, 5, b"data")
-            good = rank.stage_message(name, 5, b"data")
-            for bad in (
-                replace(good, step=Step(6)),
-                replace(good, payload_bytes=3),
-                replace(good, payload_bytes=1 << 40),
-                replace(good, rank=Rank(1)),
-                replace(good, slot="rank000001.0.slot"),
-                replace(good, slot="../../etc/passwd"),
-                replace(good, layout=NO_LAYOUT),
-                replace(good, round=RestartRound(1)),
-            ):
-                code = await refusal(rank, bad)
-                assert code in (
-                    Refusal.BAD_REQUEST,
-                    Refusal.NOT_FOUND,
-                    Refusal.FUTURE_ROUND,
-                ), bad
-                assert rank.header(name).state is SlotState.FULL, bad
-            await rank.request(good)
-            await rank.reached(5, Level.LOCAL)
-            assert await refusal(rank, good) is Refusal.BAD_REQUEST, "the slot is free again"
-
-    asyncio.run(scenario())
+    async with gangs(1) as gang:
+        await gang.start()
+        rank: FakeRank = gang.ranks[0]
+        name = rank.names[0]
+        rank.fill_slot(name, 5, b"data")
+        good = rank.stage_message(name, 5, b"data")
+        for bad in (
+            replace(good, step=Step(6)),
+            replace(good, payload_bytes=3),
+            replace(good, payload_bytes=1 << 40),
+            replace(good, rank=Rank(1)),
+            replace(good, slot="rank000001.0.slot"),
+            replace(good, slot="../../etc/passwd"),
+            replace(good, layout=NO_LAYOUT),
+            replace(good, round=RestartRound(1)),
+        ):
+            code = await refusal(rank, bad)
+            assert code in (
+                Refusal.BAD_REQUEST,
+                Refusal.NOT_FOUND,
+                Refusal.FUTURE_ROUND,
+            ), bad
+            assert rank.header(name).state is SlotState.FULL, bad
+        await rank.request(good)
+        await rank.reached(5, Level.LOCAL)
+        assert await refusal(rank, good) is Refusal.BAD_REQUEST, "the slot is free again"
 
 
-def test_a_stranger_is_not_let_in(gangs: Gangs) -> None:
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            await gang.start()
-            shared = gang.sidecars[0].shared
-            for stranger in (
-                FakeRank(shared, JobUid("another-job"), 0, 0),
-                FakeRank(shared, gang.operator.job_uid, 7, 0),
-            ):
-                with pytest.raises(RefusedError) as refused:
-                    await stranger.connect()
-                assert refused.value.code == Refusal.BAD_REQUEST
-                stranger.close()
-            assert (shared / "holdfast.sock").stat().st_mode & 0o777 == 0o660
-
-    asyncio.run(scenario())
+async def test_a_stranger_is_not_let_in(gangs: Gangs) -> None:
+    async with gangs(1) as gang:
+        await gang.start()
+        shared = gang.sidecars[0].shared
+        for stranger in (
+            FakeRank(shared, JobUid("another-job"), 0, 0),
+            FakeRank(shared, gang.operator.job_uid, 7, 0),
+        ):
+            with pytest.raises(RefusedError) as refused:
+                await stranger.connect()
+            assert refused.value.code == Refusal.BAD_REQUEST
+            stranger.close()
+        assert (shared / "holdfast.sock").stat().st_mode & 0o777 == 0o660
 
 
-def test_rubbish_on_the_socket_ends_that_connection_only(gangs: Gangs) -> None:
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            await gang.start()
-            path = str(gang.sidecars[0].shared / "holdfast.sock")
-            for rubbish in (b"\xff\xff\xff\xff", b"\0\0\0\x02{]", b"GET / HTTP/1.1\r\n\r\n"):
-                reader, writer = await asyncio.open_unix_connection(path)
-                writer.write(rubbish)
-                assert await asyncio.wait_for(reader.read(), 10) == b""
-                writer.close()
-            await gang.commit(1, Level.LOCAL)
-
-    asyncio.run(scenario())
+async def test_rubbish_on_the_socket_ends_that_connection_only(gangs: Gangs) -> None:
+    async with gangs(1) as gang:
+        await gang.start()
+        path = str(gang.sidecars[0].shared / "holdfast.sock")
+        for rubbish in (b"\xff\xff\xff\xff", b"\0\0\0\x02{]", b"GET / HTTP/1.1\r\n\r\n"):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(rubbish)
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+        await gang.commit(1, Level.LOCAL)
 
 
-def test_a_launcher_that_is_back_in_a_moment_is_not_dead(gangs: Gangs) -> None:
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            await gang.start()
-            gang.launchers[0].close()
-            back = await gang.launcher(0, running=0, last_round=0)
-            await asyncio.sleep(1.5)  # longer than the launcher's grace
-            await gang.commit(1, Level.LOCAL)
-            state = await gang.operator.state(0)
-            assert state.dead == ()
-            assert back.run is None
-
-    asyncio.run(scenario())
+async def test_a_launcher_that_is_back_in_a_moment_is_not_dead(gangs: Gangs) -> None:
+    async with gangs(1) as gang:
+        await gang.start()
+        gang.launchers[0].close()
+        back = await gang.launcher(0, running=0, last_round=0)
+        await asyncio.sleep(1.5)  # longer than the launcher's grace
+        await gang.commit(1, Level.LOCAL)
+        state = await gang.operator.state(0)
+        assert state.dead == ()
+        assert back.run is None
 
 
 def hook(gang: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -129,33 +117,29 @@ def hook(gang: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_probes_hooks_and_the_end(gangs: Gangs) -> None:
+async def test_probes_hooks_and_the_end(gangs: Gangs) -> None:
     """healthz, metrics, pre-stop while a rank runs and after it, SIGTERM; then healthz fails."""
-
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            await gang.start()
-            await gang.commit(1, Level.LOCAL)
-            assert (await asyncio.to_thread(hook, gang, "healthz")).returncode == 0
-            ports = json.loads((gang.sidecars[0].node / "ports.json").read_text())
-            text = await asyncio.to_thread(read, f"http://127.0.0.1:{ports['metrics']}/metrics")
-            assert 'holdfast_checkpoint_bytes_total{tier="node"} 100001.0' in text
-            assert "holdfast_restart_round 0.0" in text
-            assert "holdfast_background_limit_bytes_per_second 0.0" in text
-            with pytest.raises(urllib.error.HTTPError, match="404"):
-                await asyncio.to_thread(read, f"http://127.0.0.1:{ports['metrics']}/flushed")
-            busy = await asyncio.to_thread(hook, gang, "pre-stop", "--timeout", "0.5")
-            assert busy.returncode == 0
-            assert "not everything was safe" in busy.stderr
-            gang.launchers.pop(0).close()
-            idle = await asyncio.to_thread(hook, gang, "pre-stop", "--timeout", "20")
-            assert (idle.returncode, idle.stderr) == (0, "")
-            process = gang.sidecars[0].process
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait, 30) == 0
-            assert (await asyncio.to_thread(hook, gang, "healthz")).returncode == 1
-
-    asyncio.run(scenario())
+    async with gangs(1) as gang:
+        await gang.start()
+        await gang.commit(1, Level.LOCAL)
+        assert (await asyncio.to_thread(hook, gang, "healthz")).returncode == 0
+        ports = json.loads((gang.sidecars[0].node / "ports.json").read_text())
+        text = await asyncio.to_thread(read, f"http://127.0.0.1:{ports['metrics']}/metrics")
+        assert 'holdfast_checkpoint_bytes_total{tier="node"} 100001.0' in text
+        assert "holdfast_restart_round 0.0" in text
+        assert "holdfast_background_limit_bytes_per_second 0.0" in text
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            await asyncio.to_thread(read, f"http://127.0.0.1:{ports['metrics']}/flushed")
+        busy = await asyncio.to_thread(hook, gang, "pre-stop", "--timeout", "0.5")
+        assert busy.returncode == 0
+        assert "not everything was safe" in busy.stderr
+        gang.launchers.pop(0).close()
+        idle = await asyncio.to_thread(hook, gang, "pre-stop", "--timeout", "20")
+        assert (idle.returncode, idle.stderr) == (0, "")
+        process = gang.sidecars[0].process
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 30) == 0
+        assert (await asyncio.to_thread(hook, gang, "healthz")).returncode == 1
 
 
 def read(url: str) -> str:

@@ -34,161 +34,136 @@ def persisted(step: int) -> Callable[[Any], bool]:
     return lambda s: s.last_persisted is not None and s.last_persisted.step == step
 
 
-def test_a_gang_that_lost_everything_comes_back_from_the_store(
+async def test_a_gang_that_lost_everything_comes_back_from_the_store(
     gangs: Gangs, store: dict[str, Any], minio: MinioServer
 ) -> None:
-    async def scenario() -> None:
-        async with gangs(2, **store) as gang:
-            await gang.start(policy=EVERY_TWO)
-            saved = await gang.commit(2, Level.PERSISTED)
-            state = await gang.operator.state_until(0, persisted(2), "step 2 persisted")
-            assert state.last_persisted_bytes == sum(map(len, saved.values()))
-            tier = S3ObjectTier(store["store"], minio.credentials)
-            assert tier.list_manifests("team-a", gang.operator.job_uid) == (
-                CheckpointId(Step(2), RestartRound(0)),
-            )
-            tier.close()
-            for worker in (0, 1):
-                gang.lose(worker)
-            for worker in (0, 1):
-                await gang.launch(worker, birth_round=1)
-            await gang.begin(1, restore=state.last_persisted, policy=EVERY_TWO)
-            for worker in (0, 1):
-                _, data, filled = await gang.ranks[worker].restore()
-                assert (data, filled.tier) == (saved[worker], TierName.OBJECT)
-
-    asyncio.run(scenario())
+    async with gangs(2, **store) as gang:
+        await gang.start(policy=EVERY_TWO)
+        saved = await gang.commit(2, Level.PERSISTED)
+        state = await gang.operator.state_until(0, persisted(2), "step 2 persisted")
+        assert state.last_persisted_bytes == sum(map(len, saved.values()))
+        tier = S3ObjectTier(store["store"], minio.credentials)
+        assert tier.list_manifests("team-a", gang.operator.job_uid) == (
+            CheckpointId(Step(2), RestartRound(0)),
+        )
+        tier.close()
+        for worker in (0, 1):
+            gang.lose(worker)
+        for worker in (0, 1):
+            await gang.launch(worker, birth_round=1)
+        await gang.begin(1, restore=state.last_persisted, policy=EVERY_TWO)
+        for worker in (0, 1):
+            _, data, filled = await gang.ranks[worker].restore()
+            assert (data, filled.tier) == (saved[worker], TierName.OBJECT)
 
 
-def test_a_store_that_is_down_holds_up_nothing_else(
+async def test_a_store_that_is_down_holds_up_nothing_else(
     gangs: Gangs, store: dict[str, Any], minio: MinioServer
 ) -> None:
     """Steps go on to be committed and replicated, the trouble is shown, and goes away by itself."""
-
-    async def scenario() -> None:
-        async with gangs(2, **store) as gang:
-            await gang.start(policy=EVERY_TWO)
-            minio.kill()
-            try:
-                for step in (2, 3, 4):
-                    await gang.commit(step, Level.REPLICATED)
-                await gang.operator.state_until(
-                    0,
-                    lambda s: any(f.tier is TierName.OBJECT for f in s.failures),
-                    "the trouble is shown",
-                )
-            finally:
-                minio.revive()
-            state = await gang.operator.state_until(0, persisted(4), "step 4 persisted")
-            assert state.last_replicated.step == 4
-            await gang.operator.state_until(0, lambda s: not s.failures, "the trouble is over")
-
-    asyncio.run(scenario())
+    async with gangs(2, **store) as gang:
+        await gang.start(policy=EVERY_TWO)
+        minio.kill()
+        try:
+            for step in (2, 3, 4):
+                await gang.commit(step, Level.REPLICATED)
+            await gang.operator.state_until(
+                0,
+                lambda s: any(f.tier is TierName.OBJECT for f in s.failures),
+                "the trouble is shown",
+            )
+        finally:
+            minio.revive()
+        state = await gang.operator.state_until(0, persisted(4), "step 4 persisted")
+        assert state.last_replicated.step == 4
+        await gang.operator.state_until(0, lambda s: not s.failures, "the trouble is over")
 
 
-def test_old_steps_leave_the_node_tiers_but_not_what_is_protected(
+async def test_old_steps_leave_the_node_tiers_but_not_what_is_protected(
     gangs: Gangs, store: dict[str, Any]
 ) -> None:
     """keep_last 2 of steps 1..6: 5 and 6 stay; the held step 3 and the persisted 6 as well."""
+    async with gangs(2, **store) as gang:
+        message = await gang.start(policy=Policy(interval_steps=1, peer_copies=1, keep_last=2))
+        held = gang.operator.message(
+            0, version=2, copies=gang.copies, policy=message.policy, holds=(3,)
+        )
+        await gang.operator.round_all(held)
+        for step in range(1, 7):
+            await gang.commit(step, Level.REPLICATED)
+        for worker in (0, 1):
 
-    async def scenario() -> None:
-        async with gangs(2, **store) as gang:
-            message = await gang.start(policy=Policy(interval_steps=1, peer_copies=1, keep_last=2))
-            held = gang.operator.message(
-                0, version=2, copies=gang.copies, policy=message.policy, holds=(3,)
-            )
-            await gang.operator.round_all(held)
-            for step in range(1, 7):
-                await gang.commit(step, Level.REPLICATED)
-            for worker in (0, 1):
+            async def steps(worker: int = worker) -> tuple[set[int], set[int]]:
+                found = await gang.operator.inventory(worker)
+                on_disk = {s.step for s in found.shards if s.tier is TierName.NODE}
+                return {m.step for m in found.manifests}, on_disk
 
-                async def steps(worker: int = worker) -> tuple[set[int], set[int]]:
-                    found = await gang.operator.inventory(worker)
-                    on_disk = {s.step for s in found.shards if s.tier is TierName.NODE}
-                    return {m.step for m in found.manifests}, on_disk
-
-                for _ in range(200):
-                    if await steps() == ({3, 5, 6}, {3, 5, 6}):
-                        break
-                    await asyncio.sleep(0.05)
-                assert await steps() == ({3, 5, 6}, {3, 5, 6})
-
-    asyncio.run(scenario())
+            for _ in range(200):
+                if await steps() == ({3, 5, 6}, {3, 5, 6}):
+                    break
+                await asyncio.sleep(0.05)
+            assert await steps() == ({3, 5, 6}, {3, 5, 6})
 
 
-def test_the_operator_deletes_from_the_store_but_never_the_newest(
+async def test_the_operator_deletes_from_the_store_but_never_the_newest(
     gangs: Gangs, store: dict[str, Any], minio: MinioServer
 ) -> None:
-    async def scenario() -> None:
-        async with gangs(2, **store) as gang:
-            await gang.start(policy=EVERY_TWO)
-            await gang.commit(2, Level.PERSISTED)
-            first = (await gang.operator.state_until(0, persisted(2), "step 2")).last_persisted
-            await gang.commit(4, Level.PERSISTED)
-            second = (await gang.operator.state_until(0, persisted(4), "step 4")).last_persisted
-            with pytest.raises(RefusedError) as refused:
-                await gang.operator.call(
-                    0, "/v1/prune", Prune(RestartRound(0), (second,)), PruneReply
-                )
-            assert refused.value.code == Refusal.PROTECTED
-            reply = await gang.operator.call(
-                0, "/v1/prune", Prune(RestartRound(0), (first,)), PruneReply
-            )
-            assert reply.deleted == (first,)
-            tier = S3ObjectTier(store["store"], minio.credentials)
-            assert [c.step for c in tier.list_manifests("team-a", gang.operator.job_uid)] == [4]
-            tier.close()
-
-    asyncio.run(scenario())
+    async with gangs(2, **store) as gang:
+        await gang.start(policy=EVERY_TWO)
+        await gang.commit(2, Level.PERSISTED)
+        first = (await gang.operator.state_until(0, persisted(2), "step 2")).last_persisted
+        await gang.commit(4, Level.PERSISTED)
+        second = (await gang.operator.state_until(0, persisted(4), "step 4")).last_persisted
+        with pytest.raises(RefusedError) as refused:
+            await gang.operator.call(0, "/v1/prune", Prune(RestartRound(0), (second,)), PruneReply)
+        assert refused.value.code == Refusal.PROTECTED
+        reply = await gang.operator.call(
+            0, "/v1/prune", Prune(RestartRound(0), (first,)), PruneReply
+        )
+        assert reply.deleted == (first,)
+        tier = S3ObjectTier(store["store"], minio.credentials)
+        assert [c.step for c in tier.list_manifests("team-a", gang.operator.job_uid)] == [4]
+        tier.close()
 
 
-def test_save_now_reaches_rank_0_once_and_what_it_saves_is_persisted(
+async def test_save_now_reaches_rank_0_once_and_what_it_saves_is_persisted(
     gangs: Gangs, store: dict[str, Any]
 ) -> None:
-    async def scenario() -> None:
-        async with gangs(2, **store) as gang:
-            await gang.start(policy=Policy(interval_steps=100, peer_copies=1))
-            for rank in gang.ranks.values():
-                rank.progress(7)
-            await gang.operator.state_until(0, lambda s: s.running, "running")
-            ask = Ask(RestartRound(0), "token-1")
-            for _ in range(2):
-                await gang.operator.call(0, "/v1/save-now", ask, Ok)
-            wanted = SaveRequested(RestartRound(0), "token-1")
-            await until(lambda: wanted in gang.ranks[0].pushed, "SaveRequested")
-            await gang.operator.call(0, "/v1/stop", Ask(RestartRound(0), "token-2"), Ok)
-            stop = StopRequested(RestartRound(0), "token-2")
-            await until(lambda: stop in gang.ranks[0].pushed, "StopRequested")
-            assert gang.ranks[0].pushed.count(wanted) == 1
-            assert not [m for m in gang.ranks[1].pushed if isinstance(m, SaveRequested)]
-            await gang.commit(9, Level.PERSISTED)
-            await gang.operator.state_until(0, persisted(9), "step 9 persisted")
-
-    asyncio.run(scenario())
+    async with gangs(2, **store) as gang:
+        await gang.start(policy=Policy(interval_steps=100, peer_copies=1))
+        for rank in gang.ranks.values():
+            rank.progress(7)
+        await gang.operator.state_until(0, lambda s: s.running, "running")
+        ask = Ask(RestartRound(0), "token-1")
+        for _ in range(2):
+            await gang.operator.call(0, "/v1/save-now", ask, Ok)
+        wanted = SaveRequested(RestartRound(0), "token-1")
+        await until(lambda: wanted in gang.ranks[0].pushed, "SaveRequested")
+        await gang.operator.call(0, "/v1/stop", Ask(RestartRound(0), "token-2"), Ok)
+        stop = StopRequested(RestartRound(0), "token-2")
+        await until(lambda: stop in gang.ranks[0].pushed, "StopRequested")
+        assert gang.ranks[0].pushed.count(wanted) == 1
+        assert not [m for m in gang.ranks[1].pushed if isinstance(m, SaveRequested)]
+        await gang.commit(9, Level.PERSISTED)
+        await gang.operator.state_until(0, persisted(9), "step 9 persisted")
 
 
-def test_the_gang_finishes_once_the_operator_has_recorded_the_last_step(
+async def test_the_gang_finishes_once_the_operator_has_recorded_the_last_step(
     gangs: Gangs, store: dict[str, Any]
 ) -> None:
     """The last step is persisted although no interval names it; nobody is released before the
     operator has said that it knows."""
-
-    async def scenario() -> None:
-        async with gangs(2, **store) as gang:
-            await gang.start(policy=Policy(interval_steps=1, peer_copies=1))
-            await gang.commit(3, Level.REPLICATED)
-            for rank in gang.ranks.values():
-                rank.close()  # a launcher asks for Finish when its ranks have exited
-            waiting = [
-                asyncio.create_task(launcher.finish(0)) for launcher in gang.launchers.values()
-            ]
-            state = await gang.operator.state_until(
-                0, lambda s: s.finished, "finished", acknowledge=False
-            )
-            assert persisted(3)(state)
-            assert not any(task.done() for task in waiting)
-            await gang.operator.state(0, since=state.version)
-            replies = await asyncio.wait_for(asyncio.gather(*waiting), 20)
-            assert [r.released for r in replies] == [True, True]
-
-    asyncio.run(scenario())
+    async with gangs(2, **store) as gang:
+        await gang.start(policy=Policy(interval_steps=1, peer_copies=1))
+        await gang.commit(3, Level.REPLICATED)
+        for rank in gang.ranks.values():
+            rank.close()  # a launcher asks for Finish when its ranks have exited
+        waiting = [asyncio.create_task(launcher.finish(0)) for launcher in gang.launchers.values()]
+        state = await gang.operator.state_until(
+            0, lambda s: s.finished, "finished", acknowledge=False
+        )
+        assert persisted(3)(state)
+        assert not any(task.done() for task in waiting)
+        await gang.operator.state(0, since=state.version)
+        replies = await asyncio.wait_for(asyncio.gather(*waiting), 20)
+        assert [r.released for r in replies] == [True, True]

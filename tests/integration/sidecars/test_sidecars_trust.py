@@ -51,123 +51,106 @@ def prepared(worker: int) -> Prepared:
     return Prepared(RestartRound(0), Step(9), Worker(worker), shard, digest)
 
 
-def test_strangers_get_no_further_than_the_handshake_or_a_refusal(gangs: Gangs) -> None:
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            await gang.start()
-            uid = gang.operator.job_uid
+async def test_strangers_get_no_further_than_the_handshake_or_a_refusal(gangs: Gangs) -> None:
+    async with gangs(2) as gang:
+        await gang.start()
+        uid = gang.operator.job_uid
 
-            forged = caller(gang, operator_dns_name(uid), Authority())
-            with pytest.raises(aiohttp.ClientError):
-                await forged.inventory(0)
+        forged = caller(gang, operator_dns_name(uid), Authority())
+        with pytest.raises(aiohttp.ClientError):
+            await forged.inventory(0)
 
-            other_job = caller(gang, operator_dns_name("another-job"))
-            with pytest.raises(RefusedError) as refused:
-                await other_job.inventory(0)
-            assert refused.value.code == Refusal.NOT_MEMBER
+        other_job = caller(gang, operator_dns_name("another-job"))
+        with pytest.raises(RefusedError) as refused:
+            await other_job.inventory(0)
+        assert refused.value.code == Refusal.NOT_MEMBER
 
-            member = caller(gang, peer_dns_name("gpt-1-r0", uid))
-            assert (await member.inventory(0)).worker == 0
-            with pytest.raises(RefusedError) as refused:
-                await member.seal(0, 7)
-            assert refused.value.code == Refusal.NOT_MEMBER
-            reply = await member.call(0, "/v1/prepared", prepared(1), PreparedReply)
-            assert reply.need_layout
-            with pytest.raises(RefusedError) as refused:
-                await member.call(0, "/v1/prepared", prepared(0), PreparedReply)
-            assert refused.value.code == Refusal.NOT_MEMBER
+        member = caller(gang, peer_dns_name("gpt-1-r0", uid))
+        assert (await member.inventory(0)).worker == 0
+        with pytest.raises(RefusedError) as refused:
+            await member.seal(0, 7)
+        assert refused.value.code == Refusal.NOT_MEMBER
+        reply = await member.call(0, "/v1/prepared", prepared(1), PreparedReply)
+        assert reply.need_layout
+        with pytest.raises(RefusedError) as refused:
+            await member.call(0, "/v1/prepared", prepared(0), PreparedReply)
+        assert refused.value.code == Refusal.NOT_MEMBER
 
-            former = caller(gang, peer_dns_name("gpt-1-r9", uid))
-            with pytest.raises(RefusedError) as refused:
-                await former.inventory(0)
-            assert refused.value.code == Refusal.NOT_MEMBER
-            with pytest.raises(RefusedError) as refused:
-                await former.call(0, "/v1/prepared", prepared(1), PreparedReply)
-            assert refused.value.code == Refusal.NOT_MEMBER
-            assert (await gang.operator.inventory(0)).round == 0
-
-    asyncio.run(scenario())
+        former = caller(gang, peer_dns_name("gpt-1-r9", uid))
+        with pytest.raises(RefusedError) as refused:
+            await former.inventory(0)
+        assert refused.value.code == Refusal.NOT_MEMBER
+        with pytest.raises(RefusedError) as refused:
+            await former.call(0, "/v1/prepared", prepared(1), PreparedReply)
+        assert refused.value.code == Refusal.NOT_MEMBER
+        assert (await gang.operator.inventory(0)).round == 0
 
 
-def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gangs: Gangs) -> None:
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            gang.copies = ((0, 1),)
-            await gang.start()
-            await gang.commit(1, Level.LOCAL)
-            uid = gang.operator.job_uid
-            host, _, port = gang.operator.members[0].address.split(":")
-            where = (host, int(port), peer_dns_name("gpt-0-r0", uid))
-            context = caller(gang, peer_dns_name("gpt-1-r0", uid)).context
-            shard = next(s for s in (await gang.operator.inventory(0)).shards if s.tier == "node")
-            ref = ShardRef(uid, shard.step, shard.round, shard.rank, shard.blake3)
-            tier = DiskNodeTier(gang.root / "elsewhere", capacity_bytes=1 << 30)
-            tier.open()
-            former = caller(gang, peer_dns_name("gpt-1-r9", uid)).context
-            with pytest.raises(RefusedError) as refused:
-                await asyncio.to_thread(
-                    fetch_shard, *where, former, RestartRound(0), ref, tier.begin_copy
-                )
-            assert refused.value.code == Refusal.NOT_MEMBER
+async def test_copies_are_taken_from_the_assigned_member_of_this_round_only(gangs: Gangs) -> None:
+    async with gangs(2) as gang:
+        gang.copies = ((0, 1),)
+        await gang.start()
+        await gang.commit(1, Level.LOCAL)
+        uid = gang.operator.job_uid
+        host, _, port = gang.operator.members[0].address.split(":")
+        where = (host, int(port), peer_dns_name("gpt-0-r0", uid))
+        context = caller(gang, peer_dns_name("gpt-1-r0", uid)).context
+        shard = next(s for s in (await gang.operator.inventory(0)).shards if s.tier == "node")
+        ref = ShardRef(uid, shard.step, shard.round, shard.rank, shard.blake3)
+        tier = DiskNodeTier(gang.root / "elsewhere", capacity_bytes=1 << 30)
+        tier.open()
+        former = caller(gang, peer_dns_name("gpt-1-r9", uid)).context
+        with pytest.raises(RefusedError) as refused:
             await asyncio.to_thread(
-                fetch_shard, *where, context, RestartRound(0), ref, tier.begin_copy
+                fetch_shard, *where, former, RestartRound(0), ref, tier.begin_copy
             )
-            for round_, code in ((0, Refusal.NOT_ASSIGNED), (1, Refusal.FUTURE_ROUND)):
-                with pytest.raises(RefusedError) as refused, tier.open_shard(ref) as reader:
-                    await asyncio.to_thread(
-                        send_copy, *where, context, RestartRound(round_), reader
-                    )
-                assert refused.value.code == code
-
-    asyncio.run(scenario())
+        assert refused.value.code == Refusal.NOT_MEMBER
+        await asyncio.to_thread(fetch_shard, *where, context, RestartRound(0), ref, tier.begin_copy)
+        for round_, code in ((0, Refusal.NOT_ASSIGNED), (1, Refusal.FUTURE_ROUND)):
+            with pytest.raises(RefusedError) as refused, tier.open_shard(ref) as reader:
+                await asyncio.to_thread(send_copy, *where, context, RestartRound(round_), reader)
+            assert refused.value.code == code
 
 
-def test_a_member_that_is_replaced_reads_no_more(gangs: Gangs) -> None:
+async def test_a_member_that_is_replaced_reads_no_more(gangs: Gangs) -> None:
     """Also while the next round is sealed, and also on a connection from before."""
+    async with gangs(2) as gang:
+        await gang.start()
+        await gang.commit(1, Level.REPLICATED)
+        uid = gang.operator.job_uid
+        member = caller(gang, peer_dns_name("gpt-1-r0", uid))
+        connector = aiohttp.TCPConnector(ssl=member.context)
+        async with aiohttp.ClientSession(connector=connector) as session:
 
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            await gang.start()
-            await gang.commit(1, Level.REPLICATED)
-            uid = gang.operator.job_uid
-            member = caller(gang, peer_dns_name("gpt-1-r0", uid))
-            connector = aiohttp.TCPConnector(ssl=member.context)
-            async with aiohttp.ClientSession(connector=connector) as session:
+            async def inventory() -> tuple[int, str]:
+                host, control, _ = gang.operator.members[0].address.split(":")
+                async with session.get(
+                    f"https://{host}:{control}/v1/inventory",
+                    server_hostname=peer_dns_name("gpt-0-r0", uid),
+                ) as response:
+                    return response.status, (await response.json()).get("code", "")
 
-                async def inventory() -> tuple[int, str]:
-                    host, control, _ = gang.operator.members[0].address.split(":")
-                    async with session.get(
-                        f"https://{host}:{control}/v1/inventory",
-                        server_hostname=peer_dns_name("gpt-0-r0", uid),
-                    ) as response:
-                        return response.status, (await response.json()).get("code", "")
-
-                assert await inventory() == (200, "")
-                await gang.operator.seal(0, 1)
-                assert await inventory() == (409, Refusal.SEALED)
-                # Worker 1 has a new pod in round 1.
-                gang.lose(1)
-                await gang.launch(1, 1)
-                await gang.operator.round_all(gang.operator.message(1, copies=gang.copies))
-                assert await inventory() == (409, Refusal.NOT_MEMBER)
-
-    asyncio.run(scenario())
+            assert await inventory() == (200, "")
+            await gang.operator.seal(0, 1)
+            assert await inventory() == (409, Refusal.SEALED)
+            # Worker 1 has a new pod in round 1.
+            gang.lose(1)
+            await gang.launch(1, 1)
+            await gang.operator.round_all(gang.operator.message(1, copies=gang.copies))
+            assert await inventory() == (409, Refusal.NOT_MEMBER)
 
 
-def test_a_renewed_certificate_is_shown_from_then_on(gangs: Gangs) -> None:
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            await gang.start()
-            name = peer_dns_name("gpt-0-r0", gang.operator.job_uid)
-            leaf, key = gang.authority.leaf(name, lifetime=timedelta(hours=3))
-            renewed = Certificate(leaf.decode(), key.decode())
-            await gang.operator.call(0, "/v1/certificate", renewed, Ok)
-            await gang.commit(1, Level.LOCAL)
-            with pytest.raises(RefusedError, match="certificate refused") as refused:
-                await gang.operator.call(0, "/v1/certificate", Certificate("x", "y"), Ok)
-            assert refused.value.code == Refusal.BAD_REQUEST
-
-    asyncio.run(scenario())
+async def test_a_renewed_certificate_is_shown_from_then_on(gangs: Gangs) -> None:
+    async with gangs(1) as gang:
+        await gang.start()
+        name = peer_dns_name("gpt-0-r0", gang.operator.job_uid)
+        leaf, key = gang.authority.leaf(name, lifetime=timedelta(hours=3))
+        renewed = Certificate(leaf.decode(), key.decode())
+        await gang.operator.call(0, "/v1/certificate", renewed, Ok)
+        await gang.commit(1, Level.LOCAL)
+        with pytest.raises(RefusedError, match="certificate refused") as refused:
+            await gang.operator.call(0, "/v1/certificate", Certificate("x", "y"), Ok)
+        assert refused.value.code == Refusal.BAD_REQUEST
 
 
 @pytest.mark.parametrize(
@@ -183,40 +166,33 @@ def test_a_renewed_certificate_is_shown_from_then_on(gangs: Gangs) -> None:
     ],
     ids=["empty", "a list", "text", "twice", "2^63", "deep", "no text"],
 )
-def test_hostile_bodies_are_bad_requests(gangs: Gangs, body: bytes) -> None:
-    async def scenario() -> None:
-        async with gangs(1) as gang:
-            await gang.launch(0)
-            member = gang.operator.members[0]
-            host, control, _ = member.address.split(":")
-            async with (
-                aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(ssl=gang.operator.context)
-                ) as session,
-                session.post(
-                    f"https://{host}:{control}/v1/seal",
-                    data=body,
-                    server_hostname=peer_dns_name(member.pod, gang.operator.job_uid),
-                ) as response,
-            ):
-                assert response.status == 400
-                assert (await response.json())["code"] == Refusal.BAD_REQUEST
-            await gang.operator.call(0, "/v1/seal", Seal(RestartRound(1)), Inventory)
-
-    asyncio.run(scenario())
+async def test_hostile_bodies_are_bad_requests(gangs: Gangs, body: bytes) -> None:
+    async with gangs(1) as gang:
+        await gang.launch(0)
+        member = gang.operator.members[0]
+        host, control, _ = member.address.split(":")
+        async with (
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=gang.operator.context)
+            ) as session,
+            session.post(
+                f"https://{host}:{control}/v1/seal",
+                data=body,
+                server_hostname=peer_dns_name(member.pod, gang.operator.job_uid),
+            ) as response,
+        ):
+            assert response.status == 400
+            assert (await response.json())["code"] == Refusal.BAD_REQUEST
+        await gang.operator.call(0, "/v1/seal", Seal(RestartRound(1)), Inventory)
 
 
-def test_the_client_refuses_an_address_that_is_another_pod(gangs: Gangs) -> None:
+async def test_the_client_refuses_an_address_that_is_another_pod(gangs: Gangs) -> None:
     """The address of worker 1 now belongs to worker 0's pod: nobody talks to it as worker 1."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            for worker in (0, 1):
-                await gang.launch(worker)
-            members = gang.operator.members
-            swapped = members[1].__class__(Worker(1), members[1].pod, members[0].address)
-            gang.operator.members[1] = swapped
-            with pytest.raises((aiohttp.ClientError, UnavailableError)):
-                await gang.operator.inventory(1)
-
-    asyncio.run(scenario())
+    async with gangs(2) as gang:
+        for worker in (0, 1):
+            await gang.launch(worker)
+        members = gang.operator.members
+        swapped = members[1].__class__(Worker(1), members[1].pod, members[0].address)
+        gang.operator.members[1] = swapped
+        with pytest.raises((aiohttp.ClientError, UnavailableError)):
+            await gang.operator.inventory(1)

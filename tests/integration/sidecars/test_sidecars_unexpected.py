@@ -28,48 +28,40 @@ def sample(gang: Any, worker: int, line: str) -> float:
 
 
 @pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "may wait in memory"])
-def test_a_bug_in_a_write_is_a_counted_failure_of_that_save(gangs: Gangs, slots: int) -> None:
+async def test_a_bug_in_a_write_is_a_counted_failure_of_that_save(gangs: Gangs, slots: int) -> None:
     """The rank is told, the condition has a reason, and the next save is committed."""
-
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            gang.slots = slots
-            gang.failpoints[1] = "node.mid_write=raise:RuntimeError@1"
-            await gang.start()
-            await gang.save(1)
-            rank = gang.ranks[1]
-            await until(
-                lambda: any(isinstance(m, SaveFailed) and m.step == 1 for m in rank.pushed),
-                "rank 1 is told that its save failed",
-            )
-            state = await gang.operator.state_until(0, lambda s: bool(s.failures), "a failure")
-            assert [(f.step, f.reason) for f in state.failures] == [(1, "UnexpectedError")]
-            line = 'holdfast_saves_failed_total{reason="UnexpectedError"}'
-            assert await asyncio.to_thread(sample, gang, 1, line) == 1
-            await gang.commit(2, Level.REPLICATED)
-
-    asyncio.run(scenario())
+    async with gangs(2) as gang:
+        gang.slots = slots
+        gang.failpoints[1] = "node.mid_write=raise:RuntimeError@1"
+        await gang.start()
+        await gang.save(1)
+        rank = gang.ranks[1]
+        await until(
+            lambda: any(isinstance(m, SaveFailed) and m.step == 1 for m in rank.pushed),
+            "rank 1 is told that its save failed",
+        )
+        state = await gang.operator.state_until(0, lambda s: bool(s.failures), "a failure")
+        assert [(f.step, f.reason) for f in state.failures] == [(1, "UnexpectedError")]
+        line = 'holdfast_saves_failed_total{reason="UnexpectedError"}'
+        assert await asyncio.to_thread(sample, gang, 1, line) == 1
+        await gang.commit(2, Level.REPLICATED)
 
 
-def test_a_task_that_dies_ends_the_process_and_the_next_one_resumes(gangs: Gangs) -> None:
+async def test_a_task_that_dies_ends_the_process_and_the_next_one_resumes(gangs: Gangs) -> None:
     """The exception hits between the shard's durability and the release of its slot."""
+    async with gangs(2) as gang:
+        gang.failpoints[1] = "memory.before_free=raise:RuntimeError@1"
+        await gang.start()
+        await gang.save(1)
+        process = gang.sidecars[1].process
+        await until(lambda: process.poll() is not None, "the sidecar ends")
+        assert process.returncode == DIED_STATUS
+        assert "memory.before_free" in gang.sidecars[1].log.read_text()
 
-    async def scenario() -> None:
-        async with gangs(2) as gang:
-            gang.failpoints[1] = "memory.before_free=raise:RuntimeError@1"
-            await gang.start()
-            await gang.save(1)
-            process = gang.sidecars[1].process
-            await until(lambda: process.poll() is not None, "the sidecar ends")
-            assert process.returncode == DIED_STATUS
-            assert "memory.before_free" in gang.sidecars[1].log.read_text()
-
-            gang.launchers[1].close()
-            await gang.relaunch(1)
-            await gang.connect_rank(1, 0)
-            await gang.launcher(1, last_round=0, running=0)
-            await gang.operator.round_all(gang.operator.message(0, version=2, copies=gang.copies))
-            await gang.point(1)
-            await gang.commit(2, Level.REPLICATED)
-
-    asyncio.run(scenario())
+        gang.launchers[1].close()
+        await gang.relaunch(1)
+        await gang.connect_rank(1, 0)
+        await gang.launcher(1, last_round=0, running=0)
+        await gang.operator.round_all(gang.operator.message(0, version=2, copies=gang.copies))
+        await gang.point(1)
+        await gang.commit(2, Level.REPLICATED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -136,96 +135,81 @@ def _name(name: str) -> Callable[[Raw], None]:
         pytest.param(_name(f"x{POD}"), id="a name with something before"),
     ],
 )
-def test_a_forged_pod_is_ignored(forge: Callable[[Raw], None]) -> None:
-    async def story() -> None:
-        edge = Edge()
-        body = rendered(edge.job)
-        forge(body)
-        edge.api.put("pods", body)
-        await edge.look()
-        edge.keys.clear()
-        assert edge.pods() == []
-        body["status"] = {"phase": "Failed"}
-        edge.api.put("pods", body)
-        await edge.look()
-        own = [k for k in edge.keys if (k.namespace, k.name) == (NAMESPACE, "job")]
-        assert own == [], "a forged pod does not even wake the job"
-        assert "DELETE" not in [method for method, _ in edge.api.requests]
-
-    asyncio.run(story())
+async def test_a_forged_pod_is_ignored(forge: Callable[[Raw], None]) -> None:
+    edge = Edge()
+    body = rendered(edge.job)
+    forge(body)
+    edge.api.put("pods", body)
+    await edge.look()
+    edge.keys.clear()
+    assert edge.pods() == []
+    body["status"] = {"phase": "Failed"}
+    edge.api.put("pods", body)
+    await edge.look()
+    own = [k for k in edge.keys if (k.namespace, k.name) == (NAMESPACE, "job")]
+    assert own == [], "a forged pod does not even wake the job"
+    assert "DELETE" not in [method for method, _ in edge.api.requests]
 
 
-def test_labels_neither_make_nor_break_a_worker() -> None:
-    async def story() -> None:
-        edge = Edge()
-        body = rendered(edge.job)
-        body["metadata"]["labels"] = {labels.MANAGED_BY: labels.MANAGED_BY_VALUE}
-        edge.api.put("pods", body)
-        await edge.look()
-        (found,) = edge.cache.pods(edge.job)
-        assert (found.worker, found.birth_round) == (0, 0)
-
-    asyncio.run(story())
+async def test_labels_neither_make_nor_break_a_worker() -> None:
+    edge = Edge()
+    body = rendered(edge.job)
+    body["metadata"]["labels"] = {labels.MANAGED_BY: labels.MANAGED_BY_VALUE}
+    edge.api.put("pods", body)
+    await edge.look()
+    (found,) = edge.cache.pods(edge.job)
+    assert (found.worker, found.birth_round) == (0, 0)
 
 
-def test_forged_pods_are_said_once_a_namespace_and_counted(
+async def test_forged_pods_are_said_once_a_namespace_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def story() -> None:
-        edge = Edge()
-        for index in range(50):
-            body = rendered(edge.job)
-            body["metadata"].update(namespace="mallory", name=f"forged-{index}")
-            edge.api.put("pods", body)
-        await edge.look()
-        await edge.look()
-        assert edge.cache.foreign_pods() == 50
-        said = [r for r in caplog.records if "ignores it" in r.getMessage()]
-        assert len(said) == 1
-        for pod in list(edge.api.all("pods")):
-            edge.api.remove("pods", "mallory", pod["metadata"]["name"])
-        await edge.look()
-        assert edge.cache.foreign_pods() == 0
-
-    asyncio.run(story())
+    edge = Edge()
+    for index in range(50):
+        body = rendered(edge.job)
+        body["metadata"].update(namespace="mallory", name=f"forged-{index}")
+        edge.api.put("pods", body)
+    await edge.look()
+    await edge.look()
+    assert edge.cache.foreign_pods() == 50
+    said = [r for r in caplog.records if "ignores it" in r.getMessage()]
+    assert len(said) == 1
+    for pod in list(edge.api.all("pods")):
+        edge.api.remove("pods", "mallory", pod["metadata"]["name"])
+    await edge.look()
+    assert edge.cache.foreign_pods() == 0
 
 
 # --------------------------------------------------------------------------- exists is not ours
 
 
-def test_a_create_meets_its_own_pod_and_no_other() -> None:
-    async def story() -> None:
-        edge = Edge()
-        body = rendered(edge.job)
-        first = await edge.cluster.create_pod(NAMESPACE, body)
-        again = await edge.cluster.create_pod(NAMESPACE, body)
-        assert (again.uid, again.existed) == (first.uid, True)
-        pod = edge.api.objects["pods", NAMESPACE, POD]
-        pod["metadata"]["ownerReferences"][0]["uid"] = OTHER_UID
-        pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-        with pytest.raises(NameTakenError, match=f"{POD}.*is being deleted.*{OTHER_UID}"):
-            await edge.cluster.create_pod(NAMESPACE, body)
-        assert await edge.effects.pod_is_gone(edge.job, POD), "the job itself has no such pod"
-
-    asyncio.run(story())
+async def test_a_create_meets_its_own_pod_and_no_other() -> None:
+    edge = Edge()
+    body = rendered(edge.job)
+    first = await edge.cluster.create_pod(NAMESPACE, body)
+    again = await edge.cluster.create_pod(NAMESPACE, body)
+    assert (again.uid, again.existed) == (first.uid, True)
+    pod = edge.api.objects["pods", NAMESPACE, POD]
+    pod["metadata"]["ownerReferences"][0]["uid"] = OTHER_UID
+    pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    with pytest.raises(NameTakenError, match=f"{POD}.*is being deleted.*{OTHER_UID}"):
+        await edge.cluster.create_pod(NAMESPACE, body)
+    assert await edge.effects.pod_is_gone(edge.job, POD), "the job itself has no such pod"
 
 
-def test_a_foreign_service_is_said_and_does_not_stop_the_job() -> None:
-    async def story() -> None:
-        edge = Edge()
-        body = render_service(edge.job)
-        edge.api.put("services", {**body, "metadata": {**body["metadata"], "ownerReferences": []}})
-        await edge.effects.create_service(edge.job, body)
-        assert edge.events() == ["NameTaken"]
-        assert edge.effects.services(edge.job.uid) == {body["metadata"]["name"]}
-        assert (
-            edge.api.objects["services", NAMESPACE, body["metadata"]["name"]]["metadata"][
-                "ownerReferences"
-            ]
-            == []
-        )
-
-    asyncio.run(story())
+async def test_a_foreign_service_is_said_and_does_not_stop_the_job() -> None:
+    edge = Edge()
+    body = render_service(edge.job)
+    edge.api.put("services", {**body, "metadata": {**body["metadata"], "ownerReferences": []}})
+    await edge.effects.create_service(edge.job, body)
+    assert edge.events() == ["NameTaken"]
+    assert edge.effects.services(edge.job.uid) == {body["metadata"]["name"]}
+    assert (
+        edge.api.objects["services", NAMESPACE, body["metadata"]["name"]]["metadata"][
+            "ownerReferences"
+        ]
+        == []
+    )
 
 
 def record() -> CheckpointRecord:
@@ -243,17 +227,14 @@ def checkpoint_body(job: JobView, name: str) -> Raw:
     return render_checkpoint(job, CreateCheckpointObject(name, COMMIT, "Retain", record()))
 
 
-def test_a_record_is_repaired_where_an_operator_died_before_its_status() -> None:
-    async def story() -> None:
-        edge = Edge()
-        name = checkpoint_name("job", UID, COMMIT)
-        body = checkpoint_body(edge.job, name)
-        edge.api.put("checkpoints", body)
-        await edge.effects.create_checkpoint(edge.job, body, record())
-        written = edge.api.objects["checkpoints", NAMESPACE, name]["status"]
-        assert (written["phase"], written["jobUid"]) == ("Committed", UID)
-
-    asyncio.run(story())
+async def test_a_record_is_repaired_where_an_operator_died_before_its_status() -> None:
+    edge = Edge()
+    name = checkpoint_name("job", UID, COMMIT)
+    body = checkpoint_body(edge.job, name)
+    edge.api.put("checkpoints", body)
+    await edge.effects.create_checkpoint(edge.job, body, record())
+    written = edge.api.objects["checkpoints", NAMESPACE, name]["status"]
+    assert (written["phase"], written["jobUid"]) == ("Committed", UID)
 
 
 @pytest.mark.parametrize(
@@ -268,90 +249,78 @@ def test_a_record_is_repaired_where_an_operator_died_before_its_status() -> None
         pytest.param({"spec": {"jobRef": {"name": "job"}}}, id="a request"),
     ],
 )
-def test_a_foreign_checkpoint_is_neither_taken_nor_overwritten(change: Raw) -> None:
-    async def story() -> None:
-        edge = Edge()
-        name = checkpoint_name("job", UID, COMMIT)
-        body = checkpoint_body(edge.job, name)
-        there = edge.api.put("checkpoints", {**body, **change})
-        before = dict(there)
-        with pytest.raises(NameTakenError, match=name):
-            await edge.effects.create_checkpoint(edge.job, body, record())
-        assert edge.api.objects["checkpoints", NAMESPACE, name] == before
-        assert edge.events() == ["NameTaken"]
-
-    asyncio.run(story())
+async def test_a_foreign_checkpoint_is_neither_taken_nor_overwritten(change: Raw) -> None:
+    edge = Edge()
+    name = checkpoint_name("job", UID, COMMIT)
+    body = checkpoint_body(edge.job, name)
+    there = edge.api.put("checkpoints", {**body, **change})
+    before = dict(there)
+    with pytest.raises(NameTakenError, match=name):
+        await edge.effects.create_checkpoint(edge.job, body, record())
+    assert edge.api.objects["checkpoints", NAMESPACE, name] == before
+    assert edge.events() == ["NameTaken"]
 
 
 # --------------------------------------------------------------------------- what cannot be read
 
 
-def test_an_unreadable_job_is_not_gone_and_goes_on_when_it_can_be_read() -> None:
-    async def story() -> None:
-        edge = Edge()
-        await edge.look()
-        edge.raw["status"]["phase"] = "Hibernating"
-        edge.api.touch(edge.raw)
-        await edge.look()
-        assert edge.cache.job(NAMESPACE, "job") is None
-        hidden = edge.cache.unreadable("TrainingJob", NAMESPACE, "job")
-        assert hidden is not None
-        assert hidden.problem.startswith("status.phase: Input should be")
-        assert hidden.problem.endswith("found 'Hibernating'")
-        assert edge.gone == []
-        assert edge.cache.job_uids() == {UID}
-        edge.raw["status"] = {}
-        edge.api.touch(edge.raw)
-        await edge.look()
-        assert edge.cache.job(NAMESPACE, "job") is not None
-        assert edge.cache.unreadable_objects() == ()
-        edge.raw["status"]["phase"] = "Hibernating"
-        await edge.look()
-        edge.api.remove("trainingjobs", NAMESPACE, "job")
-        await edge.look()
-        assert edge.gone == [UID], "deleted while it could not be read"
-        assert edge.cache.job_uids() == set()
-
-    asyncio.run(story())
+async def test_an_unreadable_job_is_not_gone_and_goes_on_when_it_can_be_read() -> None:
+    edge = Edge()
+    await edge.look()
+    edge.raw["status"]["phase"] = "Hibernating"
+    edge.api.touch(edge.raw)
+    await edge.look()
+    assert edge.cache.job(NAMESPACE, "job") is None
+    hidden = edge.cache.unreadable("TrainingJob", NAMESPACE, "job")
+    assert hidden is not None
+    assert hidden.problem.startswith("status.phase: Input should be")
+    assert hidden.problem.endswith("found 'Hibernating'")
+    assert edge.gone == []
+    assert edge.cache.job_uids() == {UID}
+    edge.raw["status"] = {}
+    edge.api.touch(edge.raw)
+    await edge.look()
+    assert edge.cache.job(NAMESPACE, "job") is not None
+    assert edge.cache.unreadable_objects() == ()
+    edge.raw["status"]["phase"] = "Hibernating"
+    await edge.look()
+    edge.api.remove("trainingjobs", NAMESPACE, "job")
+    await edge.look()
+    assert edge.gone == [UID], "deleted while it could not be read"
+    assert edge.cache.job_uids() == set()
 
 
-def test_a_job_created_again_while_the_old_one_could_not_be_read() -> None:
-    async def story() -> None:
-        edge = Edge()
-        edge.raw["status"]["phase"] = "Hibernating"
-        await edge.look()
-        again = raw_job()
-        again["metadata"]["uid"] = OTHER_UID
-        edge.api.put("trainingjobs", again)
-        await edge.look()
-        found = edge.cache.job(NAMESPACE, "job")
-        assert found is not None
-        assert found.uid == OTHER_UID
-        assert edge.gone == [UID]
-        assert edge.cache.job_uids() == {OTHER_UID}
-
-    asyncio.run(story())
+async def test_a_job_created_again_while_the_old_one_could_not_be_read() -> None:
+    edge = Edge()
+    edge.raw["status"]["phase"] = "Hibernating"
+    await edge.look()
+    again = raw_job()
+    again["metadata"]["uid"] = OTHER_UID
+    edge.api.put("trainingjobs", again)
+    await edge.look()
+    found = edge.cache.job(NAMESPACE, "job")
+    assert found is not None
+    assert found.uid == OTHER_UID
+    assert edge.gone == [UID]
+    assert edge.cache.job_uids() == {OTHER_UID}
 
 
-def test_unreadable_pods_and_checkpoints_belong_to_their_job() -> None:
-    async def story() -> None:
-        edge = Edge()
-        edge.api.put("pods", {**rendered(edge.job), "status": {"phase": "Paused"}})
-        name = checkpoint_name("job", UID, COMMIT)
-        edge.api.put("checkpoints", {**checkpoint_body(edge.job, name), "status": {"round": "x"}})
-        await edge.look()
-        assert len(edge.cache.unreadable_objects()) == 2
-        (pod,) = edge.cache.unreadable_pods(NAMESPACE, UID)
-        assert (pod.name, pod.problem) == (POD, "ValueError: 'Paused' is not a valid PodPhase")
-        (found,) = edge.cache.unreadable_checkpoints(NAMESPACE)
-        assert (found.name, found.problem.partition(":")[0]) == (name, "status.round")
-        edge.api.remove("pods", NAMESPACE, POD)
-        edge.api.remove("checkpoints", NAMESPACE, name)
-        await edge.look()
-        assert edge.cache.unreadable_pods(NAMESPACE, UID) == ()
-        assert edge.cache.unreadable_checkpoints(NAMESPACE) == ()
-
-    asyncio.run(story())
+async def test_unreadable_pods_and_checkpoints_belong_to_their_job() -> None:
+    edge = Edge()
+    edge.api.put("pods", {**rendered(edge.job), "status": {"phase": "Paused"}})
+    name = checkpoint_name("job", UID, COMMIT)
+    edge.api.put("checkpoints", {**checkpoint_body(edge.job, name), "status": {"round": "x"}})
+    await edge.look()
+    assert len(edge.cache.unreadable_objects()) == 2
+    (pod,) = edge.cache.unreadable_pods(NAMESPACE, UID)
+    assert (pod.name, pod.problem) == (POD, "ValueError: 'Paused' is not a valid PodPhase")
+    (found,) = edge.cache.unreadable_checkpoints(NAMESPACE)
+    assert (found.name, found.problem.partition(":")[0]) == (name, "status.round")
+    edge.api.remove("pods", NAMESPACE, POD)
+    edge.api.remove("checkpoints", NAMESPACE, name)
+    await edge.look()
+    assert edge.cache.unreadable_pods(NAMESPACE, UID) == ()
+    assert edge.cache.unreadable_checkpoints(NAMESPACE) == ()
 
 
 # --------------------------------------------------------------------------- authorities
@@ -360,27 +329,24 @@ def test_unreadable_pods_and_checkpoints_belong_to_their_job() -> None:
 CA = ("secrets", "holdfast-system", ca_secret_name(UID))
 
 
-def test_an_authority_is_created_for_leaves_and_never_by_a_late_call() -> None:
-    async def story() -> None:
-        edge = Edge()
-        with pytest.raises(HoldfastError, match="does not exist"):
-            await edge.certificates.client(UID)
-        assert edge.api.all("secrets") == []
-        await edge.certificates.round_data(edge.job, [POD])
-        assert CA in edge.api.objects
+async def test_an_authority_is_created_for_leaves_and_never_by_a_late_call() -> None:
+    edge = Edge()
+    with pytest.raises(HoldfastError, match="does not exist"):
         await edge.certificates.client(UID)
-        edge.api.remove("trainingjobs", NAMESPACE, "job")
-        await edge.certificates.forget(UID)
-        for late in (edge.certificates.client, edge.certificates.renewal_client):
-            with pytest.raises(HoldfastError, match="does not exist"):
-                await late(UID)
+    assert edge.api.all("secrets") == []
+    await edge.certificates.round_data(edge.job, [POD])
+    assert CA in edge.api.objects
+    await edge.certificates.client(UID)
+    edge.api.remove("trainingjobs", NAMESPACE, "job")
+    await edge.certificates.forget(UID)
+    for late in (edge.certificates.client, edge.certificates.renewal_client):
         with pytest.raises(HoldfastError, match="does not exist"):
-            await edge.certificates.renewed(UID, POD)
-        with pytest.raises(JobGoneError):
-            await edge.certificates.round_data(edge.job, [POD])
-        assert edge.api.all("secrets") == []
-
-    asyncio.run(story())
+            await late(UID)
+    with pytest.raises(HoldfastError, match="does not exist"):
+        await edge.certificates.renewed(UID, POD)
+    with pytest.raises(JobGoneError):
+        await edge.certificates.round_data(edge.job, [POD])
+    assert edge.api.all("secrets") == []
 
 
 class DeletedMeanwhile(FakeApi):
@@ -396,116 +362,98 @@ class DeletedMeanwhile(FakeApi):
 AGAIN = {"name": "job", "namespace": NAMESPACE, "uid": OTHER_UID}
 
 
-def test_an_authority_whose_job_went_meanwhile_is_deleted_again() -> None:
-    async def story() -> None:
-        api = DeletedMeanwhile()
-        job = job_view(api.put("trainingjobs", raw_job()))
-        certificates = Certificates(Cluster(api), "holdfast-system", ManualClock())
-        with pytest.raises(JobGoneError):
-            await certificates.round_data(job, [POD])
-        assert api.all("secrets") == []
-
-    asyncio.run(story())
+async def test_an_authority_whose_job_went_meanwhile_is_deleted_again() -> None:
+    api = DeletedMeanwhile()
+    job = job_view(api.put("trainingjobs", raw_job()))
+    certificates = Certificates(Cluster(api), "holdfast-system", ManualClock())
+    with pytest.raises(JobGoneError):
+        await certificates.round_data(job, [POD])
+    assert api.all("secrets") == []
 
 
-def test_the_sweep_finds_what_is_left_and_spares_what_a_stale_watch_misses() -> None:
-    async def story() -> None:
-        edge = Edge()
-        await edge.certificates.round_data(edge.job, [POD])
-        vanished = replace(edge.job, uid=JobUid(OTHER_UID))
-        edge.api.put("trainingjobs", {**raw_job(), "metadata": {**AGAIN, "name": "gone"}})
-        await edge.certificates.round_data(replace(vanished, name="gone"), [POD])
-        edge.api.remove("trainingjobs", NAMESPACE, "gone")
-        refused = replace(edge.job, namespace="closed", name="kept", uid=JobUid("0" * 36))
-        meta = {"name": "kept", "namespace": "closed", "uid": refused.uid}
-        edge.api.put("trainingjobs", {**raw_job(), "metadata": meta})
-        await edge.certificates.round_data(refused, [POD])
-        edge.api.closed.add("closed")
-        another = {"name": "token", "namespace": "holdfast-system"}
-        edge.api.put("secrets", {"metadata": another})
-        with pytest.raises(ApiError, match="closed"):
-            await edge.certificates.sweep(set())
-        kept = {ca_secret_name(UID), ca_secret_name(refused.uid), "token"}
-        assert edge.api.names("secrets") == kept
-
-    asyncio.run(story())
+async def test_the_sweep_finds_what_is_left_and_spares_what_a_stale_watch_misses() -> None:
+    edge = Edge()
+    await edge.certificates.round_data(edge.job, [POD])
+    vanished = replace(edge.job, uid=JobUid(OTHER_UID))
+    edge.api.put("trainingjobs", {**raw_job(), "metadata": {**AGAIN, "name": "gone"}})
+    await edge.certificates.round_data(replace(vanished, name="gone"), [POD])
+    edge.api.remove("trainingjobs", NAMESPACE, "gone")
+    refused = replace(edge.job, namespace="closed", name="kept", uid=JobUid("0" * 36))
+    meta = {"name": "kept", "namespace": "closed", "uid": refused.uid}
+    edge.api.put("trainingjobs", {**raw_job(), "metadata": meta})
+    await edge.certificates.round_data(refused, [POD])
+    edge.api.closed.add("closed")
+    another = {"name": "token", "namespace": "holdfast-system"}
+    edge.api.put("secrets", {"metadata": another})
+    with pytest.raises(ApiError, match="closed"):
+        await edge.certificates.sweep(set())
+    kept = {ca_secret_name(UID), ca_secret_name(refused.uid), "token"}
+    assert edge.api.names("secrets") == kept
 
 
-def test_problem_is_bounded() -> None:
-    async def story() -> None:
-        edge = Edge()
-        edge.raw["spec"]["checkpoint"]["interval"]["steps"] = "x" * 100_000
-        edge.raw["status"] = {"phase": "y" * 100_000}
-        await edge.look()
-        (hidden,) = edge.cache.unreadable_objects()
-        assert isinstance(hidden, Unreadable)
-        assert len(hidden.problem) <= 500
-        assert hidden.problem.startswith("spec.checkpoint.interval.steps: ")
-
-    asyncio.run(story())
+async def test_problem_is_bounded() -> None:
+    edge = Edge()
+    edge.raw["spec"]["checkpoint"]["interval"]["steps"] = "x" * 100_000
+    edge.raw["status"] = {"phase": "y" * 100_000}
+    await edge.look()
+    (hidden,) = edge.cache.unreadable_objects()
+    assert isinstance(hidden, Unreadable)
+    assert len(hidden.problem) <= 500
+    assert hidden.problem.startswith("spec.checkpoint.interval.steps: ")
 
 
 # --------------------------------------------------------------------------- what is said about it
 
 
-def test_an_unreadable_job_says_which_field_and_keeps_the_rest_of_its_status() -> None:
-    async def story() -> None:
-        edge = Edge()
-        newer = {"type": "Paused", "status": "True", "reason": "New", "lastTransitionTime": "x"}
-        edge.raw["status"] = {"phase": "Hibernating", "conditions": [newer], "naps": 3}
-        reports = UnreadableReports(edge.cluster, Events(edge.cluster, edge.clock), edge.clock)
-        for _ in range(3):
-            await edge.look()
-            (hidden,) = edge.cache.unreadable_objects()
-            await reports.report(hidden)
-        assert edge.events() == ["CannotRead"]
-        status = edge.raw["status"]
-        assert (status["phase"], status["naps"], status["conditions"][0]) == (
-            "Hibernating",
-            3,
-            newer,
-        )
-        (condition,) = status["conditions"][1:]
-        assert (condition["type"], condition["status"]) == ("Readable", "False")
-        assert condition["message"].startswith("status.phase: Input should be")
-        assert len([m for m, _ in edge.api.requests if m == "PATCH"]) == 1
-
-    asyncio.run(story())
-
-
-@pytest.mark.parametrize("conditions", ["broken", [1, 2], {"a": 1}])
-def test_conditions_that_are_no_list_of_conditions_are_left_alone(conditions: Any) -> None:
-    async def story() -> None:
-        edge = Edge()
-        edge.raw["status"] = {"conditions": conditions}
-        reports = UnreadableReports(edge.cluster, Events(edge.cluster, edge.clock), edge.clock)
+async def test_an_unreadable_job_says_which_field_and_keeps_the_rest_of_its_status() -> None:
+    edge = Edge()
+    newer = {"type": "Paused", "status": "True", "reason": "New", "lastTransitionTime": "x"}
+    edge.raw["status"] = {"phase": "Hibernating", "conditions": [newer], "naps": 3}
+    reports = UnreadableReports(edge.cluster, Events(edge.cluster, edge.clock), edge.clock)
+    for _ in range(3):
         await edge.look()
         (hidden,) = edge.cache.unreadable_objects()
         await reports.report(hidden)
-        assert edge.raw["status"] == {"conditions": conditions}
-        assert edge.events() == ["CannotRead"]
+    assert edge.events() == ["CannotRead"]
+    status = edge.raw["status"]
+    assert (status["phase"], status["naps"], status["conditions"][0]) == (
+        "Hibernating",
+        3,
+        newer,
+    )
+    (condition,) = status["conditions"][1:]
+    assert (condition["type"], condition["status"]) == ("Readable", "False")
+    assert condition["message"].startswith("status.phase: Input should be")
+    assert len([m for m, _ in edge.api.requests if m == "PATCH"]) == 1
 
-    asyncio.run(story())
+
+@pytest.mark.parametrize("conditions", ["broken", [1, 2], {"a": 1}])
+async def test_conditions_that_are_no_list_of_conditions_are_left_alone(conditions: Any) -> None:
+    edge = Edge()
+    edge.raw["status"] = {"conditions": conditions}
+    reports = UnreadableReports(edge.cluster, Events(edge.cluster, edge.clock), edge.clock)
+    await edge.look()
+    (hidden,) = edge.cache.unreadable_objects()
+    await reports.report(hidden)
+    assert edge.raw["status"] == {"conditions": conditions}
+    assert edge.events() == ["CannotRead"]
 
 
-def test_a_foreign_pod_under_a_probe_s_name_is_said_on_the_store() -> None:
-    async def story() -> None:
-        edge = Edge()
-        raw = raw_store("main")
-        raw["status"] = {}
-        edge.api.put("checkpointstores", raw)
-        await edge.look()
-        store = edge.cache.store(NAMESPACE, "main")
-        assert store is not None
-        name = probe_name(store)
-        forged = {"name": name, "namespace": NAMESPACE, "labels": {}}
-        edge.api.put("pods", {"metadata": forged})
-        events = Events(edge.cluster, edge.clock)
-        stores = Stores(edge.cluster, edge.cache, events, SidecarSettings("i"), edge.clock)
-        await stores.reconcile(NAMESPACE, "main")
-        (said,) = edge.api.all("checkpointstores")[0]["status"]["conditions"]
-        assert (said["status"], said["reason"]) == ("False", "ProbeRefused")
-        assert name in said["message"]
-        assert name in edge.api.names("pods", NAMESPACE)
-
-    asyncio.run(story())
+async def test_a_foreign_pod_under_a_probe_s_name_is_said_on_the_store() -> None:
+    edge = Edge()
+    raw = raw_store("main")
+    raw["status"] = {}
+    edge.api.put("checkpointstores", raw)
+    await edge.look()
+    store = edge.cache.store(NAMESPACE, "main")
+    assert store is not None
+    name = probe_name(store)
+    forged = {"name": name, "namespace": NAMESPACE, "labels": {}}
+    edge.api.put("pods", {"metadata": forged})
+    events = Events(edge.cluster, edge.clock)
+    stores = Stores(edge.cluster, edge.cache, events, SidecarSettings("i"), edge.clock)
+    await stores.reconcile(NAMESPACE, "main")
+    (said,) = edge.api.all("checkpointstores")[0]["status"]["conditions"]
+    assert (said["status"], said["reason"]) == ("False", "ProbeRefused")
+    assert name in said["message"]
+    assert name in edge.api.names("pods", NAMESPACE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from datetime import UTC, datetime
@@ -179,24 +178,21 @@ class Recorder:
         self.bodies.append(body)
 
 
-def test_events_at_most_one_a_minute_a_reason() -> None:
-    async def story() -> None:
-        clock, recorder = ManualClock(), Recorder()
-        events = Events(cast(Cluster, recorder), clock)
-        subject = Subject("v", "TrainingJob", "team", "gpt", "u")
-        for _ in range(5):
-            await events.emit(subject, "Warning", "PodLost", "words")
-        await events.emit(subject, "Normal", "Accepted", "words")
-        assert [b["reason"] for b in recorder.bodies] == ["PodLost", "Accepted"]
-        clock.advance(61)
-        await events.emit(subject, "Warning", "PodLost", "w" * 5000)
-        assert recorder.bodies[-1]["count"] == 5
-        assert len(recorder.bodies[-1]["message"]) == 1000
-        assert recorder.bodies[-1]["involvedObject"]["uid"] == "u"
-        recorder.refuse = True
-        await events.emit(subject, "Normal", "Other", "never raises")
-
-    asyncio.run(story())
+async def test_events_at_most_one_a_minute_a_reason() -> None:
+    clock, recorder = ManualClock(), Recorder()
+    events = Events(cast(Cluster, recorder), clock)
+    subject = Subject("v", "TrainingJob", "team", "gpt", "u")
+    for _ in range(5):
+        await events.emit(subject, "Warning", "PodLost", "words")
+    await events.emit(subject, "Normal", "Accepted", "words")
+    assert [b["reason"] for b in recorder.bodies] == ["PodLost", "Accepted"]
+    clock.advance(61)
+    await events.emit(subject, "Warning", "PodLost", "w" * 5000)
+    assert recorder.bodies[-1]["count"] == 5
+    assert len(recorder.bodies[-1]["message"]) == 1000
+    assert recorder.bodies[-1]["involvedObject"]["uid"] == "u"
+    recorder.refuse = True
+    await events.emit(subject, "Normal", "Other", "never raises")
 
 
 def test_changed_forgets() -> None:

@@ -50,265 +50,231 @@ def changes_of_job(cluster: FakeCluster) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
 @pytest.mark.parametrize("after", [33, 150], ids=["in the middle", "complete"])
-def test_a_job_created_again_completes_while_the_old_one_is_still_going(
+async def test_a_job_created_again_completes_while_the_old_one_is_still_going(
     after: int, restarts: bool
 ) -> None:
-    async def scenario() -> None:
-        cluster = build(total_steps=60, object=OBJECT)
+    cluster = build(total_steps=60, object=OBJECT)
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, after)
+    left = {c.name: copy.deepcopy(c) for c in cluster.checkpoints.values()}
+    assert left, "the old job has recorded commits of the same steps and rounds"
+    old_pods = set(cluster.pods)
+    cluster.create_job_again()
+    if restarts:
         operator = FakeOperator(cluster)
-        await advance(cluster, operator, after)
-        left = {c.name: copy.deepcopy(c) for c in cluster.checkpoints.values()}
-        assert left, "the old job has recorded commits of the same steps and rounds"
-        old_pods = set(cluster.pods)
-        cluster.create_job_again()
-        if restarts:
-            operator = FakeOperator(cluster)
-        await advance(cluster, operator, 2)
-        assert old_pods <= set(cluster.pods), "the old pods are not gone yet"
-        status = await advance(cluster, operator, 150)
-        assert status.is_true("Complete")
-        assert status.last_persisted is not None
-        assert status.last_persisted.step == 60
-        assert status.restarts == 0
-        assert {n: cluster.checkpoints.get(n) for n in left} == left
-        own = {c.step for c in cluster.checkpoints.values() if c.job_uid == cluster.uid}
-        assert 60 in own
-        await operator.sweep()
-        assert cluster.api.names("secrets", OPERATOR_NAMESPACE) == {ca_secret_name(cluster.uid)}
-
-    asyncio.run(scenario())
+    await advance(cluster, operator, 2)
+    assert old_pods <= set(cluster.pods), "the old pods are not gone yet"
+    status = await advance(cluster, operator, 150)
+    assert status.is_true("Complete")
+    assert status.last_persisted is not None
+    assert status.last_persisted.step == 60
+    assert status.restarts == 0
+    assert {n: cluster.checkpoints.get(n) for n in left} == left
+    own = {c.step for c in cluster.checkpoints.values() if c.job_uid == cluster.uid}
+    assert 60 in own
+    await operator.sweep()
+    assert cluster.api.names("secrets", OPERATOR_NAMESPACE) == {ca_secret_name(cluster.uid)}
 
 
-def test_a_job_created_again_starts_although_old_pods_never_end() -> None:
+async def test_a_job_created_again_starts_although_old_pods_never_end() -> None:
     """Their node is dead, so no kubelet confirms their deletes."""
-
-    async def scenario() -> None:
-        cluster = build()
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 30)
-        dead = cluster.pods[pod_name("job", UID, 0, 0)].view.node or ""
-        cluster.nodes[dead].dead = True
-        cluster.create_job_again()
-        status = await advance(cluster, operator, 60)
-        assert status.is_true("Running")
-        assert pod_name("job", UID, 0, 0) in cluster.pods
-
-    asyncio.run(scenario())
+    cluster = build()
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 30)
+    dead = cluster.pods[pod_name("job", UID, 0, 0)].view.node or ""
+    cluster.nodes[dead].dead = True
+    cluster.create_job_again()
+    status = await advance(cluster, operator, 60)
+    assert status.is_true("Running")
+    assert pod_name("job", UID, 0, 0) in cluster.pods
 
 
-def test_an_old_checkpoint_can_be_restored_by_name() -> None:
-    async def scenario() -> None:
-        cluster = build(object=OBJECT)
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 40)
-        (newest, *_) = sorted(cluster.checkpoints.values(), key=lambda c: -(c.step or 0))
-        cluster.job["spec"]["restoreFrom"] = {"checkpointRef": {"name": newest.name}}
-        cluster.create_job_again()
-        await advance(cluster, operator, 5)
-        point = cluster.choices[0].status["restorePoint"]
-        assert (point["step"], point["jobUid"]) == (newest.step, UID)
-
-    asyncio.run(scenario())
+async def test_an_old_checkpoint_can_be_restored_by_name() -> None:
+    cluster = build(object=OBJECT)
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 40)
+    (newest, *_) = sorted(cluster.checkpoints.values(), key=lambda c: -(c.step or 0))
+    cluster.job["spec"]["restoreFrom"] = {"checkpointRef": {"name": newest.name}}
+    cluster.create_job_again()
+    await advance(cluster, operator, 5)
+    point = cluster.choices[0].status["restorePoint"]
+    assert (point["step"], point["jobUid"]) == (newest.step, UID)
 
 
 # --------------------------------------------------------------------------- forged pods
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
-def test_forged_pods_neither_stop_a_recovery_nor_cost_a_pod(restarts: bool) -> None:
-    async def scenario() -> None:
-        cluster = build()
+async def test_forged_pods_neither_stop_a_recovery_nor_cost_a_pod(restarts: bool) -> None:
+    cluster = build()
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 40)
+    uids = {name: pod.view.uid for name, pod in cluster.pods.items()}
+    for worker in range(3):
+        for birth in (0, 1, 7):
+            cluster.forge_pod("mallory", worker, birth, owned=True)
+            cluster.forge_pod(NAMESPACE, worker, birth, name=f"forged-{worker}-{birth}")
+            name = f"job-{worker}-r{birth}"
+            cluster.forge_pod(NAMESPACE, worker, birth, owned=True, name=name)
+    forged = cluster.forged_pods()
+    if restarts:
         operator = FakeOperator(cluster)
-        await advance(cluster, operator, 40)
-        uids = {name: pod.view.uid for name, pod in cluster.pods.items()}
-        for worker in range(3):
-            for birth in (0, 1, 7):
-                cluster.forge_pod("mallory", worker, birth, owned=True)
-                cluster.forge_pod(NAMESPACE, worker, birth, name=f"forged-{worker}-{birth}")
-                name = f"job-{worker}-r{birth}"
-                cluster.forge_pod(NAMESPACE, worker, birth, owned=True, name=name)
-        forged = cluster.forged_pods()
-        if restarts:
-            operator = FakeOperator(cluster)
-        calm = await advance(cluster, operator, 10)
-        assert calm.restart_round == 0
-        assert {name: pod.view.uid for name, pod in cluster.pods.items()} == uids
-        cluster.lose_pod(pod_name("job", UID, 1, 0))
-        after = await advance(cluster, operator, 20)
-        assert after.is_true("Running")
-        assert after.members == (0, 1, 0)
-        assert cluster.forged_pods() == forged
-        assert broken_rules(cluster, copies=1) == []
-
-    asyncio.run(scenario())
+    calm = await advance(cluster, operator, 10)
+    assert calm.restart_round == 0
+    assert {name: pod.view.uid for name, pod in cluster.pods.items()} == uids
+    cluster.lose_pod(pod_name("job", UID, 1, 0))
+    after = await advance(cluster, operator, 20)
+    assert after.is_true("Running")
+    assert after.members == (0, 1, 0)
+    assert cluster.forged_pods() == forged
+    assert broken_rules(cluster, copies=1) == []
 
 
 # --------------------------------------------------------------------------- cannot be read
 
 
-def test_an_unreadable_job_keeps_everything_and_goes_on() -> None:
-    async def scenario() -> None:
-        cluster = build(object=OBJECT)
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 40)
-        secrets = cluster.api.names("secrets")
-        cluster.job["status"]["phase"] = UNKNOWN
-        cluster.touch_job()
-        cluster.lose_pod(pod_name("job", UID, 1, 0))
-        cluster.api.requests.clear()
-        for current in (operator, FakeOperator(cluster)):
-            for _ in range(20):
-                await current.run_pass()
-                cluster.tick()
-            await current.sweep()
-        assert changes_of_job(cluster) == []
-        assert cluster.api.names("secrets") == secrets
-        assert [e.reason for e in operator.events][-1] == "CannotRead"
-        (said,) = [c for c in cluster.job["status"]["conditions"] if c["type"] == "Readable"]
-        assert said["status"] == "False"
-        assert said["message"].startswith("status.phase: ")
-        assert cluster.job["status"]["phase"] == UNKNOWN
-        del cluster.job["status"]["phase"]
-        cluster.touch_job()
-        after = await advance(cluster, operator, 25)
-        assert after.is_true("Running")
-        assert after.is_true("Readable")
-        assert after.members == (0, 1, 0)
-        assert cluster.api.names("secrets", OPERATOR_NAMESPACE) == {ca_secret_name(UID)}
-        assert broken_rules(cluster, copies=1) == []
-
-    asyncio.run(scenario())
+async def test_an_unreadable_job_keeps_everything_and_goes_on() -> None:
+    cluster = build(object=OBJECT)
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 40)
+    secrets = cluster.api.names("secrets")
+    cluster.job["status"]["phase"] = UNKNOWN
+    cluster.touch_job()
+    cluster.lose_pod(pod_name("job", UID, 1, 0))
+    cluster.api.requests.clear()
+    for current in (operator, FakeOperator(cluster)):
+        for _ in range(20):
+            await current.run_pass()
+            cluster.tick()
+        await current.sweep()
+    assert changes_of_job(cluster) == []
+    assert cluster.api.names("secrets") == secrets
+    assert [e.reason for e in operator.events][-1] == "CannotRead"
+    (said,) = [c for c in cluster.job["status"]["conditions"] if c["type"] == "Readable"]
+    assert said["status"] == "False"
+    assert said["message"].startswith("status.phase: ")
+    assert cluster.job["status"]["phase"] == UNKNOWN
+    del cluster.job["status"]["phase"]
+    cluster.touch_job()
+    after = await advance(cluster, operator, 25)
+    assert after.is_true("Running")
+    assert after.is_true("Readable")
+    assert after.members == (0, 1, 0)
+    assert cluster.api.names("secrets", OPERATOR_NAMESPACE) == {ca_secret_name(UID)}
+    assert broken_rules(cluster, copies=1) == []
 
 
-def test_a_job_with_an_unreadable_pod_is_left_as_it_is() -> None:
-    async def scenario() -> None:
-        cluster = build()
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 40)
-        cluster.pods[pod_name("job", UID, 2, 0)].unreadable = True
-        cluster.lose_pod(pod_name("job", UID, 1, 0))
-        cluster.api.requests.clear()
-        held = await advance(cluster, operator, 30)
-        assert changes_of_job(cluster) == []
-        assert held.restart_round == 0
-        said = held.condition("Readable")
-        assert said is not None
-        assert said.status is False
-        assert pod_name("job", UID, 2, 0) in said.message
-        cluster.pods[pod_name("job", UID, 2, 0)].unreadable = False
-        after = await advance(cluster, operator, 25)
-        assert after.is_true("Running")
-        assert after.is_true("Readable")
-        assert after.members == (0, 1, 0)
-
-    asyncio.run(scenario())
+async def test_a_job_with_an_unreadable_pod_is_left_as_it_is() -> None:
+    cluster = build()
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 40)
+    cluster.pods[pod_name("job", UID, 2, 0)].unreadable = True
+    cluster.lose_pod(pod_name("job", UID, 1, 0))
+    cluster.api.requests.clear()
+    held = await advance(cluster, operator, 30)
+    assert changes_of_job(cluster) == []
+    assert held.restart_round == 0
+    said = held.condition("Readable")
+    assert said is not None
+    assert said.status is False
+    assert pod_name("job", UID, 2, 0) in said.message
+    cluster.pods[pod_name("job", UID, 2, 0)].unreadable = False
+    after = await advance(cluster, operator, 25)
+    assert after.is_true("Running")
+    assert after.is_true("Readable")
+    assert after.members == (0, 1, 0)
 
 
-def test_unreadable_checkpoints_are_neither_written_nor_deleted() -> None:
-    async def scenario() -> None:
-        cluster = build(object=OBJECT, retention={"keepLast": 2})
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 40)
-        hidden = cluster.api.all("checkpoints", NAMESPACE)
-        for raw in hidden:
-            raw["status"]["phase"] = UNKNOWN
-            cluster.api.touch(raw)
-        before = {raw["metadata"]["name"]: copy.deepcopy(raw) for raw in hidden}
-        status = await advance(cluster, operator, 60)
-        assert status.last_persisted is not None
-        assert status.last_persisted.step > 40, "later commits are recorded"
-        now = {raw["metadata"]["name"]: raw for raw in cluster.api.all("checkpoints", NAMESPACE)}
-        assert {name: now.get(name) for name in before} == before
-
-    asyncio.run(scenario())
+async def test_unreadable_checkpoints_are_neither_written_nor_deleted() -> None:
+    cluster = build(object=OBJECT, retention={"keepLast": 2})
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 40)
+    hidden = cluster.api.all("checkpoints", NAMESPACE)
+    for raw in hidden:
+        raw["status"]["phase"] = UNKNOWN
+        cluster.api.touch(raw)
+    before = {raw["metadata"]["name"]: copy.deepcopy(raw) for raw in hidden}
+    status = await advance(cluster, operator, 60)
+    assert status.last_persisted is not None
+    assert status.last_persisted.step > 40, "later commits are recorded"
+    now = {raw["metadata"]["name"]: raw for raw in cluster.api.all("checkpoints", NAMESPACE)}
+    assert {name: now.get(name) for name in before} == before
 
 
 @pytest.mark.parametrize("plural", ["checkpointstores", "nodes"])
-def test_one_unreadable_object_of_another_kind_does_not_stop_a_running_job(plural: str) -> None:
-    async def scenario() -> None:
-        cluster = build(object=OBJECT)
-        operator = FakeOperator(cluster)
-        before = await advance(cluster, operator, 30)
-        for raw in cluster.api.all(plural):
-            raw["spec" if plural == "checkpointstores" else "status"] = {"s3": 1, "conditions": 1}
-            cluster.api.touch(raw)
-        after = await advance(cluster, operator, 30)
-        assert after.is_true("Running")
-        assert after.restart_round == 0
-        assert (after.step or 0) > (before.step or 0)
-
-    asyncio.run(scenario())
+async def test_one_unreadable_object_of_another_kind_does_not_stop_a_running_job(
+    plural: str,
+) -> None:
+    cluster = build(object=OBJECT)
+    operator = FakeOperator(cluster)
+    before = await advance(cluster, operator, 30)
+    for raw in cluster.api.all(plural):
+        raw["spec" if plural == "checkpointstores" else "status"] = {"s3": 1, "conditions": 1}
+        cluster.api.touch(raw)
+    after = await advance(cluster, operator, 30)
+    assert after.is_true("Running")
+    assert after.restart_round == 0
+    assert (after.step or 0) > (before.step or 0)
 
 
 # --------------------------------------------------------------------------- behind
 
 
-def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> None:
-    async def scenario() -> None:
-        cluster = build()
-        behind = FakeOperator(cluster)
-        await advance(cluster, behind, 40)
-        operator = FakeOperator(cluster)
-        cluster.lose_pod(pod_name("job", UID, 1, 0))
-        ahead = await advance(cluster, operator, 20)
-        assert ahead.members == (0, 1, 0)
-        pods = set(cluster.pods)
-        # Its watch of the job is stuck; that of the pods is not.
-        behind.stuck.add("trainingjobs")
-        cluster.api.requests.clear()
-        await advance(cluster, behind, 20)
-        assert set(cluster.pods) == pods
-        assert "DELETE" not in [method for method, _ in cluster.api.requests]
-        assert job_view(cluster.job).status.restart_round == 1
-        behind.stuck.clear()
-        after = await advance(cluster, behind, 20)
-        assert after.is_true("Running")
-        assert set(cluster.pods) == pods
-
-    asyncio.run(scenario())
+async def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> None:
+    cluster = build()
+    behind = FakeOperator(cluster)
+    await advance(cluster, behind, 40)
+    operator = FakeOperator(cluster)
+    cluster.lose_pod(pod_name("job", UID, 1, 0))
+    ahead = await advance(cluster, operator, 20)
+    assert ahead.members == (0, 1, 0)
+    pods = set(cluster.pods)
+    # Its watch of the job is stuck; that of the pods is not.
+    behind.stuck.add("trainingjobs")
+    cluster.api.requests.clear()
+    await advance(cluster, behind, 20)
+    assert set(cluster.pods) == pods
+    assert "DELETE" not in [method for method, _ in cluster.api.requests]
+    assert job_view(cluster.job).status.restart_round == 1
+    behind.stuck.clear()
+    after = await advance(cluster, behind, 20)
+    assert after.is_true("Running")
+    assert set(cluster.pods) == pods
 
 
-def test_an_operator_that_still_sees_a_suspension_deletes_no_pod_of_the_resumed_job() -> None:
+async def test_an_operator_that_still_sees_a_suspension_deletes_no_pod_of_the_resumed_job() -> None:
     """It deletes the pods of a suspended job without a write to the status that could conflict."""
-
-    async def scenario() -> None:
-        cluster = build(object=OBJECT)
-        behind = FakeOperator(cluster)
-        await advance(cluster, behind, 40)
-        cluster.change_spec(suspend=True)
-        paused = await advance(cluster, behind, 40)
-        assert paused.is_true("Suspended")
-        behind.stuck.add("trainingjobs")
-        cluster.change_spec(suspend=False)
-        resumed = await advance(cluster, FakeOperator(cluster), 30)
-        assert resumed.is_true("Running")
-        uids = {p.view.uid for p in cluster.pods.values()}
-        await advance(cluster, behind, 20)
-        assert {p.view.uid for p in cluster.pods.values() if p.view.alive} == uids
-
-    asyncio.run(scenario())
+    cluster = build(object=OBJECT)
+    behind = FakeOperator(cluster)
+    await advance(cluster, behind, 40)
+    cluster.change_spec(suspend=True)
+    paused = await advance(cluster, behind, 40)
+    assert paused.is_true("Suspended")
+    behind.stuck.add("trainingjobs")
+    cluster.change_spec(suspend=False)
+    resumed = await advance(cluster, FakeOperator(cluster), 30)
+    assert resumed.is_true("Running")
+    uids = {p.view.uid for p in cluster.pods.values()}
+    await advance(cluster, behind, 20)
+    assert {p.view.uid for p in cluster.pods.values() if p.view.alive} == uids
 
 
-def test_pods_of_a_status_that_an_old_backup_brought_back_are_kept() -> None:
+async def test_pods_of_a_status_that_an_old_backup_brought_back_are_kept() -> None:
     """Round 1's pod holds copies that the status does not know of."""
-
-    async def scenario() -> None:
-        cluster = build()
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 40)
-        old = copy.deepcopy(cluster.job["status"])
-        cluster.lose_pod(pod_name("job", UID, 1, 0))
-        await advance(cluster, operator, 20)
-        cluster.job["status"] = old
-        cluster.touch_job()
-        uids = {p.view.uid for p in cluster.pods.values()}
-        after = await advance(cluster, FakeOperator(cluster), 20)
-        assert after.is_true("Running")
-        assert after.restart_round == 2
-        assert after.members == (0, 1, 0)
-        assert {p.view.uid for p in cluster.pods.values()} == uids
-
-    asyncio.run(scenario())
+    cluster = build()
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 40)
+    old = copy.deepcopy(cluster.job["status"])
+    cluster.lose_pod(pod_name("job", UID, 1, 0))
+    await advance(cluster, operator, 20)
+    cluster.job["status"] = old
+    cluster.touch_job()
+    uids = {p.view.uid for p in cluster.pods.values()}
+    after = await advance(cluster, FakeOperator(cluster), 20)
+    assert after.is_true("Running")
+    assert after.restart_round == 2
+    assert after.members == (0, 1, 0)
+    assert {p.view.uid for p in cluster.pods.values()} == uids
 
 
 def test_no_authority_of_a_deleted_job_comes_back() -> None:
@@ -341,46 +307,42 @@ def test_no_authority_of_a_deleted_job_comes_back() -> None:
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["operator lives", "operator restarts"])
-def test_a_certificate_secret_that_was_deleted_while_pods_start_comes_back(restarts: bool) -> None:
-    async def scenario() -> None:
-        cluster = build()
+async def test_a_certificate_secret_that_was_deleted_while_pods_start_comes_back(
+    restarts: bool,
+) -> None:
+    cluster = build()
+    operator = FakeOperator(cluster)
+    cluster.hold_starts = True
+    await advance(cluster, operator, 5)
+    (secret,) = cluster.secrets
+    cluster.api.remove("secrets", NAMESPACE, secret)
+    if restarts:
         operator = FakeOperator(cluster)
-        cluster.hold_starts = True
-        await advance(cluster, operator, 5)
-        (secret,) = cluster.secrets
-        cluster.api.remove("secrets", NAMESPACE, secret)
-        if restarts:
-            operator = FakeOperator(cluster)
-        await advance(cluster, operator, 65)
-        assert cluster.secrets == {secret}
-        cluster.hold_starts = False
-        status = await advance(cluster, operator, 20)
-        assert status.is_true("Running")
-        cluster.api.requests.clear()
-        await advance(cluster, operator, 120)
-        assert not [p for m, p in cluster.api.requests if m == "POST" and p.endswith("/secrets")]
-
-    asyncio.run(scenario())
+    await advance(cluster, operator, 65)
+    assert cluster.secrets == {secret}
+    cluster.hold_starts = False
+    status = await advance(cluster, operator, 20)
+    assert status.is_true("Running")
+    cluster.api.requests.clear()
+    await advance(cluster, operator, 120)
+    assert not [p for m, p in cluster.api.requests if m == "POST" and p.endswith("/secrets")]
 
 
-def test_a_job_says_that_it_waits_for_a_name_that_is_taken() -> None:
-    async def scenario() -> None:
-        cluster = build()
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 40)
-        taken = pod_name("job", UID, 1, 1)
-        cluster.forge_pod(NAMESPACE, 1, 1, name=taken)
-        cluster.lose_pod(pod_name("job", UID, 1, 0))
-        waiting = await advance(cluster, operator, 30)
-        running = waiting.condition("Running")
-        assert running is not None
-        assert running.status is False
-        assert taken in running.message
-        assert "it has no controller" in running.message
-        assert taken in cluster.api.names("pods", NAMESPACE), "it is left alone"
-        cluster.api.remove("pods", NAMESPACE, taken)
-        after = await advance(cluster, operator, 60)
-        assert after.is_true("Running")
-        assert after.restart_round == 1
-
-    asyncio.run(scenario())
+async def test_a_job_says_that_it_waits_for_a_name_that_is_taken() -> None:
+    cluster = build()
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 40)
+    taken = pod_name("job", UID, 1, 1)
+    cluster.forge_pod(NAMESPACE, 1, 1, name=taken)
+    cluster.lose_pod(pod_name("job", UID, 1, 0))
+    waiting = await advance(cluster, operator, 30)
+    running = waiting.condition("Running")
+    assert running is not None
+    assert running.status is False
+    assert taken in running.message
+    assert "it has no controller" in running.message
+    assert taken in cluster.api.names("pods", NAMESPACE), "it is left alone"
+    cluster.api.remove("pods", NAMESPACE, taken)
+    after = await advance(cluster, operator, 60)
+    assert after.is_true("Running")
+    assert after.restart_round == 1

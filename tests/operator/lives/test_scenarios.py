@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from tests.support.operator.builders import raw_job
@@ -31,134 +30,113 @@ async def advance(cluster: FakeCluster, operator: FakeOperator, seconds: int) ->
     return job_view(cluster.job).status
 
 
-def test_a_job_runs_to_its_end_and_keeps_its_last_checkpoints() -> None:
-    async def scenario() -> None:
-        cluster = build(total_steps=60, object=OBJECT, retention={"keepLast": 2})
-        operator = FakeOperator(cluster)
-        status = await advance(cluster, operator, 150)
-        assert status.is_true("Complete")
-        assert status.phase == "Succeeded"
-        assert status.last_persisted is not None
-        assert status.last_persisted.step == 60
-        assert status.restarts == 0
-        assert {p.view.phase for p in cluster.pods.values()} == {PodPhase.SUCCEEDED}
-        assert {c.step for c in cluster.checkpoints.values()} >= {60}
-        assert len(cluster.checkpoints) <= 3
-        assert {i.step for i in cluster.store.checkpoints} == {
-            c.step for c in cluster.checkpoints.values()
-        }
-
-    asyncio.run(scenario())
+async def test_a_job_runs_to_its_end_and_keeps_its_last_checkpoints() -> None:
+    cluster = build(total_steps=60, object=OBJECT, retention={"keepLast": 2})
+    operator = FakeOperator(cluster)
+    status = await advance(cluster, operator, 150)
+    assert status.is_true("Complete")
+    assert status.phase == "Succeeded"
+    assert status.last_persisted is not None
+    assert status.last_persisted.step == 60
+    assert status.restarts == 0
+    assert {p.view.phase for p in cluster.pods.values()} == {PodPhase.SUCCEEDED}
+    assert {c.step for c in cluster.checkpoints.values()} >= {60}
+    assert len(cluster.checkpoints) <= 3
+    assert {i.step for i in cluster.store.checkpoints} == {
+        c.step for c in cluster.checkpoints.values()
+    }
 
 
-def test_a_lost_pod_comes_back_from_a_peer() -> None:
-    async def scenario() -> None:
-        cluster = build()
-        operator = FakeOperator(cluster)
-        before = await advance(cluster, operator, 40)
-        assert before.is_true("Running")
-        cluster.lose_pod("job-l2msg4-1-r0")
-        after = await advance(cluster, operator, 15)
-        assert after.is_true("Running")
-        assert after.members == (0, 1, 0)
-        assert after.restore_point is not None
-        assert after.restore_point.sources.peer == 1
-        assert after.restore_point.sources.node == 2
-        assert after.last_recovery is not None
-        assert after.last_recovery.reason == "PodLost"
-        assert after.last_recovery.schedule_seconds is not None
-        assert after.last_recovery.lost_steps is not None
-        assert after.restarts_count_towards_max == 0
-        assert sorted(cluster.pods) == ["job-l2msg4-0-r0", "job-l2msg4-1-r1", "job-l2msg4-2-r0"]
-        assert broken_rules(cluster, copies=1) == []
-
-    asyncio.run(scenario())
+async def test_a_lost_pod_comes_back_from_a_peer() -> None:
+    cluster = build()
+    operator = FakeOperator(cluster)
+    before = await advance(cluster, operator, 40)
+    assert before.is_true("Running")
+    cluster.lose_pod("job-l2msg4-1-r0")
+    after = await advance(cluster, operator, 15)
+    assert after.is_true("Running")
+    assert after.members == (0, 1, 0)
+    assert after.restore_point is not None
+    assert after.restore_point.sources.peer == 1
+    assert after.restore_point.sources.node == 2
+    assert after.last_recovery is not None
+    assert after.last_recovery.reason == "PodLost"
+    assert after.last_recovery.schedule_seconds is not None
+    assert after.last_recovery.lost_steps is not None
+    assert after.restarts_count_towards_max == 0
+    assert sorted(cluster.pods) == ["job-l2msg4-0-r0", "job-l2msg4-1-r1", "job-l2msg4-2-r0"]
+    assert broken_rules(cluster, copies=1) == []
 
 
-def test_a_dead_rank_restarts_in_place() -> None:
-    async def scenario() -> None:
-        cluster = build()
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 40)
-        uids = {p.view.uid for p in cluster.pods.values()}
+async def test_a_dead_rank_restarts_in_place() -> None:
+    cluster = build()
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 40)
+    uids = {p.view.uid for p in cluster.pods.values()}
+    assert cluster.gang.run is not None
+    cluster.gang.run.dead = (DeadRank(Rank(2), Worker(2), -9),)
+    after = await advance(cluster, operator, 8)
+    assert after.is_true("Running")
+    assert after.restart_round == 1
+    assert after.members == (0, 0, 0)
+    assert {p.view.uid for p in cluster.pods.values()} == uids
+    assert after.restarts_count_towards_max == 1
+
+
+async def test_a_dead_node_is_left_behind_and_its_pod_is_removed_by_force() -> None:
+    cluster = build()
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 40)
+    node = cluster.pods["job-l2msg4-2-r0"].view.node or ""
+    cluster.nodes[node].dead = True
+    after = await advance(cluster, operator, 60)
+    assert after.is_true("Running")
+    assert "job-l2msg4-2-r0" not in cluster.pods
+    assert node not in {p.view.node for p in cluster.pods.values()}
+    assert broken_rules(cluster, copies=1) == []
+
+
+async def test_suspend_saves_and_resume_goes_on_from_there() -> None:
+    cluster = build(object=OBJECT)
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 33)
+    cluster.job["spec"]["suspend"] = True
+    cluster.touch_job()
+    paused = await advance(cluster, operator, 30)
+    assert paused.is_true("Suspended")
+    assert cluster.pods == {}
+    assert paused.last_persisted is not None
+    assert paused.last_persisted.step == paused.last_committed_step
+    cluster.job["spec"]["suspend"] = False
+    cluster.touch_job()
+    resumed = await advance(cluster, operator, 20)
+    assert resumed.is_true("Running")
+    assert resumed.restore_point is not None
+    assert resumed.restore_point.step == paused.last_persisted.step
+    assert resumed.restarts == 0
+
+
+async def test_a_status_that_an_old_backup_brought_back_is_overtaken() -> None:
+    cluster = build()
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 30)
+    old = dict(cluster.job["status"])
+    for _ in range(2):
         assert cluster.gang.run is not None
-        cluster.gang.run.dead = (DeadRank(Rank(2), Worker(2), -9),)
-        after = await advance(cluster, operator, 8)
-        assert after.is_true("Running")
-        assert after.restart_round == 1
-        assert after.members == (0, 0, 0)
-        assert {p.view.uid for p in cluster.pods.values()} == uids
-        assert after.restarts_count_towards_max == 1
-
-    asyncio.run(scenario())
-
-
-def test_a_dead_node_is_left_behind_and_its_pod_is_removed_by_force() -> None:
-    async def scenario() -> None:
-        cluster = build()
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 40)
-        node = cluster.pods["job-l2msg4-2-r0"].view.node or ""
-        cluster.nodes[node].dead = True
-        after = await advance(cluster, operator, 60)
-        assert after.is_true("Running")
-        assert "job-l2msg4-2-r0" not in cluster.pods
-        assert node not in {p.view.node for p in cluster.pods.values()}
-        assert broken_rules(cluster, copies=1) == []
-
-    asyncio.run(scenario())
+        cluster.gang.run.dead = (DeadRank(Rank(0), Worker(0), 1),)
+        await advance(cluster, operator, 15)
+    assert job_view(cluster.job).status.restart_round == 2
+    cluster.job["status"] = old
+    cluster.touch_job()
+    after = await advance(cluster, FakeOperator(cluster), 15)
+    assert after.is_true("Running")
+    assert after.restart_round == 3
 
 
-def test_suspend_saves_and_resume_goes_on_from_there() -> None:
-    async def scenario() -> None:
-        cluster = build(object=OBJECT)
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 33)
-        cluster.job["spec"]["suspend"] = True
-        cluster.touch_job()
-        paused = await advance(cluster, operator, 30)
-        assert paused.is_true("Suspended")
-        assert cluster.pods == {}
-        assert paused.last_persisted is not None
-        assert paused.last_persisted.step == paused.last_committed_step
-        cluster.job["spec"]["suspend"] = False
-        cluster.touch_job()
-        resumed = await advance(cluster, operator, 20)
-        assert resumed.is_true("Running")
-        assert resumed.restore_point is not None
-        assert resumed.restore_point.step == paused.last_persisted.step
-        assert resumed.restarts == 0
-
-    asyncio.run(scenario())
-
-
-def test_a_status_that_an_old_backup_brought_back_is_overtaken() -> None:
-    async def scenario() -> None:
-        cluster = build()
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 30)
-        old = dict(cluster.job["status"])
-        for _ in range(2):
-            assert cluster.gang.run is not None
-            cluster.gang.run.dead = (DeadRank(Rank(0), Worker(0), 1),)
-            await advance(cluster, operator, 15)
-        assert job_view(cluster.job).status.restart_round == 2
-        cluster.job["status"] = old
-        cluster.touch_job()
-        after = await advance(cluster, FakeOperator(cluster), 15)
-        assert after.is_true("Running")
-        assert after.restart_round == 3
-
-    asyncio.run(scenario())
-
-
-def test_nothing_is_written_while_nothing_happens() -> None:
-    async def scenario() -> None:
-        cluster = build()
-        operator = FakeOperator(cluster)
-        await advance(cluster, operator, 30)
-        written = len(cluster.statuses)
-        await advance(cluster, operator, 30)
-        assert len(cluster.statuses) - written <= 4
-
-    asyncio.run(scenario())
+async def test_nothing_is_written_while_nothing_happens() -> None:
+    cluster = build()
+    operator = FakeOperator(cluster)
+    await advance(cluster, operator, 30)
+    written = len(cluster.statuses)
+    await advance(cluster, operator, 30)
+    assert len(cluster.statuses) - written <= 4

@@ -28,83 +28,74 @@ async def stop(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def test_key_is_queued_once_and_worked_on_again_if_added_meanwhile() -> None:
-    async def story() -> None:
-        queue, gate, done = make(ManualClock()), asyncio.Event(), list[str]()
+async def test_key_is_queued_once_and_worked_on_again_if_added_meanwhile() -> None:
+    queue, gate, done = make(ManualClock()), asyncio.Event(), list[str]()
 
-        async def handle(key: str) -> None:
-            done.append(key)
-            await gate.wait()
+    async def handle(key: str) -> None:
+        done.append(key)
+        await gate.wait()
 
-        for _ in range(3):
-            queue.add("a")
-        assert queue.depth == 1
-        task = asyncio.create_task(queue.run(4, handle))
-        await settle()
+    for _ in range(3):
         queue.add("a")
-        queue.add("a")
+    assert queue.depth == 1
+    task = asyncio.create_task(queue.run(4, handle))
+    await settle()
+    queue.add("a")
+    queue.add("a")
+    await settle()
+    assert done == ["a"]  # four workers, but one key at a time
+    gate.set()
+    await settle()
+    assert done == ["a", "a"]
+    await stop(task)
+
+
+async def test_earliest_delay_counts_and_a_pass_forgets_it() -> None:
+    clock = ManualClock()
+    queue, done = make(clock), list[float]()
+
+    async def handle(key: str) -> None:
+        done.append(clock.monotonic() - 1000)
+
+    task = asyncio.create_task(queue.run(1, handle))
+    queue.add_after("a", 10)
+    queue.add_after("a", 5)
+    queue.add_after("a", 20)
+    await settle()
+    clock.advance(5)
+    await settle()
+    assert done == [5]
+    queue.add_after("a", 10)
+    await settle()
+    clock.advance(3)
+    queue.add("a")
+    await settle()
+    clock.advance(100)
+    await settle()
+    assert done == [5, 8]
+    await stop(task)
+
+
+async def test_error_brings_the_key_back_later_and_later() -> None:
+    clock, errors = ManualClock(), list[str]()
+    queue, tries = make(clock, errors), list[float]()
+
+    async def handle(key: str) -> None:
+        tries.append(clock.monotonic())
+        if len(tries) < 4:
+            raise RuntimeError("no")
+
+    task = asyncio.create_task(queue.run(2, handle))
+    queue.add("a")
+    for _ in range(100):
         await settle()
-        assert done == ["a"]  # four workers, but one key at a time
-        gate.set()
-        await settle()
-        assert done == ["a", "a"]
-        await stop(task)
-
-    asyncio.run(story())
-
-
-def test_earliest_delay_counts_and_a_pass_forgets_it() -> None:
-    async def story() -> None:
-        clock = ManualClock()
-        queue, done = make(clock), list[float]()
-
-        async def handle(key: str) -> None:
-            done.append(clock.monotonic() - 1000)
-
-        task = asyncio.create_task(queue.run(1, handle))
-        queue.add_after("a", 10)
-        queue.add_after("a", 5)
-        queue.add_after("a", 20)
-        await settle()
-        clock.advance(5)
-        await settle()
-        assert done == [5]
-        queue.add_after("a", 10)
-        await settle()
-        clock.advance(3)
-        queue.add("a")
-        await settle()
-        clock.advance(100)
-        await settle()
-        assert done == [5, 8]
-        await stop(task)
-
-    asyncio.run(story())
-
-
-def test_error_brings_the_key_back_later_and_later() -> None:
-    async def story() -> None:
-        clock, errors = ManualClock(), list[str]()
-        queue, tries = make(clock, errors), list[float]()
-
-        async def handle(key: str) -> None:
-            tries.append(clock.monotonic())
-            if len(tries) < 4:
-                raise RuntimeError("no")
-
-        task = asyncio.create_task(queue.run(2, handle))
-        queue.add("a")
-        for _ in range(100):
-            await settle()
-            clock.advance(0.05)
-        await settle()
-        assert len(tries) == 4
-        gaps = [b - a for a, b in pairwise(tries)]
-        assert gaps[0] < gaps[2]
-        assert errors == ["a: no"] * 3
-        await stop(task)
-
-    asyncio.run(story())
+        clock.advance(0.05)
+    await settle()
+    assert len(tries) == 4
+    gaps = [b - a for a, b in pairwise(tries)]
+    assert gaps[0] < gaps[2]
+    assert errors == ["a: no"] * 3
+    await stop(task)
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=40), st.integers(1, 4))

@@ -46,156 +46,130 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_the_poll_goes_on_after_any_answer(case: str) -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            server = await b.serve(pod)
-            server.raw_state = HOSTILE[case]
-            b.follow(pod, coordinator=0)
-            await b.until(lambda: [kind for kind, _ in server.calls].count("state") >= 2)
-            assert b.sidecars.coordinator_state(UID) is None
-            server.raw_state = None
-            server.publish(GOOD)
-            await b.until(lambda: b.sidecars.coordinator_state(UID) == GOOD)
-            assert b.errors == []
-
-    asyncio.run(story())
+async def test_the_poll_goes_on_after_any_answer(case: str) -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        server.raw_state = HOSTILE[case]
+        b.follow(pod, coordinator=0)
+        await b.until(lambda: [kind for kind, _ in server.calls].count("state") >= 2)
+        assert b.sidecars.coordinator_state(UID) is None
+        server.raw_state = None
+        server.publish(GOOD)
+        await b.until(lambda: b.sidecars.coordinator_state(UID) == GOOD)
+        assert b.errors == []
 
 
-def test_the_poll_goes_on_after_an_error_that_was_not_expected() -> None:
+async def test_the_poll_goes_on_after_an_error_that_was_not_expected() -> None:
     """A defect of the operator: what takes the news fails once."""
-
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            server = await b.serve(pod)
-            b.follow(pod, coordinator=0)
-            await b.until(lambda: b.view(pod).reachable is Reachable.YES)
-            b.defects.append(RecursionError("unexpected"))
-            server.publish(GOOD)
-            await b.until(lambda: b.errors == ["sidecars"])
-            server.publish(replace(GOOD, version=8))
-            await b.until(
-                lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.version == 8
-            )
-
-    asyncio.run(story())
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        b.follow(pod, coordinator=0)
+        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        b.defects.append(RecursionError("unexpected"))
+        server.publish(GOOD)
+        await b.until(lambda: b.errors == ["sidecars"])
+        server.publish(replace(GOOD, version=8))
+        await b.until(
+            lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.version == 8
+        )
 
 
-def test_a_call_that_ends_with_an_unexpected_error_is_made_again() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            await b.serve(pod)
-            b.defects.append(KeyError("unexpected"))
-            b.follow(pod)
-            await b.until(lambda: b.errors == ["sidecars"])
+async def test_a_call_that_ends_with_an_unexpected_error_is_made_again() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        await b.serve(pod)
+        b.defects.append(KeyError("unexpected"))
+        b.follow(pod)
+        await b.until(lambda: b.errors == ["sidecars"])
 
-            def sealed() -> bool:
-                b.sidecars.seal(UID, pod.uid, RestartRound(1))
-                return b.view(pod).sealed_round == 1
+        def sealed() -> bool:
+            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            return b.view(pod).sealed_round == 1
 
-            await b.until(sealed)
-
-    asyncio.run(story())
+        await b.until(sealed)
 
 
-def test_an_inventory_that_is_larger_than_its_job_is_refused() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            bad, good = pod_view(0), pod_view(1)
-            server = await b.serve(bad)
-            shard = {"step": 1, "round": 0, "rank": 0, "payloadBytes": 1, "blake3": "b3:00"}
-            many = [{**shard, "tier": "node"}] * 200_000
-            server.raw_inventory = json.dumps(
-                {"worker": 0, "pod": bad.name, "round": 0, "version": 0, "shards": many}
-            ).encode()
-            await b.serve(good)
-            b.follow(bad, good)
-            await b.until(lambda: b.view(good).reachable is Reachable.YES)
-            await b.until(lambda: "inventory" in [kind for kind, _ in server.calls])
+async def test_an_inventory_that_is_larger_than_its_job_is_refused() -> None:
+    async with bench() as b:
+        bad, good = pod_view(0), pod_view(1)
+        server = await b.serve(bad)
+        shard = {"step": 1, "round": 0, "rank": 0, "payloadBytes": 1, "blake3": "b3:00"}
+        many = [{**shard, "tier": "node"}] * 200_000
+        server.raw_inventory = json.dumps(
+            {"worker": 0, "pod": bad.name, "round": 0, "version": 0, "shards": many}
+        ).encode()
+        await b.serve(good)
+        b.follow(bad, good)
+        await b.until(lambda: b.view(good).reachable is Reachable.YES)
+        await b.until(lambda: "inventory" in [kind for kind, _ in server.calls])
 
-            def silent() -> bool:
-                b.follow(bad, good, suspects=frozenset({"node-a"}))
-                return b.view(bad).reachable is Reachable.NO
+        def silent() -> bool:
+            b.follow(bad, good, suspects=frozenset({"node-a"}))
+            return b.view(bad).reachable is Reachable.NO
 
-            await b.until(silent)
-            assert b.view(bad).inventory is None
-            assert b.view(good).reachable is Reachable.YES
-
-    asyncio.run(story())
+        await b.until(silent)
+        assert b.view(bad).inventory is None
+        assert b.view(good).reachable is Reachable.YES
 
 
-def test_workers_that_list_the_same_manifests_share_them_in_memory() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pods = [pod_view(n) for n in range(3)]
-            shards = tuple(ShardInfo(Rank(n), 9, DIGEST, DIGEST) for n in range(3))
-            listed = ManifestInfo(Step(5), RestartRound(0), DIGEST, 3, shards)
-            for pod in pods:
-                (await b.serve(pod)).manifests = (listed,)
-            b.servers[2].manifests = (replace(listed, world_size=4),)
-            b.follow(*pods)
-            await b.until(lambda: all(b.view(p).inventory is not None for p in pods))
-            first, second, third = (b.view(p).inventory for p in pods)
-            assert first is not None and second is not None and third is not None
-            assert first.manifests[0] is second.manifests[0]
-            assert third.manifests[0].world_size == 4
-
-    asyncio.run(story())
+async def test_workers_that_list_the_same_manifests_share_them_in_memory() -> None:
+    async with bench() as b:
+        pods = [pod_view(n) for n in range(3)]
+        shards = tuple(ShardInfo(Rank(n), 9, DIGEST, DIGEST) for n in range(3))
+        listed = ManifestInfo(Step(5), RestartRound(0), DIGEST, 3, shards)
+        for pod in pods:
+            (await b.serve(pod)).manifests = (listed,)
+        b.servers[2].manifests = (replace(listed, world_size=4),)
+        b.follow(*pods)
+        await b.until(lambda: all(b.view(p).inventory is not None for p in pods))
+        first, second, third = (b.view(p).inventory for p in pods)
+        assert first is not None and second is not None and third is not None
+        assert first.manifests[0] is second.manifests[0]
+        assert third.manifests[0].world_size == 4
 
 
-def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
+async def test_a_seal_does_not_wait_for_the_silent_pods_of_other_jobs() -> None:
     """Each silent pod accepts the connection and says nothing, which holds a call for seconds."""
-
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            await b.serve(pod)
-            b.follow(pod)
-            await b.until(lambda: b.view(pod).reachable is Reachable.YES)
-            with socket.create_server(("127.67.0.1", b.port), backlog=1024):
-                jobs = [JobUid(f"silent-{n}") for n in range(60)]
-                for uid in jobs:
-                    pods = [
-                        replace(pod_view(n), uid=f"{uid}-{n}", ip="127.67.0.1") for n in range(5)
-                    ]
-                    b.sidecars.follow(KEY, uid, RestartRound(0), pods, None, frozenset(), ranks=5)
-                b.sidecars.seal(UID, pod.uid, RestartRound(1))
-                await b.until(lambda: b.view(pod).sealed_round == 1)
-                found = [v for uid in jobs for v in b.sidecars.views(uid)]
-                silent = [v for v in found if v.reachable is Reachable.NO]
-            assert len(found) == 300
-            assert len(silent) < 150
-
-    asyncio.run(story())
+    async with bench() as b:
+        pod = pod_view(0)
+        await b.serve(pod)
+        b.follow(pod)
+        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        with socket.create_server(("127.67.0.1", b.port), backlog=1024):
+            jobs = [JobUid(f"silent-{n}") for n in range(60)]
+            for uid in jobs:
+                pods = [replace(pod_view(n), uid=f"{uid}-{n}", ip="127.67.0.1") for n in range(5)]
+                b.sidecars.follow(KEY, uid, RestartRound(0), pods, None, frozenset(), ranks=5)
+            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            await b.until(lambda: b.view(pod).sealed_round == 1)
+            found = [v for uid in jobs for v in b.sidecars.views(uid)]
+            silent = [v for v in found if v.reachable is Reachable.NO]
+        assert len(found) == 300
+        assert len(silent) < 150
 
 
-def test_a_coordinator_with_news_all_the_time_does_not_take_all_the_time() -> None:
+async def test_a_coordinator_with_news_all_the_time_does_not_take_all_the_time() -> None:
     """Every answer differs and comes at once: after a burst the operator asks at a steady rate."""
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        server.publish(replace(GOOD, version=1))
+        b.follow(pod, coordinator=0)
 
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            server = await b.serve(pod)
-            server.publish(replace(GOOD, version=1))
-            b.follow(pod, coordinator=0)
+        def acted() -> bool:
+            """As passes do, at once; and the sidecar has news again."""
+            state = b.sidecars.coordinator_state(UID)
+            if state is not None and server.state == state:
+                b.sidecars.acted_on(UID, state.version)
+                server.publish(replace(GOOD, version=state.version + 1))
+            return state is not None and state.version > POLL_BURST + 3
 
-            def acted() -> bool:
-                """As passes do, at once; and the sidecar has news again."""
-                state = b.sidecars.coordinator_state(UID)
-                if state is not None and server.state == state:
-                    b.sidecars.acted_on(UID, state.version)
-                    server.publish(replace(GOOD, version=state.version + 1))
-                return state is not None and state.version > POLL_BURST + 3
-
-            # However slow this machine is: no time passes between the answers.
-            b.clock.stopped = b.clock.monotonic()
-            await b.until(acted)
-            assert [s for s in b.clock.slept if s >= POLL_SECONDS_EACH]
-
-    asyncio.run(story())
+        # However slow this machine is: no time passes between the answers.
+        b.clock.stopped = b.clock.monotonic()
+        await b.until(acted)
+        assert [s for s in b.clock.slept if s >= POLL_SECONDS_EACH]
 
 
 def test_what_sidecars_say_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:

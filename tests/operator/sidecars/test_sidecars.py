@@ -178,47 +178,41 @@ def round_message(round_: int, version: int) -> Round:
     )
 
 
-def test_first_contact_brings_the_inventory() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            await b.serve(pod)
-            b.follow(pod)
-            assert b.view(pod).reachable is Reachable.UNKNOWN
-            await b.until(lambda: b.view(pod).reachable is Reachable.YES)
-            inventory = b.view(pod).inventory
-            assert inventory is not None
-            assert inventory.pod == "gpt-0-r0"
-            assert b.enqueued == [KEY]
-
-    asyncio.run(story())
+async def test_first_contact_brings_the_inventory() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        await b.serve(pod)
+        b.follow(pod)
+        assert b.view(pod).reachable is Reachable.UNKNOWN
+        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        inventory = b.view(pod).inventory
+        assert inventory is not None
+        assert inventory.pod == "gpt-0-r0"
+        assert b.enqueued == [KEY]
 
 
-def test_two_failures_make_it_unreachable_and_an_answer_reachable_again() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            b.follow(pod)
-            await b.until(lambda: bool(b.sidecars.views(UID)))
+async def test_two_failures_make_it_unreachable_and_an_answer_reachable_again() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        b.follow(pod)
+        await b.until(lambda: bool(b.sidecars.views(UID)))
 
-            def retry() -> bool:
-                b.sidecars.seal(UID, pod.uid, RestartRound(1))
-                return b.view(pod).reachable is Reachable.NO
+        def retry() -> bool:
+            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            return b.view(pod).reachable is Reachable.NO
 
-            await b.until(retry)
-            assert b.view(pod).unreachable_since is not None
-            server = await b.serve(pod)
+        await b.until(retry)
+        assert b.view(pod).unreachable_since is not None
+        server = await b.serve(pod)
 
-            def sealed() -> bool:
-                b.sidecars.seal(UID, pod.uid, RestartRound(1))
-                return b.view(pod).sealed_round == 1
+        def sealed() -> bool:
+            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            return b.view(pod).sealed_round == 1
 
-            await b.until(sealed)
-            assert b.view(pod).reachable is Reachable.YES
-            assert b.view(pod).unreachable_since is None
-            assert server.round == 1
-
-    asyncio.run(story())
+        await b.until(sealed)
+        assert b.view(pod).reachable is Reachable.YES
+        assert b.view(pod).unreachable_since is None
+        assert server.round == 1
 
 
 @pytest.mark.parametrize(
@@ -239,233 +233,190 @@ def test_a_silent_sidecar_is_called_less_and_less_often(
     assert back_off_seconds(failures, silent_seconds) == pause
 
 
-def test_pass_never_waits_and_never_calls_twice_at_once() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            server = await b.serve(pod)
-            b.follow(pod)
-            await b.until(lambda: b.view(pod).reachable is Reachable.YES)
-            for _ in range(50):
-                b.sidecars.seal(UID, pod.uid, RestartRound(1))
-            await b.until(lambda: b.view(pod).sealed_round == 1)
-            assert [kind for kind, _ in server.calls].count("seal") == 1
-
-    asyncio.run(story())
+async def test_pass_never_waits_and_never_calls_twice_at_once() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        b.follow(pod)
+        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        for _ in range(50):
+            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+        await b.until(lambda: b.view(pod).sealed_round == 1)
+        assert [kind for kind, _ in server.calls].count("seal") == 1
 
 
-def test_round_is_acknowledged_and_a_refused_one_teaches_the_version() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            server = await b.serve(pod)
-            b.follow(pod)
-            await b.until(lambda: b.view(pod).reachable is Reachable.YES)
-            b.sidecars.send_round(UID, pod.uid, round_message(0, 1), 0)
-            await b.until(lambda: b.view(pod).acked is not None)
-            acked = b.view(pod).acked
-            assert acked is not None
-            assert (acked.round, acked.version, acked.sidecar_restarts) == (0, 1, 0)
-            server.version = 7
-            b.sidecars.send_round(UID, pod.uid, round_message(0, 2), 0)
-            await b.until(lambda: (i := b.view(pod).inventory) is not None and i.version == 7)
-            assert b.view(pod).reachable is Reachable.YES
-
-    asyncio.run(story())
+async def test_round_is_acknowledged_and_a_refused_one_teaches_the_version() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        b.follow(pod)
+        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        b.sidecars.send_round(UID, pod.uid, round_message(0, 1), 0)
+        await b.until(lambda: b.view(pod).acked is not None)
+        acked = b.view(pod).acked
+        assert acked is not None
+        assert (acked.round, acked.version, acked.sidecar_restarts) == (0, 1, 0)
+        server.version = 7
+        b.sidecars.send_round(UID, pod.uid, round_message(0, 2), 0)
+        await b.until(lambda: (i := b.view(pod).inventory) is not None and i.version == 7)
+        assert b.view(pod).reachable is Reachable.YES
 
 
-def test_stale_seal_tells_the_higher_round() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            server = await b.serve(pod)
-            server.round = RestartRound(9)
-            b.follow(pod)
-            await b.until(lambda: b.view(pod).reachable is Reachable.YES)
-            b.sidecars.seal(UID, pod.uid, RestartRound(3))
-            await b.until(lambda: b.view(pod).sealed_round == 9)
-
-    asyncio.run(story())
+async def test_stale_seal_tells_the_higher_round() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        server.round = RestartRound(9)
+        b.follow(pod)
+        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        b.sidecars.seal(UID, pod.uid, RestartRound(3))
+        await b.until(lambda: b.view(pod).sealed_round == 9)
 
 
-def test_long_poll_follows_the_coordinator_and_says_what_was_acted_on() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod, other = pod_view(0), pod_view(1)
-            server, second = await b.serve(pod), await b.serve(other)
-            b.follow(pod, other, coordinator=0)
-            server.publish(CoordinatorState(3, RestartRound(0)))
-            await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
-            b.sidecars.acted_on(UID, 3)
-            await b.until(lambda: server.since == 3)
-            server.publish(CoordinatorState(4, RestartRound(0), finished=True))
-            await b.until(
-                lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.finished
-            )
-            # The operator names another one: its versions begin anew.
-            second.publish(CoordinatorState(1, RestartRound(0), running=True))
-            b.follow(pod, other, coordinator=1)
-            await b.until(
-                lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.running
-            )
-            assert second.since == 0
-            b.follow(pod, other, round_=1)
-            assert b.sidecars.coordinator_state(UID) is None
-
-    asyncio.run(story())
+async def test_long_poll_follows_the_coordinator_and_says_what_was_acted_on() -> None:
+    async with bench() as b:
+        pod, other = pod_view(0), pod_view(1)
+        server, second = await b.serve(pod), await b.serve(other)
+        b.follow(pod, other, coordinator=0)
+        server.publish(CoordinatorState(3, RestartRound(0)))
+        await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
+        b.sidecars.acted_on(UID, 3)
+        await b.until(lambda: server.since == 3)
+        server.publish(CoordinatorState(4, RestartRound(0), finished=True))
+        await b.until(lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.finished)
+        # The operator names another one: its versions begin anew.
+        second.publish(CoordinatorState(1, RestartRound(0), running=True))
+        b.follow(pod, other, coordinator=1)
+        await b.until(lambda: (s := b.sidecars.coordinator_state(UID)) is not None and s.running)
+        assert second.since == 0
+        b.follow(pod, other, round_=1)
+        assert b.sidecars.coordinator_state(UID) is None
 
 
-def test_save_is_asked_until_somebody_takes_it_and_prune_lands_later() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            b.follow(pod)
-            b.sidecars.ask(UID, pod.name, "/v1/save-now", Ask(RestartRound(0), "t"))
-            await asyncio.sleep(0.1)
-            server = await b.serve(pod)
-            await b.until(lambda: "save-now" in [kind for kind, _ in server.calls])
-            point = RestorePoint(Step(10), RestartRound(0), Digest("b3:aa"))
-            message = Prune(RestartRound(0), (point,))
-            replies = []
+async def test_save_is_asked_until_somebody_takes_it_and_prune_lands_later() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        b.follow(pod)
+        b.sidecars.ask(UID, pod.name, "/v1/save-now", Ask(RestartRound(0), "t"))
+        await asyncio.sleep(0.1)
+        server = await b.serve(pod)
+        await b.until(lambda: "save-now" in [kind for kind, _ in server.calls])
+        point = RestorePoint(Step(10), RestartRound(0), Digest("b3:aa"))
+        message = Prune(RestartRound(0), (point,))
+        replies = []
 
-            def pruned() -> bool:
-                replies.append(b.sidecars.prune(UID, pod.name, "gpt-s10-r0", message))
-                return bool(replies[-1].deleted)
+        def pruned() -> bool:
+            replies.append(b.sidecars.prune(UID, pod.name, "gpt-s10-r0", message))
+            return bool(replies[-1].deleted)
 
-            await b.until(pruned)
-            assert replies[-1].deleted == (point,)
-            assert [kind for kind, _ in server.calls].count("prune") == 1
-
-    asyncio.run(story())
+        await b.until(pruned)
+        assert replies[-1].deleted == (point,)
+        assert [kind for kind, _ in server.calls].count("prune") == 1
 
 
-def test_leaf_is_renewed_at_two_thirds_of_its_life() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0, created_at=NOW - timedelta(hours=17))
-            young = pod_view(1, created_at=NOW - timedelta(hours=15))
-            server, other = await b.serve(pod), await b.serve(young)
-            b.follow(pod, young)
-            await b.until(lambda: "certificate" in [kind for kind, _ in server.calls])
-            await asyncio.sleep(0.05)
-            b.follow(pod, young)
-            await b.until(lambda: b.view(young).reachable is Reachable.YES)
-            assert [kind for kind, _ in server.calls].count("certificate") == 1
-            assert "certificate" not in [kind for kind, _ in other.calls]
-
-    asyncio.run(story())
+async def test_leaf_is_renewed_at_two_thirds_of_its_life() -> None:
+    async with bench() as b:
+        pod = pod_view(0, created_at=NOW - timedelta(hours=17))
+        young = pod_view(1, created_at=NOW - timedelta(hours=15))
+        server, other = await b.serve(pod), await b.serve(young)
+        b.follow(pod, young)
+        await b.until(lambda: "certificate" in [kind for kind, _ in server.calls])
+        await asyncio.sleep(0.05)
+        b.follow(pod, young)
+        await b.until(lambda: b.view(young).reachable is Reachable.YES)
+        assert [kind for kind, _ in server.calls].count("certificate") == 1
+        assert "certificate" not in [kind for kind, _ in other.calls]
 
 
 @pytest.mark.parametrize("age", [timedelta(days=40), timedelta(hours=-7)], ids=["old", "early"])
-def test_a_leaf_outside_of_its_period_is_renewed_before_the_call(age: timedelta) -> None:
+async def test_a_leaf_outside_of_its_period_is_renewed_before_the_call(age: timedelta) -> None:
     """The operator was away, or the clock of its node has changed: no call fails for that."""
-
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0, created_at=NOW)
-            server = await b.serve(pod, leaf_of(pod, age))
-            b.follow(pod, coordinator=0)
-            server.publish(CoordinatorState(3, RestartRound(0), running=True))
-            await b.until(lambda: b.view(pod).reachable is not Reachable.UNKNOWN)
-            assert b.view(pod).reachable is Reachable.YES
-            await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
-            b.sidecars.seal(UID, pod.uid, RestartRound(1))
-            await b.until(lambda: b.view(pod).sealed_round == 1)
-            assert [kind for kind, _ in server.calls].count("certificate") == 1
-
-    asyncio.run(story())
+    async with bench() as b:
+        pod = pod_view(0, created_at=NOW)
+        server = await b.serve(pod, leaf_of(pod, age))
+        b.follow(pod, coordinator=0)
+        server.publish(CoordinatorState(3, RestartRound(0), running=True))
+        await b.until(lambda: b.view(pod).reachable is not Reachable.UNKNOWN)
+        assert b.view(pod).reachable is Reachable.YES
+        await b.until(lambda: b.sidecars.coordinator_state(UID) is not None)
+        b.sidecars.seal(UID, pod.uid, RestartRound(1))
+        await b.until(lambda: b.view(pod).sealed_round == 1)
+        assert [kind for kind, _ in server.calls].count("certificate") == 1
 
 
-def test_a_sidecar_that_keeps_its_expired_leaf_is_silent_and_not_renewed_each_time() -> None:
+async def test_a_sidecar_that_keeps_its_expired_leaf_is_silent_and_not_renewed_each_time() -> None:
     """Each renewal is a new key, three handshakes and a line of the log."""
+    async with bench() as b:
+        pod = pod_view(0, created_at=NOW)
+        server = await b.serve(pod, leaf_of(pod, timedelta(days=40)))
+        server.keeps_leaf = True
 
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0, created_at=NOW)
-            server = await b.serve(pod, leaf_of(pod, timedelta(days=40)))
-            server.keeps_leaf = True
+        def called_again() -> bool:
+            b.follow(pod, suspects=frozenset({"node-a"}))
+            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            known = b.sidecars._jobs[UID].pods[pod.uid]
+            return known.failures >= 5 or len(server.calls) > 1
 
-            def called_again() -> bool:
-                b.follow(pod, suspects=frozenset({"node-a"}))
-                b.sidecars.seal(UID, pod.uid, RestartRound(1))
-                known = b.sidecars._jobs[UID].pods[pod.uid]
-                return known.failures >= 5 or len(server.calls) > 1
-
-            await b.until(called_again)
-            assert [kind for kind, _ in server.calls] == ["certificate"]
-            assert b.view(pod).reachable is Reachable.NO
-
-    asyncio.run(story())
+        await b.until(called_again)
+        assert [kind for kind, _ in server.calls] == ["certificate"]
+        assert b.view(pod).reachable is Reachable.NO
 
 
 @pytest.mark.parametrize("case", ["another pod's name", "another job's authority"])
-def test_an_expired_leaf_of_a_stranger_gets_nothing(case: str) -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            asked = pod if case == "another job's authority" else replace(pod, name="gpt-5-r0")
-            authority = AUTHORITY if case == "another pod's name" else new_authority("other")
-            name = peer_dns_name(asked.name, UID)
-            server = await b.serve(pod, new_leaf(authority, name, NOW - timedelta(days=3)))
+async def test_an_expired_leaf_of_a_stranger_gets_nothing(case: str) -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        asked = pod if case == "another job's authority" else replace(pod, name="gpt-5-r0")
+        authority = AUTHORITY if case == "another pod's name" else new_authority("other")
+        name = peer_dns_name(asked.name, UID)
+        server = await b.serve(pod, new_leaf(authority, name, NOW - timedelta(days=3)))
 
-            def unreachable() -> bool:
-                b.follow(pod)
-                b.sidecars.seal(UID, pod.uid, RestartRound(1))
-                return b.view(pod).reachable is Reachable.NO
-
-            await b.until(unreachable)
-            assert server.calls == []
-
-    asyncio.run(story())
-
-
-def test_suspect_node_is_called_directly() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            server = await b.serve(pod)
+        def unreachable() -> bool:
             b.follow(pod)
-            await b.until(lambda: b.view(pod).reachable is Reachable.YES)
-            await server.close()
+            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            return b.view(pod).reachable is Reachable.NO
 
-            def silent() -> bool:
-                b.follow(pod, suspects=frozenset({"node-a"}))
-                return b.view(pod).reachable is Reachable.NO
-
-            await b.until(silent)
-
-    asyncio.run(story())
+        await b.until(unreachable)
+        assert server.calls == []
 
 
-def test_pod_on_its_way_out_is_asked_where_its_node_is_silent() -> None:
+async def test_suspect_node_is_called_directly() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        server = await b.serve(pod)
+        b.follow(pod)
+        await b.until(lambda: b.view(pod).reachable is Reachable.YES)
+        await server.close()
+
+        def silent() -> bool:
+            b.follow(pod, suspects=frozenset({"node-a"}))
+            return b.view(pod).reachable is Reachable.NO
+
+        await b.until(silent)
+
+
+async def test_pod_on_its_way_out_is_asked_where_its_node_is_silent() -> None:
     """The operator restarted meanwhile: only the answer that fails lets the corpse be removed."""
+    async with bench() as b:
+        pod = replace(pod_view(0), terminating=True)
 
-    async def story() -> None:
-        async with bench() as b:
-            pod = replace(pod_view(0), terminating=True)
+        def silent() -> bool:
+            b.follow(pod, suspects=frozenset({"node-a"}))
+            return b.view(pod).reachable is Reachable.NO
 
-            def silent() -> bool:
-                b.follow(pod, suspects=frozenset({"node-a"}))
-                return b.view(pod).reachable is Reachable.NO
-
-            await b.until(silent)
-
-    asyncio.run(story())
+        await b.until(silent)
 
 
-def test_stranger_on_the_address_is_no_answer() -> None:
-    async def story() -> None:
-        async with bench() as b:
-            pod = pod_view(0)
-            stranger = replace(pod, name="gpt-5-r0")
-            await b.serve(stranger)
+async def test_stranger_on_the_address_is_no_answer() -> None:
+    async with bench() as b:
+        pod = pod_view(0)
+        stranger = replace(pod, name="gpt-5-r0")
+        await b.serve(stranger)
 
-            def unreachable() -> bool:
-                b.follow(pod)
-                b.sidecars.seal(UID, pod.uid, RestartRound(1))
-                return b.view(pod).reachable is Reachable.NO
+        def unreachable() -> bool:
+            b.follow(pod)
+            b.sidecars.seal(UID, pod.uid, RestartRound(1))
+            return b.view(pod).reachable is Reachable.NO
 
-            await b.until(unreachable)
-            assert b.servers[0].calls == []
-
-    asyncio.run(story())
+        await b.until(unreachable)
+        assert b.servers[0].calls == []

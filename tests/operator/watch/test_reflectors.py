@@ -98,135 +98,111 @@ async def bench(**objects: int) -> AsyncIterator[Bench]:
         await server.close()
 
 
-def test_list_in_pages_then_events() -> None:
-    async def story() -> None:
-        async with bench(a=1, b=2, c=3, d=4, e=5) as b:
-            await b.reflector.synced.wait()
-            assert b.values() == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
-            await b.until(lambda: b.server.watches == 1)
-            b.server.put("a", 9)
-            b.server.remove("b")
-            b.server.put("f", 6)
-            await b.converged()
-            assert b.seen[5:] == ["change a uid-1", "delete b uid-2", "add f uid-6"]
-            assert b.server.lists == 1
-
-    asyncio.run(story())
+async def test_list_in_pages_then_events() -> None:
+    async with bench(a=1, b=2, c=3, d=4, e=5) as b:
+        await b.reflector.synced.wait()
+        assert b.values() == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
+        await b.until(lambda: b.server.watches == 1)
+        b.server.put("a", 9)
+        b.server.remove("b")
+        b.server.put("f", 6)
+        await b.converged()
+        assert b.seen[5:] == ["change a uid-1", "delete b uid-2", "add f uid-6"]
+        assert b.server.lists == 1
 
 
 @pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.EXPIRED_CONTINUE])
-def test_every_fault_heals(fault: Fault) -> None:
-    async def story() -> None:
-        async with bench(a=1, b=2) as b:
-            await b.reflector.synced.wait()
-            await b.until(lambda: b.server.watches == 1)
-            b.server.faults[:] = [fault] * 3
-            b.server.remove("a", silently=True)
-            b.server.put("c", 3, silently=True)
-            b.server.end_watches()
-            if fault is Fault.SILENT:  # silence alone watches again from the same place
-                await b.until(lambda: not b.server.faults)
-                b.server.faults[:] = [Fault.GONE]
-                await b.until(lambda: b.reflector.items.keys() != {"uid-1", "uid-2"})
-                b.server.end_watches()
-                b.server.faults[:] = [Fault.GONE]
-            elif fault not in (Fault.GONE, Fault.GONE_EVENT):
-                b.server.faults.append(Fault.GONE)
-            await b.converged()
-            assert "delete a uid-1" in b.seen
-            assert b.seen.count("add c uid-3") == 1
-
-    asyncio.run(story())
-
-
-def test_gone_in_the_middle_of_a_list_starts_it_again() -> None:
-    async def story() -> None:
-        async with bench(a=1, b=2, c=3) as b:
-            b.server.faults[:] = [Fault.EXPIRED_CONTINUE, Fault.EXPIRED_CONTINUE]
-            await b.converged()
-            assert sorted(b.seen) == ["add a uid-1", "add b uid-2", "add c uid-3"]
-
-    asyncio.run(story())
-
-
-def test_recreated_object_is_a_delete_and_an_add() -> None:
-    async def story() -> None:
-        async with bench(a=1) as b:
-            await b.until(lambda: b.server.watches == 1)
+async def test_every_fault_heals(fault: Fault) -> None:
+    async with bench(a=1, b=2) as b:
+        await b.reflector.synced.wait()
+        await b.until(lambda: b.server.watches == 1)
+        b.server.faults[:] = [fault] * 3
+        b.server.remove("a", silently=True)
+        b.server.put("c", 3, silently=True)
+        b.server.end_watches()
+        if fault is Fault.SILENT:  # silence alone watches again from the same place
+            await b.until(lambda: not b.server.faults)
             b.server.faults[:] = [Fault.GONE]
-            b.server.remove("a", silently=True)
-            b.server.put("a", 1, silently=True)
+            await b.until(lambda: b.reflector.items.keys() != {"uid-1", "uid-2"})
             b.server.end_watches()
-            await b.until(lambda: set(b.reflector.items) == {"uid-2"})
-            assert b.seen == ["add a uid-1", "delete a uid-1", "add a uid-2"]
-
-    asyncio.run(story())
-
-
-def test_storm_of_410_is_not_a_storm_of_requests() -> None:
-    async def story() -> None:
-        async with bench(a=1) as b:
-            b.server.faults[:] = [Fault.GONE] * 1000
-            await b.reflector.synced.wait()
-            await asyncio.sleep(0.5)
-            assert b.server.lists < 60
-
-    asyncio.run(story())
+            b.server.faults[:] = [Fault.GONE]
+        elif fault not in (Fault.GONE, Fault.GONE_EVENT):
+            b.server.faults.append(Fault.GONE)
+        await b.converged()
+        assert "delete a uid-1" in b.seen
+        assert b.seen.count("add c uid-3") == 1
 
 
-def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -> None:
-    async def story() -> None:
-        async with bench(a=1, bad=-1) as b:
-            await b.until(lambda: b.server.watches == 1)
-            assert b.values() == {"a": 1}
-            b.server.put("a", 1)
-            b.server.put("bad", 7)
-            await b.converged()
-            b.server.put("bad", -9)
-            await b.until(lambda: b.values() == {"a": 1})
-            assert b.hidden() == {"bad": "TypeError: not even a number"}
-            b.server.remove("bad")
-            b.server.put("a", 2)
-            await b.until(lambda: b.values() == {"a": 2})
-            assert b.seen == [
-                "add a uid-1",
-                "add bad uid-2 unreadable",
-                "change bad uid-2",
-                "change bad uid-2 unreadable",
-                "delete bad uid-2 unreadable",
-                "change a uid-1",
-            ]
-            assert b.server.lists == 1, "one object that cannot be read does not stop the watch"
-
-    asyncio.run(story())
+async def test_gone_in_the_middle_of_a_list_starts_it_again() -> None:
+    async with bench(a=1, b=2, c=3) as b:
+        b.server.faults[:] = [Fault.EXPIRED_CONTINUE, Fault.EXPIRED_CONTINUE]
+        await b.converged()
+        assert sorted(b.seen) == ["add a uid-1", "add b uid-2", "add c uid-3"]
 
 
-def test_contact_follows_events_and_bookmarks() -> None:
-    async def story() -> None:
-        async with bench(a=1) as b:
-            await b.until(lambda: b.server.watches == 1)
-            before = b.reflector.last_contact
-            assert before is not None
-            await asyncio.sleep(0.02)
-            b.server.bookmark()
-            await b.until(lambda: (b.reflector.last_contact or 0) > before)
-
-    asyncio.run(story())
+async def test_recreated_object_is_a_delete_and_an_add() -> None:
+    async with bench(a=1) as b:
+        await b.until(lambda: b.server.watches == 1)
+        b.server.faults[:] = [Fault.GONE]
+        b.server.remove("a", silently=True)
+        b.server.put("a", 1, silently=True)
+        b.server.end_watches()
+        await b.until(lambda: set(b.reflector.items) == {"uid-2"})
+        assert b.seen == ["add a uid-1", "delete a uid-1", "add a uid-2"]
 
 
-def test_token_file_is_read_for_each_request(tmp_path: Path) -> None:
-    async def story() -> None:
-        server = FaultApi()
-        await server.start()
-        token = tmp_path / "token"
-        token.write_text("one\n")
-        api = KubeApi(KubeAccess(server.url, token_file=token))
-        await api.start()
-        await api.get("/x")
-        token.write_text("two\n")
-        await api.get("/x")
-        assert server.tokens == ["Bearer one", "Bearer two"]
-        await api.close()
-        await server.close()
+async def test_storm_of_410_is_not_a_storm_of_requests() -> None:
+    async with bench(a=1) as b:
+        b.server.faults[:] = [Fault.GONE] * 1000
+        await b.reflector.synced.wait()
+        await asyncio.sleep(0.5)
+        assert b.server.lists < 60
 
-    asyncio.run(story())
+
+async def test_equal_record_is_no_event_and_an_unreadable_object_is_not_gone() -> None:
+    async with bench(a=1, bad=-1) as b:
+        await b.until(lambda: b.server.watches == 1)
+        assert b.values() == {"a": 1}
+        b.server.put("a", 1)
+        b.server.put("bad", 7)
+        await b.converged()
+        b.server.put("bad", -9)
+        await b.until(lambda: b.values() == {"a": 1})
+        assert b.hidden() == {"bad": "TypeError: not even a number"}
+        b.server.remove("bad")
+        b.server.put("a", 2)
+        await b.until(lambda: b.values() == {"a": 2})
+        assert b.seen == [
+            "add a uid-1",
+            "add bad uid-2 unreadable",
+            "change bad uid-2",
+            "change bad uid-2 unreadable",
+            "delete bad uid-2 unreadable",
+            "change a uid-1",
+        ]
+        assert b.server.lists == 1, "one object that cannot be read does not stop the watch"
+
+
+async def test_contact_follows_events_and_bookmarks() -> None:
+    async with bench(a=1) as b:
+        await b.until(lambda: b.server.watches == 1)
+        before = b.reflector.last_contact
+        assert before is not None
+        await asyncio.sleep(0.02)
+        b.server.bookmark()
+        await b.until(lambda: (b.reflector.last_contact or 0) > before)
+
+
+async def test_token_file_is_read_for_each_request(tmp_path: Path) -> None:
+    server = FaultApi()
+    await server.start()
+    token = tmp_path / "token"
+    token.write_text("one\n")
+    api = KubeApi(KubeAccess(server.url, token_file=token))
+    await api.start()
+    await api.get("/x")
+    token.write_text("two\n")
+    await api.get("/x")
+    assert server.tokens == ["Bearer one", "Bearer two"]
+    await api.close()
+    await server.close()

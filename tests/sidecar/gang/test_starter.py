@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,34 +69,31 @@ class Silent(FakeLauncher):
         pytest.param(Silent, None, True, id="it runs nothing and is busy"),
     ],
 )
-def test_end_ranks(
+async def test_end_ranks(
     shared: Path, kind: type[FakeLauncher] | None, running: int | None, expected: bool
 ) -> None:
-    async def scenario() -> None:
-        settings = Settings(contract_with(job_uid=JOB, shared_dir=str(shared)), end_seconds=0.3)
-        handler = Handler()
-        intake = Intake(settings.socket_path, JOB, handler)
-        gang = LocalGang(Worker(0))
-        gang.running_round = None if running is None else RestartRound(running)
-        peers = Peers(settings.contract, None, lambda: STATE, call_seconds=1)  # type: ignore[arg-type]
-        handler.starter = Starter(
-            settings,
-            lambda: STATE,
-            gang,
-            intake,
-            peers,
-            SystemClock(),
-            restored=lambda: True,
-            on_change=lambda: None,
-        )
-        await intake.start()
-        launcher = None if kind is None else kind(settings.socket_path, JOB)
-        if launcher is not None:
-            await launcher.connect()
-        assert await handler.starter.end_ranks(RestartRound(1)) is expected
-        if launcher is not None:
-            await until(lambda: End(RestartRound(1)) in launcher.pushed, "End")
-            launcher.close()
-        await intake.close()
-
-    asyncio.run(scenario())
+    settings = Settings(contract_with(job_uid=JOB, shared_dir=str(shared)), end_seconds=0.3)
+    handler = Handler()
+    intake = Intake(settings.socket_path, JOB, handler)
+    gang = LocalGang(Worker(0))
+    gang.running_round = None if running is None else RestartRound(running)
+    peers = Peers(settings.contract, None, lambda: STATE, call_seconds=1)  # type: ignore[arg-type]
+    handler.starter = Starter(
+        settings,
+        lambda: STATE,
+        gang,
+        intake,
+        peers,
+        SystemClock(),
+        restored=lambda: True,
+        on_change=lambda: None,
+    )
+    await intake.start()
+    launcher = None if kind is None else kind(settings.socket_path, JOB)
+    if launcher is not None:
+        await launcher.connect()
+    assert await handler.starter.end_ranks(RestartRound(1)) is expected
+    if launcher is not None:
+        await until(lambda: End(RestartRound(1)) in launcher.pushed, "End")
+        launcher.close()
+    await intake.close()

@@ -50,63 +50,47 @@ async def installed() -> tuple[Deaths, Counted]:
     return deaths, counted
 
 
-def test_a_background_task_that_dies_is_fatal() -> None:
-    async def scenario() -> None:
-        deaths, counted = await installed()
-        Tasks().spawn(task_fails(), "staging")
-        await asyncio.wait_for(deaths.fatal(), 60)
-        assert counted == ["task"]
-
-    asyncio.run(scenario())
+async def test_a_background_task_that_dies_is_fatal() -> None:
+    deaths, counted = await installed()
+    Tasks().spawn(task_fails(), "staging")
+    await asyncio.wait_for(deaths.fatal(), 60)
+    assert counted == ["task"]
 
 
-def test_a_deferred_call_that_raises_is_fatal() -> None:
-    async def scenario() -> None:
-        deaths, counted = await installed()
-        Tasks().soon(fails, "reply")
-        await asyncio.wait_for(deaths.fatal(), 60)
-        assert counted == ["task"]
-
-    asyncio.run(scenario())
+async def test_a_deferred_call_that_raises_is_fatal() -> None:
+    deaths, counted = await installed()
+    Tasks().soon(fails, "reply")
+    await asyncio.wait_for(deaths.fatal(), 60)
+    assert counted == ["task"]
 
 
-def test_a_cancelled_task_is_no_death() -> None:
-    async def scenario() -> None:
-        deaths, counted = await installed()
-        tasks = Tasks()
-        tasks.spawn(asyncio.Event().wait(), "waits")
-        await tasks.cancel()
-        await asyncio.sleep(0)
-        assert not deaths.is_fatal
-        assert counted == []
-
-    asyncio.run(scenario())
+async def test_a_cancelled_task_is_no_death() -> None:
+    deaths, counted = await installed()
+    tasks = Tasks()
+    tasks.spawn(asyncio.Event().wait(), "waits")
+    await tasks.cancel()
+    await asyncio.sleep(0)
+    assert not deaths.is_fatal
+    assert counted == []
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "fatal"),
     [("bulk-accept", "thread", True), (CONNECTION_THREAD, "connection", False)],
 )
-def test_a_thread_that_dies(name: str, kind: str, fatal: bool) -> None:
+async def test_a_thread_that_dies(name: str, kind: str, fatal: bool) -> None:
     """A peer may be able to end the thread of its own connection, never the sidecar."""
-
-    async def scenario() -> None:
-        deaths, counted = await installed()
-        thread = threading.Thread(target=fails, name=name)
-        thread.start()
-        await counted.first()
-        assert counted == [kind]
-        assert deaths.is_fatal is fatal
-
-    asyncio.run(scenario())
+    deaths, counted = await installed()
+    thread = threading.Thread(target=fails, name=name)
+    thread.start()
+    await counted.first()
+    assert counted == [kind]
+    assert deaths.is_fatal is fatal
 
 
-def test_a_callback_that_raises_is_counted_and_not_fatal() -> None:
-    async def scenario() -> None:
-        deaths, counted = await installed()
-        asyncio.get_running_loop().call_soon(fails)
-        await counted.first()
-        assert counted == ["callback"]
-        assert not deaths.is_fatal
-
-    asyncio.run(scenario())
+async def test_a_callback_that_raises_is_counted_and_not_fatal() -> None:
+    deaths, counted = await installed()
+    asyncio.get_running_loop().call_soon(fails)
+    await counted.first()
+    assert counted == ["callback"]
+    assert not deaths.is_fatal

@@ -98,7 +98,7 @@ def test_copies_of_a_step_that_waited_begin_when_it_is_local(tmp_path: Path) -> 
     parts.flow.committed.assert_called_once_with(step, RestartRound(0))
 
 
-def test_nothing_is_deleted_any_more_when_a_seal_came_meanwhile(tmp_path: Path) -> None:
+async def test_nothing_is_deleted_any_more_when_a_seal_came_meanwhile(tmp_path: Path) -> None:
     """The inventory that answers the seal lists it, and the next round may start from it."""
     header = shard_header(len(DATA), job_uid=CONTRACT.job_uid)
     node = DiskNodeTier(tmp_path, capacity_bytes=1 << 30)
@@ -112,21 +112,17 @@ def test_nothing_is_deleted_any_more_when_a_seal_came_meanwhile(tmp_path: Path) 
     parts.stager.dropped = frozenset({in_memory})
     control = Control(parts, Mock(), Mock(), Mock())
     sealed = threading.Event()
-
-    async def scenario() -> None:
-        busy = asyncio.ensure_future(pools.meta.run(sealed.wait, 30))
-        await asyncio.sleep(0)
-        notice = HoldNotice(RestartRound(0), prune=(header.step, in_memory))
-        await control.dispatch(Caller("gpt-0-r0"), "/v1/hold", notice)
-        await asyncio.sleep(0)
-        parts.keeper.state = held_state().sealed_for(RestartRound(1))
-        sealed.set()
-        await busy
-        await pools.meta.run(len, ())
-        await asyncio.sleep(0)
-        await pools.shard.run(len, ())
-        assert len(node.list_shards()) == 1
-        await control.close()
-        pools.close()
-
-    asyncio.run(scenario())
+    busy = asyncio.ensure_future(pools.meta.run(sealed.wait, 30))
+    await asyncio.sleep(0)
+    notice = HoldNotice(RestartRound(0), prune=(header.step, in_memory))
+    await control.dispatch(Caller("gpt-0-r0"), "/v1/hold", notice)
+    await asyncio.sleep(0)
+    parts.keeper.state = held_state().sealed_for(RestartRound(1))
+    sealed.set()
+    await busy
+    await pools.meta.run(len, ())
+    await asyncio.sleep(0)
+    await pools.shard.run(len, ())
+    assert len(node.list_shards()) == 1
+    await control.close()
+    pools.close()

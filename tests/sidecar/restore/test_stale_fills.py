@@ -176,94 +176,80 @@ def whole(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def test_a_fill_that_outlives_its_round_leaves_the_next_rounds_save_alone(
+async def test_a_fill_that_outlives_its_round_leaves_the_next_rounds_save_alone(
     pod: Pod, whole: bool
 ) -> None:
-    async def scenario() -> None:
-        pools = Pools(disk=2, copy=2, store=1)
-        filler, gate = pod.filler(pools), pod.gate(whole=whole)
-        old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
-        await gate.reached()
-        filler.stop("round 2 is sealed")
-        filled = await filler.fill(pod.state, pod.message(whole=whole))
-        assert pod.path.read_bytes()[HEADER_BYTES:][: filled.payload_bytes] == pod.payload(whole)
-        saved = pod.save()
-        gate.open()
-        with pytest.raises(RefusedError, match="round 2 is sealed"):
-            await old
-        pools.close()
-        assert pod.path.read_bytes() == saved
-        assert pod.told == []
-
-    asyncio.run(scenario())
+    pools = Pools(disk=2, copy=2, store=1)
+    filler, gate = pod.filler(pools), pod.gate(whole=whole)
+    old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
+    await gate.reached()
+    filler.stop("round 2 is sealed")
+    filled = await filler.fill(pod.state, pod.message(whole=whole))
+    assert pod.path.read_bytes()[HEADER_BYTES:][: filled.payload_bytes] == pod.payload(whole)
+    saved = pod.save()
+    gate.open()
+    with pytest.raises(RefusedError, match="round 2 is sealed"):
+        await old
+    pools.close()
+    assert pod.path.read_bytes() == saved
+    assert pod.told == []
 
 
-def test_a_fill_that_the_rank_asked_for_again_writes_no_more(pod: Pod, whole: bool) -> None:
+async def test_a_fill_that_the_rank_asked_for_again_writes_no_more(pod: Pod, whole: bool) -> None:
     """Its connection broke, and it came back in the same round."""
-
-    async def scenario() -> None:
-        pools = Pools(disk=2, copy=2, store=1)
-        filler, gate = pod.filler(pools), pod.gate(whole=whole)
-        old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
-        await gate.reached()
-        filled = await filler.fill(pod.state, pod.message(whole=whole))
-        assert isinstance(filled, Filled)
-        saved = pod.save()
-        gate.open()
-        with pytest.raises(RefusedError, match="asked again"):
-            await old
-        pools.close()
-        assert pod.path.read_bytes() == saved
-
-    asyncio.run(scenario())
+    pools = Pools(disk=2, copy=2, store=1)
+    filler, gate = pod.filler(pools), pod.gate(whole=whole)
+    old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
+    await gate.reached()
+    filled = await filler.fill(pod.state, pod.message(whole=whole))
+    assert isinstance(filled, Filled)
+    saved = pod.save()
+    gate.open()
+    with pytest.raises(RefusedError, match="asked again"):
+        await old
+    pools.close()
+    assert pod.path.read_bytes() == saved
 
 
-def test_a_cancelled_fill_writes_into_no_other_file(pod: Pod, whole: bool, tmp_path: Path) -> None:
+async def test_a_cancelled_fill_writes_into_no_other_file(
+    pod: Pod, whole: bool, tmp_path: Path
+) -> None:
     """Its descriptor's number is the next file's."""
-
-    async def scenario() -> None:
-        pools = Pools(disk=2, copy=2, store=1)
-        filler, gate = pod.filler(pools), pod.gate(whole=whole)
-        task = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
-        await gate.reached()
-        before = pod.path.read_bytes()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        # As many as were open: one of them has the number that the slot's descriptor had.
-        victims = [
-            os.open(tmp_path / f"victim{i}", os.O_RDWR | os.O_CREAT, 0o600) for i in range(32)
-        ]
-        gate.open()
-        assert await pools.fill.drain(60)
-        assert await pools.fetch.drain(60)
-        sizes = {os.fstat(victim).st_size for victim in victims}
-        for victim in victims:
-            os.close(victim)
-        pools.close()
-        assert sizes == {0}
-        assert pod.path.read_bytes() == before
-
-    asyncio.run(scenario())
+    pools = Pools(disk=2, copy=2, store=1)
+    filler, gate = pod.filler(pools), pod.gate(whole=whole)
+    task = asyncio.create_task(filler.fill(pod.state, pod.message(whole=whole)))
+    await gate.reached()
+    before = pod.path.read_bytes()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # As many as were open: one of them has the number that the slot's descriptor had.
+    victims = [os.open(tmp_path / f"victim{i}", os.O_RDWR | os.O_CREAT, 0o600) for i in range(32)]
+    gate.open()
+    assert await pools.fill.drain(60)
+    assert await pools.fetch.drain(60)
+    sizes = {os.fstat(victim).st_size for victim in victims}
+    for victim in victims:
+        os.close(victim)
+    pools.close()
+    assert sizes == {0}
+    assert pod.path.read_bytes() == before
 
 
-def test_what_a_stopped_fill_lacks_is_not_said_of_the_next_round(pod: Pod) -> None:
-    async def scenario() -> None:
-        pools = Pools(disk=2, copy=2, store=1)
-        filler, gate = pod.filler(pools), pod.gate(whole=False)
-        old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=False)))
-        await gate.reached()
-        for rank in range(4):
-            pod.world.members[Worker(4)].delete_shard(pod.world.records[rank].ref)
-        filler.stop("round 2 is sealed")
-        gate.open()
-        with pytest.raises(RefusedError, match="round 2 is sealed"):
-            await old
-        pools.close()
-        assert pod.told == []
-        assert len(pod.world.asked) == 1, "no other shard is asked for"
-
-    asyncio.run(scenario())
+async def test_what_a_stopped_fill_lacks_is_not_said_of_the_next_round(pod: Pod) -> None:
+    pools = Pools(disk=2, copy=2, store=1)
+    filler, gate = pod.filler(pools), pod.gate(whole=False)
+    old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=False)))
+    await gate.reached()
+    for rank in range(4):
+        pod.world.members[Worker(4)].delete_shard(pod.world.records[rank].ref)
+    filler.stop("round 2 is sealed")
+    gate.open()
+    with pytest.raises(RefusedError, match="round 2 is sealed"):
+        await old
+    pools.close()
+    assert pod.told == []
+    assert len(pod.world.asked) == 1, "no other shard is asked for"
 
 
 def test_a_fill_that_waits_for_a_source_ends_with_its_round(pod: Pod) -> None:
@@ -306,7 +292,7 @@ def test_what_a_fill_has_waited_for_is_no_failure_once_it_is_there(pod: Pod) -> 
     assert pod.told[1] == ""
 
 
-def test_a_slot_that_was_compared_too_long_is_not_freed_under_a_save(pod: Pod) -> None:
+async def test_a_slot_that_was_compared_too_long_is_not_freed_under_a_save(pod: Pod) -> None:
     """It held the restore point when the comparison began, in the round before."""
     record = pod.world.records[1]
     header = record.header
@@ -317,22 +303,18 @@ def test_a_slot_that_was_compared_too_long_is_not_freed_under_a_save(pod: Pod) -
         payload_bytes=header.payload_bytes,
     )
     pod.path.write_bytes(kept.pack().ljust(HEADER_BYTES, b"\0") + pod.payload(True))
-
-    async def scenario() -> None:
-        pools = Pools(disk=2, copy=2, store=1)
-        filler, gate = pod.filler(pools), Gate()
-        pod.node.at_open = gate
-        old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=True)))
-        await gate.reached()
-        filler.stop("round 2 is sealed")
-        assert (await filler.fill(pod.state, pod.message(whole=True))).tier is TierName.MEMORY
-        filling = replace(kept, state=SlotState.FILLING)
-        with pod.path.open("r+b") as file:
-            file.write(filling.pack())
-        gate.open()
-        with pytest.raises(RefusedError, match="round 2 is sealed"):
-            await old
-        pools.close()
-        assert pod.header().state is SlotState.FILLING
-
-    asyncio.run(scenario())
+    pools = Pools(disk=2, copy=2, store=1)
+    filler, gate = pod.filler(pools), Gate()
+    pod.node.at_open = gate
+    old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=True)))
+    await gate.reached()
+    filler.stop("round 2 is sealed")
+    assert (await filler.fill(pod.state, pod.message(whole=True))).tier is TierName.MEMORY
+    filling = replace(kept, state=SlotState.FILLING)
+    with pod.path.open("r+b") as file:
+        file.write(filling.pack())
+    gate.open()
+    with pytest.raises(RefusedError, match="round 2 is sealed"):
+        await old
+    pools.close()
+    assert pod.header().state is SlotState.FILLING

@@ -193,34 +193,30 @@ class FullOnce(MemoryTier):
         return super().write_shard(header, source)
 
 
-def test_a_write_that_has_room_again_does_not_say_that_it_has_none(tmp_path: Path) -> None:
+async def test_a_write_that_has_room_again_does_not_say_that_it_has_none(tmp_path: Path) -> None:
     """While it says so, older steps are pruned, and a write of a large shard takes long."""
-
-    async def body() -> None:
-        node, pools, failures = FullOnce(), Pools(disk=1, copy=1, store=1), Failures(lambda: None)
-        settings = Settings(contract_with(job_uid=JOB, shared_dir=str(tmp_path)))
-        outcomes: list[Outcome] = []
-        stager = Stager(
-            settings,
-            node,
-            RankLayouts(settings.layouts_dir, node, pools),
-            pools,
-            failures,
-            Metrics(),
-            SystemClock(),
-            Pacing(settings.slots_dir),
-            outcomes.append,
-        )
-        rank = FakeRank(tmp_path, JOB, 0, 0)
-        state = held_state()
-        await stager.stage(lambda: state, staged_by(rank, tmp_path))
-        await until(lambda: [f.reason for f in failures.current] == [NODE_FULL], "a failure")
-        stager.room.made()
-        await until(lambda: node.writes == 2, "a second write")
-        assert failures.current == ()
-        node.let.set()
-        await until(lambda: outcomes, "the outcome")
-        assert outcomes[0].record is not None
-        pools.close()
-
-    asyncio.run(body())
+    node, pools, failures = FullOnce(), Pools(disk=1, copy=1, store=1), Failures(lambda: None)
+    settings = Settings(contract_with(job_uid=JOB, shared_dir=str(tmp_path)))
+    outcomes: list[Outcome] = []
+    stager = Stager(
+        settings,
+        node,
+        RankLayouts(settings.layouts_dir, node, pools),
+        pools,
+        failures,
+        Metrics(),
+        SystemClock(),
+        Pacing(settings.slots_dir),
+        outcomes.append,
+    )
+    rank = FakeRank(tmp_path, JOB, 0, 0)
+    state = held_state()
+    await stager.stage(lambda: state, staged_by(rank, tmp_path))
+    await until(lambda: [f.reason for f in failures.current] == [NODE_FULL], "a failure")
+    stager.room.made()
+    await until(lambda: node.writes == 2, "a second write")
+    assert failures.current == ()
+    node.let.set()
+    await until(lambda: outcomes, "the outcome")
+    assert outcomes[0].record is not None
+    pools.close()

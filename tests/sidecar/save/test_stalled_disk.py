@@ -71,77 +71,70 @@ def staged_by(rank: FakeRank, folder: Path) -> Stage:
     return Stage(RestartRound(0), Step(7), Rank(0), name, len(PAYLOAD), digest)
 
 
-def test_a_disk_that_hangs_is_said_until_it_goes_on(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        said, written = asyncio.Event(), asyncio.Event()
-        outcomes: list[Outcome] = []
+async def test_a_disk_that_hangs_is_said_until_it_goes_on(tmp_path: Path) -> None:
+    said, written = asyncio.Event(), asyncio.Event()
+    outcomes: list[Outcome] = []
 
-        def heard(outcome: Outcome) -> None:
-            outcomes.append(outcome)
-            written.set()
+    def heard(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        written.set()
 
-        node, pools, failures = HangingNode(), Pools(disk=1, copy=1, store=1), Failures(said.set)
-        settings = settings_in(tmp_path)
-        stager = Stager(
-            settings,
-            node,
-            RankLayouts(settings.layouts_dir, node, pools),
-            pools,
-            failures,
-            Metrics(),
-            SystemClock(),
-            Pacing(settings.slots_dir),
-            heard,
-        )
-        rank = FakeRank(tmp_path, JOB, 0, 0)
-        held = RoundState(Worker(0), 1, RestartRound(0), held=ROUND)
-        await stager.stage(lambda: held, staged_by(rank, tmp_path))
+    node, pools, failures = HangingNode(), Pools(disk=1, copy=1, store=1), Failures(said.set)
+    settings = settings_in(tmp_path)
+    stager = Stager(
+        settings,
+        node,
+        RankLayouts(settings.layouts_dir, node, pools),
+        pools,
+        failures,
+        Metrics(),
+        SystemClock(),
+        Pacing(settings.slots_dir),
+        heard,
+    )
+    rank = FakeRank(tmp_path, JOB, 0, 0)
+    held = RoundState(Worker(0), 1, RestartRound(0), held=ROUND)
+    await stager.stage(lambda: held, staged_by(rank, tmp_path))
 
-        await asyncio.wait_for(said.wait(), 120)
-        (failure,) = failures.current
-        assert (failure.reason, failure.step) == ("NodeVolumeHangs", 7)
-        assert f"{len(PAYLOAD) // 2} of {len(PAYLOAD)} bytes" in failure.message
-        assert not stager.idle
-        assert rank.header(rank.names[0]).state is SlotState.OWNED, "the bytes may still be read"
+    await asyncio.wait_for(said.wait(), 120)
+    (failure,) = failures.current
+    assert (failure.reason, failure.step) == ("NodeVolumeHangs", 7)
+    assert f"{len(PAYLOAD) // 2} of {len(PAYLOAD)} bytes" in failure.message
+    assert not stager.idle
+    assert rank.header(rank.names[0]).state is SlotState.OWNED, "the bytes may still be read"
 
-        node.go_on.set()
-        await asyncio.wait_for(written.wait(), 120)
-        (outcome,) = outcomes
-        assert outcome.record is not None
-        assert failures.current == ()
-        assert rank.header(rank.names[0]).state is SlotState.FREE
-        pools.close()
-
-    asyncio.run(scenario())
+    node.go_on.set()
+    await asyncio.wait_for(written.wait(), 120)
+    (outcome,) = outcomes
+    assert outcome.record is not None
+    assert failures.current == ()
+    assert rank.header(rank.names[0]).state is SlotState.FREE
+    pools.close()
 
 
-def test_a_slow_call_is_no_stalled_one() -> None:
+async def test_a_slow_call_is_no_stalled_one() -> None:
     """Every look finds progress, until one does not; then it moves again."""
+    heard: list[str] = []
+    looks = iter([0, 1, 2, 2, 2, 3])
+    ended = asyncio.get_running_loop().create_future()
 
-    async def scenario() -> None:
-        heard: list[str] = []
-        looks = iter([0, 1, 2, 2, 2, 3])
-        ended = asyncio.get_running_loop().create_future()
+    def progress() -> int:
+        look = next(looks, None)
+        if look is None:
+            if not ended.done():
+                ended.set_result("done")
+            return 3
+        return look
 
-        def progress() -> int:
-            look = next(looks, None)
-            if look is None:
-                if not ended.done():
-                    ended.set_result("done")
-                return 3
-            return look
-
-        result = await until_done(
-            ended,
-            progress,
-            quiet_seconds=0.001,
-            stalled=lambda seconds: heard.append(f"stalled {seconds:.3f}"),
-            moving=lambda: heard.append("moving"),
-        )
-        assert result == "done"
-        assert heard[:3] == ["stalled 0.001", "stalled 0.002", "moving"]
-
-    asyncio.run(scenario())
+    result = await until_done(
+        ended,
+        progress,
+        quiet_seconds=0.001,
+        stalled=lambda seconds: heard.append(f"stalled {seconds:.3f}"),
+        moving=lambda: heard.append("moving"),
+    )
+    assert result == "done"
+    assert heard[:3] == ["stalled 0.001", "stalled 0.002", "moving"]
 
 
 def test_what_the_call_raises_is_raised() -> None:

@@ -187,37 +187,33 @@ def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("operation", ["open_shard", "read", "list_manifests"])
-def test_what_cannot_be_read_keeps_nothing_else_from_being_read(
+async def test_what_cannot_be_read_keeps_nothing_else_from_being_read(
     tmp_path: Path, operation: str
 ) -> None:
     """A bad sector. One pass reads all the rest, and then says what it could not read."""
-
-    async def scenario() -> None:
-        world = World(tmp_path)
-        other = replace(HEADER, step=Step(HEADER.step + 1))
-        world.node.write_shard(other, BytesSource(PAYLOAD))
-        error = TierError("reading shard /node/x: Input/output error")
-        faults = Faults([Fault(operation, FaultKind.ERR, times=1, error=error)])
-        failures = Failures(lambda: None)
-        scrubber = world.scrubber_of(
-            Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.001),
-            node=FaultyNodeTier(world.node, faults),
-            failures=failures,
-        )
-        scrubber.start()
-        try:
-            await world.until(lambda: bool(failures.current))
-            assert [failure.message for failure in failures.current] == [str(error)]
-            documents = len(DOCUMENT) + len(LAYOUT)
-            all_others = len(PAYLOAD) + documents
-            if operation == "list_manifests":
-                all_others = 2 * len(PAYLOAD)
-            assert world.counted(SCRUBBED) == all_others
-        finally:
-            await scrubber.close()
-            world.pools.close()
-
-    asyncio.run(scenario())
+    world = World(tmp_path)
+    other = replace(HEADER, step=Step(HEADER.step + 1))
+    world.node.write_shard(other, BytesSource(PAYLOAD))
+    error = TierError("reading shard /node/x: Input/output error")
+    faults = Faults([Fault(operation, FaultKind.ERR, times=1, error=error)])
+    failures = Failures(lambda: None)
+    scrubber = world.scrubber_of(
+        Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.001),
+        node=FaultyNodeTier(world.node, faults),
+        failures=failures,
+    )
+    scrubber.start()
+    try:
+        await world.until(lambda: bool(failures.current))
+        assert [failure.message for failure in failures.current] == [str(error)]
+        documents = len(DOCUMENT) + len(LAYOUT)
+        all_others = len(PAYLOAD) + documents
+        if operation == "list_manifests":
+            all_others = 2 * len(PAYLOAD)
+        assert world.counted(SCRUBBED) == all_others
+    finally:
+        await scrubber.close()
+        world.pools.close()
 
 
 def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> None:
@@ -282,38 +278,34 @@ def test_idle_reads_take_half_of_a_pass() -> None:
     assert Schedule(10, 43_200.0, 0.0).pause_seconds(4 << 20) == 1.0, "not slower than that"
 
 
-def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) -> None:
+async def test_nothing_is_read_while_a_save_or_a_restore_runs(tmp_path: Path) -> None:
     """The pass is long, so that it is never late."""
+    world = World(tmp_path)
+    world.is_busy = True
+    asked = asyncio.Event()
 
-    async def scenario() -> None:
-        world = World(tmp_path)
-        world.is_busy = True
-        asked = asyncio.Event()
+    def busy() -> bool:
+        asked.set()
+        return world.is_busy
 
-        def busy() -> bool:
-            asked.set()
-            return world.is_busy
-
-        settings = Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.0)
-        clock = ManualClock()
-        scrubber = world.scrubber_of(settings, clock=clock, busy=busy)
-        documents = len(DOCUMENT) + len(LAYOUT)
-        scrubber.start()
-        try:
-            await asyncio.sleep(0)
-            clock.advance(0.1)
-            await asyncio.wait_for(asked.wait(), 60)
-            assert world.counted(SCRUBBED) == documents
-            world.is_busy = False
-            async with asyncio.timeout(60):
-                while world.counted(SCRUBBED) < documents + len(PAYLOAD):
-                    clock.advance(1.0)
-                    await SystemClock().sleep(0.01)
-        finally:
-            await scrubber.close()
-            world.pools.close()
-
-    asyncio.run(scenario())
+    settings = Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.0)
+    clock = ManualClock()
+    scrubber = world.scrubber_of(settings, clock=clock, busy=busy)
+    documents = len(DOCUMENT) + len(LAYOUT)
+    scrubber.start()
+    try:
+        await asyncio.sleep(0)
+        clock.advance(0.1)
+        await asyncio.wait_for(asked.wait(), 60)
+        assert world.counted(SCRUBBED) == documents
+        world.is_busy = False
+        async with asyncio.timeout(60):
+            while world.counted(SCRUBBED) < documents + len(PAYLOAD):
+                clock.advance(1.0)
+                await SystemClock().sleep(0.01)
+    finally:
+        await scrubber.close()
+        world.pools.close()
 
 
 def test_an_unreadable_document_hides_no_other(tmp_path: Path) -> None:
@@ -330,7 +322,7 @@ def test_an_unreadable_document_hides_no_other(tmp_path: Path) -> None:
     world.pools.close()
 
 
-def test_an_error_while_a_copy_is_replaced_does_not_end_the_scrub(tmp_path: Path) -> None:
+async def test_an_error_while_a_copy_is_replaced_does_not_end_the_scrub(tmp_path: Path) -> None:
     class FailingReplacer:
         calls = 0
 
@@ -338,19 +330,16 @@ def test_an_error_while_a_copy_is_replaced_does_not_end_the_scrub(tmp_path: Path
             self.calls += 1
             raise OSError(errno.EIO, "Input/output error")
 
-    async def scenario() -> None:
-        world, replacer, failures = World(tmp_path), FailingReplacer(), Failures(lambda: None)
-        scrubber = world.scrubber_of(
-            Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.001),
-            failures=failures,
-            replacer=replacer,
-        )
-        scrubber.start()
-        try:
-            await world.until(lambda: replacer.calls >= 3)
-            assert "Input/output error" in failures.current[0].message
-        finally:
-            await scrubber.close()
-            world.pools.close()
-
-    asyncio.run(scenario())
+    world, replacer, failures = World(tmp_path), FailingReplacer(), Failures(lambda: None)
+    scrubber = world.scrubber_of(
+        Settings(contract_with(), scrub_pass_seconds=1e6, scrub_rest_seconds=0.001),
+        failures=failures,
+        replacer=replacer,
+    )
+    scrubber.start()
+    try:
+        await world.until(lambda: replacer.calls >= 3)
+        assert "Input/output error" in failures.current[0].message
+    finally:
+        await scrubber.close()
+        world.pools.close()
