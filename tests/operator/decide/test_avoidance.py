@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,9 +21,11 @@ from holdfast_operator.model.job import (
     PodPhase,
     PodView,
     RestorePointView,
+    Taint,
 )
 
 GONE = "job-l2msg4-1-r1"
+NEVER_STARTED = JobMemory(round=RestartRound(1), round_seen_at=1.0, unstarted=frozenset({GONE}))
 
 
 def waiting(node: str | None, *avoided: str, **changes: Any) -> PodView:
@@ -39,7 +43,17 @@ def waiting(node: str | None, *avoided: str, **changes: Any) -> PodView:
     )
 
 
-def observe(replacement: PodView | None, lost: set[str], **changes: Any) -> Observed:
+UNREACHABLE = Taint("node.kubernetes.io/unreachable", "NoSchedule")
+
+
+def lost_node(name: str, *taints: Taint) -> NodeView:
+    return NodeView(name, taints=frozenset(taints), lost=True)
+
+
+def observe(
+    replacement: PodView | None, lost: Sequence[str], *tainted: str, **changes: Any
+) -> Observed:
+    """Nodes `lost` and `tainted` are lost, the newest loss first. Kubernetes has tainted the second."""
     survivor = pod(0)
     chosen = RestorePointView()
     pods = (survivor,) if replacement is None else (survivor, replacement)
@@ -48,8 +62,11 @@ def observe(replacement: PodView | None, lost: set[str], **changes: Any) -> Obse
         "job": job(2, status(1, (0, 1), restore_point=chosen, coordinator=Worker(0))),
         "pods": pods,
         "sidecars": (sidecar(survivor, 1),),
-        "nodes": {n: NodeView(n, lost=n in lost or n == "deleted") for n in bound},
-        "lost_nodes": frozenset(lost),
+        "nodes": {n: NodeView(n, lost=n in (*lost, *tainted, "deleted")) for n in bound},
+        "lost_nodes": (
+            *(lost_node(n) for n in lost),
+            *(lost_node(n, UNREACHABLE) for n in tainted),
+        ),
     }
     return Observed(**{**base, **changes})
 
@@ -63,69 +80,104 @@ def creates(observed: Observed) -> list[CreatePod]:
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement", "lost", "force"),
+    ("name", "replacement", "lost", "tainted", "force"),
     [
-        ("bound to a lost node", waiting("a"), {"a"}, True),
-        ("bound to a node whose object is gone", waiting("deleted"), set(), True),
-        ("bound to a second lost node", waiting("b", "a"), {"a", "b"}, True),
-        ("deleted on a lost node", waiting("a", "a", terminating=True), {"a"}, True),
-        ("a node that it avoids is back", waiting(None, "a", "b"), {"b"}, False),
+        ("bound to a lost node", waiting("a"), ["a"], [], True),
+        ("bound to a lost node that has its taint now", waiting("a"), [], ["a"], True),
+        ("bound to a node whose object is gone", waiting("deleted"), [], [], True),
+        ("bound to a second lost node", waiting("b", "a"), ["a", "b"], [], True),
+        ("deleted on a lost node", waiting("a", "a", terminating=True), ["a"], [], True),
+        ("a node that it avoids is back", waiting(None, "a", "b"), ["b"], [], False),
+        ("a node that it avoids is tainted", waiting(None, "a", "b"), ["b"], ["a"], False),
     ],
 )
-def test_created_again(name: str, replacement: PodView, lost: set[str], force: bool) -> None:
-    observed = observe(replacement, lost)
+def test_created_again(
+    name: str, replacement: PodView, lost: list[str], tainted: list[str], force: bool
+) -> None:
+    observed = observe(replacement, lost, *tainted)
     assert deletes(observed) == [DeletePod(replacement.name, replacement.uid, force)], name
     assert decide(observed, now()).memory.unstarted == {replacement.name}
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement", "lost"),
+    ("name", "replacement", "lost", "tainted"),
     [
-        ("the nodes that it avoids are still lost", waiting(None, "a"), {"a"}),
-        ("avoids nothing and waits for capacity", waiting(None), {"a"}),
-        ("bound to a good node, another is back", waiting("c", "a"), set()),
-        ("a scheduler that ignores affinities", waiting("a", "a"), {"a"}),
-        ("on its way out already", waiting(None, "a", terminating=True), set()),
-        ("on its way out, on a good node", waiting("c", terminating=True), {"a"}),
+        ("the nodes that it avoids are still lost", waiting(None, "a"), ["a"], []),
+        ("avoids nothing and waits for capacity", waiting(None), ["a"], []),
+        ("avoids nothing while a tainted node is lost", waiting(None), [], ["a"]),
+        ("bound to a good node, another is back", waiting("c", "a"), [], []),
+        ("a scheduler that ignores affinities", waiting("a", "a"), ["a"], []),
+        ("on its way out already", waiting(None, "a", terminating=True), [], []),
+        ("on its way out, on a good node", waiting("c", terminating=True), ["a"], []),
     ],
 )
-def test_left_alone(name: str, replacement: PodView, lost: set[str]) -> None:
-    observed = observe(replacement, lost)
+def test_left_alone(name: str, replacement: PodView, lost: list[str], tainted: list[str]) -> None:
+    observed = observe(replacement, lost, *tainted)
     assert deletes(observed) == [], name
     assert decide(observed, now()).memory.round == 1
 
 
 def test_under_suspend_no_pod_is_deleted_that_would_not_come_back() -> None:
-    base = observe(waiting("a"), {"a"})
+    base = observe(waiting("a"), ["a"])
     suspended = job(2, base.job.status, suspend=True)
-    assert deletes(observe(waiting("a"), {"a"}, job=suspended)) == []
+    assert deletes(observe(waiting("a"), ["a"], job=suspended)) == []
 
 
 def test_a_deleted_pod_that_never_started_is_created_in_its_round_without_the_lost_nodes() -> None:
-    known = JobMemory(round=RestartRound(1), round_seen_at=1.0, unstarted=frozenset({GONE}))
-    observed = observe(None, {"b", "a"}, memory=known)
+    observed = observe(None, ["b", "a"], memory=NEVER_STARTED)
     assert creates(observed) == [CreatePod(GONE, Worker(1), RestartRound(1), ("a", "b"))]
     assert decide(observed, now()).memory.unstarted == {GONE}
 
 
+def test_a_node_that_kubernetes_has_tainted_is_not_excluded() -> None:
+    """Karpenter adds no node for a pod that excludes nodes by name."""
+    (create,) = creates(observe(None, ["a"], "b", memory=NEVER_STARTED))
+    assert create.avoided_nodes == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("name", "toleration", "excluded"),
+    [
+        ("everything", {"operator": "Exists"}, ("a",)),
+        ("the key", {"key": UNREACHABLE.key, "operator": "Exists"}, ("a",)),
+        ("the key without a value", {"key": UNREACHABLE.key, "effect": "NoSchedule"}, ("a",)),
+        ("the key with a value", {"key": UNREACHABLE.key, "value": "x"}, ()),
+        ("the effect NoExecute", {"operator": "Exists", "effect": "NoExecute"}, ()),
+        ("another key", {"key": "gpu", "operator": "Exists"}, ()),
+    ],
+)
+def test_a_template_that_tolerates_the_taint_excludes_the_node_while_it_is_lost(
+    name: str, toleration: dict[str, str], excluded: tuple[str, ...]
+) -> None:
+    observed = observe(None, [], "a", memory=NEVER_STARTED)
+    spec = observed.job.spec
+    pod_spec = {**spec.template["spec"], "tolerations": [toleration]}
+    of = replace(observed.job, spec=replace(spec, template={**spec.template, "spec": pod_spec}))
+    (create,) = creates(replace(observed, job=of))
+    assert create.avoided_nodes == excluded, name
+    again = replace(observed, job=of, pods=(observed.pods[0], waiting(None, *excluded)))
+    assert deletes(again) == [], "it is not created again and again"
+
+
 def test_a_pod_that_had_started_is_lost_and_needs_a_round() -> None:
-    observed = observe(None, {"a"}, memory=JobMemory(round=RestartRound(1), round_seen_at=1.0))
+    observed = observe(None, ["a"], memory=JobMemory(round=RestartRound(1), round_seen_at=1.0))
     assert creates(observed) == []
     assert not World(observed).awaits_start(World(observed).members[1])
 
 
-def test_the_list_of_avoided_nodes_is_bounded() -> None:
-    known = JobMemory(round=RestartRound(1), round_seen_at=1.0, unstarted=frozenset({GONE}))
-    nodes = {f"node-{i:03}" for i in range(MAX_AVOIDED + 1)}
-    (create,) = creates(observe(None, nodes, memory=known))
+def test_the_list_of_avoided_nodes_is_bounded_and_holds_the_newest_losses() -> None:
+    nodes = [f"node-{i:03}" for i in reversed(range(MAX_AVOIDED + 1))]
+    newest, oldest = nodes[0], nodes[-1]
+    (create,) = creates(observe(None, nodes, memory=NEVER_STARTED))
     assert len(create.avoided_nodes) == MAX_AVOIDED
-    left_out = max(nodes)
-    assert deletes(observe(waiting(left_out), nodes)) == [], "a new pod could be bound there again"
+    assert newest in create.avoided_nodes
+    assert deletes(observe(waiting(newest), nodes)) != []
+    assert deletes(observe(waiting(oldest), nodes)) == [], "a new pod could be bound there again"
 
 
-def test_the_wait_is_said() -> None:
+def test_the_message_of_a_waiting_pod_names_the_lost_nodes() -> None:
     message = "0/5 nodes are available"
-    observed = observe(waiting(None, "a", message=message), {"a"})
+    observed = observe(waiting(None, "a", message=message), ["a"])
     reason = decide(observed, now()).reason
-    assert message in reason and "renews its lease: a" in reason
-    assert "node a, whose lease has stopped" in decide(observe(waiting("a"), {"a"}), now()).reason
+    assert message in reason and "renew their leases: a" in reason
+    assert "node a, whose lease has stopped" in decide(observe(waiting("a"), ["a"]), now()).reason

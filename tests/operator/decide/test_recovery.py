@@ -155,7 +155,7 @@ def test_a_silent_node_counts_from_its_last_sign_of_life(
 ) -> None:
     timeline = trained()
     timeline.at(130.0)
-    lost = NodeView("node-1", ready=False, lost=True, renewed_at=renewed_at)
+    lost = NodeView("node-1", lost=True, renewed_at=renewed_at)
     there, gone = holders(0)
     silent = replace(gone, reachable=Reachable.NO, unreachable_since=130.0, heard_at=heard_at)
     timeline.at(140.0, nodes={"node-1": lost}, sidecars=(there, silent))

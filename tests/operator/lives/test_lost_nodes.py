@@ -6,11 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.operator.builders import NAMESPACE
 from tests.support.operator.fake_cluster import LEASE_SECONDS, TAINT_SECONDS, FakeNode
 from tests.support.operator.life import Life
 from tests.support.operator.oracle import broken_rules
 
-from holdfast_operator.model.job import JobStatusView
+from holdfast_core.api import JobCondition
+from holdfast_operator.model.job import JobStatusView, PodView
+from holdfast_operator.model.ownership import worker_identity
+from holdfast_operator.watch.views import pod_view
 
 LONG = 3 * TAINT_SECONDS
 AT_ONCE = 3
@@ -36,6 +40,20 @@ def only_node_that_fits(life: Life, worker: int) -> FakeNode:
     node = node_of(life, worker)
     life.cluster.full_nodes = set(life.cluster.nodes) - {node.name}
     return node
+
+
+def waiting_pod(life: Life, worker: int) -> PodView:
+    """The worker's pod, as the operator parses it. No node has taken it."""
+    raw = life.cluster.api.objects["pods", NAMESPACE, life.pod(worker)]
+    identity = worker_identity(raw)
+    assert identity is not None
+    pod = pod_view(raw, identity)
+    assert pod.node is None
+    return pod
+
+
+def bound_nodes(life: Life) -> set[str | None]:
+    return {p.view.node for p in life.cluster.pods.values()}
 
 
 def writes_of_pods(life: Life) -> int:
@@ -155,14 +173,16 @@ def test_a_job_that_fits_on_the_lost_node_only_waits_and_uses_it_when_it_returns
     life = training()
     lost = only_node_that_fits(life, 2)
     lost.cut_off = True
+    life.run(TAINT_SECONDS - 5)
+    assert waiting_pod(life, 2).avoided_nodes == {lost.name}
+    running = life.status.condition(JobCondition.RUNNING)
+    assert running is not None
+    assert "0/6 nodes are available" in running.message and lost.name in running.message
     life.run(LONG)
     assert life.status.restart_round == 1
-    waiting = life.operator.worker_pod(2)
-    assert waiting is not None and waiting.node is None
-    text = " ".join(c.message for c in life.status.conditions)
-    assert "0/6 nodes are available" in text and lost.name in text
     writes = writes_of_pods(life)
     life.run(LONG)
+    assert waiting_pod(life, 2).node is None
     assert writes_of_pods(life) == writes
     lost.cut_off = False
     life.run(30)
@@ -176,11 +196,64 @@ def test_a_waiting_pod_outlives_an_operator_that_restarts() -> None:
     lost = only_node_that_fits(life, 2)
     lost.dead = True
     life.run(LEASE_SECONDS + 5)
-    waiting = life.pod(2), life.cluster.pods[life.pod(2)].view.uid
+    before = waiting_pod(life, 2)
+    assert before.avoided_nodes == {lost.name}
     life.restart()
+    life.run(TAINT_SECONDS - lost.silent_ticks - 1)
+    assert waiting_pod(life, 2).uid == before.uid
     life.run(LONG)
-    assert (life.pod(2), life.cluster.pods[life.pod(2)].view.uid) == waiting
-    assert life.cluster.pods[life.pod(2)].view.node is None
+    assert waiting_pod(life, 2).node is None
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["same operator", "operator restarts"])
+def test_a_waiting_pod_stops_excluding_a_node_that_kubernetes_has_tainted(restarts: bool) -> None:
+    """Karpenter adds no node for a pod that excludes nodes by name: the job would wait for ever."""
+    life = training()
+    lost = only_node_that_fits(life, 2)
+    lost.dead = True
+    life.run(LEASE_SECONDS + 5)
+    before = waiting_pod(life, 2)
+    assert before.avoided_nodes == {lost.name}
+    if restarts:
+        life.restart()
+    life.run(LONG)
+    after = waiting_pod(life, 2)
+    assert (after.name, after.avoided_nodes) == (before.name, frozenset())
+    assert after.uid != before.uid
+    writes = writes_of_pods(life)
+    life.run(LONG)
+    assert writes_of_pods(life) == writes, "it is created again once"
+    life.cluster.nodes["added"] = FakeNode("added")
+    life.run(30)
+    assert one_round(life)
+    assert node_of(life, 2).name == "added"
+
+
+def test_a_node_that_died_long_ago_is_not_excluded() -> None:
+    """Kubernetes keeps pods off it, and its Node object may stay for ever."""
+    life = training()
+    old = next(n for n in life.cluster.nodes.values() if n.name not in bound_nodes(life))
+    old.dead = True
+    life.run(LONG)
+    assert life.status.restart_round == 0
+    life.cluster.full_nodes = set(life.cluster.nodes)
+    life.cluster.lose_pod(life.pod(2))
+    life.run(10)
+    assert life.status.restart_round == 1
+    assert waiting_pod(life, 2).avoided_nodes == frozenset()
+
+
+@pytest.mark.parametrize("tolerations", [[], [{"operator": "Exists"}]], ids=["none", "all"])
+def test_a_pod_that_tolerates_the_taint_of_a_lost_node_costs_one_round(
+    tolerations: list[dict[str, str]],
+) -> None:
+    """The scheduler places such a pod on the dead node at any time."""
+    life = training(tolerations=tolerations)
+    node = node_of(life, 2)
+    node.dead = True
+    life.run(LONG)
+    assert one_round(life)
+    assert node_of(life, 2) is not node
 
 
 def test_a_round_that_begins_while_a_pod_waits_creates_it_again() -> None:

@@ -23,6 +23,7 @@ from holdfast_operator.model.job import (
     RestartRecord,
     RestorePointView,
     Sources,
+    Taint,
 )
 from holdfast_operator.model.ownership import WorkerIdentity
 from holdfast_operator.watch.views import (
@@ -239,10 +240,19 @@ def test_pods(raw: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_nodes() -> None:
     raw = {
         "metadata": {"name": "n", "labels": {"zone": "a"}},
-        "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+        "spec": {
+            "taints": [
+                {"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule", "timeAdded": "x"},
+                {"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"},
+                {"key": "node.kubernetes.io/memory-pressure", "effect": "NoSchedule"},
+                {"key": "gpu", "value": "yes", "effect": "NoSchedule"},
+            ]
+        },
     }
-    view = node_view(raw, lost=True)
-    assert (view.name, view.ready, view.lost, view.labels["zone"]) == ("n", True, True, "a")
+    view = node_view(raw)
+    assert (view.name, view.lost, view.labels) == ("n", False, {"zone": "a"})
+    assert view.taints == {Taint("node.kubernetes.io/unreachable", "NoSchedule")}
+    assert node_view({"metadata": {"name": "n"}, "spec": {}}).taints == frozenset()
 
 
 def test_checkpoints() -> None:

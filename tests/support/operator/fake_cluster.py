@@ -30,7 +30,8 @@ from holdfast_operator.watch.views import checkpoint_view
 LEASE_SECONDS = 20
 """Seconds of silence after which a node counts as lost."""
 TAINT_SECONDS = 40
-"""Seconds of silence after which the scheduler places no more pods on a node."""
+"""Seconds of silence after which a node is tainted."""
+UNREACHABLE = "node.kubernetes.io/unreachable"
 DELETE_SECONDS = 2
 """Seconds that a kubelet takes to end a deleted pod."""
 START_SECONDS = 2
@@ -55,8 +56,8 @@ class FakeNode:
         return self.dead or self.cut_off or self.deleted
 
     @property
-    def schedulable(self) -> bool:
-        return not self.deleted and self.silent_ticks < TAINT_SECONDS
+    def tainted(self) -> bool:
+        return self.silent_ticks >= TAINT_SECONDS
 
 
 @dataclass(slots=True)
@@ -282,9 +283,9 @@ class FakeCluster:
 
     def _publish_node(self, node: FakeNode) -> None:
         spec = {"renewTime": str(node.renewed)}
-        status = {"conditions": [{"type": "Ready", "status": "False" if node.silent else "True"}]}
+        taints = [{"key": UNREACHABLE, "effect": "NoSchedule"}] if node.tainted else []
         for plural, namespace, state in (
-            ("nodes", "", {"status": status}),
+            ("nodes", "", {"spec": {"taints": taints}}),
             ("leases", "kube-node-lease", {"spec": spec}),
         ):
             known = self.api.objects.get((plural, namespace, node.name))
@@ -472,14 +473,19 @@ class FakeCluster:
             self.sidecars[name] = ToySidecar(view.worker, name, view.birth_round)
 
     def _place(self, view: PodView) -> str | None:
-        """Return the node with the fewest pods that is schedulable, has room and matches the pod's
-        affinity.
+        """Return the node with the fewest pods that has room, no taint, and matches the pod's affinity.
+
+        Of tolerations, only the one of all taints is supported.
         """
-        affinity = self.api.objects["pods", NAMESPACE, view.name]["spec"]["affinity"]
+        spec = self.api.objects["pods", NAMESPACE, view.name]["spec"]
+        tolerates_all = {"operator": "Exists"} in spec.get("tolerations", [])
         load = {
             n.name: 0
             for n in self.nodes.values()
-            if n.schedulable and n.name not in self.full_nodes and _allows(affinity, n.name)
+            if not n.deleted
+            and (tolerates_all or not n.tainted)
+            and n.name not in self.full_nodes
+            and _allows(spec["affinity"], n.name)
         }
         for pod in self.pods.values():
             if pod.view.node in load:

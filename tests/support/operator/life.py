@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.support.operator.builders import raw_job
 from tests.support.operator.fake_cluster import FakeCluster, FakeNode
@@ -23,15 +23,21 @@ class Life:
     """One job on the in-memory cluster. `restart` replaces the operator process."""
 
     def __init__(
-        self, *, copies: int = 1, store: bool = False, every: int = 1000, total_steps: int = 100_000
+        self,
+        *,
+        copies: int = 1,
+        store: bool = False,
+        every: int = 1000,
+        total_steps: int = 100_000,
+        tolerations: Sequence[Mapping[str, str]] = (),
     ) -> None:
         checkpoint: dict[str, object] = {"interval": {"steps": 5}, "peer": {"copies": copies}}
         if store:
             checkpoint["object"] = {"storeRef": {"name": "main"}, "every": {"steps": every}}
         nodes = {f"node-{i}": FakeNode(f"node-{i}") for i in range(WORKERS + 2)}
-        self.cluster = FakeCluster(
-            job=raw_job(WORKERS, checkpoint=checkpoint), nodes=nodes, total_steps=total_steps
-        )
+        job = raw_job(WORKERS, checkpoint=checkpoint)
+        job["spec"]["template"]["spec"]["tolerations"] = list(tolerations)
+        self.cluster = FakeCluster(job=job, nodes=nodes, total_steps=total_steps)
         self.copies = copies
         self.restart()
 

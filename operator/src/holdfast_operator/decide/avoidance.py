@@ -1,30 +1,35 @@
-"""Keep pods that have not started away from lost nodes, and let them use nodes that are back. Pure.
+"""Keep pods that have not started away from lost nodes, and remove exclusions that are not needed. Pure.
 
 The scheduler places pods on a dead node until Kubernetes taints it, after 40 seconds or more. A pod that is
-created while nodes are lost excludes them by its node affinity, which cannot be changed later. So a pod that
-has not started is deleted, and created again in the same round under the same name, in two cases (ADR 0049):
+created in this time excludes the node by its node affinity, which cannot be changed later. So a pod that has
+not started is deleted, and created again in the same round under the same name, in two cases (ADR 0049,
+ADR 0059):
 1. It is bound to a lost node that it does not exclude, because it was created before the loss was noticed.
-2. No node has taken it, and a node that it excludes is back. That node may be the only one that fits.
+2. No node has taken it, and it excludes a node that is back, tainted or deleted. A node that is back may be
+   the only one that fits, and Karpenter adds no node for a pod that excludes nodes by name.
 This costs no round, because no container of the pod has run (World.awaits_start).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.report.status import Note
 from holdfast_operator.model.actions import Action, DeletePod
-from holdfast_operator.model.job import PodView
+from holdfast_operator.model.job import PodView, Taint
 from holdfast_operator.model.reasons import Reason
 
 MAX_AVOIDED = 64
 """Largest number of nodes that a pod excludes. Each of them is a requirement in each term of the pod's
-affinity. If more nodes are lost, only the taints of Kubernetes keep pods away from the others."""
+affinity. The newest losses go first: Kubernetes taints the others sooner."""
 NAMED_NODES = 8
 
 
 def avoided_nodes(world: World) -> tuple[str, ...]:
     """Return the sorted names of the nodes that a pod excludes if it is created now."""
-    return () if _names_its_node(world) else tuple(sorted(world.observed.lost_nodes)[:MAX_AVOIDED])
+    return () if _names_its_node(world) else tuple(sorted(_open_nodes(world)[:MAX_AVOIDED]))
 
 
 def replacements(world: World) -> list[Action]:
@@ -50,8 +55,8 @@ def waiting_note(world: World) -> Note | None:
             more = f" and {len(nodes) - NAMED_NODES} more" if len(nodes) > NAMED_NODES else ""
             text = f"pod {pod.name} is not scheduled: {pod.message}".rstrip(": ")
             text += (
-                "; it avoids nodes whose leases have stopped, and may use each of them when its "
-                f"kubelet renews its lease: {', '.join(nodes[:NAMED_NODES])}{more}"
+                "; it avoids nodes whose leases have stopped, until Kubernetes taints them or their "
+                f"kubelets renew their leases: {', '.join(nodes[:NAMED_NODES])}{more}"
             )
             return Note(Reason.WAITING_FOR_PODS, text)
     return None
@@ -64,14 +69,37 @@ def _waiting(world: World) -> list[tuple[MemberState, PodView]]:
 
 def _is_misplaced(world: World, member: MemberState, pod: PodView) -> bool:
     if pod.node is None:
-        return not pod.terminating and not pod.avoided_nodes <= world.observed.lost_nodes
+        return not pod.terminating and not pod.avoided_nodes.issubset(_open_nodes(world))
     if not member.node_lost:
         return False
     if pod.terminating:
         return True  # no kubelet will confirm the delete
     if pod.node in pod.avoided_nodes or _names_its_node(world):
         return False  # a new pod would be bound to the same node
-    return pod.node not in world.observed.lost_nodes or pod.node in avoided_nodes(world)
+    return pod.node not in _open_nodes(world) or pod.node in avoided_nodes(world)
+
+
+def _open_nodes(world: World) -> list[str]:
+    """Return the lost nodes on which the scheduler may still place a pod of the job, the newest loss first.
+
+    These are the nodes without a taint for lost nodes, and those whose taints the template tolerates.
+    """
+    spec = world.observed.job.spec.template.get("spec") or {}
+    tolerations = spec.get("tolerations") or []
+    return [
+        node.name
+        for node in world.observed.lost_nodes
+        if all(any(_tolerates(t, taint) for t in tolerations) for taint in node.taints)
+    ]
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Taint) -> bool:
+    """Return whether a toleration matches a taint without a value, by the rules of the scheduler."""
+    if toleration.get("effect") not in (None, "", taint.effect):
+        return False
+    if toleration.get("key") not in (None, "", taint.key):
+        return False
+    return toleration.get("operator") == "Exists" or not toleration.get("value")
 
 
 def _names_its_node(world: World) -> bool:

@@ -6,6 +6,7 @@ request before it has decided. `Observer.follow_sidecars` may start background c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from holdfast_core.api import CheckpointStore
@@ -145,31 +146,35 @@ class Observer:
         for name in {p.node for p in pods if p.node is not None}:
             node = self._cache.node(name)
             if node is None and name in silent:
-                nodes[name] = NodeView(name, ready=False, lost=True)
+                nodes[name] = NodeView(name, lost=True)
             if node is not None:
-                nodes[name] = NodeView(
-                    name,
-                    node.ready,
-                    name in silent,
-                    renewed_at=self._cache.leases.changed_at(name),
-                    labels=node.labels,
-                )
+                renewed_at = self._cache.leases.changed_at(name)
+                nodes[name] = replace(node, lost=name in silent, renewed_at=renewed_at)
         return nodes
 
-    def _lost_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
-        """Return the lost nodes of the whole cluster, which a new pod of the job must avoid.
+    def _lost_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> tuple[NodeView, ...]:
+        """Return the lost nodes of the whole cluster, the newest loss first.
 
-        The job's own pods are not enough: the pod that ran on a lost node may be deleted by now. Lost
-        nodes that an earlier operator process recorded are in the annotations of the job's pods. They
-        count until this process has seen the node's lease change.
+        The nodes of the job's own pods are not enough: the pod that ran on a lost node may be deleted by
+        now. Lost nodes that an earlier operator process recorded are in the annotations of the job's
+        pods. They count until this process has seen the node's lease change.
         """
         started = {(p.worker, p.birth_round) for p in pods if p.started}
         if started.issuperset(enumerate(job.status.members)):
-            return frozenset()  # every member has started, so the search of all leases is saved
+            return ()  # every member has started, so the search of all leases is saved
         cache, threshold = self._cache, job.spec.suspect_after.total_seconds()
         lost = cache.leases.silent(threshold, self._clock.monotonic(), cache.lease_contact)
         avoided = {n for p in pods for n in p.avoided_nodes if cache.leases.is_undated(n)}
-        return frozenset(n for n in lost | avoided if cache.node_is_there(n))
+        nodes = [
+            replace(
+                cache.node(name) or NodeView(name),
+                lost=True,
+                renewed_at=cache.leases.changed_at(name),
+            )
+            for name in sorted(lost | avoided)
+            if cache.node_is_there(name)
+        ]
+        return tuple(sorted(nodes, key=lambda n: n.renewed_at or 0.0, reverse=True))
 
     def _checkpoints(self, job: JobView) -> tuple[CheckpointView, ...]:
         own = self._cache.checkpoints(job.namespace, job.name)

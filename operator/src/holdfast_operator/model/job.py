@@ -320,7 +320,8 @@ class PodView:
     disrupted: bool = False
     """Whether condition DisruptionTarget is True. The rules check it before exit codes."""
     avoided_nodes: frozenset[str] = frozenset()
-    """Names of the nodes that its affinity excludes because they were lost when it was created."""
+    """Names of the nodes that its affinity excludes because they were lost, and not tainted yet, when it was
+    created."""
 
     @property
     def started(self) -> bool:
@@ -375,9 +376,19 @@ class SidecarView:
 
 
 @dataclass(frozen=True, slots=True)
+class Taint:
+    """Taint of a node that Kubernetes regards as lost. Its value is always empty."""
+
+    key: str
+    effect: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeView:
     name: str
-    ready: bool = True
+    taints: frozenset[Taint] = frozenset()
+    """Taints by which Kubernetes keeps new pods off a node that it regards as lost. Other taints are left
+    out."""
     lost: bool = False
     """Whether its lease did not change for suspect_after, while the watch of leases is known to work. A node
     whose Node object is missing for as long counts as lost as well."""
@@ -512,9 +523,9 @@ class Observed:
     """At most one per pod uid."""
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     """Nodes of the job's pods, by name. A missing entry means that the node's state is not known."""
-    lost_nodes: frozenset[str] = frozenset()
-    """Names of all nodes of the cluster whose leases have stopped, with a pod of the job or without. Empty if
-    every member's pod has started."""
+    lost_nodes: tuple[NodeView, ...] = ()
+    """All nodes of the cluster whose leases have stopped, with a pod of the job or without, the newest loss
+    first. Empty if every member's pod has started."""
     coordinator: CoordinatorState | None = None
     """The newest reply of the round's coordinator. None: this process has received none yet."""
     checkpoints: tuple[CheckpointView, ...] = ()

@@ -22,8 +22,8 @@ BIRTH_ROUND = f"{GROUP}/birth-round"
 
 AVOIDED_NODES = f"{GROUP}/avoided-nodes"
 """Annotation of a pod with the names, separated by commas, of the nodes that its node affinity excludes
-because they were lost when it was created. The affinity of a pod cannot be changed, so a pod that no node
-has taken is created again when one of these nodes is back."""
+because they were lost, and not tainted yet, when it was created. The affinity of a pod cannot be changed, so
+a pod that no node has taken is created again when it need not exclude one of these nodes any longer."""
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 """Label that selects, with MANAGED_BY_VALUE, all pods that the operator watches."""

@@ -350,7 +350,7 @@ class ClusterCache:
         if (
             before is None
             or new is None
-            or (before.ready, before.labels) != (new.ready, new.labels)
+            or (before.taints, before.labels) != (new.taints, new.labels)
         ):
             for key in self.jobs_on_node(changed):
                 self._enqueue(key)

@@ -45,6 +45,7 @@ from holdfast_operator.model.job import (
     RestartRecord,
     RestorePointView,
     Sources,
+    Taint,
 )
 from holdfast_operator.model.ownership import WorkerIdentity
 
@@ -471,12 +472,25 @@ def _text(
     return None, ""
 
 
-def node_view(raw: Mapping[str, Any], *, lost: bool = False) -> NodeView:
+LOST_NODE_TAINTS = frozenset(
+    {
+        Taint("node.kubernetes.io/not-ready", "NoSchedule"),
+        Taint("node.kubernetes.io/unreachable", "NoSchedule"),
+        Taint("node.kubernetes.io/out-of-service", "NoSchedule"),
+        Taint("node.kubernetes.io/out-of-service", "NoExecute"),
+    }
+)
+"""Taints that stop the scheduler from placing pods on a lost node. `not-ready` and `unreachable` with the
+effect NoExecute are missing: the API server adds tolerations of both to every pod, and the scheduler ignores
+their tolerationSeconds (https://kubernetes.io/docs/concepts/scheduling-eviction/taint-and-toleration)."""
+
+
+def node_view(raw: Mapping[str, Any]) -> NodeView:
     meta = raw.get("metadata") or {}
-    conditions = {c.get("type"): c for c in (raw.get("status") or {}).get("conditions") or []}
+    taints = (raw.get("spec") or {}).get("taints") or []
+    found = {Taint(str(t.get("key")), str(t.get("effect"))) for t in taints}
     return NodeView(
         name=str(meta.get("name")),
-        ready=_is_true(conditions.get("Ready")),
-        lost=lost,
+        taints=frozenset(found & LOST_NODE_TAINTS),
         labels=dict(meta.get("labels") or {}),
     )
