@@ -310,13 +310,13 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "workers": (
         WITH_STORE,
         {"workers": 5},
-        "workers of a job is immutable for now (4, asked for 5): create a new job with this number "
+        "workers of a job is immutable for now (4, found 5): create a new job with this number "
         "and restoreFrom",
     ),
     "procsPerWorker": (
         WITH_STORE,
         {"procsPerWorker": 2},
-        "procsPerWorker is immutable (1, asked for 2): shards are saved by rank; create a new job",
+        "procsPerWorker is immutable (1, found 2): shards are saved by rank; create a new job",
     ),
     "other store": (
         WITH_STORE,

@@ -225,7 +225,7 @@ def test_training_goes_on_without_a_sidecar(
         assert ckpt.saves_failed >= 9
         assert caplog.text.count("no connection to the sidecar (") == 1
         sidecar.start(0)
-        until(lambda: "saves go on" in caplog.text, "the reconnect")
+        until(lambda: "saves continue" in caplog.text, "the reconnect")
         ckpt.save(500, state).wait(timeout=60)
         steps.close()
 

@@ -125,7 +125,7 @@ def test_a_round_never_runs_twice(tmp_path: Path, sidecar: FakeSidecar) -> None:
         hello = launcher_hellos(sidecar)[-1]
         assert (hello.round, hello.last_round) == (None, 0)
         begin(sidecar)
-        until(lambda: "none runs twice" in again.err(), "the refusal")
+        until(lambda: "never forked twice" in again.err(), "the refusal")
 
 
 def test_the_sidecar_may_restart_under_running_ranks(tmp_path: Path, sidecar: FakeSidecar) -> None:

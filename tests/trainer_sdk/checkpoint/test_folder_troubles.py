@@ -230,7 +230,7 @@ def test_an_unmounted_folder_fails_saves_until_it_is_back(
         until(lambda: "is not mounted there any more" in caplog.text, "the reason is logged")
         assert list(volume.path.iterdir()) == [], "the directory below the mount point"
         volume.bring_back(tmp_path / "kept")
-        until(lambda: "saves go on" in caplog.text, "the folder is back")
+        until(lambda: "saves continue" in caplog.text, "the folder is back")
         until(lambda: failed.settled, "an end of the save in between")
         ckpt.save(3, state(3, 1)).wait(timeout=60)
     assert committed_step(folder) == 3
@@ -283,7 +283,7 @@ def test_slots_lie_where_the_script_says(tmp_path: Path, small_memory: Path) -> 
         assert list(small_memory.iterdir()) == []
     assert list(other.iterdir()) == []
     with (
-        pytest.raises(CapacityError, match="name another directory"),
+        pytest.raises(CapacityError, match="set another directory"),
         holdfast.Checkpointer(dir=tmp_path / "ckpt", slots_dir=small_memory) as ckpt,
     ):
         ckpt.allocate(state(1, 20))
@@ -313,7 +313,7 @@ def test_messages_of_a_folder_name_nothing_of_a_cluster(
         said.append(str(no_memory.value))
         (writer,) = children_of(os.getpid())
         os.kill(writer, signal.SIGKILL)
-        until(lambda: "saves go on" in caplog.text, "the next writer")
+        until(lambda: "saves continue" in caplog.text, "the next writer")
         volume.unmount()
         until(lambda: ckpt.save(3, state(3, 6)).failure is not None, "a failed save")
     said += [caplog.text, capfd.readouterr().err]

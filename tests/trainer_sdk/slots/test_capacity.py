@@ -62,5 +62,5 @@ def test_what_other_ranks_are_taking_counts(tmp_path: Path) -> None:
     with open(tmp_path / "rank000000.0.slot", "wb") as file:
         file.truncate(1 << 20)
     assert reserved_bytes(tmp_path) == 1 << 20
-    with pytest.raises(CapacityError, match="being taken by other ranks"):
+    with pytest.raises(CapacityError, match="being allocated by other ranks"):
         require_room(tmp_path, 1 << 60, 2)

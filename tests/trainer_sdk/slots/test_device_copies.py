@@ -198,7 +198,7 @@ def test_a_write_is_noticed_although_no_step_comes_after_it(training: Training) 
     handle = training.ckpt.save(1, training.state)
     write(training.net.weight, -1)
     training.device.catch_up()
-    with pytest.raises(SaveFailedError, match="may be of two steps"):
+    with pytest.raises(SaveFailedError, match="may contain data of two steps"):
         handle.wait(timeout=60)
 
 
@@ -509,5 +509,5 @@ def test_a_sharded_parameter_goes_the_same_way(sidecar: FakeSidecar, mesh: Any) 
         handle = ckpt.save(2, training.state)
         write(training.net.weight, -1)
         training.device.catch_up()
-        with pytest.raises(SaveFailedError, match="may be of two steps"):
+        with pytest.raises(SaveFailedError, match="may contain data of two steps"):
             handle.wait(timeout=60)

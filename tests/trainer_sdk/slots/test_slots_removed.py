@@ -148,7 +148,7 @@ def test_removed_with_the_lock_and_taken_by_another(
             training.save(2, state(2)).wait(timeout=60)
             assert {path: path.stat().st_ino for path in memory.rglob("*.slot")} == files
         training.save(3, state(3)).wait(timeout=60)
-    assert "used by another process by now" in caplog.text
+    assert "now used by another process" in caplog.text
     assert restored(folder) == (3, 3.0)
 
 

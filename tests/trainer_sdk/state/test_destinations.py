@@ -328,7 +328,7 @@ def test_bytes_that_changed_since_the_state_was_made_of_them(where: str) -> None
     found = destinations(payload, {"t": torch.zeros(10), "word": ""})
     changed = payload.copy()
     changed[20 if where == "header" else plan.objects.start + 3] ^= 1
-    with pytest.raises(CorruptionError, match="a moment ago"):
+    with pytest.raises(CorruptionError, match="changed between two reads"):
         put_all(found, changed)
 
 

@@ -192,7 +192,7 @@ def test_modules_compare_names_both_ways() -> None:
 def test_optimizers_compare_their_groups() -> None:
     kept = saved({"o": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)})
     two = [torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))]
-    with pytest.raises(StateMismatchError, match=r"o: expected \[2\] parameters a group"):
+    with pytest.raises(StateMismatchError, match=r"o: expected \[2\] parameters per group"):
         load_state({"o": torch.optim.SGD(two, lr=1.0)}, kept)
 
 

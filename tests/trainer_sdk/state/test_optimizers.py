@@ -47,11 +47,11 @@ def reversed_order(parameters: Any, lr: float) -> Optimizer:
 
 MISFITS = [
     pytest.param(
-        torch.optim.SGD, r"optim: expected the state of SGD, found that of AdamW", id="sgd"
+        torch.optim.SGD, r"optim: expected the state of SGD, found the state of AdamW", id="sgd"
     ),
     pytest.param(torch.optim.Adam, r"optim: expected the state of Adam, found .*AdamW", id="adam"),
     pytest.param(
-        two_groups, r"optim: expected \[1, 3\] parameters a group, found \[4\]", id="groups"
+        two_groups, r"optim: expected \[1, 3\] parameters per group, found \[4\]", id="groups"
     ),
     pytest.param(
         reversed_order,
@@ -151,6 +151,6 @@ def test_an_object_that_refuses_is_skipped_or_says_what_is_loaded() -> None:
     saved = read_payload(stored({"a": torch.ones(1), "x": Refusing()}))
     state = {"a": torch.zeros(1), "x": Refusing()}
     (line,) = load_state(state, saved, strict=False)
-    assert line.startswith("x: Refusing.load_state_dict refused what was saved")
-    with pytest.raises(StateMismatchError, match="parts of the state are loaded by now"):
+    assert line.startswith("x: Refusing.load_state_dict refused the saved state")
+    with pytest.raises(StateMismatchError, match="parts of the state are already loaded"):
         load_state(state, saved)

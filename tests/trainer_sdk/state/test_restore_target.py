@@ -214,5 +214,5 @@ def test_optimizer_state_of_an_unknown_cut_is_refused(world: None) -> None:
         documents.append(replace(document, rank=Rank(rank), tensors=tensors).to_bytes())
     source = merge_layouts(documents)
     fresh = {"optim": torch.optim.SGD([weight])}
-    with pytest.raises(StateMismatchError, match=r"optim\.state\.0\.factor: F32 \[4\] is cut"):
+    with pytest.raises(StateMismatchError, match=r"optim\.state\.0\.factor: F32 \[4\] is sharded"):
         wanted(fresh, 2, source)

@@ -56,7 +56,7 @@ def _checkpointer(dir: str | os.PathLike[str] | None) -> Checkpointer:
             _shared = (name, checkpointer)
         elif name is not None and _shared[0] != name:
             raise ConfigError(
-                f"holdfast.save and restore already use {_shared[0] or 'the sidecar'}, asked for "
-                f"{name}: use holdfast.Checkpointer(dir=...) for a second place"
+                f"holdfast.save and restore already use {_shared[0] or 'the sidecar'}, requested "
+                f"{name}: use holdfast.Checkpointer(dir=...) for a second location"
             )
         return _shared[1]

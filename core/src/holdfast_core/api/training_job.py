@@ -139,7 +139,7 @@ class TrainingJobSpec(ApiModel):
                     rule(
                         "self == oldSelf",
                         message_expression=(
-                            "'workers of a job is immutable for now (%d, asked for %d): create a "
+                            "'workers of a job is immutable for now (%d, found %d): create a "
                             "new job with this number and restoreFrom'"
                             ".format([oldSelf, self])"
                         ),
@@ -161,7 +161,7 @@ class TrainingJobSpec(ApiModel):
                     rule(
                         "self == oldSelf",
                         message_expression=(
-                            "'procsPerWorker is immutable (%d, asked for %d): shards are saved by "
+                            "'procsPerWorker is immutable (%d, found %d): shards are saved by "
                             "rank; create a new job'.format([oldSelf, self])"
                         ),
                         forbidden=True,

@@ -64,8 +64,8 @@ class SaveHandle:
             done = self._condition.wait_for(lambda: self._decided(wanted), timeout)
             if not done:
                 raise SaveTimeoutError(
-                    f"save of step {self.step} in round {self.round}: not {wanted} within "
-                    f"{timeout} s; reached so far: {self._level or 'nothing'}"
+                    f"save of step {self.step} in round {self.round} did not become {wanted} within "
+                    f"{timeout} s; level reached so far: {self._level or 'none'}"
                 )
             if not self._reached(wanted):
                 raise SaveFailedError(

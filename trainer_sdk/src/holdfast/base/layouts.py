@@ -41,7 +41,10 @@ class LayoutFiles:
         try:
             document = path.read_bytes()
         except FileNotFoundError as error:
-            raise NotFoundError(f"layout {path} is not there") from error
+            raise NotFoundError(f"layout {path} does not exist") from error
         if digest_of(document) != digest:
-            raise CorruptionError(f"layout {path}: its digest is {digest_of(document)}")
+            raise CorruptionError(
+                f"layout {path}: the digest of the document is "
+                f"{digest_of(document)}, which is not its name"
+            )
         return document

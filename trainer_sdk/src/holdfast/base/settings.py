@@ -85,8 +85,8 @@ class RankSettings:
         )
         if not 0 <= settings.rank < settings.world_size:
             raise ConfigError(
-                f"RANK={settings.rank} does not lie in a world of WORLD_SIZE={settings.world_size}: "
-                "start the ranks by `holdfast run` or torchrun, which set both"
+                f"RANK={settings.rank} is not below WORLD_SIZE={settings.world_size}: start the "
+                "ranks by `holdfast run` or torchrun, which set both"
             )
         return settings
 

@@ -150,7 +150,7 @@ class Link:
             return self.submit(message).result(timeout_seconds)
         except TimeoutError as error:
             raise UnavailableError(
-                f"{type(message).__name__}: no answer from {self._peer} within {timeout_seconds} s"
+                f"{type(message).__name__}: no reply from {self._peer} within {timeout_seconds} s"
             ) from error
 
     def notify(self, message: Any) -> bool:
@@ -210,16 +210,16 @@ class Link:
         except (OSError, ConfigError) as error:
             return f"cannot connect: {error}"
         except BaseException as error:
-            logger.exception("connecting to %s failed in an unexpected way", self._peer)
+            logger.exception("connecting to %s failed with an unexpected error", self._peer)
             return f"cannot connect: {type(error).__name__}: {error}"
         try:
             with connection:
                 self._serve(connection)
-            return "it closed the connection"
+            return "the peer closed the connection"
         except (OSError, HoldfastError) as error:
             return f"{type(error).__name__}: {error}"
         except BaseException as error:
-            logger.exception("the connection to %s failed in an unexpected way", self._peer)
+            logger.exception("the connection to %s failed with an unexpected error", self._peer)
             return f"{type(error).__name__}: {error}"
 
     def _call(self, callback: Callable[[], object]) -> None:
@@ -227,7 +227,7 @@ class Link:
         try:
             callback()
         except BaseException:
-            logger.exception("a message of %s could not be handled", self._peer)
+            logger.exception("handling a message from %s failed", self._peer)
 
     def _serve(self, connection: socket.socket) -> None:
         decoder = FrameDecoder()
@@ -262,7 +262,7 @@ class Link:
         while True:
             data = connection.recv(_READ_BYTES)
             if not data:
-                raise ConnectionResetError("it closed the connection before HelloReply")
+                raise ConnectionResetError("the connection was closed before HelloReply")
             frames.extend(decoder.feed(data))
             for position, frame in enumerate(frames):
                 if frame.id == 1 << 40:

@@ -126,7 +126,7 @@ class Session:
             handed_over = [s for newest in self._saves.values() for s in _chain(newest)[::-1]]
             again = [s for s in handed_over if not s.handle.settled]
             if self._said_lost:
-                logger.warning("connected to %s again: saves go on", self.peer)
+                logger.warning("connected to %s again: saves continue", self.peer)
                 self._said_lost = False
             progress = self._progress
         if progress is not None and self.link is not None:
@@ -146,7 +146,8 @@ class Session:
                 return
             self._said_lost = True
         logger.warning(
-            "no connection to %s (%s): training goes on, saves fail until it is back",
+            "no connection to %s (%s): training continues, and saves fail until the connection is "
+            "back",
             self.peer,
             reason,
         )
@@ -155,7 +156,7 @@ class Session:
         was_connected, said_before = self.policy is not None, str(self.greeting_error)
         self.greeting_error = error
         if was_connected and str(error) != said_before:
-            logger.warning("%s cannot serve: %s", self.peer, error)
+            logger.warning("%s cannot serve this rank: %s", self.peer, error)
 
     def push(self, message: Any) -> None:
         match message:
@@ -173,7 +174,7 @@ class Session:
             case StopRequested():
                 self._want(message.token, stop=True)
             case _:
-                logger.warning("ignored a push that is not for ranks: %s", message)
+                logger.warning("ignored a message that is not for ranks: %s", message)
 
     # ------------------------------------------------------------------ the training thread
 
@@ -302,7 +303,10 @@ class Session:
         while len(self._saves) > _MAX_HANDLES:
             settled = (key for key, save in self._saves.items() if save.handle.settled)
             forgotten = self._saves.pop(next(settled, next(iter(self._saves))))
-            why = f"{self.peer} did not say what became of it, nor of {_MAX_HANDLES} later saves"
+            why = (
+                f"{self.peer} did not report the outcome of this save, nor of {_MAX_HANDLES} "
+                "later saves"
+            )
             for save in _chain(forgotten):
                 save.handle.fail(Level.LOCAL, why)
 
@@ -311,7 +315,7 @@ class Session:
             self._take_answer(save, future)
         except BaseException as error:
             # concurrent.futures only logs an exception, and the save would wait for ever.
-            logger.exception("the answer to the save of step %d", save.stage.step)
+            logger.exception("handling the reply to the save of step %d", save.stage.step)
             save.handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
         self._settled()
 

@@ -81,7 +81,7 @@ class GangStore:
                 return value
             if time.monotonic() >= deadline:
                 raise UnavailableError(
-                    f"the gang's store holds no value of this round under {key!r} after {_TIMEOUT}"
+                    f"the gang's store has no value of this round under {key!r} after {_TIMEOUT}"
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -139,8 +139,9 @@ def connect_store(settings: RankSettings) -> GangStore | None:
         store = distributed.distributed_c10d._get_default_store()
     else:
         raise ConfigError(
-            f"{settings.world_size} ranks, but no store to agree by: start them by `holdfast run` or "
-            "torchrun, or call torch.distributed.init_process_group before the Checkpointer"
+            f"{settings.world_size} ranks, but no store through which they can agree: start them "
+            "with `holdfast run` or torchrun, or call torch.distributed.init_process_group before "
+            "the Checkpointer"
         )
     secret = None if settings.store_secret is None else settings.store_secret.encode()
     return GangStore(distributed.PrefixStore(prefix, store), prefix, secret)

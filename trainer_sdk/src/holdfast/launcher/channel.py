@@ -68,7 +68,7 @@ class SidecarChannel:
                 continue
             try:
                 await self._serve(reader, writer)
-                reason = "it closed the connection"
+                reason = "the sidecar closed the connection"
             except (OSError, HoldfastError, TimeoutError, asyncio.IncompleteReadError) as error:
                 reason = f"{type(error).__name__}: {error}"
             else:
@@ -114,7 +114,9 @@ class SidecarChannel:
                 if not greeting.done():
                     greeting.cancel()
                     await reading
-                    raise ConnectionResetError("it closed the connection before HelloReply")
+                    raise ConnectionResetError(
+                        "the sidecar closed the connection before HelloReply"
+                    )
             reply = greeting.result()
             if isinstance(reply, Refused):
                 raise FormatError(f"the sidecar refused Hello: {reply.code}: {reply.message}")

@@ -114,7 +114,7 @@ class ForkServer:
                 case wire.ForkStore():
                     return self._fork_store(message)
                 case wire.Ready() | wire.Forked() | wire.Reaped() | wire.Failed():
-                    raise ValueError(f"{type(message).__name__} goes from the server only")
+                    raise ValueError(f"{type(message).__name__} is sent only by the server")
         except (OSError, ValueError, ThreadsError) as error:
             key = getattr(message, "key", "")
             self._say(wire.Failed(key, f"{type(error).__name__}: {error}"))
@@ -233,7 +233,7 @@ def main(argv: Sequence[str]) -> int:
             return become_rank(task.request, task.stdout, task.stderr)
         case wire.ForkStore():
             if task.listener is None:
-                raise ValueError("a store task carries its listener")
+                raise ValueError("expected a listener in the task that starts a store")
             return become_store(task.listener)
 
 

@@ -49,20 +49,26 @@ class Supervisor(Protocol):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=int, help="ranks in this pod (default: the pod's, or 1)")
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        help=(
+            "number of ranks in this pod (default: spec.procsPerWorker in a TrainingJob, else 1)"
+        ),
+    )
     parser.add_argument(
         "--preload",
         nargs="+",
         action="extend",
         default=[],
         metavar="MODULE",
-        help="modules that the fork server imports before ranks are forked, besides torch",
+        help="modules, in addition to torch, that the fork server imports before it forks ranks",
     )
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=0,
-        help="standalone: how often all ranks are restarted in place (default 0)",
+        help="without a TrainingJob: how often all ranks may be restarted in place (default 0)",
     )
     parser.add_argument(
         "--grace",
@@ -148,7 +154,7 @@ def _supervisor(
     if options.procs not in (None, contract.procs_per_worker):
         raise ConfigError(
             f"holdfast run: --nproc {options.procs}, but spec.procsPerWorker is "
-            f"{contract.procs_per_worker}: leave --nproc out in a TrainingJob"
+            f"{contract.procs_per_worker}: omit --nproc in a TrainingJob"
         )
     shared = Path(contract.shared_dir)
     pod = PodLauncher(processes, contract, RoundRecord(shared / LAUNCHER_ROUND_FILE))
@@ -162,7 +168,7 @@ async def _leave(
     number = stop.first.result()
     supervisor.stop()
     logger.info(
-        "%s: asking the ranks to save and stop, %g s until they are killed",
+        "received %s: the ranks are requested to save and stop, and are killed after %g s",
         number.name,
         options.grace_seconds,
     )

@@ -123,7 +123,7 @@ class PodLauncher:
             case End():
                 await self._end(message.round)
             case _:
-                logger.warning("ignored a push that is not for launchers: %s", message)
+                logger.warning("ignored a message that is not for launchers: %s", message)
 
     # ------------------------------------------------------------------ steps
 
@@ -142,7 +142,8 @@ class PodLauncher:
             return
         if self._last_round is not None and run.round <= self._last_round:
             logger.warning(
-                "Run for round %d ignored: round %d was forked already and none runs twice",
+                "ignored Run for round %d: the ranks of round %d were forked already, and a round "
+                "is never forked twice",
                 run.round,
                 self._last_round,
             )

@@ -218,7 +218,7 @@ class Processes:
         try:
             socket.send_fds(self._socket, [wire.encode(message)], descriptors)
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise ForkServerError("the fork server is gone: no rank can be started") from error
+            raise ForkServerError("the fork server has ended: no rank can be started") from error
 
     def _on_readable(self) -> None:
         if self._socket is None:
@@ -230,7 +230,7 @@ class Processes:
         except ConnectionResetError:
             packet = b""
         if not packet:
-            self._lost("the fork server ended by itself")
+            self._lost("the fork server ended unexpectedly")
             return
         match wire.decode(packet):
             case wire.Ready(seconds):
@@ -243,7 +243,10 @@ class Processes:
             case wire.Failed(key, message):
                 self._failed(key, message)
             case wire.ForkRank() | wire.ForkStore():
-                self._lost("the fork server sent a request: the two do not fit together")
+                self._lost(
+                    "the fork server sent a request, expected a reply: launcher and fork "
+                    "server are of different versions"
+                )
 
     def _forked(self, key: str, pid: int, port: int) -> None:
         if key in self._ranks:

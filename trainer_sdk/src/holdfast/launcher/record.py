@@ -30,8 +30,8 @@ class RoundRecord:
             return RestartRound(int(json.loads(text)["round"]))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise FormatError(
-                f'{self._path}: expected {{"round": N}}, found {text[:80]!r}; the file is written '
-                "by `holdfast run` alone: delete it only if no rank of this pod runs"
+                f'{self._path}: expected {{"round": N}}, found {text[:80]!r}; only `holdfast run` '
+                "writes this file. Delete it only if no rank of this pod runs"
             ) from error
 
     def write(self, round_: RestartRound) -> None:

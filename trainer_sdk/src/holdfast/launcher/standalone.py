@@ -57,7 +57,7 @@ class StandaloneLauncher:
                 round_,
                 f"restarting all ranks in place ({left} restarts left)"
                 if left > 0
-                else "no restarts left (--max-restarts)",
+                else "no restarts are left (--max-restarts)",
             )
             if left <= 0:
                 return _exit_code(failed.code)

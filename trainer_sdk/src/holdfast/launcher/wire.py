@@ -85,8 +85,8 @@ def encode(message: Message) -> bytes:
     packet = json.dumps([type(message).__name__, codec.to_json(message)]).encode()
     if len(packet) > MAX_PACKET_BYTES:
         raise FormatError(
-            f"{type(message).__name__}: {len(packet)} bytes, at most {MAX_PACKET_BYTES} fit: the "
-            "command line or the environment of the rank is too large"
+            f"{type(message).__name__}: {len(packet)} bytes, at most {MAX_PACKET_BYTES} can be "
+            "sent: the command line or the environment of the rank is too large"
         )
     return packet
 

@@ -50,8 +50,10 @@ IN_A_POD = SlotAdvice(
 )
 IN_A_FOLDER = SlotAdvice(
     place="file system",
-    volume="make it larger (docker run --shm-size=..., mount -o remount,size=... /dev/shm), name another "
-    "directory by Checkpointer(slots_dir=...), or use fewer slots (slots=1)",
+    volume=(
+        "make it larger (docker run --shm-size=..., mount -o remount,size=... /dev/shm), set "
+        "another directory with Checkpointer(slots_dir=...), or use fewer slots (slots=1)"
+    ),
     memory="raise the memory limit of the container or batch job: slots count against it; or use fewer "
     "slots (slots=1)",
 )
@@ -112,8 +114,8 @@ def require_room(
 
     def text(room: Room) -> str:
         return (
-            f"{room.limit} needs {needed_bytes + pending} more bytes for {slots} slots"
-            f" (of which {pending} are being taken by other ranks), has {room.available_bytes}: "
+            f"{room.limit} needs {needed_bytes + pending} more bytes for {slots} slots ({pending} "
+            f"of them are being allocated by other ranks), has {room.available_bytes}: "
             f"{room.advice}"
         )
 

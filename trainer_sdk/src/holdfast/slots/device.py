@@ -138,7 +138,7 @@ class CudaDevice:
         if int(code) != 0:
             _forget_last_error()
             raise DeviceError(
-                f"page-locking {size_bytes} bytes: cudaHostRegister answered {int(code)} "
+                f"page-locking {size_bytes} bytes: cudaHostRegister returned {int(code)} "
                 f"({runtime.cudaGetErrorString(code)})"
             )
 

@@ -213,9 +213,10 @@ class DeviceCopies:
             return None
         self._distrusted.update(writer for _, writer in found)
         return (
-            f"{len(found)} of an optimizer's tensors ({found[0][0]} ...) were written between the save "
-            "and the optimizer's next step(): the copy may be of two steps. Call "
-            "Checkpointer.wait_staged() before you write; later saves do not rely on this optimizer"
+            f"{len(found)} of an optimizer's tensors ({found[0][0]} ...) were written between the "
+            "save and the optimizer's next step(): the copy may contain data of two steps. Call "
+            "Checkpointer.wait_staged() before you write; later saves do not rely on this "
+            "optimizer"
         )
 
     def _remove(self, pending: PendingCopies) -> None:

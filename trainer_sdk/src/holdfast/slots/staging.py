@@ -233,7 +233,7 @@ class SlotRing:
         except VolumeFullError as error:
             if self.spare is None or self.directory == self.spare:
                 raise CapacityError(str(error)) from error  # the public error class
-            logger.warning("slots lie in %s, and saves are slower: %s", self.spare, error)
+            logger.warning("slots are in %s, and saves are slower: %s", self.spare, error)
             self._discard()
             self.directory = self.spare
             self._ensure(capacity_bytes, round_, to_fill=to_fill)
@@ -297,8 +297,9 @@ class SlotRing:
         lost = [slot for slot in self._slots if slot.is_lost()]
         self.lost += len(lost)
         logger.warning(
-            "%d of %d slots were removed from %s by another program and are made again; a save that was in "
-            "one may be lost. Look for what cleans that directory (systemd-tmpfiles, RemoveIPC of logind)",
+            "%d of %d slots were removed from %s by another program and are created again; a save "
+            "in one of them may be lost. Find the program that cleans this directory "
+            "(systemd-tmpfiles, RemoveIPC of logind)",
             len(lost),
             len(self._slots),
             self.directory,
@@ -307,7 +308,7 @@ class SlotRing:
             slot.close()
         self._slots = [slot for slot in self._slots if slot not in lost]
         if self.directory != self.spare and not self.is_ours():
-            raise VolumeFullError(f"{self.directory} is used by another process by now")
+            raise VolumeFullError(f"{self.directory} is now used by another process")
 
     def touch_meanwhile(self) -> None:
         """Start to touch the untouched slots in a thread.
@@ -392,7 +393,7 @@ class SlotRing:
                 slot.pin(self._pinner)
             except DeviceError as error:
                 self._pinner = None
-                logger.warning("saves copy from the device while training waits: %s", error)
+                logger.warning("training waits while saves copy from the device: %s", error)
 
     def _path(self, index: int) -> Path:
         # The names in the spare directory differ, because the reader looks for a name in both.
@@ -502,8 +503,8 @@ def _touch(memory: mmap.mmap, path: Path, size_bytes: int) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             raise
         raise CapacityError(
-            f"slot {path} of {len(memory)} bytes: the volume filled up meanwhile: {error.strerror}; "
-            "raise the size of the shared memory volume"
+            f"slot {path} of {len(memory)} bytes: the volume became full: {error.strerror}; raise "
+            "the size of the shared memory volume"
         ) from error
 
 

@@ -72,9 +72,7 @@ class Destinations:
                 known[low - place.start : high - place.start],
                 piece[low - position : high - position],
             ):
-                raise CorruptionError(
-                    f"payload bytes [{low}, {high}) are not what they were a moment ago"
-                )
+                raise CorruptionError(f"payload bytes [{low}, {high}) changed between two reads")
         done = 0
         first = max(0, bisect.bisect_right(self._starts, position) - 1)
         for index in range(first, len(self._places)):

@@ -97,7 +97,8 @@ def load_state(
         except StateMismatchError as error:
             if strict:
                 raise StateMismatchError(
-                    f"{error}; parts of the state are loaded by now: build it anew before it is used"
+                    f"{error}; parts of the state are already loaded: create the state again "
+                    "before you use it"
                 ) from error
             refused.append(str(error))
 
@@ -129,8 +130,8 @@ def _sentence(problems: dict[str, str]) -> str:
     shown = "\n  ".join(lines[:_SHOWN])
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return (
-        f"the checkpoint does not fit this state in {len(lines)} places:\n  {shown}{more}\n"
-        "nothing was loaded; build the same model and optimizer, or restore with strict=False"
+        f"the checkpoint does not fit this state in {len(lines)} places:\n  {shown}{more}\nnothing "
+        "was loaded. Build the same model and optimizer, or restore with strict=False"
     )
 
 
@@ -319,7 +320,7 @@ def _load_object(order: _Order, path: str, target: Any, saved: Any, skip: Any, o
         raise
     except Exception as error:
         raise StateMismatchError(
-            f"{path}: {type(target).__name__}.load_state_dict refused what was saved: {error}"
+            f"{path}: {type(target).__name__}.load_state_dict refused the saved state: {error}"
         ) from error
 
 

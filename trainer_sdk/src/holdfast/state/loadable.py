@@ -54,8 +54,9 @@ def _tensor_reason(value: Any, *, in_place: bool) -> str | None:
         )
     if _dispatches(kind):
         return (
-            f"{kind.__module__}.{kind.__qualname__} is a tensor subclass with code of its own "
-            "(__torch_dispatch__), whose bytes are not known: save the plain tensors that it holds"
+            f"{kind.__module__}.{kind.__qualname__} is a tensor subclass with its own code "
+            "(__torch_dispatch__), so its bytes cannot be read: save the plain tensors that it "
+            "contains"
         )
     if value.layout is not torch.strided or value.is_quantized:
         return (
@@ -73,8 +74,8 @@ def _tensor_reason(value: Any, *, in_place: bool) -> str | None:
         return None  # the caller checks its local part
     if not _has_memory(value):
         return (
-            "the memory of this tensor was freed (storage().resize_, or parameters that are sharded "
-            "now): save it while its values are there"
+            "the memory of this tensor was freed (storage().resize_, or parameters that are "
+            "sharded now): save it while its memory is allocated"
         )
     if in_place and _overlaps(value):
         return (

@@ -45,20 +45,20 @@ def misfit(optimizer: Any, saved: Any) -> tuple[str, str] | None:
     if not isinstance(groups, list) or not isinstance(state, dict):
         return "an optimizer's state_dict", type(saved).__name__
     if isinstance(saved, SavedOptimizer) and saved.kind != kind_of(optimizer):
-        return f"the state of {kind_of(optimizer)}", f"that of {saved.kind}"
+        return f"the state of {kind_of(optimizer)}", f"the state of {saved.kind}"
     try:
         found = [len(group["params"]) for group in groups]
     except (KeyError, TypeError):
-        return "parameter groups with params", "others"
+        return "parameter groups with params", "groups without params"
     expected = [len(group["params"]) for group in optimizer.param_groups]
     if expected != found:
-        return f"{expected} parameters a group", str(found)
+        return f"{expected} parameters per group", str(found)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, entries in state.items():
         if not isinstance(index, int) or not isinstance(entries, dict):
             continue  # the keys are names, which only the optimizer's own code can check
         if not 0 <= index < len(parameters):
-            return f"the state of {len(parameters)} parameters", f"one of parameter {index}"
+            return f"the state of {len(parameters)} parameters", f"a state of parameter {index}"
         reason = _entries_misfit(optimizer, parameters[index], index, entries)
         if reason is not None:
             return reason

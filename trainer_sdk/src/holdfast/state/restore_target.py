@@ -96,8 +96,8 @@ class RestoreTarget:
             lines = "\n  ".join(problems)
             raise StateMismatchError(
                 f"the checkpoint of {len(source.ranks)} ranks does not fit this state in "
-                f"{len(problems)} places:\n  {lines}\nnothing was loaded; build the same model and "
-                "optimizer, cut in any way"
+                f"{len(problems)} places:\n  {lines}\nnothing was loaded. Build the same model and "
+                "optimizer; they may be sharded in any way"
             )
         boxes: dict[str, Box] = {}
         for fqn, tensor in source.tensors.items():
@@ -203,14 +203,15 @@ class RestoreTarget:
             if fqn in self._leaves and fqn.startswith(modules) and len(ranks) < len(source.ranks):
                 problems.append(
                     f"{fqn}: only old ranks {ranks[:8]} of {len(source.ranks)} have it: ranks with "
-                    "different models (pipeline stages) name their optimizers' tensors alike"
+                    "different models (pipeline stages) use the same names for their optimizers' "
+                    "tensors"
                 )
             is_state, _ = self._parameter(fqn)
             boxes = {(placed.offsets, placed.lengths) for placed in tensor.slices}
             if is_state and len(boxes) > 1 and self._box(fqn, tensor.dtype, tensor.shape) is None:
                 problems.append(
-                    f"{fqn}: {tensor.dtype} {list(tensor.shape)} is cut, but is not of its "
-                    "parameter's shape: which part is this rank's cannot be told"
+                    f"{fqn}: {tensor.dtype} {list(tensor.shape)} is sharded, but has another shape "
+                    "than its parameter, so the part of this rank is unknown"
                 )
         return problems
 

@@ -73,8 +73,8 @@ class RNG:
                 devices = state["cuda"]
                 if len(devices) != torch.cuda.device_count():
                     raise StateMismatchError(
-                        f"RNG: expected {torch.cuda.device_count()} CUDA devices, found the states of "
-                        f"{len(devices)}"
+                        f"RNG: expected the states of {torch.cuda.device_count()} CUDA devices, "
+                        f"found {len(devices)}"
                     )
                 torch.cuda.set_rng_state_all(devices)
 

@@ -102,7 +102,9 @@ def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
         )
     for key in state:
         if not isinstance(key, str) or not key:
-            raise UnsupportedStateError(f"state: {key!r} is no name: expected a non-empty str")
+            raise UnsupportedStateError(
+                f"state: {key!r} is not a valid name: expected a non-empty str"
+            )
     encoder = Encoder(rank)
     tree = {key: encoder.encode(value, key) for key, value in state.items()}
     try:
@@ -239,10 +241,10 @@ def build_state(
 
     root = unpack_objects(objects)
     if not isinstance(root, dict) or not isinstance(root.get(_STATE), dict):
-        raise FormatError("payload: the objects hold no state")
+        raise FormatError("payload: the objects contain no state")
     decoded = Decoder(resolve).decode(root[_STATE])
     if not isinstance(decoded, dict):
-        raise FormatError("payload: the state is no dict")
+        raise FormatError("payload: the state is not a dict")
     return decoded
 
 
@@ -254,7 +256,7 @@ def _view(
     name = reference["$tensor"]
     tensor = tensors.get(name)
     if tensor is None:
-        raise FormatError(f"payload: the state refers to tensor {name!r}, which is not there")
+        raise FormatError(f"payload: the state refers to tensor {name!r}, which does not exist")
     dtype = reference.get("dtype")
     if dtype is not None and tensor.dtype != RAW:
         raise FormatError(f"payload: tensor {name!r} of {dtype} is stored as {tensor.dtype}")

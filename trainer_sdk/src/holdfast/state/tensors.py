@@ -273,7 +273,7 @@ def own_name(stored_dtype: str) -> str:
     for own, name in _NAMES.items():
         if name == stored_dtype:
             return own
-    raise UnsupportedStateError(f"dtype {stored_dtype!r} is not known to this version")
+    raise UnsupportedStateError(f"dtype {stored_dtype!r} is not supported by this version")
 
 
 def is_in_host_memory(leaves: Iterable[Leaf]) -> bool:
@@ -393,8 +393,8 @@ def placement(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if lengths != found:
         raise UnsupportedStateError(
             f"{path}: a DTensor of shape {list(shape)} and placements {value.placements} holds "
-            f"{list(found)} on this rank, expected {list(lengths)}: where its parts belong cannot "
-            "be told"
+            f"{list(found)} on this rank, expected {list(lengths)}: so the positions of its parts "
+            "are unknown"
         )
     return shape, offsets if math.prod(lengths) else (0,) * len(shape)
 

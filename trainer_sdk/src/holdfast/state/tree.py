@@ -318,4 +318,4 @@ class Decoder:
         if tag == "$numpy":
             name, data = body
             return np.frombuffer(bytes.fromhex(data), dtype=np.dtype(name))[0]
-        raise FormatError(f"state: {tag} is not known to this version")
+        raise FormatError(f"state: {tag} is not supported by this version")

@@ -216,7 +216,9 @@ class FakeSidecar:
             )
             if not came:
                 names = [type(message).__name__ for message in self.heard]
-                raise AssertionError(f"no {kind.__name__} number {count}; heard: {names[-20:]}")
+                raise AssertionError(
+                    f"no {kind.__name__} number {count} was received; received: {names[-20:]}"
+                )
             return [m for m in self.heard if isinstance(m, kind)][count - 1]
 
     # ------------------------------------------------------------------ inside
@@ -273,7 +275,7 @@ class FakeSidecar:
             threading.Event().wait(delay)
         code = self.faults.refuse.get(name)
         if code is not None:
-            return Refused(code, f"{name} is refused by the test", self._round())
+            return Refused(code, f"the test refuses {name}", self._round())
         if isinstance(message, Finish):
             return FinishReply(self.released)
         return None

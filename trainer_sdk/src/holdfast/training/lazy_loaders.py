@@ -39,10 +39,10 @@ class LazyLoaderWatch:
         seed, self._next_seed = self._next_seed, None
         if seed is not None and any(one._base_seed == seed for one in _iterators()):
             logger.warning(
-                "an iterator of a DataLoader was made after the random number generators were restored "
-                "and drew from them: the order of data and all random numbers differ from a run without "
-                "the interruption. Make it in before_rng: ckpt.steps(total, state, before_rng=start), "
-                "see docs/training.md section 3"
+                "an iterator of a DataLoader was created after the random number generators were "
+                "restored and drew from them: the order of data and all random numbers differ "
+                "from a run without the interruption. Create it in before_rng: ckpt.steps(total, "
+                "state, before_rng=start), see docs/training.md section 3"
             )
 
 

@@ -118,7 +118,9 @@ class TrainingLoop:
 
     def _interrupted(self) -> None:
         self.was_interrupted = True
-        logger.warning("interrupted: saving after this step; press Ctrl-C again to stop at once")
+        logger.warning(
+            "interrupted: saving after this step; press Ctrl-C again to stop immediately"
+        )
         self._on_interrupt()
 
 

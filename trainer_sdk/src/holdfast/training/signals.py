@@ -93,7 +93,9 @@ def interrupts_at_end() -> Iterator[None]:
     def interrupted() -> None:
         nonlocal was_interrupted
         was_interrupted = True
-        logger.warning("interrupted: stopping after this save; press Ctrl-C again to stop at once")
+        logger.warning(
+            "interrupted: stopping after this save; press Ctrl-C again to stop immediately"
+        )
 
     handled = HandledSignal(signal.SIGINT, signal.default_int_handler, interrupted, once=True)
     handled.install()

@@ -31,7 +31,7 @@ def checked_step(value: Any, what: str) -> Step:
         ) from error
     if not 0 <= number <= MAX_STEP:
         raise ConfigError(
-            f"{what}: expected 0 to {MAX_STEP} optimizer steps, found {number}: count the steps that are "
-            "done, from the beginning of the training"
+            f"{what}: expected 0 to {MAX_STEP} optimizer steps, found {number}: pass the number of "
+            "steps that are done since the beginning of the training"
         )
     return Step(int(number))
