@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         choices=("serve", "healthz", "pre-stop", "probe-store"),
     )
     parser.add_argument(
-        "--timeout", type=float, default=25.0, help="seconds that pre-stop waits at most"
+        "--timeout", type=float, default=25.0, help="longest time that pre-stop waits, in seconds"
     )
     options = parser.parse_args(arguments)
     try:

@@ -151,7 +151,7 @@ def test_no_save_at_all_is_said_too(tmp_path: Path) -> None:
         world.clock.advance(61)
         world.step(4)
         (failure,) = (await world.state()).failures
-        assert "no rank has handed over a newer one" in failure.message
+        assert "no rank has handed over a newer step" in failure.message
 
     run(tmp_path, scenario)
 

@@ -76,9 +76,11 @@ SEALED = RoundState(Worker(1), 4, RestartRound(2))
             {"state": SEALED.holding(message("10.0.0.1", ""))}, "address: [1]", id="no address"
         ),
         pytest.param(
-            {"state": SEALED.holding(message("10.0.0.1"))}, "not all are members", id="too few"
+            {"state": SEALED.holding(message("10.0.0.1"))},
+            "not all workers are members",
+            id="too few",
         ),
-        pytest.param({"store_address": None}, "store's address", id="no rendezvous"),
+        pytest.param({"store_address": None}, "address of the gang's store", id="no rendezvous"),
         pytest.param({"launcher_connected": False}, "not connected", id="no launcher"),
         pytest.param({"running_round": RestartRound(1)}, "still run", id="old ranks"),
         pytest.param({"last_round": RestartRound(2)}, "ran round 2 already", id="ran already"),

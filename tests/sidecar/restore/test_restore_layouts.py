@@ -183,7 +183,7 @@ def test_another_number_of_ranks_must_say_what_it_wants(pod: Pod) -> None:
     pod.restored = Restored(point, manifest, {}, {}, {}, MERGED)
     reply = pod.ask(Restore(NOW, RANK))
     assert (reply.world_size, reply.rank_layout, pod.given(reply.layout)) == (2, None, MERGED)
-    with pytest.raises(RefusedError, match="expected one, since another number"):
+    with pytest.raises(RefusedError, match="expected one, because another number"):
         pod.ask(Fill(NOW, RANK, ()))
 
 
@@ -233,7 +233,7 @@ def test_a_layout_whose_holder_comes_back_is_waited_for(pod: Pod) -> None:
 @pytest.mark.parametrize("with_layout", [False, True])
 def test_a_layout_whose_holder_stays_away_is_no_missing_one(pod: Pod, with_layout: bool) -> None:
     pod.document = UnavailableError("worker 0: connection refused")
-    with pytest.raises(RefusedError, match=r"cannot be had now: worker 0: connection") as caught:
+    with pytest.raises(RefusedError, match=r"cannot be read now: worker 0: connection") as caught:
         pod.restore(with_layout=with_layout)
     assert caught.value.code == Refusal.BUSY
 

@@ -205,7 +205,7 @@ async def test_a_fill_that_the_rank_asked_for_again_writes_no_more(pod: Pod, who
     assert isinstance(filled, Filled)
     saved = pod.save()
     gate.open()
-    with pytest.raises(RefusedError, match="asked again"):
+    with pytest.raises(RefusedError, match="sent another request"):
         await old
     pools.close()
     assert pod.path.read_bytes() == saved

@@ -30,7 +30,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._stall = Counter(
             "holdfast_checkpoint_stall_seconds",
-            "Time that saves held up the trainers of this pod",
+            "Time for which saves blocked the trainers of this pod",
             registry=self._registry,
         )
         self._durable = Histogram(
@@ -48,27 +48,34 @@ class Metrics:
         )
         self._sent = Counter(
             "holdfast_sent_bytes",
-            "Bytes of shards that left this pod for the tier: less than were written there, where it "
-            "had some of them",
+            (
+                "Bytes of shards that this pod sent to the tier. Chunks that the tier already had are "
+                "not sent, so this can be less than the bytes written"
+            ),
             ["tier"],
             registry=self._registry,
         )
         self._compression_input = Counter(
             "holdfast_compression_input_bytes",
-            "Payload bytes of objects that were compressed for the tier, before",
+            "Payload bytes, before compression, of objects that were compressed for the tier",
             ["tier"],
             registry=self._registry,
         )
         self._compression_output = Counter(
             "holdfast_compression_output_bytes",
-            "What is stored in the tier of the bytes that holdfast_compression_input_bytes counts",
+            (
+                "Bytes stored in the tier after compression of those that "
+                "holdfast_compression_input_bytes counts"
+            ),
             ["tier"],
             registry=self._registry,
         )
         self._fetched = Counter(
             "holdfast_fetched_bytes",
-            "Bytes of shards that restores of this pod took from the tier: payload that was verified and "
-            "used, and chunk tables; not what was read in vain where a source failed",
+            (
+                "Bytes of shards that restores of this pod read from the tier: verified payload that "
+                "was used, and chunk tables. Bytes from a source that failed do not count"
+            ),
             ["tier"],
             registry=self._registry,
         )
@@ -87,7 +94,7 @@ class Metrics:
         )
         self._scrubbed = Counter(
             "holdfast_scrubbed_bytes",
-            "Bytes on the node tier that were read again to find copies that have changed",
+            "Bytes on the node tier that the scrub read again to find damaged copies",
             registry=self._registry,
         )
         self._skipped = Counter(
@@ -103,19 +110,21 @@ class Metrics:
         )
         self._unexpected = Counter(
             "holdfast_unexpected_errors",
-            "Exceptions that no code expected; of a task or a thread they end the sidecar",
+            "Unexpected exceptions. In a background task or thread they end the sidecar",
             ["kind"],
             registry=self._registry,
         )
         self._dropped = Counter(
             "holdfast_steps_dropped",
-            "Steps that this pod held in shared memory and gave up for newer ones before they were "
-            "written to the node tier",
+            (
+                "Steps in the shared memory of this pod that newer steps replaced before they were "
+                "written to the node tier"
+            ),
             registry=self._registry,
         )
         self._queue = Gauge(
             "holdfast_shards_pending",
-            "Shards of this pod that still have to be told, copied or uploaded",
+            "Shards of this pod that still have to be reported, copied or uploaded",
             registry=self._registry,
         )
         self._round = Gauge(
@@ -129,12 +138,12 @@ class Metrics:
         )
         self._reported = self._gauge(
             "holdfast_reported",
-            "What the script reported last (Checkpointer.report)",
+            "Last value that the script reported with Checkpointer.report",
             "rank",
             "name",
         )
         self._newest = self._gauge(
-            "holdfast_newest_step", "Newest step of the rank that the tier holds", "rank", "tier"
+            "holdfast_newest_step", "Newest step of the rank in the tier", "rank", "tier"
         )
         self._restored = self._gauge(
             "holdfast_restored_from",
@@ -144,24 +153,28 @@ class Metrics:
         )
         self._committed = self._gauge(
             "holdfast_committed_step",
-            "Newest step at the level, as the coordinator knows it",
+            "Newest step at the level, according to the coordinator",
             "level",
         )
         self._overdue = Gauge(
             "holdfast_commit_overdue_seconds",
-            "Time since the last commit while training goes on and commits are overdue; 0 while they "
-            "come as expected. Only the coordinator knows it",
+            (
+                "Time since the last commit if training continues and commits are overdue, else 0. "
+                "Only the coordinator sets it"
+            ),
             registry=self._registry,
         )
         self._limit = Gauge(
             "holdfast_background_limit_bytes_per_second",
-            "Rate to which saves are held so that steps are not slowed down; 0: no limit",
+            "Rate limit of saves, so that they do not slow down steps; 0: no limit",
             registry=self._registry,
         )
         self._waited_for_copies = Counter(
             "holdfast_foreground_wait_seconds",
-            "Time that moving bytes waited because a rank of this pod was copying a step; of all "
-            "threads together",
+            (
+                "Time for which transfers waited while a rank of this pod copied a step, summed over "
+                "all threads"
+            ),
             registry=self._registry,
         )
         self._free = Gauge(
@@ -172,16 +185,17 @@ class Metrics:
 
         self._connections = Counter(
             "holdfast_connections_dropped",
-            "Connections that this sidecar closed before their end: no room, no handshake or no "
-            "words in time, or no descriptor for them",
+            (
+                "Connections that this sidecar closed early: too many connections, no handshake or "
+                "message in time, or no file descriptor"
+            ),
             ("port", "reason"),
             registry=self._registry,
         )
-        self._buffers = self._gauge(
-            "holdfast_buffer_bytes", "Memory of the buffers that payloads pass through"
-        )
+        self._buffers = self._gauge("holdfast_buffer_bytes", "Memory of the buffers for payloads")
         self._buffer_limit = self._gauge(
-            "holdfast_buffer_limit_bytes", "From how many buffer bytes on copies are refused"
+            "holdfast_buffer_limit_bytes",
+            ("Buffer bytes from which on this sidecar refuses copies"),
         )
 
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:

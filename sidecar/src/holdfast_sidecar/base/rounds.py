@@ -121,7 +121,7 @@ class To(StrEnum):
 
     ANY = "any sidecar"
     COORDINATOR = "the coordinator"
-    ASKED = "the coordinator, or the sidecar of rank 0 when the coordinator asks"
+    ASKED = "the coordinator, or the sidecar of rank 0 on request of the coordinator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,10 @@ def fence(state: RoundState, round_: RestartRound) -> Refused | None:
     if round_ > state.round:
         return state.refused(
             Refusal.FUTURE_ROUND,
-            f"round {round_} is not known here: worker {state.worker} is in round {state.round}",
+            (
+                f"round {round_} is unknown to this sidecar: worker {state.worker} is in round "
+                f"{state.round}"
+            ),
         )
     return _sealed(state)
 
@@ -310,7 +313,7 @@ def _not_operator(state: RoundState, caller: Caller) -> Refused | None:
     if caller.operator:
         return None
     return state.refused(
-        Refusal.NOT_MEMBER, f"pod {caller.pod} may not say this: only the operator may"
+        Refusal.NOT_MEMBER, f"pod {caller.pod} may not send this message: only the operator may"
     )
 
 

@@ -39,7 +39,7 @@ class Tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             task.get_loop().call_exception_handler(
                 {
-                    "message": f"background task {task.get_name()!r} died",
+                    "message": f"background task {task.get_name()!r} ended with an unexpected error",
                     "exception": error,
                     BACKGROUND_TASK: task.get_name(),
                 }

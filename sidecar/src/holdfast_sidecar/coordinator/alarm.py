@@ -85,12 +85,15 @@ class CommitAlarm:
         waiting = [e for e in self._ledger.steps.values() if e.step > floor and not e.local]
         entry = max(waiting, key=lambda e: e.step, default=None)
         if entry is None:
-            return "no rank has handed over a newer one; look at the trainers' logs for saves that fail"
+            return "no rank has handed over a newer step; check the trainers' logs for failed saves"
         ranks = [Rank(r) for r in range(entry.world_size) if Rank(r) not in entry.durable]
         shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
         if not ranks:
-            return f"all shards of step {entry.step} are durable, its manifest is not everywhere"
+            return (
+                f"all shards of step {entry.step} are durable, but some workers do not have its "
+                "manifest"
+            )
         return (
             f"step {entry.step} waits for {len(ranks)} of {entry.world_size} ranks (rank {shown}); "
-            "look at the logs of their sidecars and trainers"
+            "check the logs of their sidecars and trainers"
         )

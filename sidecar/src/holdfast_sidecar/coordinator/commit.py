@@ -321,8 +321,10 @@ class Coordinator:
         if point.step in kept or point.job_uid not in (None, self._contract.job_uid):
             raise RefusedError(
                 Refusal.PROTECTED,
-                f"step {point.step} is the restore point, held, the newest persisted one, on its "
-                "way to the store, or another job's",
+                (
+                    f"step {point.step} is the restore point, pinned, the newest persisted step, being "
+                    "uploaded, or of another job"
+                ),
             )
 
     # ------------------------------------------------------------------ state for the operator

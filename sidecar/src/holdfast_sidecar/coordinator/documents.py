@@ -102,7 +102,7 @@ class Builder:
             return self._merged[1]
         missing = [d for d in digests if d not in self._rank_layouts]
         if missing:
-            raise FormatError(f"layouts of {len(missing)} ranks are not known to the coordinator")
+            raise FormatError(f"layouts of {len(missing)} ranks are missing at the coordinator")
         merged = merge_layouts(self._rank_layouts[d] for d in digests).to_bytes()
         self._merged = (digests, merged)
         return merged
@@ -146,5 +146,5 @@ def check_put(message: ManifestPut, contract: SidecarContract) -> Manifest:
     if said != wanted:
         raise FormatError(f"manifest put: job, round, step are {said}, expected {wanted}")
     if message.layout is not None and digest_of(message.layout.encode()) != manifest.layout:
-        raise FormatError(f"manifest put: the layout sent is not {manifest.layout}")
+        raise FormatError(f"manifest put: expected layout {manifest.layout}, found another one")
     return manifest

@@ -123,7 +123,7 @@ class Outbox:
         for worker in self._ledger.workers:
             self._told[worker] = _Told()
             self._wakes[worker] = asyncio.Event()
-            self._tasks.spawn(self._serve(worker), f"outbox of worker {worker}")
+            self._tasks.spawn(self._serve(worker), f"sending to worker {worker}")
 
     def update(self, message: Round) -> None:
         """Take over a higher version of the ROUND. A member whose pod was replaced gets everything again."""

@@ -138,10 +138,10 @@ class Uploads:
         dropped = self._ledger.request_upload(step)
         if dropped is not None:
             self._failures.note_text(
-                "uploads that were overtaken",
+                "deleting replaced uploads",
                 TierName.OBJECT,
                 "Superseded",
-                f"step {dropped} waited for the store and gave way to step {step}",
+                f"step {dropped} waited for the store and was replaced by step {step}",
                 step=dropped,
             )
 
@@ -164,7 +164,11 @@ class Uploads:
                 if len(entry.uploaded) < entry.world_size:
                     continue
                 if not await self._put(self._store, entry, entry.manifest):
-                    logs.warning("what it refers to is gone: uploaded whole", step=entry.step)
+                    logs.warning(
+                        "the shard refers to chunks that the store no longer has: "
+                        "uploading all of it",
+                        step=entry.step,
+                    )
                     self._ledger.upload_whole(entry.step)
                     self._versioned.tick()
                     continue
@@ -219,7 +223,7 @@ class Uploads:
             return ()
         except FormatError as error:
             # Sweeps delete nothing while such a document exists. An upload can do without it.
-            logs.warning("references are not readable", base=base, error=str(error))
+            logs.warning("references cannot be read", base=base, error=str(error))
             return ()
         return tuple(Reference(checkpoint.step, checkpoint.round) for checkpoint in found)
 
@@ -253,7 +257,7 @@ class Uploads:
     def _persisted(self, entry: StepEntry) -> None:
         self._ledger.upload_ended(entry.step, persisted=True)
         self._failures.healthy("manifests in the store")
-        self._failures.healthy("uploads that were overtaken")
+        self._failures.healthy("deleting replaced uploads")
         if self.last is None or self.last.step is None or self.last.step < entry.step:
             self.last = RestorePoint(entry.step, entry.round, entry.manifest_digest)
             self.last_bytes = entry.payload_bytes

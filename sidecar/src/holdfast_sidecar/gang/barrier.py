@@ -32,12 +32,14 @@ def open_barrier(facts: Facts) -> Run | str:
     if held is None:
         return f"no ROUND for round {state.round} yet"
     if not facts.restored:
-        return "the restore point is not here yet"
+        return "the shards of the restore point are not on the node yet"
     waiting = [m.worker for m in held.members if not m.address]
     if waiting or len(held.members) < held.workers:
-        return f"workers without an address: {waiting or 'not all are members yet'}"
+        return f"workers without an address: {waiting or 'not all workers are members yet'}"
     if facts.store_address is None:
-        return f"the store's address is not known yet (worker {held.store_host} hosts it)"
+        return (
+            f"the address of the gang's store is unknown so far (worker {held.store_host} hosts it)"
+        )
     if not facts.launcher_connected:
         return "the launcher is not connected"
     if facts.running_round is not None:

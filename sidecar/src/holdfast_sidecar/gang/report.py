@@ -200,7 +200,7 @@ class Reporter:
             return  # the round or its coordinator has changed: the next report's reply counts
         met = (state.round, coordinator, reply.instance)
         if self._heard is not None and self._heard[0] == met[0] and self._heard != met:
-            logs.info("the coordinator has changed: telling it everything again")
+            logs.info("the coordinator has changed: reporting everything again")
             self._sources.flow.retell()
             self._sources.stager.coordinator_changed()
         self._heard = met

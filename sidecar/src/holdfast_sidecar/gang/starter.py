@@ -174,7 +174,8 @@ class Starter:
         if not self._gang.done:
             self._gang.running_round = None
             self._gang.lost(
-                self._current().own_ranks, "the launcher died (trainer container ended)"
+                self._current().own_ranks,
+                ("the launcher ended together with the trainer container"),
             )
             self._on_change()
 

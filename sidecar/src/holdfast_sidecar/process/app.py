@@ -385,7 +385,7 @@ async def serve(settings: Settings) -> int:
         await sidecar.start()
         await _first(deaths.fatal(), stop.wait())
         if not deaths.is_fatal:
-            logs.info("stopping: finishing what is on its way")
+            logs.info("stopping: finishing the transfers that are in progress")
             flush = sidecar.wait_idle(settings.flush_seconds)
             await _first(deaths.fatal(), flush, again.wait())
     finally:

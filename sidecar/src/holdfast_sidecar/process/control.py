@@ -195,7 +195,8 @@ class Control:
                 await self._parts.pools.meta.run(self._certificates.renew, message)
             case _:
                 raise RefusedError(
-                    Refusal.BAD_REQUEST, f"{type(message).__name__} is not served here"
+                    Refusal.BAD_REQUEST,
+                    (f"{type(message).__name__} is not a request that this sidecar serves"),
                 )
         return Ok(self.state.round)
 
@@ -213,7 +214,7 @@ class Control:
         coordinator = self._parts.coordinator
         if coordinator is None:
             raise RefusedError(
-                Refusal.NOT_COORDINATOR, f"worker {self.state.worker} does not coordinate"
+                Refusal.NOT_COORDINATOR, f"worker {self.state.worker} is not the coordinator"
             )
         return coordinator
 
@@ -245,11 +246,11 @@ class Control:
             if parts.node.find(ref) is None and (held is None or held.ref != ref):
                 if message.held and parts.stager.may_find(rank, manifest.checkpoint):
                     raise RefusedError(
-                        Refusal.BUSY, f"step {message.step} of rank {rank} is digested again"
+                        Refusal.BUSY, f"step {message.step} of rank {rank} is being digested again"
                     )
                 raise NotFoundError(
                     f"step {message.step}: the shard of rank {rank} that the manifest names is not "
-                    f"on the node tier of worker {self.state.worker}, nor held in its memory"
+                    f"on the node tier of worker {self.state.worker}, nor in its memory"
                 )
         try:
             await parts.pools.meta.run(self._write_manifest, message, manifest)

@@ -69,9 +69,9 @@ class Deaths:
         """Handle the exception that ended a thread. That of a bulk connection's thread is not fatal."""
         if name == CONNECTION_THREAD:
             self._counted("connection")
-            self._said.say("bulk connection", f"thread of a bulk connection died: {error!r}")
+            self._said.say("bulk connection", f"the thread of a bulk connection ended: {error!r}")
         else:
-            self._die(f"thread {name!r} died", error, "thread")
+            self._die(f"thread {name!r} ended with an unexpected error", error, "thread")
 
     def _die(self, what: str, error: BaseException | None, kind: str) -> None:
         self._counted(kind)

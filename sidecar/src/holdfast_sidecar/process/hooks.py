@@ -39,9 +39,9 @@ def pre_stop(node: Path, *, timeout_seconds: float) -> int:
     try:
         with connect_unix(node, HOOKS_SOCKET, timeout_seconds=timeout_seconds) as client:
             if client.recv(len(FLUSHED)) != FLUSHED:
-                sys.stderr.write("the sidecar ended before everything was safe\n")
+                sys.stderr.write("the sidecar ended before all checkpoints were safe\n")
     except TimeoutError:
-        sys.stderr.write(f"not everything was safe after {timeout_seconds:.0f} s\n")
+        sys.stderr.write(f"some checkpoints were not safe after {timeout_seconds:.0f} s\n")
     except OSError as error:
-        sys.stderr.write(f"no sidecar to flush: {error}\n")
+        sys.stderr.write(f"cannot reach the sidecar to flush it: {error}\n")
     return 0

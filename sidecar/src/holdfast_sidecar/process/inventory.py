@@ -37,7 +37,7 @@ def held_manifests(
             node.quarantine_manifest(uid, checkpoint, str(error))
             corrupt()
         except HoldfastError as error:
-            logs.warning("manifest not readable", checkpoint=str(checkpoint), error=str(error))
+            logs.warning("a manifest cannot be read", checkpoint=str(checkpoint), error=str(error))
     return tuple(sorted(found, key=lambda m: (m.step, m.round)))
 
 

@@ -58,7 +58,10 @@ class Lifecycle:
             return
         if await self._parts.stager.take_left(await self._manifests()):
             self._unsettled = replace(state, round=RestartRound(state.round - 1))
-            self._tasks.spawn(self._resume_seal(state.round), "seal of an earlier life")
+            self._tasks.spawn(
+                self._resume_seal(state.round),
+                "SEAL that was received before a restart of the sidecar",
+            )
 
     async def close(self) -> None:
         await self._tasks.cancel()
@@ -134,7 +137,9 @@ class Lifecycle:
 
         settled = await parts.stager.settle(left(settings.settle_seconds))
         if not settled:
-            logs.warning("writes of the old round are not done", seconds=settings.settle_seconds)
+            logs.warning(
+                "writes of the old round are still in progress", seconds=settings.settle_seconds
+            )
         await parts.pools.drain_writes(left(settings.settle_seconds))
         # From here on no manifest of the old round can arrive, so the held steps that have one are known.
         # If the disk was too slow for the writes under way, it is too slow for further ones in this time.

@@ -96,7 +96,7 @@ class Local:
             case Finish():
                 return await self._finish(message)
             case _:
-                raise FormatError(f"{type(message).__name__} is no request of this socket")
+                raise FormatError(f"{type(message).__name__} is not a request of this socket")
 
     async def _finish(self, message: Finish) -> FinishReply:
         """Reply once the gang's last step has reached its levels and the operator has recorded it.
@@ -110,7 +110,10 @@ class Local:
         # The ranks have exited, but their last Progress may still be unread on their own connections. It must
         # be in the state that reports `finished`, because the operator takes that state as the last one.
         if not await self.parts.intake.ranks_ended(_LAST_WORDS_SECONDS):
-            logs.warning("a rank's connection outlives it", seconds=_LAST_WORDS_SECONDS)
+            logs.warning(
+                "a connection of a rank is still open although the rank has ended",
+                seconds=_LAST_WORDS_SECONDS,
+            )
         refused = fence(self.state, message.round)
         if refused is not None:
             raise RefusedError(refused.code, refused.message)
@@ -120,7 +123,7 @@ class Local:
         released = self._released
         await released.wait()
         if self.state.round != message.round:
-            raise RefusedError(Refusal.STALE_ROUND, f"round {message.round} was sealed meanwhile")
+            raise RefusedError(Refusal.STALE_ROUND, f"round {message.round} has been sealed")
         return FinishReply(True)
 
     # ------------------------------------------------------------------ pushes
@@ -146,7 +149,7 @@ class Local:
             case Progress() | Exited():
                 return  # These are of another round or pod: ranks of an older round are being ended.
             case _:
-                raise FormatError(f"{type(message).__name__} is no push of this socket")
+                raise FormatError(f"{type(message).__name__} is not a push message of this socket")
         parts.reporter.changed()
 
     def _own(self, rank: Rank) -> bool:
@@ -195,7 +198,7 @@ class Local:
                 self.state.round,
                 Level.MEMORY if reached is None else Level.LOCAL,
                 OVERTAKEN,
-                "a newer step took its place before it was on the node tiers",
+                "a newer step replaced it before it was on the node tiers",
             )
             _remember(self._overtaken, step, failed)
             for connection in self._ranks():

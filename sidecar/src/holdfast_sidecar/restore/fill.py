@@ -129,8 +129,10 @@ class Filler:
         if message.layout is None and restored.layout is not None:
             raise RefusedError(
                 Refusal.BAD_REQUEST,
-                f"rank {message.rank} says no layout: expected one, since another number of ranks "
-                "saved the checkpoint",
+                (
+                    f"rank {message.rank} sent no layout: expected one, because another number of "
+                    "ranks saved the checkpoint"
+                ),
             )
         for offer in message.slots:
             if rank_of_slot(offer.name) != message.rank:
@@ -144,7 +146,7 @@ class Filler:
             filled = await self._fill(message, restored, target)
             target.check()
         finally:
-            target.stop("it is over")
+            target.stop("the fill has ended")
             if self._targets.get(message.rank) is target:
                 del self._targets[message.rank]
         restored.sources[message.rank] = filled.tier
@@ -164,7 +166,7 @@ class Filler:
         """
         old = self._targets.get(rank)
         if old is not None:
-            old.stop("the rank asked again")
+            old.stop("the rank sent another request")
         self._targets[rank] = target = FillTarget(rank)
         return target
 
@@ -187,9 +189,11 @@ class Filler:
         if refused is not None:
             raise RefusedError(refused.code, refused.message)
         if message.rank not in state.own_ranks:
-            raise RefusedError(Refusal.BAD_REQUEST, f"rank {message.rank} is not of this pod")
+            raise RefusedError(Refusal.BAD_REQUEST, f"rank {message.rank} does not run in this pod")
         if self._rehydrator.restored is None:
-            raise RefusedError(Refusal.BUSY, "the restore point is not here yet")
+            raise RefusedError(
+                Refusal.BUSY, ("the shards of the restore point are not on the node yet")
+            )
         return self._rehydrator.restored
 
     async def _rank_layout(self, rank: Rank, restored: Restored) -> Digest | None:
@@ -206,12 +210,12 @@ class Filler:
             # The shard can be restored without its layout, so a rank whose sharding has not changed must
             # not fail for a document that no place has. A changed sharding is then noticed by the shapes
             # at load, unless these are equal.
-            logs.warning("a shard's layout is not here", rank=rank, error=str(error))
+            logs.warning("reading a shard's layout failed", rank=rank, error=str(error))
             return None
         try:
             return await self._layouts.give(document)
         except UnavailableError as error:
-            logs.warning("a shard's layout was not given", rank=rank, error=str(error))
+            logs.warning("handing a shard's layout to the rank failed", rank=rank, error=str(error))
             return None
 
     async def _layout(self, restored: Restored) -> bytes:
@@ -231,12 +235,12 @@ class Filler:
                 if patience.over:
                     raise RefusedError(
                         Refusal.BUSY,
-                        f"layout of step {restored.point.step} cannot be had now: {error}",
+                        f"layout of step {restored.point.step} cannot be read now: {error}",
                     ) from error
             await patience.pause()
             if self._rehydrator.restored is not restored:
                 raise RefusedError(
-                    Refusal.BUSY, "the round of the restore ended while its layout was waited for"
+                    Refusal.BUSY, "the round of the restore ended before its layout was read"
                 )
 
     async def _from_others(
@@ -294,7 +298,7 @@ class Filler:
                 logs.warning("bad copy in the node tier", rank=rank, error=str(error))
                 await self._pools.meta.run(self._node.quarantine, ref, str(error))
             except NotFoundError as error:
-                logs.warning("a shard left the node tier", rank=rank, error=str(error))
+                logs.warning("a shard is no longer on the node tier", rank=rank, error=str(error))
             target.check()
             try:
                 await self._rehydrator.refetch(rank, restored)
@@ -337,7 +341,7 @@ class Filler:
                             slot.set_state(SlotState.FREE)
                     return name
             except HoldfastError as error:
-                logs.warning("slot not usable", slot=name, error=str(error))
+                logs.warning("a slot cannot be used", slot=name, error=str(error))
             finally:
                 slot.close()
         return None

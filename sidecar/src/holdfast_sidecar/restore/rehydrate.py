@@ -204,7 +204,7 @@ class Rehydrator:
                 self.seconds = self._clock.monotonic() - started
                 self._metrics.recovered("rehydrate", self.seconds)
                 logs.info(
-                    "restore point is here",
+                    "all shards of the restore point are on the node",
                     step=point.step,
                     sources={str(r): str(t) for r, t in restored.sources.items()},
                 )
@@ -212,7 +212,9 @@ class Rehydrator:
                 return
             if (text := str(source_errors)) != said:
                 said = text
-                logs.warning("cannot restore yet", step=point.step, source_errors=text)
+                logs.warning(
+                    "the restore point cannot be read yet", step=point.step, source_errors=text
+                )
             if text != self._tried and (patience.over or not source_errors.retryable):
                 self._tried = text
                 self._on_change()
@@ -350,7 +352,9 @@ class Rehydrator:
                 answer = await self._ask(member, job_uid, manifest.checkpoint)
                 if answer.layout is not None and digest_of(answer.layout.encode()) == digest:
                     return await self._keep_layout(answer.layout.encode())
-                source_errors.add(f"layout at worker {member.worker}: it has another or none")
+                source_errors.add(
+                    f"layout at worker {member.worker}: the worker has another layout or none"
+                )
             except HoldfastError as error:
                 source_errors.failed(f"layout at worker {member.worker}", error)
         if self._store is not None:
@@ -370,14 +374,14 @@ class Rehydrator:
         try:
             await self._pools.meta.run(self._node.put_layout, document)
         except HoldfastError as error:
-            logs.warning("a layout was not kept", error=str(error))
+            logs.warning("writing a layout to the node tier failed", error=str(error))
         return document
 
     def _accept(self, document: bytes, point: RestorePoint, checkpoint: CheckpointId) -> Manifest:
         """Parse a manifest. Raises CorruptionError unless it is the document that the restore point names."""
         found = digest_of(document)
         if point.manifest is not None and found != point.manifest:
-            raise CorruptionError(f"digest {found}, the restore point names {point.manifest}")
+            raise CorruptionError(f"digest {found}, expected {point.manifest}")
         namespace = self.namespace_of(point)
         return parse_manifest_of(document, self._job_uid(point), checkpoint, namespace=namespace)
 
@@ -445,4 +449,4 @@ class Rehydrator:
         try:
             await self._peers.call(member.worker, message, Ok)
         except HoldfastError as error:
-            logs.warning("a bad copy was not reported", worker=member.worker, error=str(error))
+            logs.warning("reporting a bad copy failed", worker=member.worker, error=str(error))

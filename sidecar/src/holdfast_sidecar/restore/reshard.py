@@ -156,7 +156,7 @@ class Resharder:
                 free = SlotHeader(SlotState.FREE, header.rank, header.capacity_bytes)
                 await self._pools.fill.run(target.write_header, free)
                 logs.info(
-                    "payload made of other ranks' shards",
+                    "a payload was built from other ranks' shards",
                     rank=wanted.rank,
                     payload_bytes=wanted.payload_bytes,
                     read_bytes={str(tier): count for tier, count in read.by_tier.items()},
@@ -210,7 +210,7 @@ class Resharder:
                 if not isinstance(error, NotFoundError) and (ref.rank, place.name) not in read.said:
                     read.said.add((ref.rank, place.name))
                     logs.warning(
-                        "a shard is read elsewhere",
+                        "a shard is read from another source",
                         rank=ref.rank,
                         source=place.name,
                         error=str(error),

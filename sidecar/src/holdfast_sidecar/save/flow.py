@@ -284,7 +284,7 @@ class Flow:
             self._failed(action, failure)
             return
         if own is None:
-            self._failed(action, UnavailableError(f"{error}; the copy here verifies"))
+            self._failed(action, UnavailableError(f"{error}; but the copy on this node is intact"))
             return
         self._shards.pop(action.key, None)
         self._metrics.corruption(TierName.NODE)
@@ -349,7 +349,7 @@ class Flow:
     def _coordinator(self) -> Worker:
         held = self._current().held
         if held is None:
-            raise UnavailableError("no ROUND is held: the coordinator is not known")
+            raise UnavailableError("no ROUND has been received: the coordinator is unknown")
         return held.coordinator
 
     async def _tell_prepared(self, shard: OwnShard) -> None:
@@ -371,7 +371,7 @@ class Flow:
                 self._coordinator(), replace(message, rank_layout=document), PreparedReply
             )
             if reply.need_layout:
-                raise UnavailableError(f"the coordinator does not keep layout {shard.layout}")
+                raise UnavailableError(f"the coordinator did not store layout {shard.layout}")
         if reply.pruned:
             self._shards.pop(shard.key, None)
             await self._pools.shard.run(self._node.delete_shard, shard.ref)
@@ -430,8 +430,8 @@ def _subject(action: Action) -> str:
     """Return the subject under which failures of the action are kept."""
     match action.verb:
         case Verb.COPY:
-            return f"copies to worker {action.target}"
+            return f"sending copies to worker {action.target}"
         case Verb.UPLOAD:
             return "uploads"
         case Verb.PREPARED | Verb.REPLICATED | Verb.UPLOADED:
-            return "words to the coordinator"
+            return "sending reports to the coordinator"

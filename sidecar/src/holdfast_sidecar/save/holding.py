@@ -94,7 +94,7 @@ class HoldTeller:
             message = Holding(message.round, message.worker, holding, layouts)
             reply = await self._peers.call(held.coordinator, message, HoldingReply)
             if reply.need_layouts:
-                raise UnavailableError(f"the coordinator does not keep {len(layouts)} layouts")
+                raise UnavailableError(f"the coordinator did not store {len(layouts)} layouts")
         return reply
 
     async def _documents(self, digests: tuple[Digest, ...]) -> tuple[str, ...]:

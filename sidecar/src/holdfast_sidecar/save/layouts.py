@@ -139,7 +139,7 @@ def _part(document: bytes, rank: Rank) -> bytes:
     part = rank_layout_of(layout, rank).to_bytes()
     if digest_of(part) != layout.ranks[rank].layout:
         raise CorruptionError(
-            f"layout of rank {rank}: the checkpoint's layout says {layout.ranks[rank].layout}, and "
-            f"what it holds of the rank is {digest_of(part)}"
+            f"layout of rank {rank}: the checkpoint's layout names {layout.ranks[rank].layout}, "
+            f"but its part of the rank has digest {digest_of(part)}"
         )
     return part

@@ -134,7 +134,9 @@ class ShardUploader:
             manifest = self._manifest(ref)
             group = self._group(manifest, ref.rank)
         except (NotFoundError, CorruptionError, FormatError) as error:
-            logs.warning("nothing is shared", rank=ref.rank, step=ref.step, error=str(error))
+            logs.warning(
+                "the shard is uploaded whole", rank=ref.rank, step=ref.step, error=str(error)
+            )
             return None
         base = None if request.base is None else request.base.own_checkpoint
         earlier = None if base is None else self._earlier(store, ref, base, request)
@@ -194,7 +196,9 @@ class ShardUploader:
                 return None
             stored = store.stored(self._contract.namespace, manifest.ref(ref.rank))
         except (NotFoundError, CorruptionError, FormatError) as error:
-            logs.warning("nothing is taken from the checkpoint before", base=base, error=str(error))
+            logs.warning(
+                "chunks of the previous checkpoint are not reused", base=base, error=str(error)
+            )
             return None
         return Earlier(stored.trailer, stored.index)
 
@@ -225,7 +229,9 @@ class ShardUploader:
                     other = self._bulk.fetch_table(member, ref)
             except (HoldfastError, OSError) as error:
                 silent.add(worker)
-                logs.warning("no chunk table", rank=rank, worker=worker, error=str(error))
+                logs.warning(
+                    "reading a chunk table failed", rank=rank, worker=worker, error=str(error)
+                )
                 continue
             found.append(shared_with(trailer, group, other))
         return found

@@ -49,7 +49,7 @@ class SlotNotes:
             with self._opened() as directory:
                 remove(directory, _name(slot))
         except OSError as error:
-            logs.warning("the note of a slot was not removed", slot=slot, error=str(error))
+            logs.warning("removing the note of a slot failed", slot=slot, error=str(error))
 
     def read(self, slot: str) -> Stage | None:
         """Return the note of a slot, or None if it has none. Raises FormatError, OSError."""
@@ -127,7 +127,9 @@ def left_in_memory(
             manifest = parse_manifest_of(document, job_uid, checkpoint)
             found.append(Left(stage, manifest.world_size))
         except (HoldfastError, OSError) as error:
-            logs.warning("slot not written by the seal", slot=name, error=str(error))
+            logs.warning(
+                "a slot was not written when its round was sealed", slot=name, error=str(error)
+            )
     return tuple(found)
 
 
@@ -137,5 +139,5 @@ def check_slot(header: SlotHeader, message: Stage, *, expected: SlotState) -> No
     wanted = (expected, message.round, message.step, message.payload_bytes)
     if found != wanted:
         raise FormatError(
-            f"slot {message.slot}: state, round, step, bytes are {found}, the message says {wanted}"
+            f"slot {message.slot}: state, round, step, bytes are {found}, the message has {wanted}"
         )

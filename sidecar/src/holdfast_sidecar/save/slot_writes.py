@@ -69,8 +69,8 @@ class SlotWrites:
             record = await self._with_room(owned)
             if owned.record not in (None, record):
                 error = CorruptionError(
-                    f"slot {owned.stage.slot}: written as {record.blake3}, and digested as another "
-                    "payload before: its memory has changed"
+                    f"slot {owned.stage.slot}: written as {record.blake3}, but an earlier digest "
+                    "differs: its memory has changed"
                 )
                 await self._pools.meta.run(self._node.quarantine, record.ref, str(error))
                 raise error
@@ -117,9 +117,12 @@ class SlotWrites:
                 subject,
                 TierName.NODE,
                 "NodeVolumeHangs",
-                f"step {header.step}: {slot.bytes_read} of {header.payload_bytes} bytes were handed to "
-                f"the node volume, and none for {quiet:.0f} s: its disk hangs, or is far too slow; "
-                "training goes on, saves that find no free slot are skipped; look at the node's disk",
+                (
+                    f"step {header.step}: {slot.bytes_read} of {header.payload_bytes} bytes were "
+                    f"written to the node volume, and none for {quiet:.0f} s: its disk hangs or is far "
+                    "too slow. Training continues, and saves are skipped while no slot is free. Check "
+                    "the node's disk"
+                ),
                 step=header.step,
             )
 

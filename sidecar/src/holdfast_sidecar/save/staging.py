@@ -184,7 +184,8 @@ class Stager:
         state = _fenced(current(), message)
         if rank_of_slot(message.slot) != message.rank or message.rank not in state.own_ranks:
             raise FormatError(
-                f"stage of rank {message.rank} in slot {message.slot!r}: not of this pod"
+                f"stage of rank {message.rank} in slot {message.slot!r}: the rank does not run in "
+                "this pod"
             )
         if self._is_owned(message):
             return Staged(message.step)
@@ -376,12 +377,12 @@ class Stager:
             try:
                 slot = SlotFile.open(self._settings.slots_dir, name)
             except HoldfastError as error:
-                logs.warning("slot not recovered", slot=name, error=str(error))
+                logs.warning("recovering a slot failed", slot=name, error=str(error))
                 continue
             try:
                 message = take_or_free(slot, self._notes, state.round)
             except (HoldfastError, OSError) as error:
-                logs.warning("slot not recovered", slot=name, error=str(error))
+                logs.warning("recovering a slot failed", slot=name, error=str(error))
                 message = None
             if message is None:
                 slot.close()
@@ -444,7 +445,7 @@ class Stager:
             owned.slot.set_state(SlotState.FREE)
         except HoldfastError as error:
             # The trainer can cause this at any time, and an unhandled error of a task ends the process.
-            logs.warning("a slot was not freed", slot=name, error=str(error))
+            logs.warning("freeing a slot failed", slot=name, error=str(error))
         owned.slot.close()
 
     async def _digest(self, owned: OwnedSlot) -> None:

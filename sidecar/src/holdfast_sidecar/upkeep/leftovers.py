@@ -87,7 +87,7 @@ class Leftovers:
         try:
             gone = await self._pools.store.run(layouts.look)
         except HoldfastError as error:
-            logs.warning("layouts in the store were not looked at", error=str(error))
+            logs.warning("checking the layouts in the store failed", error=str(error))
         else:
             if gone:
                 logs.info("deleted layouts that no manifest names", layouts=sorted(gone))
@@ -99,7 +99,7 @@ class Leftovers:
                 store.abort_stale_uploads, contract.namespace, contract.job_uid, _STALE_UPLOADS
             )
         except HoldfastError as error:
-            logs.warning("unfinished uploads were not looked for", error=str(error))
+            logs.warning("listing unfinished uploads failed", error=str(error))
 
     async def _sweep(self, store: S3ObjectTier) -> None:
         contract = self._contract
@@ -113,7 +113,7 @@ class Leftovers:
                 self._uploading,
             )
         except HoldfastError as error:
-            logs.warning("the store was not swept", error=str(error))
+            logs.warning("sweeping the store failed", error=str(error))
         else:
             if swept:
                 logs.info("swept", checkpoints=sorted(map(str, swept)))

@@ -162,7 +162,7 @@ class Scrubber:
             # Read it once more, since the fault may be in this process's memory.
             damage = await self._pools.scrub.run(self._damage, ref)
             if damage is None:
-                logs.warning("a shard verified at the second look", ref=str(ref), error=str(error))
+                logs.warning("a shard is intact at the second read", ref=str(ref), error=str(error))
                 return False
             self._metrics.corruption(TierName.NODE)
             logs.warning("scrub: quarantined a shard", ref=str(ref), error=str(damage))

@@ -102,6 +102,6 @@ class StoreLayouts:
         """
         try:
             self._store.put_layout(*self._name, self._node.get_layout(digest))
-            logs.warning("a layout was missing in the store: put again", layout=digest)
+            logs.warning("a layout was missing in the store and was written again", layout=digest)
         except HoldfastError as error:
             logs.warning("a layout is missing in the store", layout=digest, error=str(error))

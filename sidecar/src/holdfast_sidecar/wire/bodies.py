@@ -46,8 +46,8 @@ class Bodies:
             if not deadline.expired():
                 raise
             raise UnavailableError(
-                f"{request.path}: {length} bytes were announced, and were not read within "
-                f"{_BODY_SECONDS:.0f} s: the caller is slow, or too many requests came at once"
+                f"{request.path}: {length} bytes were announced, but were not received within "
+                f"{_BODY_SECONDS:.0f} s: the caller is slow, or too many requests arrived together"
             ) from error
 
 

@@ -118,7 +118,10 @@ class BulkServing:
         if caller is None:
             raise RefusedError(
                 Refusal.NOT_MEMBER,
-                f"{peer_dns_name!r} names nobody of job {self._contract.job_uid}",
+                (
+                    f"{peer_dns_name!r} is not the name of the operator or of a worker of job "
+                    f"{self._contract.job_uid}"
+                ),
             )
         return caller
 

@@ -48,7 +48,7 @@ class Certificates:
                 for context in (self.server, self.client):
                     context.load_cert_chain(self._renewed, self._renewed)
             except (OSError, ssl.SSLError) as error:
-                logs.warning("the renewed certificate is not usable", error=str(error))
+                logs.warning("the renewed certificate cannot be used", error=str(error))
 
     def renew(self, message: Certificate) -> None:
         """Use a new certificate for new connections, and keep it on the node volume. Blocking.
@@ -66,7 +66,7 @@ class Certificates:
         except OSError as error:
             # A full or broken disk must not prevent the renewal. After a restart the sidecar presents its
             # older certificate, and the operator renews it again.
-            logs.warning("the renewed certificate is not kept on the node", error=str(error))
+            logs.warning("writing the renewed certificate to the node failed", error=str(error))
         logs.info("certificate renewed")
 
     def _keep(self, message: Certificate) -> None:
@@ -98,7 +98,7 @@ class Certificates:
         except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
             raise FormatError(f"certificate refused: {error or type(error).__name__}") from error
         if key.public_key() != leaf.public_key():
-            raise FormatError("certificate refused: the key is not the certificate's")
+            raise FormatError("certificate refused: the key does not belong to the certificate")
         found = names.get_values_for_type(x509.DNSName)
         if self._name not in found:
             raise FormatError(f"certificate refused: it is for {found}, expected {self._name}")

@@ -164,7 +164,7 @@ class Peers:
             raise UnavailableError(f"worker {worker} is not a member of the current round")
         endpoint = self.endpoint(member)
         if self._session is None:
-            raise UnavailableError("the client is not started")
+            raise UnavailableError("the client has not been started")
         what = f"{method} {path} to worker {worker} ({member.pod} at {endpoint.url})"
         try:
             async with self._session.request(
@@ -196,4 +196,4 @@ def _refused(data: bytes, what: str) -> Refused:
     try:
         return loads(Refused, data)
     except FormatError as error:
-        raise UnavailableError(f"{what}: an answer that is no refusal: {error}") from error
+        raise UnavailableError(f"{what}: expected a refusal as the body: {error}") from error

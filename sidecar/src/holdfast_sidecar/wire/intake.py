@@ -119,7 +119,9 @@ class Connection:
         if self._writer.is_closing():
             return False
         if self._writer.transport.get_write_buffer_size() > _MAX_BUFFERED_BYTES:
-            logs.warning("a local connection does not read: dropped", rank=self.rank)
+            logs.warning(
+                "a local connection does not read its messages and is closed", rank=self.rank
+            )
             self.abort()
             return False
         self._writer.write(write_frame(message, id_))
@@ -210,7 +212,7 @@ class Intake:
         try:
             await self._read(reader, connection)
         except FormatError as error:
-            self._drop("frame", f"a local connection sent what is no frame: {error}")
+            self._drop("frame", f"a local connection sent an invalid frame: {error}")
         except (OSError, UnavailableError) as error:
             self._drop("broken", f"a local connection broke: {error or type(error).__name__}")
         finally:
@@ -275,13 +277,14 @@ class Intake:
             return
         if hello.role is LocalRole.RANK and hello.rank not in state.own_ranks:
             connection.send(
-                state.refused(Refusal.BAD_REQUEST, f"rank {hello.rank} is not of this pod"), id_
+                state.refused(Refusal.BAD_REQUEST, f"rank {hello.rank} does not run in this pod"),
+                id_,
             )
             return
         connection.hello = hello
         if not self._admission.is_known(connection, connection.name):
             connection.hello = None
-            raise UnavailableError(f"no place for another connection of {hello.role} {hello.rank}")
+            raise UnavailableError(f"too many connections of {hello.role} {hello.rank}")
         if hello.role is LocalRole.LAUNCHER:
             self.launcher = connection
         elif hello.rank is not None:

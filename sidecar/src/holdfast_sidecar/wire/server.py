@@ -188,7 +188,11 @@ class ControlServer:
                 return _json(
                     409,
                     state.refused(
-                        Refusal.NOT_MEMBER, f"the certificate names nobody of job {self._job_uid}"
+                        Refusal.NOT_MEMBER,
+                        (
+                            "the certificate is not of the operator or of a "
+                            f"worker of job {self._job_uid}"
+                        ),
                     ),
                 )
             try:
