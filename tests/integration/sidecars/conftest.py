@@ -1,226 +1,23 @@
-"""A gang of real sidecar processes on loopback: real TLS, scripted ranks, a scripted operator."""
+"""Gangs of real sidecar processes, and an object store for them."""
 
 from __future__ import annotations
 
-import json
-import random
-import urllib.request
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
-from tests.support.crash.failpoints import VARIABLE
 from tests.support.servers.minio_server import MinioServer
-from tests.support.servers.pki import Authority
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
-from tests.support.sidecar import FakeLauncher, FakeOperator, FakeRank, SidecarProcess
+from tests.support.sidecar.gang import Gang, Gangs
 
-from holdfast_core.contract import SidecarContract, StoreConfig, operator_dns_name, peer_dns_name
-from holdfast_core.ids import JobUid, Level, RestartRound, Worker
-from holdfast_core.messages.schema import CoordinatorState, Member, RestorePoint, Round
-from holdfast_core.net.tls import TlsFiles, client_context
-from holdfast_core.node.tier import DiskNodeTier
-from holdfast_sidecar.base.settings import PORTS_FILE
-
-JOB_UID = JobUid("11111111-2222-3333-4444-555555555555")
-NAMESPACE = "team-a"
-
-
-class Gang:
-    """Workers 0..n-1 with one rank each, all on this machine."""
-
-    def __init__(
-        self, root: Path, workers: int, *, store: StoreConfig | None, store_dir: Path
-    ) -> None:
-        self.root = root
-        self.workers = workers
-        self.store = store
-        self.store_dir = store_dir
-        self.node_capacity_bytes = 1 << 30
-        self.small_nodes: dict[int, int] = {}
-        """Capacity of workers whose node is smaller than that."""
-        self.slot_bytes = 1 << 20
-        self.slots = 2
-        self.procs_per_worker = 1
-        self.failpoints: dict[int, str] = {}
-        self.authority = Authority()
-        self.leaf_lifetime = timedelta(hours=1)
-        self.sidecars: dict[int, SidecarProcess] = {}
-        self.launchers: dict[int, FakeLauncher] = {}
-        self.ranks: dict[int, FakeRank] = {}
-        certificates = self.authority.write_leaf(root / "operator", operator_dns_name(JOB_UID))
-        self.operator = FakeOperator(JOB_UID, client_context(TlsFiles.in_directory(certificates)))
-        self.copies = tuple((w, (w + 1) % workers) for w in range(workers)) if workers > 1 else ()
-
-    def contract(self, worker: int, birth_round: int) -> SidecarContract:
-        home = self.root / f"w{worker}-r{birth_round}"
-        pod = f"gpt-{worker}-r{birth_round}"
-        certificates = self.authority.write_leaf(
-            home / "certs", peer_dns_name(pod, JOB_UID), lifetime=self.leaf_lifetime
-        )
-        return SidecarContract(
-            job_uid=JOB_UID,
-            job="gpt",
-            namespace=NAMESPACE,
-            worker=Worker(worker),
-            birth_round=RestartRound(birth_round),
-            procs_per_worker=self.procs_per_worker,
-            shared_dir=str(home / "shared"),
-            pod_name=pod,
-            pod_ip="127.0.0.1",
-            node_dir=str(home / "node"),
-            node_capacity_bytes=self.small_nodes.get(worker, self.node_capacity_bytes),
-            certs_dir=str(certificates),
-            store_dir=str(self.store_dir),
-            store=self.store.to_json() if self.store is not None else "",
-            control_port=0,
-            bulk_port=0,
-            metrics_port=0,
-        )
-
-    async def launch(self, worker: int, birth_round: int = 0) -> None:
-        """A new pod: empty node tier and shared volume."""
-        sidecar = SidecarProcess(
-            self.contract(worker, birth_round), self.root / f"w{worker}-r{birth_round}.log"
-        )
-        self.sidecars[worker] = sidecar
-        failing = self.failpoints.get(worker)
-        sidecar.start(None if failing is None else {VARIABLE: failing})
-        await self.learn(worker)
-
-    async def relaunch(self, worker: int) -> None:
-        """The sidecar's container restarted: same volumes, new process (and ports, here)."""
-        self.sidecars[worker].start()
-        await self.learn(worker)
-
-    async def learn(self, worker: int) -> None:
-        sidecar = self.sidecars[worker]
-        self.operator.members[worker] = Member(
-            Worker(worker), sidecar.contract.pod_name, await sidecar.address()
-        )
-
-    async def launcher(
-        self, worker: int, *, last_round: int | None = None, running: int | None = None
-    ) -> FakeLauncher:
-        launcher = FakeLauncher(
-            self.sidecars[worker].shared / "holdfast.sock",
-            JOB_UID,
-            running=None if running is None else RestartRound(running),
-            last_round=None if last_round is None else RestartRound(last_round),
-        )
-        await launcher.connect()
-        self.launchers[worker] = launcher
-        return launcher
-
-    async def begin(self, round_: int, **fields: object) -> Round:
-        """ROUND to everybody, launchers for pods without one, Run everywhere, ranks connected."""
-        fields.setdefault("copies", self.copies)
-        message = self.operator.message(round_, **fields)  # type: ignore[arg-type]
-        await self.operator.round_all(message)
-        for worker in range(self.workers):
-            if worker not in self.launchers:
-                await self.launcher(worker)
-        for worker in range(self.workers):
-            await self.launchers[worker].runs(round_)
-        for worker in range(self.workers):
-            await self.connect_rank(worker, round_)
-        return message
-
-    async def connect_rank(self, worker: int, round_: int) -> FakeRank:
-        if worker in self.ranks:
-            self.ranks[worker].close()
-        rank = FakeRank(
-            self.sidecars[worker].shared,
-            JOB_UID,
-            worker,
-            round_,
-            capacity_bytes=self.slot_bytes,
-            slots=self.slots,
-        )
-        await rank.connect()
-        self.ranks[worker] = rank
-        return rank
-
-    async def start(self, **fields: object) -> Round:
-        for worker in range(self.workers):
-            await self.launch(worker)
-        return await self.begin(0, **fields)
-
-    async def save(self, step: int) -> dict[int, bytes]:
-        """Every rank stages other bytes of another length; returns them."""
-        saved = {w: payload(step, w) for w in range(self.workers)}
-        for worker, data in saved.items():
-            await self.ranks[worker].save(step, data)
-            self.ranks[worker].progress(step)
-        return saved
-
-    async def commit(self, step: int, level: Level) -> dict[int, bytes]:
-        saved = await self.save(step)
-        for rank in self.ranks.values():
-            await rank.reached(step, level)
-        return saved
-
-    async def point(self, step: int, *, local: bool = False) -> RestorePoint:
-        """The committed step as the coordinator (worker 0) names it."""
-
-        def newest(state: CoordinatorState) -> RestorePoint | None:
-            return state.last_local if local else state.last_replicated
-
-        def there(state: CoordinatorState) -> bool:
-            point = newest(state)
-            return point is not None and point.step == step
-
-        point = newest(await self.operator.state_until(0, there, f"step {step} committed"))
-        assert point is not None
-        return point
-
-    async def restored(self) -> dict[int, bytes | None]:
-        return {w: (await rank.restore())[1] for w, rank in self.ranks.items()}
-
-    def counted(self, worker: int, name: str) -> dict[str, int]:
-        """A counter of the sidecar's metrics, by tier. Blocks."""
-        with urllib.request.urlopen(self.metrics_url(worker)) as reply:
-            lines = reply.read().decode().splitlines()
-        found = [line for line in lines if line.startswith(f'{name}{{tier="')]
-        return {line.split('"')[1]: int(float(line.split()[-1])) for line in found}
-
-    def metrics_url(self, worker: int) -> str:
-        ports = json.loads((self.sidecars[worker].node / PORTS_FILE).read_text())
-        return f"http://127.0.0.1:{ports['metrics']}/metrics"
-
-    def lose(self, worker: int) -> None:
-        """The pod is gone: process killed, volumes lost with it."""
-        self.sidecars[worker].kill()
-        self.launchers.pop(worker).close()
-        self.ranks.pop(worker).close()
-
-    def node_tier(self, worker: int) -> DiskNodeTier:
-        """A look at a worker's disk (its sidecar must not run)."""
-        tier = DiskNodeTier(self.sidecars[worker].node)
-        tier.open()
-        return tier
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        for local in (*self.launchers.values(), *self.ranks.values()):
-            local.close()
-        self.kill()
-
-    def kill(self) -> None:
-        for sidecar in self.sidecars.values():
-            sidecar.kill()
-
-
-def payload(step: int, worker: int) -> bytes:
-    return random.Random(step * 1000 + worker).randbytes(100_000 + 1000 * worker + step)
+from holdfast_core.contract import StoreConfig
+from holdfast_core.store.tier import S3ObjectTier
 
 
 @pytest.fixture
-def gangs(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
+def gangs(tmp_path: Path) -> Iterator[Gangs]:
+    """Gangs of this many workers, which end with the test: `gangs(2)`."""
     made: list[Gang] = []
 
     def make(
@@ -249,3 +46,23 @@ def store(minio: MinioServer, tmp_path: Path, request: pytest.FixtureRequest) ->
     (keys / "accessKey").write_text(ACCESS_KEY)
     (keys / "secretKey").write_text(SECRET_KEY)
     return {"store": minio.config(f"p/{request.node.name}"), "store_dir": keys}
+
+
+@pytest.fixture
+def tier(minio: MinioServer, store: dict[str, Any]) -> Iterator[S3ObjectTier]:
+    """The store of the gang, as a second client of it sees it."""
+    tier = S3ObjectTier(store["store"], minio.credentials)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def stored(minio: MinioServer, store: dict[str, Any]) -> Callable[[str], list[str]]:
+    """Names of the objects in the gang's store that contain a text: `stored(".pack")`."""
+    prefix = store["store"].prefix
+
+    def matching(part: str) -> list[str]:
+        listed = minio.admin().list_objects(minio.bucket, prefix=prefix, recursive=True)
+        return [str(item.object_name) for item in listed if part in str(item.object_name)]
+
+    return matching

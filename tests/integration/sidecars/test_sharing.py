@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sidecar.upkeep.test_leftovers import CONTRACT
 from tests.support.servers.minio_server import MinioServer
 from tests.support.shards.builders import (
     JOB,
@@ -19,6 +18,8 @@ from tests.support.shards.builders import (
     shard_header,
     weights,
 )
+from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import AlreadyExistsError, UnavailableError
@@ -28,21 +29,17 @@ from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import Manifest, ManifestShard
 from holdfast_core.format.rank_layout import RankLayout, TensorSlice
 from holdfast_core.ids import ByteRange, CheckpointId, Digest, Rank, RestartRound, ShardRef, Step
-from holdfast_core.ids import Worker as W
 from holdfast_core.messages.schema import (
     Member,
     PersistRequest,
-    Policy,
     Reference,
     RestorePoint,
-    Round,
 )
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.file import Trailer
 from holdfast_core.shards.pack import PackIndex
 from holdfast_core.shards.record import CHUNK_BYTES
 from holdfast_core.store.tier import S3ObjectTier
-from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.save.plan import StoredAs
 from holdfast_sidecar.save.sharing import ShardUploader
 
@@ -92,13 +89,9 @@ class Pod:
         self.node.open()
         self.elsewhere = DiskNodeTier(root / "there", capacity_bytes=1 << 30)
         self.elsewhere.open()
-        members = tuple(Member(W(w), f"gpt-{w}-r0", f"10.0.0.{w}:1:2") for w in range(2))
-        held = Round(
-            RestartRound(0), 1, RestorePoint(), W(0), W(0), 2, members, (), Policy(interval_steps=1)
-        )
-        self.state = RoundState(W(0), 2, RestartRound(0), held=held)
+        self.state = accepted(round_message(), procs_per_worker=2)
         self.manifests: dict[int, Manifest] = {}
-        contract = replace(CONTRACT, procs_per_worker=2)
+        contract = contract_with(procs_per_worker=2)
         peers: Any = self.peers
         self.uploader = ShardUploader(
             contract, lambda: self.state, self.node, tier, bulk=peers, clock=SystemClock()

@@ -1,38 +1,23 @@
-"""What ranks hold in common, and what has not changed, is not sent to peers (targets.md A7)."""
+"""Copies send to peers neither what ranks have in common nor what has not changed (A7)."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
-import re
-import urllib.request
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+from tests.support.sidecar.gang import Gang, Gangs
 
 from holdfast_core.ids import Level, TierName
 from holdfast_core.messages.schema import Policy
 
 pytestmark = pytest.mark.integration
 
-Gangs = Callable[..., Any]
 MIB = 1 << 20
 STATE_BYTES = 32 * MIB
 WORKERS = 4
 
 
-def sent_bytes(gang: Any, worker: int) -> int:
-    """To peers, as this worker's sidecar counts them."""
-    port = json.loads((gang.sidecars[worker].node / "ports.json").read_text())["metrics"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
-        text = reply.read().decode()
-    found = re.search(r'^holdfast_sent_bytes_total{tier="peer"} (\S+)$', text, re.MULTILINE)
-    return int(float(found[1])) if found else 0
-
-
-async def save(gang: Any, step: int, states: dict[int, bytes]) -> None:
+async def save(gang: Gang, step: int, states: dict[int, bytes]) -> None:
     for worker, data in states.items():
         await gang.ranks[worker].save(step, data)
         gang.ranks[worker].progress(step)
@@ -40,8 +25,8 @@ async def save(gang: Any, step: int, states: dict[int, bytes]) -> None:
         await rank.reached(step, Level.REPLICATED)
 
 
-async def test_ranks_with_the_same_model_send_only_what_is_their_own(gangs: Gangs) -> None:
-    """At most 1/N + 2 % of the state, and a lost pod comes back bit by bit."""
+async def test_ranks_with_the_same_model_send_each_part_of_it_once(gangs: Gangs) -> None:
+    """Each rank sends at most 1/N + 2 % of the state, and a lost pod is restored bit by bit."""
     async with gangs(WORKERS) as gang:
         gang.slot_bytes = STATE_BYTES + MIB
         policy = Policy(interval_steps=1, peer_copies=1)
@@ -50,7 +35,7 @@ async def test_ranks_with_the_same_model_send_only_what_is_their_own(gangs: Gang
         states = {w: model + f"data of rank {w}".encode().ljust(500) for w in range(WORKERS)}
         await save(gang, 10, states)
         for worker in range(WORKERS):
-            sent = await asyncio.to_thread(sent_bytes, gang, worker)
+            sent = await gang.sent_bytes(worker, TierName.PEER)
             assert 0 < sent <= (1 / WORKERS + 0.02) * len(states[worker])
         point = await gang.point(10)
         gang.lose(2)
@@ -64,7 +49,7 @@ async def test_ranks_with_the_same_model_send_only_what_is_their_own(gangs: Gang
             assert filled.tier is source
 
 
-async def test_a_frozen_base_is_sent_once(gangs: Gangs) -> None:
+async def test_a_frozen_base_is_sent_to_peers_once(gangs: Gangs) -> None:
     """From the second save on at most the trainable share and 1 %."""
     async with gangs(2) as gang:
         gang.slot_bytes = STATE_BYTES + MIB
@@ -80,6 +65,6 @@ async def test_a_frozen_base_is_sent_once(gangs: Gangs) -> None:
         for step, share in ((10, 1.01), (20, 0.11), (30, 0.11)):
             await save(gang, step, states(step))
             for worker in range(2):
-                total = await asyncio.to_thread(sent_bytes, gang, worker)
+                total = await gang.sent_bytes(worker, TierName.PEER)
                 assert 0 < total - before[worker] <= share * STATE_BYTES
                 before[worker] = total

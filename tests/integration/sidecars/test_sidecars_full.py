@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.support.sidecar import until
+from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.ids import Level
 from holdfast_core.messages.schema import Policy, RestorePoint, SaveFailed
 
 pytestmark = pytest.mark.integration
 
-Gangs = Callable[..., Any]
 SHARD = 120_000
 """A little more than the file of one shard of these gangs takes."""
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import Level
 
 pytestmark = pytest.mark.integration
-
-Gangs = Callable[..., Any]
 
 
 def shards(node: Path) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from tests.support.sidecar import until
+from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import Level, RestartRound, Worker
@@ -20,8 +21,6 @@ from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.sidecars.client import SidecarClient
 
 pytestmark = pytest.mark.integration
-
-Gangs = Callable[..., Any]
 
 
 class OperatorNamespace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import aiohttp
 import pytest
 from tests.support.crash.failpoints import PANIC_EXIT_CODE, VARIABLE
 from tests.support.sidecar import FakeRank, until
+from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import UnavailableError
 from holdfast_core.ids import Level, Step, TierName
@@ -28,7 +28,6 @@ from holdfast_core.shm.slot_header import SlotState
 
 pytestmark = pytest.mark.integration
 
-Gangs = Callable[..., Any]
 POLICY = Policy(interval_steps=1, slots=3, peer_copies=1)
 
 

@@ -14,6 +14,7 @@ import torch
 from tests.support.shards.builders import weights
 from tests.support.shards.placements import Tensor, layout_of, objects_of
 from tests.support.sidecar import SidecarProcess
+from tests.support.sidecar.gang import Gangs
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -32,7 +33,6 @@ from holdfast_core.shm.slot_header import SlotState
 
 pytestmark = pytest.mark.integration
 
-Gangs = Callable[..., Any]
 ROWS = 1 << 14
 WHOLE = np.random.default_rng(3).integers(0, 256, (ROWS, 16), dtype=np.uint8)
 

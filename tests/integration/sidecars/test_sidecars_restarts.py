@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.support.sidecar import FakeRank, until
+from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import Level, RestartRound
@@ -14,8 +14,6 @@ from holdfast_core.messages.schema import Refusal, SaveFailed
 from holdfast_core.shm.slot_header import SlotState
 
 pytestmark = pytest.mark.integration
-
-Gangs = Callable[..., Any]
 
 
 async def repeat_round(gang: Any, version: int, **fields: Any) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from tests.support.sidecar import flip_a_bit, until
+from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import RefusedError, StaleRoundError
 from holdfast_core.ids import Level, Rank, RestartRound, TierName, Worker
 from holdfast_core.messages.schema import Exited, HostStore, Member, Policy, Refusal
 
 pytestmark = pytest.mark.integration
-
-Gangs = Callable[..., Any]
 
 
 async def test_commit_reaches_replicated_on_every_member(gangs: Gangs) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from tests.support.servers.minio_server import MinioServer
 from tests.support.servers.store_server import ACCESS_KEY, SECRET_KEY
 from tests.support.sidecar import FakeRank
+from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step
@@ -27,7 +27,6 @@ from holdfast_sidecar.base.settings import inherited
 
 pytestmark = pytest.mark.integration
 
-Gangs = Callable[..., Any]
 NO_LAYOUT = Digest("b3:" + "9" * 64)
 
 

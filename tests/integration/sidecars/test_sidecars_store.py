@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.support.servers.minio_server import MinioServer
 from tests.support.sidecar import until
+from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, TierName
@@ -26,7 +27,6 @@ from holdfast_core.store.tier import S3ObjectTier
 
 pytestmark = pytest.mark.integration
 
-Gangs = Callable[..., Any]
 EVERY_TWO = Policy(interval_steps=1, peer_copies=1, keep_last=2, object_every_steps=2)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +10,7 @@ import aiohttp
 import pytest
 from tests.support.servers.pki import Authority
 from tests.support.sidecar import FakeOperator
+from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.errors import RefusedError, UnavailableError
@@ -31,8 +31,6 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.peer.client import fetch_shard, send_copy
 
 pytestmark = pytest.mark.integration
-
-Gangs = Callable[..., Any]
 
 
 def caller(gang: Any, dns_name: str, authority: Authority | None = None) -> FakeOperator:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.support.sidecar import until
+from tests.support.sidecar.gang import Gangs
 
 from holdfast_core.ids import Level
 from holdfast_core.messages.schema import SaveFailed
 from holdfast_sidecar.process.deaths import DIED_STATUS
 
 pytestmark = pytest.mark.integration
-
-Gangs = Callable[..., Any]
 
 
 def sample(gang: Any, worker: int, line: str) -> float:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from tests.operator.kube.test_edges import NOW, job
+from tests.support.operator.builders import START, job
 
 from holdfast_core.api import JobCondition
 from holdfast_core.ids import RestartRound, Step
@@ -22,7 +22,7 @@ BEFORE = JobStatusView(
     restart_round=RestartRound(3),
     step=Step(7),
     goodput=GoodputView(),
-    conditions=(Condition(JobCondition.RUNNING, True, "Training", "fine", NOW, 1),),
+    conditions=(Condition(JobCondition.RUNNING, True, "Training", "fine", START, 1),),
 )
 AFTER = replace(
     BEFORE,
@@ -31,8 +31,8 @@ AFTER = replace(
     goodput=GoodputView(checkpoint_seconds=-1.0),
     last_recovery=RecoveryView(RestartRound(4), "RankDied", rehydrate_seconds=-5.0),
     conditions=(
-        Condition(JobCondition.RUNNING, False, "RankDied", "words", NOW, 1),
-        Condition(JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, "x" * 200, "words", NOW, 1),
+        Condition(JobCondition.RUNNING, False, "RankDied", "words", START, 1),
+        Condition(JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, "x" * 200, "words", START, 1),
     ),
 )
 
@@ -59,7 +59,9 @@ class Server:
 @pytest.mark.parametrize("refused", ["-1.0", "-5.0", "x" * 200, '"words"'])
 def test_a_refused_detail_is_left_as_it_was(refused: str) -> None:
     server = Server(lambda text: refused not in text)
-    version, written = asyncio.run(write_status(cast(Cluster, server), job(BEFORE), "1", AFTER))
+    version, written = asyncio.run(
+        write_status(cast(Cluster, server), job(status=BEFORE), "1", AFTER)
+    )
     assert version == "2"
     assert written.restart_round == 4
     assert (written.step, written.goodput) == (7, GoodputView())
@@ -72,5 +74,5 @@ def test_a_refused_detail_is_left_as_it_was(refused: str) -> None:
 def test_a_write_that_is_refused_as_a_whole_fails(status: int, asked: int) -> None:
     server = Server(lambda text: False, status)
     with pytest.raises(ApiError):
-        asyncio.run(write_status(cast(Cluster, server), job(BEFORE), "1", AFTER))
+        asyncio.run(write_status(cast(Cluster, server), job(status=BEFORE), "1", AFTER))
     assert server.asked == asked

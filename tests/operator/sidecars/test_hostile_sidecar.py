@@ -9,7 +9,7 @@ import socket
 from dataclasses import replace
 
 import pytest
-from tests.operator.sidecars.test_sidecars import KEY, UID, bench, pod_view
+from tests.support.operator.bench import KEY, UID, bench, pod_view
 
 from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.codec import dumps

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
-from tests.support.operator.fake_sidecar import FakeSidecar
-from tests.support.servers.ports import free_port
+from tests.support.operator.bench import AUTHORITY, KEY, NOW, UID, bench, leaf_of, pod_view
 
-from holdfast_core.clock import SystemClock
-from holdfast_core.contract import operator_dns_name, peer_dns_name
-from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
+from holdfast_core.contract import peer_dns_name
+from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     Ask,
-    Certificate,
     CoordinatorState,
     Member,
     Policy,
@@ -26,142 +20,12 @@ from holdfast_core.messages.schema import (
     RestorePoint,
     Round,
 )
-from holdfast_operator.model.job import PodPhase, PodView, Reachable, SidecarView
-from holdfast_operator.model.keys import Key, job_key
-from holdfast_operator.sidecars.calls import Sidecars, back_off_seconds
+from holdfast_operator.model.job import Reachable
+from holdfast_operator.sidecars.calls import back_off_seconds
 from holdfast_operator.sidecars.certificates import (
-    Leaf,
-    client_context,
     new_authority,
     new_leaf,
-    renewal_context,
 )
-from holdfast_operator.sidecars.client import SidecarClient
-
-UID = JobUid("0c0ffee0-0000-4000-8000-000000000000")
-KEY = job_key("team", "gpt")
-NOW = datetime.now(UTC)
-AUTHORITY = new_authority(UID)
-
-
-class Identity:
-    def __init__(self) -> None:
-        leaf = new_leaf(AUTHORITY, operator_dns_name(UID), NOW)
-        self._context = client_context(AUTHORITY, leaf)
-        self._renewal = renewal_context(AUTHORITY, leaf)
-
-    async def client(self, job_uid: JobUid) -> ssl.SSLContext:
-        return self._context
-
-    async def renewal_client(self, job_uid: JobUid) -> ssl.SSLContext:
-        return self._renewal
-
-    async def renewed(self, job_uid: JobUid, pod: str) -> Certificate:
-        leaf = new_leaf(AUTHORITY, peer_dns_name(pod, UID), NOW)
-        return Certificate(leaf.certificate, leaf.key)
-
-
-def pod_view(worker: int, birth: int = 0, **changes: object) -> PodView:
-    view = PodView(
-        name=f"gpt-{worker}-r{birth}",
-        uid=f"uid-{worker}-{birth}",
-        worker=Worker(worker),
-        birth_round=RestartRound(birth),
-        phase=PodPhase.RUNNING,
-        ip=f"127.66.0.{worker + 1}",
-        node="node-a",
-        sidecar_started=True,
-    )
-    return replace(view, **changes)  # type: ignore[arg-type]  # a builder of tests
-
-
-def leaf_of(pod: PodView, age: timedelta = timedelta()) -> Leaf:
-    return new_leaf(AUTHORITY, peer_dns_name(pod.name, UID), NOW - age)
-
-
-class RecordingClock(SystemClock):
-    """Real time, until `stopped` is set."""
-
-    def __init__(self) -> None:
-        self.slept: list[float] = []
-        self.stopped: float | None = None
-
-    def monotonic(self) -> float:
-        return super().monotonic() if self.stopped is None else self.stopped
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        await super().sleep(seconds)
-
-
-@dataclass
-class Bench:
-    sidecars: Sidecars
-    port: int
-    enqueued: list[Key] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    clock: RecordingClock = field(default_factory=RecordingClock)
-    defects: list[Exception] = field(default_factory=list)
-    """Each is raised once by what takes the news, as a defect of the operator would be."""
-    servers: dict[int, FakeSidecar] = field(default_factory=dict)
-
-    async def serve(self, pod: PodView, leaf: Leaf | None = None) -> FakeSidecar:
-        server = FakeSidecar(pod.worker, pod.name, pod.birth_round)
-        leaf = leaf or leaf_of(pod)
-        await server.start(pod.ip or "", self.port, AUTHORITY.certificate, leaf)
-        self.servers[pod.worker] = server
-        return server
-
-    def follow(
-        self,
-        *pods: PodView,
-        round_: int = 0,
-        coordinator: int | None = None,
-        suspects: frozenset[str] = frozenset(),
-    ) -> None:
-        self.sidecars.follow(
-            KEY,
-            UID,
-            RestartRound(round_),
-            pods,
-            None if coordinator is None else Worker(coordinator),
-            suspects,
-            ranks=8,
-        )
-
-    def view(self, pod: PodView) -> SidecarView:
-        return next(v for v in self.sidecars.views(UID) if v.pod_uid == pod.uid)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(120):
-            while not condition():  # noqa: ASYNC110 - several caches, no event for all
-                await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def bench() -> AsyncIterator[Bench]:
-    port = free_port()
-    client = SidecarClient(port)
-    await client.start()
-    keys: list[Key] = []
-    errors: list[str] = []
-    defects: list[Exception] = []
-
-    def enqueue(key: Key) -> None:
-        if defects:
-            raise defects.pop()
-        keys.append(key)
-
-    clock = RecordingClock()
-    sidecars = Sidecars(client, Identity(), clock, enqueue, errors.append)
-    found = Bench(sidecars, port, keys, errors, clock, defects)
-    try:
-        yield found
-    finally:
-        await found.sidecars.close()
-        await client.close()
-        for server in found.servers.values():
-            await server.close()
 
 
 def round_message(round_: int, version: int) -> Round:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
@@ -17,16 +18,13 @@ from holdfast_core.messages.schema import (
     HoldNotice,
     LevelNotice,
     ManifestPut,
-    Member,
     PersistRequest,
-    Policy,
     Prepared,
     Prune,
     RankHolding,
     RankProgress,
     Refusal,
     Replicated,
-    RestorePoint,
     Round,
     Seal,
     ShardInfo,
@@ -51,23 +49,20 @@ DIGEST = Digest("b3:" + "0" * 64)
 NOW, OLD, NEW = RestartRound(5), RestartRound(4), RestartRound(6)
 
 
-def round_message(round_: int = 5, version: int = 3) -> Round:
-    """Workers 0, 1, 2; 1 coordinates, 2 hosts the store, copies go 0 -> 1 -> 2 -> 0."""
-    return Round(
-        round=RestartRound(round_),
+def round_of_three(round_: int = 5, version: int = 3) -> Round:
+    """Return a ROUND with coordinator 1 and store host 2, where copies go from 0 to 1 to 2 to 0."""
+    return round_message(
+        round_,
+        workers=3,
         version=version,
-        restore_point=RestorePoint(),
         coordinator=Worker(1),
         store_host=Worker(2),
-        workers=3,
-        members=tuple(Member(Worker(w), f"gpt-{w}-r0", f"10.0.0.{w}") for w in range(3)),
         copies=tuple(CopyAssignment(Worker(w), Worker((w + 1) % 3)) for w in range(3)),
-        policy=Policy(interval_steps=1),
     )
 
 
 def holding(worker: int) -> RoundState:
-    return RoundState(Worker(worker), 2, NOW, held=round_message())
+    return accepted(round_of_three(), worker=worker, procs_per_worker=2)
 
 
 def sealed(worker: int) -> RoundState:
@@ -173,21 +168,21 @@ CASES = [
     Case("seal: older, sealed", sealed(0), OPERATOR, Seal(OLD), Refusal.STALE_ROUND),
     Case("seal: from a member", PLAIN, MEMBER[1], Seal(NEW), Refusal.NOT_MEMBER),
     # ROUND
-    Case("round: sealed for it", sealed(0), OPERATOR, round_message(), None),
-    Case("round: higher version", PLAIN, OPERATOR, round_message(version=4), None),
-    Case("round: same version", PLAIN, OPERATOR, round_message(version=3), Refusal.NOT_NEWER),
-    Case("round: lower version", PLAIN, OPERATOR, round_message(version=2), Refusal.NOT_NEWER),
-    Case("round: older", PLAIN, OPERATOR, round_message(4, 9), Refusal.STALE_ROUND),
-    Case("round: never sealed", PLAIN, OPERATOR, round_message(6), Refusal.NOT_SEALED),
-    Case("round: repeated after a restart", restarted(3), OPERATOR, round_message(), None),
+    Case("round: sealed for it", sealed(0), OPERATOR, round_of_three(), None),
+    Case("round: higher version", PLAIN, OPERATOR, round_of_three(version=4), None),
+    Case("round: same version", PLAIN, OPERATOR, round_of_three(version=3), Refusal.NOT_NEWER),
+    Case("round: lower version", PLAIN, OPERATOR, round_of_three(version=2), Refusal.NOT_NEWER),
+    Case("round: older", PLAIN, OPERATOR, round_of_three(4, 9), Refusal.STALE_ROUND),
+    Case("round: never sealed", PLAIN, OPERATOR, round_of_three(6), Refusal.NOT_SEALED),
+    Case("round: repeated after a restart", restarted(3), OPERATOR, round_of_three(), None),
     Case(
         "round: older version after a restart",
         restarted(4),
         OPERATOR,
-        round_message(),
+        round_of_three(),
         Refusal.NOT_NEWER,
     ),
-    Case("round: from a member", sealed(0), MEMBER[1], round_message(), Refusal.NOT_MEMBER),
+    Case("round: from a member", sealed(0), MEMBER[1], round_of_three(), Refusal.NOT_MEMBER),
     # words to the coordinator
     *fenced("prepared", prepared, 1, MEMBER[0]),
     *fenced("holding", said_to_hold, 1, MEMBER[0]),

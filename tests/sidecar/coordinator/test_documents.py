@@ -5,36 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.sidecar.pods import contract_with
 from tests.support.sidecar import rank_document
+from tests.support.sidecar.contracts import CONTRACT
+from tests.support.sidecar.rounds import round_message
 
 from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest
-from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
     ManifestPut,
-    Policy,
     RestorePoint,
-    Round,
     ShardInfo,
 )
 from holdfast_sidecar.coordinator.documents import Builder, check_put, manifest_info
 from holdfast_sidecar.coordinator.ledger import StepEntry
 
 PARENT = Digest("b3:" + "e" * 64)
-CONTRACT = contract_with()
-MESSAGE = Round(
-    round=RestartRound(3),
-    version=1,
-    restore_point=RestorePoint(Step(5), RestartRound(1), PARENT),
-    coordinator=Worker(0),
-    store_host=Worker(0),
-    workers=2,
-    members=(),
-    copies=(),
-    policy=Policy(interval_steps=1),
-)
+MESSAGE = round_message(3, restore_point=RestorePoint(Step(5), RestartRound(1), PARENT))
 
 
 def entry(order: tuple[int, ...] = (0, 1)) -> StepEntry:

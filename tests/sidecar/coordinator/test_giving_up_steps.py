@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.sidecar.coordinator.test_ledger import A, commit, info, ledger
-from tests.sidecar.pods import contract_with
-from tests.sidecar.upkeep.test_pruning import message
+from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.ledgers import SHARD_DIGEST, commit, new_ledger, shard_info
+from tests.support.sidecar.rounds import round_message
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step, TierName, Worker
-from holdfast_core.messages.schema import Failure, RankSaves, WorkerReport
+from holdfast_core.messages.schema import Failure, RankSaves, RestorePoint, WorkerReport
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.coordinator.forgotten import MAX_FORGOTTEN, Forgotten
 from holdfast_sidecar.coordinator.gathered import Gathered
@@ -30,10 +30,10 @@ def saves(newest: int, *under_way: int) -> dict[Rank, RankSaves]:
 
 
 def written_by_rank_0(*steps: int) -> Ledger:
-    book = ledger()
+    ledger = new_ledger()
     for step in steps:
-        book.prepared(Step(step), info(0), A)
-    return book
+        ledger.prepared(Step(step), shard_info(0), SHARD_DIGEST)
+    return ledger
 
 
 @pytest.mark.parametrize(
@@ -54,25 +54,25 @@ def test_a_step_that_a_rank_does_not_save_any_more(
 
 
 def test_an_incomplete_step_below_a_replicated_one_goes() -> None:
-    book = written_by_rank_0(10, 30)
-    commit(book, 20)
+    ledger = written_by_rank_0(10, 30)
+    commit(ledger, 20)
     for rank in (0, 1):
-        book.replicated(Step(20), Rank(rank), info(rank).blake3)
-    assert book.newest(Level.REPLICATED) is not None
-    assert steps_to_prune(book, message(None), (), None) == (10,)
+        ledger.replicated(Step(20), Rank(rank), shard_info(rank).blake3)
+    assert ledger.newest(Level.REPLICATED) is not None
+    assert steps_to_prune(ledger, round_message(), (), None) == (10,)
 
 
 def test_a_complete_step_is_never_given_up() -> None:
-    book = ledger()
-    commit(book, 10)
-    assert abandoned_steps(book, saves(40), pressed=True) == ()
+    ledger = new_ledger()
+    commit(ledger, 10)
+    assert abandoned_steps(ledger, saves(40), pressed=True) == ()
 
 
 def test_without_room_steps_of_a_silent_rank_go_but_the_newest() -> None:
-    book = written_by_rank_0(*range(10, 90, 10))
-    assert abandoned_steps(book, {}) == ()
-    assert abandoned_steps(book, {}, pressed=True) == (10, 20, 30, 40)
-    assert abandoned_steps(book, saves(20, 10, 20), pressed=True) == (30, 40), "it writes two"
+    ledger = written_by_rank_0(*range(10, 90, 10))
+    assert abandoned_steps(ledger, {}) == ()
+    assert abandoned_steps(ledger, {}, pressed=True) == (10, 20, 30, 40)
+    assert abandoned_steps(ledger, saves(20, 10, 20), pressed=True) == (30, 40), "it writes two"
 
 
 def report(told: str, *failures: Failure) -> WorkerReport:
@@ -105,7 +105,7 @@ def test_what_is_remembered_of_steps_that_are_gone_is_bounded() -> None:
     gone = Forgotten()
     last = 4 * MAX_FORGOTTEN
     for step in range(last):
-        gone.add(Step(step), A, pruned=True)
+        gone.add(Step(step), SHARD_DIGEST, pruned=True)
     assert all(gone.has(Step(s), ()) for s in range(last))
     assert not gone.has(Step(7), [Step(7)]), "a held step may be as old as any"
     assert not gone.has(Step(last), ())
@@ -116,13 +116,13 @@ def test_what_is_remembered_of_steps_that_are_gone_is_bounded() -> None:
 
 
 def test_a_step_that_a_member_lost_is_gone_and_not_deleted_elsewhere() -> None:
-    book = ledger()
-    commit(book, 10)
-    commit(book, 20)
-    book.forget((Step(10),), pruned=False)
-    book.forget((Step(20),))
-    assert [book.is_forgotten(Step(s)) for s in (10, 20)] == [True, True]
-    assert [book.is_pruned(Step(s)) for s in (10, 20)] == [False, True]
+    ledger = new_ledger()
+    commit(ledger, 10)
+    commit(ledger, 20)
+    ledger.forget((Step(10),), pruned=False)
+    ledger.forget((Step(20),))
+    assert [ledger.is_forgotten(Step(s)) for s in (10, 20)] == [True, True]
+    assert [ledger.is_pruned(Step(s)) for s in (10, 20)] == [False, True]
 
 
 @given(st.lists(st.integers(0, 3000), max_size=5))
@@ -136,26 +136,26 @@ def test_a_recent_list_gives_what_came_after(marks: list[int]) -> None:
 
 def test_a_step_on_its_way_to_the_store_is_not_pruned_on_the_nodes() -> None:
     """Also where it is not retention that names it, but copies that fall behind."""
-    book = ledger()
-    commit(book, 10)
-    book.request_upload(Step(10))
+    ledger = new_ledger()
+    commit(ledger, 10)
+    ledger.request_upload(Step(10))
     outbox = Outbox(
         Settings(contract_with()),
         cast(Any, None),
-        book,
+        ledger,
         SystemClock(),
         lambda step, worker: None,
         lambda step: None,
     )
     outbox.prune((Step(10),))
-    assert Step(10) in book.steps
-    book.give_up_uploads()
+    assert Step(10) in ledger.steps
+    ledger.give_up_uploads()
     outbox.prune((Step(10),))
-    assert book.is_forgotten(Step(10))
+    assert ledger.is_forgotten(Step(10))
 
 
 def test_the_restore_point_is_protected_until_a_newer_step_of_the_round_is_committed() -> None:
-    held = message(5, holds=(2,))
+    held = round_message(2, restore_point=RestorePoint(Step(5), RestartRound(0)), holds=(Step(2),))
     older = CheckpointId(Step(9), RestartRound(0))
     newer = CheckpointId(Step(6), held.round)
     assert protected_steps(held, [older]) == {2, 5}

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
-from tests.sidecar.coordinator.test_choice import acknowledge, info, ledger
-from tests.sidecar.upkeep.test_leftovers import CONTRACT, CountingTier
+from tests.support.sidecar.contracts import CONTRACT, UNREACHABLE_STORE
+from tests.support.sidecar.ledgers import acknowledge, new_ledger, shard_info
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.ids import Step
+from holdfast_core.errors import UnavailableError
+from holdfast_core.ids import Digest, JobUid, Step
 from holdfast_core.messages.schema import PersistRequest, Policy
+from holdfast_core.store.s3.credentials import Keys, StaticCredentials
+from holdfast_core.store.tier import S3ObjectTier
 from holdfast_sidecar.coordinator.uploads import Uploads
 from holdfast_sidecar.wire.versioned import Versioned
+
+
+class UnreachableStore(S3ObjectTier):
+    """A store that has not answered yet which layouts it has."""
+
+    def __init__(self) -> None:
+        super().__init__(UNREACHABLE_STORE, StaticCredentials(Keys("key", "secret")))
+
+    def list_layouts(
+        self, namespace: str, job_uid: JobUid, older_than: timedelta
+    ) -> frozenset[Digest]:
+        raise UnavailableError("the store does not answer")
 
 
 def asked(compression: str, *, whole: bool = False, changed: str | None = None) -> PersistRequest:
     """The coordinator's first request when step 10 is local. `changed`: the compression in a later
     version of the ROUND."""
-    book, versioned, heard = ledger(), Versioned(), asyncio.Event()
+    ledger, versioned, heard = new_ledger(), Versioned(), asyncio.Event()
     requests: list[PersistRequest] = []
 
     def persist(request: PersistRequest) -> None:
@@ -29,15 +45,15 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
 
     def round_with(word: str) -> Mock:
         policy = Policy(1, object_every_steps=10, object_compression=word)
-        return Mock(policy=policy, last_persisted=None, round=book.round)
+        return Mock(policy=policy, last_persisted=None, round=ledger.round)
 
-    store = CountingTier()
+    store = UnreachableStore()
     uploads = Uploads(
         CONTRACT,
         round_with(compression),
         Mock(),
         store,
-        ledger=book,
+        ledger=ledger,
         outbox=Mock(persist=persist),
         versioned=versioned,
         pools=Mock(),
@@ -46,11 +62,11 @@ def asked(compression: str, *, whole: bool = False, changed: str | None = None) 
         on_change=lambda: None,
     )
     for rank in (0, 1):
-        book.prepared(Step(10), info(rank), info(rank).blake3)
-    acknowledge(book, 10)
+        ledger.prepared(Step(10), shard_info(rank), shard_info(rank).blake3)
+    acknowledge(ledger, 10)
     uploads.committed(Step(10))
     if whole:
-        book.upload_whole(Step(10))
+        ledger.upload_whole(Step(10))
     if changed is not None:
         uploads.policy(round_with(changed))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-from tests.sidecar.coordinator.test_choice import acknowledge, info, ledger
-from tests.sidecar.upkeep.test_leftovers import CONTRACT
+from tests.support.sidecar.contracts import CONTRACT
+from tests.support.sidecar.ledgers import acknowledge, new_ledger, shard_info
 
 from holdfast_core.ids import Level, Step
 from holdfast_core.messages.schema import Policy
@@ -13,14 +13,14 @@ from holdfast_sidecar.coordinator.ledger import Ledger
 from holdfast_sidecar.coordinator.uploads import Uploads
 
 
-def uploads(book: Ledger, every: int) -> Uploads:
+def uploads(ledger: Ledger, every: int) -> Uploads:
     policy = Policy(interval_steps=1, object_every_steps=every)
     return Uploads(
         CONTRACT,
-        Mock(policy=policy, last_persisted=None, round=book.round),
+        Mock(policy=policy, last_persisted=None, round=ledger.round),
         Mock(),
         Mock(),
-        ledger=book,
+        ledger=ledger,
         outbox=Mock(),
         versioned=Mock(),
         pools=Mock(),
@@ -30,29 +30,29 @@ def uploads(book: Ledger, every: int) -> Uploads:
     )
 
 
-def local(book: Ledger, uploaded: Uploads, step: int) -> None:
+def local(ledger: Ledger, uploaded: Uploads, step: int) -> None:
     for rank in (0, 1):
-        book.prepared(Step(step), info(rank), info(rank).blake3)
-    assert acknowledge(book, step) == [Level.LOCAL]
+        ledger.prepared(Step(step), shard_info(rank), shard_info(rank).blake3)
+    assert acknowledge(ledger, step) == [Level.LOCAL]
     uploaded.committed(Step(step))
 
 
 def test_the_next_local_step_takes_the_place_of_one_that_was_due() -> None:
-    book = ledger()
-    asked = uploads(book, every=10)
-    local(book, asked, 7)
-    assert book.on_way_to_store == set()
+    ledger = new_ledger()
+    asked = uploads(ledger, every=10)
+    local(ledger, asked, 7)
+    assert ledger.on_way_to_store == set()
     asked.steps_dropped((Step(9), Step(10), Step(20)))
-    local(book, asked, 13)
-    local(book, asked, 14)
-    assert book.on_way_to_store == {13}
+    local(ledger, asked, 13)
+    local(ledger, asked, 14)
+    assert ledger.on_way_to_store == {13}
 
 
 def test_steps_that_were_not_due_are_replaced_by_none() -> None:
-    book = ledger()
-    asked = uploads(book, every=10)
+    ledger = new_ledger()
+    asked = uploads(ledger, every=10)
     asked.steps_dropped((Step(8), Step(9)))
-    local(book, asked, 13)
-    assert book.on_way_to_store == set()
-    local(book, asked, 20)
-    assert book.on_way_to_store == {20}
+    local(ledger, asked, 13)
+    assert ledger.on_way_to_store == set()
+    local(ledger, asked, 20)
+    assert ledger.on_way_to_store == {20}

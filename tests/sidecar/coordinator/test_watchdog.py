@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.sidecar.coordinator.test_choice import info
-from tests.sidecar.pods import contract_with
-from tests.sidecar.save.test_flow_accused import held_state
 from tests.support.shards.builders import rank_layout
+from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.ledgers import shard_info
+from tests.support.sidecar.rounds import first_round
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import ManualClock
@@ -76,7 +76,7 @@ class World:
     """A coordinator of two workers that hears what a test says."""
 
     def __init__(self, folder: Path) -> None:
-        message = held_state().held
+        message = first_round().held
         assert message is not None
         self.clock = ManualClock()
         self.pools = Pools(disk=1, copy=1, store=1)
@@ -129,7 +129,7 @@ def test_the_state_says_since_when_and_what_is_missing(tmp_path: Path) -> None:
                 RestartRound(0),
                 Step(2),
                 Worker(0),
-                info(0),
+                shard_info(0),
                 digest_of(document),
                 document.decode(),
             )

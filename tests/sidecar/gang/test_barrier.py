@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
@@ -23,21 +24,13 @@ POINT = RestorePoint(Step(40), RestartRound(1))
 
 
 def message(*addresses: str) -> Round:
-    return Round(
-        round=RestartRound(2),
-        version=1,
-        restore_point=POINT,
-        coordinator=Worker(0),
-        store_host=Worker(0),
-        workers=2,
-        members=tuple(Member(Worker(w), f"p{w}", a) for w, a in enumerate(addresses)),
-        copies=(),
-        policy=POLICY,
-    )
+    """Return the ROUND of round 2 with members at these addresses."""
+    members = tuple(Member(Worker(w), f"p{w}", a) for w, a in enumerate(addresses))
+    return round_message(2, restore_point=POINT, members=members, policy=POLICY)
 
 
 def facts(**fields: object) -> Facts:
-    state = RoundState(Worker(1), 4, RestartRound(2), held=message("10.0.0.1", "10.0.0.2"))
+    state = accepted(message("10.0.0.1", "10.0.0.2"), worker=1, procs_per_worker=4)
     ready = Facts(
         state,
         restored=True,

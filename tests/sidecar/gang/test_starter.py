@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.sidecar.pods import contract_with
+from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar import FakeLauncher, until
+from tests.support.sidecar.contracts import contract_with
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import End, HelloReply
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
@@ -20,7 +21,6 @@ from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.wire.client import Peers
 from holdfast_sidecar.wire.intake import Connection, Intake
 
-JOB = JobUid("job-1")
 STATE = RoundState(Worker(0), 1, RestartRound(1))
 
 
@@ -72,9 +72,9 @@ class Silent(FakeLauncher):
 async def test_end_ranks(
     shared: Path, kind: type[FakeLauncher] | None, running: int | None, expected: bool
 ) -> None:
-    settings = Settings(contract_with(job_uid=JOB, shared_dir=str(shared)), end_seconds=0.3)
+    settings = Settings(contract_with(shared_dir=str(shared)), end_seconds=0.3)
     handler = Handler()
-    intake = Intake(settings.socket_path, JOB, handler)
+    intake = Intake(settings.socket_path, JOB_UID, handler)
     gang = LocalGang(Worker(0))
     gang.running_round = None if running is None else RestartRound(running)
     peers = Peers(settings.contract, None, lambda: STATE, call_seconds=1)  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ async def test_end_ranks(
         on_change=lambda: None,
     )
     await intake.start()
-    launcher = None if kind is None else kind(settings.socket_path, JOB)
+    launcher = None if kind is None else kind(settings.socket_path, JOB_UID)
     if launcher is not None:
         await launcher.connect()
     assert await handler.starter.end_ranks(RestartRound(1)) is expected

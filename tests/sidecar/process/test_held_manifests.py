@@ -10,9 +10,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from tests.sidecar.save.test_flow_accused import held_state
-from tests.sidecar.upkeep.test_leftovers import CONTRACT
 from tests.support.shards.builders import BytesSource, manifest, shard_file, shard_header
+from tests.support.sidecar.contracts import CONTRACT
+from tests.support.sidecar.rounds import first_round
 
 from holdfast_core.errors import NotFoundError, RefusedError
 from holdfast_core.ids import Level, Rank, RestartRound, Step
@@ -39,7 +39,7 @@ def put(
     pools = Pools(disk=1, copy=1, store=1)
     parts = Mock(node=node, pools=pools)
     parts.settings.contract = CONTRACT
-    parts.keeper.state = held_state()
+    parts.keeper.state = first_round()
     parts.stager.find.return_value = record if in_memory else None
     parts.stager.may_find.return_value = digesting
     control = Control(parts, Mock(), Mock(), Mock())
@@ -90,7 +90,7 @@ def test_copies_begin_at_once_where_every_shard_is_durable(tmp_path: Path) -> No
 
 def test_copies_of_a_step_that_waited_begin_when_it_is_local(tmp_path: Path) -> None:
     parts = Mock()
-    parts.keeper.state = held_state()
+    parts.keeper.state = first_round()
     control = Control(parts, Mock(), Mock(), Mock())
     step = shard_header(1).step
     notice = LevelNotice(RestartRound(0), step, RestartRound(0), Level.LOCAL)
@@ -107,7 +107,7 @@ async def test_nothing_is_deleted_any_more_when_a_seal_came_meanwhile(tmp_path: 
     pools = Pools(disk=1, copy=1, store=1)
     parts = Mock(node=node, pools=pools)
     parts.settings.contract = CONTRACT
-    parts.keeper.state = held_state()
+    parts.keeper.state = first_round()
     in_memory = Step(header.step + 1)
     parts.stager.dropped = frozenset({in_memory})
     control = Control(parts, Mock(), Mock(), Mock())
@@ -117,7 +117,7 @@ async def test_nothing_is_deleted_any_more_when_a_seal_came_meanwhile(tmp_path: 
     notice = HoldNotice(RestartRound(0), prune=(header.step, in_memory))
     await control.dispatch(Caller("gpt-0-r0"), "/v1/hold", notice)
     await asyncio.sleep(0)
-    parts.keeper.state = held_state().sealed_for(RestartRound(1))
+    parts.keeper.state = first_round().sealed_for(RestartRound(1))
     sealed.set()
     await busy
     await pools.meta.run(len, ())

@@ -13,11 +13,12 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from tests.support.sidecar.rounds import round_message
 
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import StaleRoundError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
-from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round, Seal
+from holdfast_core.messages.schema import Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import OPERATOR, RoundState
@@ -52,18 +53,9 @@ def slow(tmp_path: Path) -> SlowNode:
     return SlowNode(tier)
 
 
-def old_round(round_: int) -> Round:
-    return Round(
-        round=RestartRound(round_),
-        version=2,
-        restore_point=RestorePoint(),
-        coordinator=Worker(1),
-        store_host=Worker(1),
-        workers=2,
-        members=tuple(Member(Worker(w), f"gpt-{w}-r0", f"10.0.0.{w}:1:2") for w in range(2)),
-        copies=(),
-        policy=Policy(interval_steps=1),
-    )
+def second_message(round_: int) -> Round:
+    """Return the second ROUND of a round; worker 1 coordinates."""
+    return round_message(round_, version=2, coordinator=Worker(1), store_host=Worker(1))
 
 
 def parts_of(state: RoundState, node: SlowNode, pools: Pools) -> Any:
@@ -97,7 +89,7 @@ async def test_round_of_the_old_round_does_not_unseal_the_new_one(
     parts = parts_of(sealed, slow, pools)
     lifecycle = Lifecycle(parts)
     monkeypatch.setattr(lifecycle, "inventory", AsyncMock())
-    late = asyncio.create_task(lifecycle.round(OPERATOR, old_round(4)))
+    late = asyncio.create_task(lifecycle.round(OPERATOR, second_message(4)))
     await asyncio.to_thread(slow.writing.wait, 30)
     seal = asyncio.create_task(lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
     await asyncio.sleep(0)  # the seal is in force in memory at its first turn

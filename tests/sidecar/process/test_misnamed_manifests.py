@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, rehydrator_of
 from tests.support.shards.builders import JOB, BytesSource
+from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import ManualClock
@@ -16,14 +17,10 @@ from holdfast_core.errors import NotFoundError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     ManifestDocument,
-    Member,
-    Policy,
     RestorePoint,
-    Round,
 )
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.process.inventory import held_manifests
 
 SAVED = MANIFEST.checkpoint
@@ -45,18 +42,8 @@ class Liars:
 
 def tried(point: RestorePoint, node: MemoryTier) -> str:
     """What the rehydrator says of a restore point that it cannot have."""
-    held = Round(
-        RestartRound(SAVED.round + 1),
-        1,
-        point,
-        Worker(0),
-        Worker(0),
-        1,
-        tuple(Member(Worker(w), f"pod-{w}", "") for w in range(2)),
-        (),
-        Policy(interval_steps=1),
-    )
-    state = RoundState(Worker(0), 1, held.round, held=held)
+    held = round_message(SAVED.round + 1, restore_point=point)
+    state = accepted(held)
 
     async def scenario() -> str:
         pools, changed, clock = Pools(disk=1, copy=1, store=1), asyncio.Event(), ManualClock()

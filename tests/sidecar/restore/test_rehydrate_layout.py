@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.sidecar.one_rank import DOCUMENT, LAYOUT, MANIFEST, rehydrator_of
+from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import ManualClock
@@ -18,17 +19,13 @@ from holdfast_core.errors import (
     RefusedError,
     UnavailableError,
 )
-from holdfast_core.ids import Digest, RestartRound, Worker
+from holdfast_core.ids import Digest, Worker
 from holdfast_core.messages.schema import (
     ManifestDocument,
-    Member,
-    Policy,
     Refusal,
     RestorePoint,
-    Round,
 )
 from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.restore.rehydrate import Restored
 
 
@@ -56,18 +53,7 @@ class Asked:
 
 def layout_of(asked: Asked, node: MemoryTier) -> bytes:
     count = len(asked.answers)
-    held = Round(
-        RestartRound(1),
-        1,
-        RestorePoint(),
-        Worker(0),
-        Worker(0),
-        count + 1,
-        tuple(Member(Worker(w), f"pod-{w}", "") for w in range(count + 1)),
-        (),
-        Policy(interval_steps=1),
-    )
-    state = RoundState(Worker(count), 1, RestartRound(1), held=held)
+    state = accepted(round_message(1, workers=count + 1), worker=count)
 
     async def scenario() -> bytes:
         pools = Pools(disk=1, copy=1, store=1)

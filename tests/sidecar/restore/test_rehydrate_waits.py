@@ -19,6 +19,7 @@ from tests.support.shards.builders import (
     JOB,
     BytesSource,
 )
+from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import ManualClock
@@ -30,26 +31,15 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.format.digest import digest_of
-from holdfast_core.ids import Rank, RestartRound, ShardRef, TierName, Worker
-from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
+from holdfast_core.ids import Rank, ShardRef, TierName
+from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.shards.record import ShardRecord
 from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.restore.rehydrate import Restored
 
 POINT = RestorePoint(MANIFEST.step, MANIFEST.restart_round, digest_of(DOCUMENT))
-ROUND = Round(
-    RestartRound(1),
-    1,
-    POINT,
-    Worker(0),
-    Worker(0),
-    1,
-    (Member(Worker(0), "gpt-0-r1", ""),),
-    (),
-    Policy(interval_steps=1),
-)
-STATE = RoundState(Worker(0), 1, RestartRound(1), held=ROUND)
+ROUND = round_message(1, workers=1, restore_point=POINT)
+STATE = accepted(ROUND)
 RANK = Rank(0)
 AWAY = UnavailableError("connection refused")
 NONE = NotFoundError("no such key")

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 from tests.sidecar.reshard_world import WANTED, Gate, Turning, World, payload_of
+from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.faulty import Fault, FaultKind, Faults
 
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.digest import digest_of, hex_of
 from holdfast_core.ids import Rank, RestartRound, ShardRef, Step, TierName, Worker
-from holdfast_core.messages.schema import Fill, Filled, Policy, RestorePoint, Round, SlotOffer
+from holdfast_core.messages.schema import Fill, Filled, RestorePoint, SlotOffer
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState
 from holdfast_core.tiers.base import ShardReader
 from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.restore.fill import Filler
 from holdfast_sidecar.restore.rehydrate import Restored
 from holdfast_sidecar.save.layouts import RankLayouts
@@ -87,18 +87,7 @@ class Pod:
             {RANK: self.world.layouts[1].payload_bytes},
             {RANK: TierName.NODE},
         )
-        held = Round(
-            RestartRound(1),
-            1,
-            RestorePoint(),
-            Worker(0),
-            Worker(0),
-            4,
-            (),
-            (),
-            Policy(interval_steps=1),
-        )
-        self.state = RoundState(Worker(1), 1, RestartRound(1), held=held)
+        self.state = accepted(round_message(1, workers=4), worker=1)
 
     # -------------------------------------------------------------- as Stager and Rehydrator
 

@@ -11,23 +11,19 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.shards.shard_files import flip_bit
+from tests.support.sidecar.rounds import first_round
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import CorruptionError
 from holdfast_core.ids import RestartRound, ShardRef, TierName, Worker
 from holdfast_core.messages.schema import (
-    CopyAssignment,
     Member,
     Ok,
-    Policy,
     PreparedReply,
-    RestorePoint,
-    Round,
 )
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardRecord
 from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.save.flow import Flow, own_shard
 
 SIZE = 1 << 20
@@ -45,21 +41,6 @@ class BadMemory:
             raise CorruptionError(f"bulk: {member.pod} refused {ref}: CRC32C does not match")
 
 
-def held_state() -> RoundState:
-    message = Round(
-        round=RestartRound(0),
-        version=1,
-        restore_point=RestorePoint(),
-        coordinator=Worker(0),
-        store_host=Worker(0),
-        workers=2,
-        members=tuple(Member(Worker(w), f"gpt-{w}-r0", f"10.0.0.{w}:1:2") for w in range(2)),
-        copies=(CopyAssignment(Worker(0), Worker(1)),),
-        policy=Policy(interval_steps=1),
-    )
-    return RoundState(Worker(0), 1, RestartRound(0), held=message)
-
-
 async def run(tier: DiskNodeTier, record: ShardRecord, bulk: Any, metrics: Any) -> None:
     """Until the flow has nothing more to do with the shard."""
     pools = Pools(disk=1, copy=1, store=1)
@@ -68,7 +49,7 @@ async def run(tier: DiskNodeTier, record: ShardRecord, bulk: Any, metrics: Any) 
     async def call(worker: Worker, message: Any, kind: type[Any]) -> Any:
         return PreparedReply() if kind is PreparedReply else Ok(RestartRound(0), "a")
 
-    state = held_state()
+    state = first_round()
     settings = SimpleNamespace(
         backoff_first_seconds=0.01,
         backoff_last_seconds=0.01,

@@ -10,8 +10,9 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from tests.sidecar.save.test_flow_accused import held_state, written
-from tests.sidecar.upkeep.test_leftovers import CONTRACT, STORE
+from tests.support.shards.builders import BytesSource, shard_header
+from tests.support.sidecar.contracts import CONTRACT, UNREACHABLE_STORE
+from tests.support.sidecar.rounds import first_round
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import RestartRound, ShardRef, Step, Worker
@@ -40,8 +41,8 @@ def test_the_word_of_the_whole_shard_follows(
     second one it would wait for ever, and no later step would be persisted."""
     node = DiskNodeTier(tmp_path, capacity_bytes=1 << 30)
     node.open()
-    record = written(node)
-    tier = S3ObjectTier(STORE, StaticCredentials(Keys("key", "secret")))
+    record = node.write_shard(shard_header(1000), BytesSource(bytes(1000)))
+    tier = S3ObjectTier(UNREACHABLE_STORE, StaticCredentials(Keys("key", "secret")))
 
     def upload(self: ShardUploader, ref: ShardRef, request: PersistRequest) -> StoredAs:
         return StoredAs() if request.whole else StoredAs(BASE, (BASE,))
@@ -59,7 +60,7 @@ def test_the_word_of_the_whole_shard_follows(
                 await answered.wait()
             return PreparedReply() if kind is PreparedReply else Ok(RestartRound(0), "a")
 
-        state, pools = held_state(), Pools(disk=1, copy=1, store=1)
+        state, pools = first_round(), Pools(disk=1, copy=1, store=1)
         settings = SimpleNamespace(
             backoff_first_seconds=0.01,
             backoff_last_seconds=0.01,

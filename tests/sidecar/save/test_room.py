@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from tests.sidecar.coordinator.test_choice import info
-from tests.sidecar.pods import contract_with
-from tests.sidecar.save.test_flow_accused import held_state
-from tests.sidecar.save.test_stalled_disk import JOB, staged_by
+from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar import FakeRank, rank_document, until
+from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.ledgers import shard_info
+from tests.support.sidecar.rounds import first_round
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import ManualClock, SystemClock
@@ -42,6 +42,7 @@ from holdfast_sidecar.save.slot_writes import Outcome
 from holdfast_sidecar.save.staging import Stager
 
 ROUND = RestartRound(0)
+PAYLOAD = bytes(range(256)) * 16
 
 
 class Members:
@@ -63,7 +64,7 @@ class World:
     """A coordinator of two workers that keeps three steps."""
 
     def __init__(self, folder: Path) -> None:
-        message = held_state().held
+        message = first_round().held
         assert message is not None
         self.clock = ManualClock()
         self.pools = Pools(disk=1, copy=1, store=1)
@@ -83,13 +84,13 @@ class World:
     async def commit(self, step: int) -> None:
         """The step becomes replicated; no member sends a report."""
         for rank in (0, 1):
-            document = rank_document(rank, info(rank).payload_bytes)
+            document = rank_document(rank, shard_info(rank).payload_bytes)
             self.coordinator.prepared(
                 Prepared(
                     ROUND,
                     Step(step),
                     Worker(rank),
-                    info(rank),
+                    shard_info(rank),
                     digest_of(document),
                     document.decode(),
                 )
@@ -97,7 +98,7 @@ class World:
         await until(lambda: self.coordinator.levels()[Level.LOCAL] == step, f"{step} is local")
         for rank in (0, 1):
             self.coordinator.replicated(
-                Replicated(ROUND, Step(step), Worker(rank), Rank(rank), info(rank).blake3)
+                Replicated(ROUND, Step(step), Worker(rank), Rank(rank), shard_info(rank).blake3)
             )
 
     def report(self, step: int, *failures: Failure) -> None:
@@ -196,7 +197,7 @@ class FullOnce(MemoryTier):
 async def test_a_write_that_has_room_again_does_not_say_that_it_has_none(tmp_path: Path) -> None:
     """While it says so, older steps are pruned, and a write of a large shard takes long."""
     node, pools, failures = FullOnce(), Pools(disk=1, copy=1, store=1), Failures(lambda: None)
-    settings = Settings(contract_with(job_uid=JOB, shared_dir=str(tmp_path)))
+    settings = Settings(contract_with(shared_dir=str(tmp_path)))
     outcomes: list[Outcome] = []
     stager = Stager(
         settings,
@@ -209,9 +210,9 @@ async def test_a_write_that_has_room_again_does_not_say_that_it_has_none(tmp_pat
         Pacing(settings.slots_dir),
         outcomes.append,
     )
-    rank = FakeRank(tmp_path, JOB, 0, 0)
-    state = held_state()
-    await stager.stage(lambda: state, staged_by(rank, tmp_path))
+    rank = FakeRank(tmp_path, JOB_UID, 0, 0)
+    state = first_round()
+    await stager.stage(lambda: state, rank.fill(7, PAYLOAD))
     await until(lambda: [f.reason for f in failures.current] == [NODE_FULL], "a failure")
     stager.room.made()
     await until(lambda: node.writes == 2, "a second write")

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sidecar.pods import contract_with
-from tests.support.shards.builders import rank_layout
+from tests.support.shards.builders import JOB_UID, rank_layout
+from tests.support.sidecar.contracts import contract_with
 from tests.support.tiers.memory import MemoryTier
 
+from holdfast_core.contract import peer_dns_name
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of, hex_of
-from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
+from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.slot_file import SlotFile, list_slots
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState
@@ -336,7 +337,7 @@ def test_the_socket_takes_the_place_of_what_lies_there(
     make(shared / "holdfast.sock")
 
     async def scenario() -> None:
-        intake = Intake(shared / "holdfast.sock", JobUid("job-1"), handler=None)  # type: ignore[arg-type]
+        intake = Intake(shared / "holdfast.sock", JOB_UID, handler=None)  # type: ignore[arg-type]
         await intake.start()
         _, writer = await asyncio.open_unix_connection(str(shared / "holdfast.sock"))
         writer.close()
@@ -350,7 +351,7 @@ def test_the_socket_is_not_created_through_a_link(shared: Path, victim: Path) ->
     (shared / "holdfast.sock").symlink_to(victim)
 
     async def scenario() -> None:
-        intake = Intake(shared / "holdfast.sock", JobUid("job-1"), handler=None)  # type: ignore[arg-type]
+        intake = Intake(shared / "holdfast.sock", JOB_UID, handler=None)  # type: ignore[arg-type]
         await intake.start()
         await intake.close()
 
@@ -369,7 +370,7 @@ def test_the_sidecar_leaves_nothing_but_its_socket_where_the_trainer_can_replace
     target.write_bytes(COMMITTED)
     for name in ("ports.json", "ports.json.tmp", "holdfast.sock"):
         (shared / name).symlink_to(target)
-    certs = Authority().write_leaf(root / "certs", "gpt-0-r0.job-1.holdfast")
+    certs = Authority().write_leaf(root / "certs", peer_dns_name("gpt-0-r0", JOB_UID))
     contract = contract_with(
         shared_dir=str(shared),
         node_dir=str(root / "node"),

@@ -12,9 +12,9 @@ from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from tests.sidecar.save.test_flow_accused import held_state
-from tests.sidecar.upkeep.test_leftovers import CONTRACT
 from tests.support.shards.builders import BytesSource, manifest
+from tests.support.sidecar.contracts import CONTRACT
+from tests.support.sidecar.rounds import first_round
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.errors import UnavailableError
@@ -79,7 +79,7 @@ class World:
         self.metrics = Mock()
         self.outcomes: list[Outcome] = []
         self._changed = asyncio.Event()
-        state = held_state()
+        state = first_round()
         assert state.held is not None
         policy = replace(state.held.policy, slots=slots)
         self.state: RoundState = replace(state, held=replace(state.held, policy=policy))

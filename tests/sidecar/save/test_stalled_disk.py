@@ -7,21 +7,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.sidecar.pods import contract_with
-from tests.support.sidecar.ranks import FakeRank, rank_document
+from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.ranks import FakeRank
+from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.format.digest import digest_of, hex_of
-from holdfast_core.ids import JobUid, Rank, RestartRound, Step, Worker
-from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round, Stage
+from holdfast_core.ids import JobUid
 from holdfast_core.pacing.background import Pacing
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.stalled import until_done
 from holdfast_sidecar.save.layouts import RankLayouts
@@ -30,17 +28,6 @@ from holdfast_sidecar.save.staging import Stager
 
 JOB = JobUid("5d4a")
 PAYLOAD = bytes(range(256)) * 16
-ROUND = Round(
-    round=RestartRound(0),
-    version=1,
-    restore_point=RestorePoint(),
-    coordinator=Worker(0),
-    store_host=Worker(0),
-    workers=1,
-    members=(Member(Worker(0), "gpt-0-r0", "10.0.0.1:1:2"),),
-    copies=(),
-    policy=Policy(interval_steps=1),
-)
 
 
 class HangingNode(MemoryTier):
@@ -59,16 +46,6 @@ class HangingNode(MemoryTier):
 def settings_in(folder: Path) -> Settings:
     contract = contract_with(job_uid=JOB, shared_dir=str(folder))
     return Settings(contract, disk_quiet_seconds=0.02)
-
-
-def staged_by(rank: FakeRank, folder: Path) -> Stage:
-    """As the SDK leaves it: a full slot and its layout."""
-    name = rank.names[0]
-    rank.fill_slot(name, 7, PAYLOAD)
-    document = rank_document(0, len(PAYLOAD))
-    digest = digest_of(document)
-    (folder / "layouts" / f"{hex_of(digest)}.json").write_bytes(document)
-    return Stage(RestartRound(0), Step(7), Rank(0), name, len(PAYLOAD), digest)
 
 
 async def test_a_disk_that_hangs_is_said_until_it_goes_on(tmp_path: Path) -> None:
@@ -93,8 +70,8 @@ async def test_a_disk_that_hangs_is_said_until_it_goes_on(tmp_path: Path) -> Non
         heard,
     )
     rank = FakeRank(tmp_path, JOB, 0, 0)
-    held = RoundState(Worker(0), 1, RestartRound(0), held=ROUND)
-    await stager.stage(lambda: held, staged_by(rank, tmp_path))
+    state = accepted(round_message(workers=1))
+    await stager.stage(lambda: state, rank.fill(7, PAYLOAD))
 
     await asyncio.wait_for(said.wait(), 120)
     (failure,) = failures.current

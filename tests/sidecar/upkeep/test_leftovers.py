@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 import pytest
-from tests.sidecar.pods import contract_with
 from tests.support.shards.builders import JOB_UID
+from tests.support.sidecar.contracts import CONTRACT, UNREACHABLE_STORE
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, ShardRef, Step
 from holdfast_core.store.s3.credentials import Keys, StaticCredentials
@@ -20,16 +19,14 @@ from holdfast_core.store.tier import S3ObjectTier
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.upkeep.leftovers import Leftovers
 
-STORE = StoreConfig("127.0.0.1:1", False, "bucket", "prefix", "us-east-1")
 BUSY = CheckpointId(Step(5), RestartRound(3))
-CONTRACT = contract_with(job_uid=JOB_UID)
 
 
 class CountingTier(S3ObjectTier):
     """Says what it was asked for; the store is out of reach at the first time."""
 
     def __init__(self) -> None:
-        super().__init__(STORE, StaticCredentials(Keys("key", "secret")))
+        super().__init__(UNREACHABLE_STORE, StaticCredentials(Keys("key", "secret")))
         self.reaped: list[tuple[str, JobUid, timedelta]] = []
         self.swept: list[tuple[str, JobUid, RestartRound, timedelta]] = []
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from tests.support.shards.builders import JOB_UID, BytesSource, shard_header
+from tests.support.sidecar.rounds import round_message
 
-from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
-from holdfast_core.messages.schema import Policy, RestorePoint, Round
+from holdfast_core.ids import CheckpointId, RestartRound, Step
+from holdfast_core.messages.schema import RestorePoint, Round
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_sidecar.upkeep.prune import (
     delete_off_lineage,
@@ -41,19 +42,9 @@ def left(node: DiskNodeTier) -> tuple[set[tuple[int, int]], set[tuple[int, int]]
 
 
 def message(base: int | None, *, holds: tuple[int, ...] = ()) -> Round:
+    """Return the ROUND of round 2, which begins at step `base` of round 0 or from the beginning."""
     point = RestorePoint() if base is None else RestorePoint(Step(base), RestartRound(0))
-    return Round(
-        round=RestartRound(2),
-        version=1,
-        restore_point=point,
-        coordinator=Worker(0),
-        store_host=Worker(0),
-        workers=1,
-        members=(),
-        copies=(),
-        policy=Policy(interval_steps=1),
-        holds=tuple(Step(s) for s in holds),
-    )
+    return round_message(2, restore_point=point, holds=tuple(Step(s) for s in holds))
 
 
 def test_named_steps_go_in_every_round_they_were_saved_in(node: DiskNodeTier) -> None:

@@ -12,45 +12,31 @@ from typing import Any
 
 import pytest
 from tests.sidecar.one_rank import DOCUMENT, HEADER, LAYOUT, MANIFEST, PAYLOAD, rehydrator_of
-from tests.sidecar.pods import contract_with
 from tests.support.shards.builders import JOB, BytesSource
 from tests.support.shards.shard_files import flip_bit
+from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.rounds import accepted, round_message
 from tests.support.tiers.faulty import Fault, FaultKind, Faults, FaultyNodeTier
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import Clock, ManualClock, SystemClock
 from holdfast_core.errors import TierError, UnavailableError
 from holdfast_core.format.digest import hex_of
-from holdfast_core.ids import RestartRound, ShardRef, Step, TierName, Worker
+from holdfast_core.ids import ShardRef, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     ManifestDocument,
     Member,
-    Policy,
-    RestorePoint,
-    Round,
 )
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.upkeep.replace import Replacer
 from holdfast_sidecar.upkeep.scrub import Schedule, Scrubber, bad_documents
 
-HELD = Round(
-    RestartRound(1),
-    1,
-    RestorePoint(),
-    Worker(0),
-    Worker(0),
-    2,
-    tuple(Member(Worker(w), f"pod-{w}", "") for w in range(2)),
-    (),
-    Policy(interval_steps=1),
-)
-STATE = RoundState(Worker(0), 1, HELD.round, held=HELD)
+STATE = accepted(round_message(1))
 
 
 class Peer:

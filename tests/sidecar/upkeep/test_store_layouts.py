@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from tests.sidecar.pods import contract_with
 from tests.support.shards.builders import (
     JOB,
     layout,
@@ -16,6 +15,7 @@ from tests.support.shards.builders import (
     shard_file,
     shard_header,
 )
+from tests.support.sidecar.contracts import CONTRACT
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.errors import CorruptionError, FormatError, NotFoundError
@@ -24,7 +24,6 @@ from holdfast_core.store.directory import DirectoryObjectTier
 from holdfast_sidecar.upkeep.store_layouts import StoreLayouts
 
 NAME = (JOB.namespace, JOB.uid)
-CONTRACT = contract_with(namespace=JOB.namespace, job_uid=JOB.uid)
 SIZE = 1000
 LAYOUTS = [layout(world_size=n) for n in (1, 2, 3)]
 

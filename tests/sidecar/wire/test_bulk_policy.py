@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_core.messages.schema import Policy, RestorePoint, Round
+from holdfast_core.messages.schema import Policy
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.wire.bulk import plain_copies
 
@@ -13,18 +14,7 @@ ROUND = RestartRound(5)
 
 
 def holding(policy: Policy) -> RoundState:
-    message = Round(
-        round=ROUND,
-        version=1,
-        restore_point=RestorePoint(),
-        coordinator=Worker(0),
-        store_host=Worker(0),
-        workers=1,
-        members=(),
-        copies=(),
-        policy=policy,
-    )
-    return RoundState(Worker(0), 1, ROUND, held=message)
+    return accepted(round_message(ROUND, policy=policy))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.support.servers.pki import Authority
+from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.clock import ManualClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
@@ -28,12 +29,8 @@ from holdfast_core.messages.schema import (
     Hello,
     Inventory,
     LocalRole,
-    Member,
     Ok,
-    Policy,
     Restore,
-    RestorePoint,
-    Round,
 )
 from holdfast_core.messages.socket_frames import read_frame, write_frame
 from holdfast_core.net.admission import Places
@@ -48,25 +45,12 @@ JOB = JobUid("job-1")
 POD = "gpt-0-r0"
 HOUR = 3600.0
 NOW = RestartRound(5)
-EMPTY = Inventory(Worker(0), POD, NOW, 1, (), (), 0, None)
+EMPTY = Inventory(Worker(0), POD, NOW, 1)
 
 
 def held() -> RoundState:
-    message = Round(
-        round=NOW,
-        version=1,
-        restore_point=RestorePoint(),
-        coordinator=Worker(1),
-        store_host=Worker(0),
-        workers=2,
-        members=(
-            Member(Worker(0), POD, "127.0.0.1:1:2"),
-            Member(Worker(1), "gpt-1-r0", "127.0.0.2:1:2"),
-        ),
-        copies=(),
-        policy=Policy(1),
-    )
-    return RoundState(Worker(0), 1, NOW, held=message)
+    """Return the state of worker 0 of a gang that worker 1 coordinates."""
+    return accepted(round_message(NOW, coordinator=Worker(1)))
 
 
 class Handler:

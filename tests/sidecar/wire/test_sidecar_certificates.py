@@ -9,8 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from tests.sidecar.pods import contract_with
 from tests.support.servers.pki import Authority
+from tests.support.shards.builders import JOB_UID
+from tests.support.sidecar.contracts import contract_with
 
 from holdfast_core.contract import SidecarContract, peer_dns_name
 from holdfast_core.errors import FormatError
@@ -19,7 +20,7 @@ from holdfast_sidecar.base.rounds import OPERATOR, Caller
 from holdfast_sidecar.wire.certificates import Certificates
 from holdfast_sidecar.wire.server import caller_of
 
-NAME = peer_dns_name("gpt-0-r0", "job-1")
+NAME = peer_dns_name("gpt-0-r0", JOB_UID)
 
 
 def contract(tmp_path: Path, authority: Authority) -> SidecarContract:
@@ -68,7 +69,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     leaf, key = authority.leaf(NAME)
     _, other_key = authority.leaf(NAME)
     stranger, stranger_key = Authority().leaf(NAME)
-    other_pod, other_pod_key = authority.leaf(peer_dns_name("gpt-1-r0", "job-1"))
+    other_pod, other_pod_key = authority.leaf(peer_dns_name("gpt-1-r0", JOB_UID))
     good = Certificate(leaf.decode(), key.decode())
     for bad in (
         replace(good, key=other_key.decode()),

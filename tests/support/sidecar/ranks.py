@@ -129,6 +129,12 @@ class FakeRank(LocalClient):
             file.seek(STATE_OFFSET)
             file.write(pack_state(SlotState.FULL))
 
+    def fill(self, step: int, data: bytes) -> Stage:
+        """Fill the first slot and return the message that hands it over, without sending it."""
+        name = self.names[0]
+        self.fill_slot(name, step, data)
+        return self.stage_message(name, step, data)
+
     def free_slot(self, name: str) -> None:
         with self.path(name).open("r+b") as file:
             file.seek(STATE_OFFSET)

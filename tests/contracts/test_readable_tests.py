@@ -1,0 +1,70 @@
+"""Rules that keep the tests readable: each file can be understood without another test file, and tests look
+at what a product object does and not into it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+IMPORTING = {
+    "tests/integration/object_store/test_compressed.py",
+    "tests/integration/object_store/test_compressed_uploads.py",
+}
+"""Files that still import a test module, because the contract of the object tier replaces them."""
+USERS = ("tests", "testbed", "demo", "benchmarks", "tools")
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Return the parsed files that may use a module of the tests, by their path below the repository."""
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        for folder in USERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Yield the dotted names of all modules, and of what is imported from them."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), names=names):
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in names)
+
+
+def test_no_module_imports_a_test_module() -> None:
+    """Builders that two files share belong to tests/support, or to a conftest of the folder."""
+    found = {
+        path
+        for path, tree in sources().items()
+        for name in imported(tree)
+        if name.startswith("tests.") and name.split(".")[-1].startswith("test_")
+    }
+    assert found == IMPORTING
+
+
+def test_every_module_of_support_is_used() -> None:
+    """Some module imports it, or a test starts it as a program."""
+    names = {name for tree in sources().values() for name in imported(tree)}
+    texts = [
+        node.value
+        for tree in sources().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    unused = []
+    for path in sorted((TESTS / "support").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if path.name == "__init__.py" or module in names:
+            continue
+        if not any(module in text or path.name in text for text in texts):
+            unused.append(module)
+    assert unused == []

@@ -1,0 +1,42 @@
+"""Ledgers of a coordinator, and the steps of a gang's members in them."""
+
+from __future__ import annotations
+
+from holdfast_core.ids import Digest, Level, Rank, RestartRound, Step, Worker
+from holdfast_core.messages.schema import ShardInfo
+from holdfast_sidecar.coordinator.ledger import Ledger
+
+SHARD_DIGEST = Digest("b3:" + "a" * 64)
+OTHER_DIGEST = Digest("b3:" + "b" * 64)
+MANIFEST_DIGEST = Digest("b3:" + "c" * 64)
+
+
+def shard_info(rank: int, digest: Digest = SHARD_DIGEST) -> ShardInfo:
+    """Return a shard of 100 bytes."""
+    return ShardInfo(Rank(rank), 100, digest, digest)
+
+
+def new_ledger(*, workers: int = 2, expects_copies: bool = True) -> Ledger:
+    """Return the empty ledger of round 1, with one rank in each worker."""
+    names = tuple(Worker(w) for w in range(workers))
+    return Ledger(RestartRound(1), workers, names, expects_copies=expects_copies)
+
+
+def acknowledge(ledger: Ledger, *steps: int) -> list[Level | None]:
+    """Build the manifest of each step and let every worker acknowledge it.
+
+    Returns the level that each step reached by that.
+    """
+    risen = []
+    for step in map(Step, steps):
+        shards = tuple(shard_info(worker) for worker in ledger.workers)
+        ledger.committed(step, b"{}", MANIFEST_DIGEST, shards)
+        risen.append([ledger.acknowledged(step, worker) for worker in ledger.workers][-1])
+    return risen
+
+
+def commit(ledger: Ledger, step: int) -> None:
+    """Let every rank prepare the step, and every worker acknowledge its manifest."""
+    for worker in ledger.workers:
+        ledger.prepared(Step(step), shard_info(worker), SHARD_DIGEST)
+    acknowledge(ledger, step)
