@@ -67,5 +67,5 @@ def test_a_body_in_chunks_is_dropped_to_its_end(connection: http.client.HTTPConn
     assert ask(connection, "HEAD", "/b/key").headers["Content-Length"] == str(MIB + 101)
 
 
-def test_what_it_cannot_do_is_said(connection: http.client.HTTPConnection) -> None:
+def test_what_it_cannot_do_is_reported(connection: http.client.HTTPConnection) -> None:
     assert ask(connection, "GET", "/b/key").status == 501

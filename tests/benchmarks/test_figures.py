@@ -88,7 +88,7 @@ def test_the_row_of_a_participant() -> None:
         ),
     ],
 )
-def test_who_failed_is_said_and_never_passed(missing: str, ids: list[str], reason: str) -> None:
+def test_a_failed_run_is_named_and_never_passes(missing: str, ids: list[str], reason: str) -> None:
     found = saves(**{missing: ["no grpc"]})
     unmeasured = {f.id: f for f in found.values() if f.value is None and " " not in f.id}
     assert sorted(unmeasured) == ids
@@ -132,7 +132,7 @@ def test_loops(ours: float, theirs: float, value: float | None, ok: bool | None)
     assert found["loop dcp-thread"].value == theirs
 
 
-def test_loops_whose_extras_scatter_more_than_the_peer_costs_say_nothing() -> None:
+def test_loops_whose_extras_vary_more_than_the_cost_of_the_peer_give_no_result() -> None:
     given = {
         "holdfast": [looped(3, 0.0), looped(3, 0.0), looped(3, 0.0)],
         "dcp-thread": [looped(3, -0.2), looped(3, 0.3), looped(3, 1.4)],

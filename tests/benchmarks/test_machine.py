@@ -79,6 +79,6 @@ def test_a_result_is_found_below_what_a_library_prints() -> None:
         pytest.param("", "without a word", id="silent"),
     ],
 )
-def test_a_visit_without_a_result_says_why(errors: str, words: str) -> None:
+def test_a_visit_without_a_result_names_the_reason(errors: str, words: str) -> None:
     with pytest.raises(VisitError, match=words):
         parse_result("noise\n", errors)

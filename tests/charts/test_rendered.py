@@ -131,7 +131,7 @@ def test_watched_namespaces_are_the_only_ones_with_rights(render: Render) -> Non
     ],
     ids=["default", "switched off", "no policies at all", "metrics for one team"],
 )
-def test_the_operator_reads_what_the_chart_says_about_the_network_of_workers(
+def test_the_operator_reads_the_network_policy_of_workers_from_the_chart(
     render: Render, values: tuple[str, ...], expected: WorkerNetwork | None
 ) -> None:
     [container] = pod_of(render(*values))["containers"]
@@ -212,7 +212,7 @@ def test_pods_of_jobs_are_not_selected_as_the_operator(render: Render) -> None:
 @pytest.mark.parametrize(
     ("keep", "expected"), [("true", {"helm.sh/resource-policy": "keep"}), ("false", None)]
 )
-def test_crds_are_kept_unless_told_otherwise(
+def test_crds_are_kept_by_default(
     render: Render, keep: str, expected: dict[str, str] | None
 ) -> None:
     crds = [o for o in render(f"crds.keep={keep}") if o["kind"] == "CustomResourceDefinition"]

@@ -58,7 +58,7 @@ def test_status_shows_levels_tiers_and_what_is_wrong():
         assert expected in text
 
 
-def test_status_of_a_job_that_nobody_touched_yet():
+def test_status_of_a_job_that_the_operator_has_not_handled_yet():
     text = shown(status_view({"metadata": {"name": "new"}, "spec": {"workers": 3}}, {}))
     assert "Pending" in text and "0/3" in text
 

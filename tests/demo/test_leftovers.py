@@ -42,7 +42,7 @@ def start(folder: Path, memory: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, None])
-def test_whatever_ends_a_demo_its_processes_end(
+def test_its_processes_end_with_a_demo_for_every_cause(
     tmp_path: Path, ending: signal.Signals | None
 ) -> None:
     folder, memory = tmp_path / "demo", tmp_path / "memory"

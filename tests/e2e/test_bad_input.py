@@ -256,7 +256,7 @@ def _wait_store(kube: Kube, name: str, status: str, timeout_seconds: float) -> O
 
 
 @pytest.mark.parametrize("name", BAD_STORES)
-def test_store_that_does_not_work_says_why_on_itself_and_on_its_job(
+def test_a_store_that_does_not_work_reports_why_on_itself_and_on_its_job(
     installed, namespace, submit, name
 ):
     _, _, reason, words = BAD_STORES[name]
@@ -411,7 +411,7 @@ def _assert_cannot_start(job: Job, *words: str) -> None:
 # --------------------------------------------------------------------------- too little room
 
 
-def test_too_little_shared_memory_is_said_before_the_first_step(installed, namespace, submit):
+def test_too_little_shared_memory_is_reported_before_the_first_step(installed, namespace, submit):
     manifest = job_manifest("small-memory", namespace, BALLAST, **ONE_WORKER)
     manifest["spec"]["checkpoint"]["memory"] = {"sizeLimit": "1Mi"}
     job = submit(without_restarts(manifest))

@@ -182,7 +182,7 @@ def test_where_a_registry_keeps_an_image_of_docker_hub(tag: str, expected: tuple
     assert standins.repository(tag) == expected
 
 
-def test_a_command_of_the_other_machine_is_told_an_engine_and_no_mode(
+def test_a_command_on_the_other_machine_gets_an_engine_and_no_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_TESTBED_MODE", "local")

@@ -60,7 +60,7 @@ def test_every_field_of_spec_and_status_has_a_description(kind: Kind) -> None:
     assert [path for path, node in fields if not node.get("description")] == []
 
 
-def test_every_rule_says_what_to_do(kind: Kind) -> None:
+def test_every_rule_names_a_remedy(kind: Kind) -> None:
     rules = [(path, r) for path, n in nodes(schema_of(kind), "") for r in n.get(RULES, ())]
     assert rules
     for path, rule in rules:

@@ -161,7 +161,7 @@ def test_every_message_has_hints_that_the_codec_knows(kind):
             assert len([a for a in typing.get_args(hint) if a is not type(None)]) == 1
 
 
-def test_words_for_people_are_cut_and_repaired():
+def test_free_text_is_cut_and_repaired():
     data = b'{"round": 1, "rank": 0, "code": 1, "message": "' + b"x" * 4095 + b'\\ud83d\\ud83d"}'
     assert loads(Exited, data).message == "x" * 4095 + "?"
 

@@ -129,7 +129,7 @@ def test_a_frame_that_breaks_off() -> None:
         asyncio.run(read_all(b"\0\0"))
 
 
-def test_only_words_of_the_socket_are_sent() -> None:
+def test_only_messages_of_the_socket_are_sent() -> None:
     with pytest.raises(FormatError, match="no message"):
         write_frame(UnknownMessage("x"))
     with pytest.raises(FormatError, match="at most"):

@@ -22,7 +22,7 @@ class Port:
             self.admission.enter(connection, connection.split("/")[0])
 
 
-def test_an_address_displaces_its_own_oldest_connection() -> None:
+def test_an_address_displaces_its_oldest_connection() -> None:
     port = Port()
     port.enter("a/1", "b/1", "a/2", "a/3")
     assert port.closed == ["a/1"]
@@ -42,7 +42,7 @@ def test_many_addresses_hold_no_more_than_few_places() -> None:
     assert port.admission.displaced == 1000 - PLACES.strangers
 
 
-def test_strangers_do_not_take_the_place_of_an_expected_address() -> None:
+def test_unknown_addresses_do_not_displace_an_expected_address() -> None:
     port = Port(expected={"member"})
     port.enter("member/1")
     port.enter(*(f"{number}/1" for number in range(1000)))
@@ -58,7 +58,7 @@ def test_pods_that_share_an_expected_address_may_all_begin_at_once() -> None:
     assert port.closed == ["node/1"]
 
 
-def test_strangers_do_not_take_the_place_of_a_known_caller() -> None:
+def test_unknown_addresses_do_not_displace_a_known_caller() -> None:
     port = Port()
     port.enter("x/1")
     assert port.admission.is_known("x/1", "pod")
@@ -83,7 +83,7 @@ def test_a_caller_that_lost_its_place_is_not_known() -> None:
     assert len(port.admission) == 2
 
 
-def test_one_name_displaces_its_own_idle_connections_only() -> None:
+def test_a_name_displaces_only_its_idle_connections() -> None:
     port = Port(expected={"a", "b", "c"})
     port.enter("a/1", "b/1", "c/1")
     assert port.admission.is_known("a/1", "pod-0")

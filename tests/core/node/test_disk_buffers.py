@@ -22,7 +22,7 @@ def test_buffers_are_kept_and_counted() -> None:
         again[:4] = b"used"
 
 
-def test_those_who_can_wait_are_refused_at_the_limit() -> None:
+def test_background_requests_are_refused_at_the_limit() -> None:
     pool = BufferPool(4096, keep=0, limit_bytes=8192)
     with ExitStack() as held:
         held.enter_context(pool.take())

@@ -157,7 +157,7 @@ def test_a_full_file_system_is_not_one_that_refuses(tmp_path: Path) -> None:
     assert len(clone.made) == 1
 
 
-def test_a_shared_chunk_that_rots_is_found_and_written_anew(tmp_path: Path) -> None:
+def test_a_shared_chunk_that_decays_is_found_and_written_again(tmp_path: Path) -> None:
     """F26 in blocks that all steps share: within 64 saves each chunk is read back once."""
     clone = CopyingClone()
     tier = opened(tmp_path, clone)

@@ -70,7 +70,7 @@ def test_files_and_directories_are_the_owners_alone(root: Path, tier: DiskNodeTi
         assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_files_lie_where_the_format_says(root: Path, tier: DiskNodeTier) -> None:
+def test_files_have_the_paths_that_the_format_defines(root: Path, tier: DiskNodeTier) -> None:
     record = write(tier)
     name = f"rank000000-{record.blake3[3:19]}.shard"
     assert only_shard(root) == root / JOB_UID / "shards/s000000000010/r000000" / name

@@ -168,7 +168,7 @@ def test_f21_a_shard_that_cannot_be_read_now_is_not_a_bad_one(root: Path) -> Non
         (errno.EROFS, TierError),
     ],
 )
-def test_what_the_kernel_says(number: int, expected: type[HoldfastError]) -> None:
+def test_each_error_of_the_disk_has_its_class(number: int, expected: type[HoldfastError]) -> None:
     """F18 and its like: full is not broken, and broken is not tried again for ever."""
     with pytest.raises(expected, match=os.strerror(number)) as caught:
         with disk_errors("writing x"):

@@ -84,7 +84,7 @@ def test_the_first_step_of_a_round_is_compared_with_nothing(tmp_path: Path) -> N
     assert trainer.pacing.limit is None
 
 
-def test_what_moves_gives_way_to_a_copy_and_not_in_a_hurry(tmp_path: Path) -> None:
+def test_a_transfer_waits_for_a_copy_unless_it_is_urgent(tmp_path: Path) -> None:
     now = [0.0]
 
     def sleep(seconds: float) -> None:

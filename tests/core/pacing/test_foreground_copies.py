@@ -40,7 +40,7 @@ def copy_gate(directory: Path, clock: Clock) -> ForegroundCopyGate:
 
 
 @pytest.mark.parametrize("state", [SlotState.FREE, SlotState.FULL, SlotState.OWNED])
-def test_nobody_copies(tmp_path: Path, state: SlotState) -> None:
+def test_nothing_waits_while_no_rank_copies(tmp_path: Path, state: SlotState) -> None:
     put(tmp_path, state)
     clock = Clock()
     assert copy_gate(tmp_path, clock).wait_for_copies() == 0.0
@@ -93,7 +93,7 @@ def test_copies_of_several_ranks(tmp_path: Path) -> None:
     assert copy_gate(tmp_path, clock).wait_for_copies() == pytest.approx(0.2, abs=0.01)
 
 
-def test_what_is_no_slot_is_waited_for_by_nobody(tmp_path: Path) -> None:
+def test_files_that_are_no_slots_are_not_waited_for(tmp_path: Path) -> None:
     path = put(tmp_path, SlotState.FILLING)
     os.truncate(path, 20)
     (tmp_path / slot_name(Rank(1), 0)).write_bytes(b"")

@@ -158,7 +158,7 @@ def test_refusals_carry_their_code(pair: Pair, code: Refusal) -> None:
     assert caught.value.code == code
 
 
-def test_a_full_receiver_says_so(certificates: tuple[TlsFiles, TlsFiles]) -> None:
+def test_a_full_receiver_reports_it(certificates: tuple[TlsFiles, TlsFiles]) -> None:
     for pair in started(certificates, MemoryTier(capacity_bytes=1 << 20)):
         source, record = filled()
         with pytest.raises(CapacityError, match=r"needs \d+ bytes"):
@@ -171,7 +171,7 @@ def test_what_is_not_there_is_not_found(pair: Pair) -> None:
         pair.fetch(MemoryTier(), record.ref)
 
 
-def test_a_sender_finds_its_own_damage_before_it_sends_it(pair: Pair) -> None:
+def test_a_sender_finds_damage_of_its_shard_before_it_sends_it(pair: Pair) -> None:
     source, record = filled()
     source.damage(record.ref, 5 << 20)
     with pytest.raises(CorruptionError, match="chunk 1"):
@@ -230,7 +230,9 @@ def test_another_server_under_this_address_is_not_spoken_to(
     assert pair.handler.puts == []
 
 
-def test_a_stranger_gets_no_answer(pair: Pair, tmp_path: Path) -> None:
+def test_a_caller_with_a_certificate_of_another_authority_gets_no_answer(
+    pair: Pair, tmp_path: Path
+) -> None:
     files = TlsFiles.in_directory(Authority().write_leaf(tmp_path, CLIENT))
     context = client_context(files)
     context.check_hostname = False
@@ -242,7 +244,7 @@ def test_a_stranger_gets_no_answer(pair: Pair, tmp_path: Path) -> None:
     assert pair.handler.puts == []
 
 
-def test_nobody_listens() -> None:
+def test_a_copy_to_a_closed_port_is_unavailable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     source, record = filled(1000)

@@ -300,7 +300,9 @@ def test_a_changed_shard_is_not_kept_and_fetched_again_inside_tls(
 
 
 @pytest.mark.parametrize("put", [True, False], ids=["put", "get"])
-def test_an_attack_blames_nobody(pair: Pair, wires: Callable[..., Wire], put: bool) -> None:
+def test_an_attack_on_plain_copies_is_no_fault_of_the_peer(
+    pair: Pair, wires: Callable[..., Wire], put: bool
+) -> None:
     """CorruptionError would have the sender quarantine its shard."""
     source = MemoryTier()
     record = filled(source if put else pair.tier)
@@ -367,7 +369,7 @@ def test_a_broken_fetch_goes_on_where_it_stopped(pair: Pair, wires: Callable[...
     assert DATA not in wire.seen[1]
 
 
-def test_a_bad_shard_of_the_sender_is_told_inside_tls(pair: Pair) -> None:
+def test_a_bad_shard_of_the_sender_is_reported_inside_tls(pair: Pair) -> None:
     source = MemoryTier()
     record = filled(source)
     source.damage(record.ref, 5 << 20)
@@ -376,7 +378,7 @@ def test_a_bad_shard_of_the_sender_is_told_inside_tls(pair: Pair) -> None:
     assert pair.tier.list_shards() == ()
 
 
-def test_refusals_are_heard(pair: Pair) -> None:
+def test_refusals_are_received(pair: Pair) -> None:
     source = MemoryTier()
     record = filled(source)
     pair.handler.commit_error = StaleRoundError("sealed meanwhile", own_round=4)
@@ -390,7 +392,9 @@ def test_refusals_are_heard(pair: Pair) -> None:
     assert pair.tier.list_shards() == ()
 
 
-def test_whoever_comes_back_to_tls_is_who_was_there_before(tmp_path: Path) -> None:
+def test_after_the_return_to_tls_the_server_checks_that_the_caller_is_the_same(
+    tmp_path: Path,
+) -> None:
     authority = Authority()
     server = server_context(
         TlsFiles.in_directory(authority.write_leaf(tmp_path / "server", SERVER))

@@ -140,7 +140,7 @@ def test_a_connection_reads_one_shard_after_the_other(pair: Pair) -> None:
             assert receive_table(line.sock, request, reply.length).record == record
 
 
-def test_a_stranger_is_refused(pair: Pair) -> None:
+def test_a_refused_caller_reads_nothing(pair: Pair) -> None:
     record = filled(pair.tier)
     pair.handler.get_error = RefusedError(Refusal.NOT_MEMBER, "who are you")
     with pytest.raises(RefusedError, match="who are you"):
@@ -153,7 +153,7 @@ def test_chunks_that_it_has_not_are_not_asked_for(pair: Pair) -> None:
         list(shard.read([range(CHUNKS, CHUNKS + 1)]))
 
 
-def test_bytes_that_are_not_what_the_table_says(
+def test_bytes_that_do_not_match_the_chunk_table_are_refused(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
     """The frames are in order and their CRCs right: the peer itself sends other bytes."""

@@ -96,7 +96,7 @@ def connected(port: int, client: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
 PATIENT = BulkOptions(connect_seconds=60, io_seconds=60, reply_seconds=60, attempts=3)
 
 
-def test_f45_a_reader_that_does_not_read_is_let_go(
+def test_f45_a_reader_that_does_not_read_is_disconnected(
     serving: Serving, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
     with serving(BulkLimits(requests=1, io_seconds=2)) as (port, record):
@@ -106,7 +106,7 @@ def test_f45_a_reader_that_does_not_read_is_let_go(
             assert fetch(port, contexts[1], record.ref, PATIENT) == record
 
 
-def test_f40_a_caller_that_went_away_without_a_word_is_let_go(
+def test_f40_a_caller_that_vanished_is_disconnected(
     serving: Serving, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
     with serving(BulkLimits(requests=1, idle_seconds=0.5)) as (port, record):
@@ -115,7 +115,7 @@ def test_f40_a_caller_that_went_away_without_a_word_is_let_go(
             assert sock.recv(1) == b""
 
 
-def test_f40_a_caller_that_says_nothing_at_all_is_let_go(
+def test_f40_a_caller_that_sends_nothing_is_disconnected(
     serving: Serving, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
     with serving(BulkLimits(handshake_seconds=0.5)) as (port, record):
@@ -124,7 +124,7 @@ def test_f40_a_caller_that_says_nothing_at_all_is_let_go(
             assert silent.recv(1) == b""
 
 
-def test_f40_a_server_that_is_gone_without_a_word_is_given_up(
+def test_f40_a_server_that_vanished_is_given_up(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
     """The kernel accepts for it; nobody answers."""

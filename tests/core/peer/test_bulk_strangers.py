@@ -51,7 +51,7 @@ def bulk_threads() -> int:
     return sum(thread.name == "bulk" for thread in threading.enumerate())
 
 
-def test_silent_strangers_do_not_stop_replication(
+def test_silent_connections_do_not_stop_replication(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
     """All of them come from the member's own address, and are never timed out."""
@@ -63,7 +63,7 @@ def test_silent_strangers_do_not_stop_replication(
             assert bulk_threads() <= 64 + 128 + 2
 
 
-def test_strangers_that_say_half_a_hello_do_not_stop_replication(
+def test_connections_with_half_a_hello_do_not_stop_replication(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
     for pair in serving(certificates, BulkLimits(handshake_seconds=HOUR)):
@@ -75,7 +75,9 @@ def test_strangers_that_say_half_a_hello_do_not_stop_replication(
             assert pair.send(source, record) > 0
 
 
-def test_a_stranger_is_let_go_after_its_time(certificates: tuple[TlsFiles, TlsFiles]) -> None:
+def test_an_unauthenticated_connection_is_closed_after_its_time(
+    certificates: tuple[TlsFiles, TlsFiles],
+) -> None:
     for pair in serving(certificates, BulkLimits(handshake_seconds=0.2)):
         with silent(pair.port, 8) as sockets:
             assert [sock.recv(1) for sock in sockets] == [b""] * 8
@@ -96,7 +98,7 @@ def test_a_connection_that_no_thread_can_serve_ends_alone(
         assert pair.send(source, record) > 0
 
 
-def test_members_that_say_nothing_hold_up_no_request(
+def test_silent_members_delay_no_request(
     certificates: tuple[TlsFiles, TlsFiles],
 ) -> None:
     """Connections with a certificate, one more than requests may be in work at once."""

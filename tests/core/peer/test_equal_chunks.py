@@ -78,5 +78,5 @@ def test_so_many_are_compared_and_no_more() -> None:
     assert len(likely_sources(records, ref(step=20, rank=1))) == MAX_SOURCES - 1
 
 
-def test_a_run_says_where_it_is_from() -> None:
+def test_a_run_names_its_source() -> None:
     assert equal_runs(table("ab"), [(A, table("ab"))], 9) == (Run(range(2), A),)

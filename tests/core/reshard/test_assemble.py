@@ -162,7 +162,7 @@ def test_what_is_assembled_is_the_unsharded_state(
         assert read_bytes == bytes_read(moves, sizes, CHUNK), "a chunk is read once, or again"
 
 
-def test_a_source_that_stops_without_a_word_is_no_success() -> None:
+def test_a_source_that_ends_early_without_an_error_is_a_failure() -> None:
     saved = Saved([4], [0])
     (wanted,) = layouts([1], [None])
     moves = by_source(plan(wanted, saved.layout))[Rank(1)]
@@ -171,7 +171,7 @@ def test_a_source_that_stops_without_a_word_is_no_success() -> None:
         copying.take(Flaky(saved.source(Rank(1)), 1, 0, None), Target(wanted))
 
 
-def test_a_source_with_other_chunks_makes_the_reads_begin_anew() -> None:
+def test_a_source_with_other_chunks_restarts_the_reads() -> None:
     """The first one lied of its chunk size: what it left lies on chunks that the true one has not."""
     saved = Saved([4], [0])
     (wanted,) = layouts([1], [None])

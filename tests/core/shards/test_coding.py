@@ -54,7 +54,7 @@ def test_exponents_beside_exponents_are_shorter() -> None:
     assert coded[1] is None or len(coded[1]) > 1.05 * len(coded[4])
 
 
-def test_noise_is_stored_as_it_is() -> None:
+def test_incompressible_bytes_are_stored_unchanged() -> None:
     noise = random.Random(1).randbytes(1 << 16)
     assert [ChunkEncoder().encode(noise, width) for width in WIDTHS] == [None] * 4
 

@@ -123,7 +123,7 @@ def test_a_coding_that_cannot_be_is_not_read() -> None:
         unpack_index(bad, stored + len(bad))
 
 
-def test_a_shard_as_a_pack_that_needs_nobody() -> None:
+def test_a_pack_can_contain_the_whole_shard() -> None:
     alone = unshared_index(TRAILER)
     assert alone is not None
     assert (alone.earlier(), alone.base, alone.sources) == ({}, None, ())
@@ -143,7 +143,7 @@ def plain(chunks: range) -> int:
     return len(chunks) * CHUNK
 
 
-def test_runs_say_where_each_chunk_begins() -> None:
+def test_runs_name_the_offset_of_each_chunk() -> None:
     runs = list(index().runs())
     assert runs == [
         Run(range(1), HERE, 0),

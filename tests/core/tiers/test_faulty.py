@@ -33,7 +33,7 @@ def test_an_error_strikes_the_calls_it_names() -> None:
     assert len(tier.list_shards()) == 2
 
 
-def test_without_an_error_of_its_own_it_is_unavailable() -> None:
+def test_a_fault_without_an_error_raises_unavailable() -> None:
     tier = FaultyNodeTier(MemoryTier(), Faults([Fault("free_bytes", FaultKind.ERR)]))
     with pytest.raises(UnavailableError):
         tier.free_bytes()

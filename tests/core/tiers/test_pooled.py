@@ -21,7 +21,7 @@ def test_what_is_cancelled_in_the_queue_is_not_waited_for() -> None:
     assert (running.result(), queued.cancelled()) == (True, True)
 
 
-def test_an_error_is_left_to_who_asks_for_the_result() -> None:
+def test_an_error_is_raised_when_the_result_is_requested() -> None:
     with ThreadPoolExecutor(1) as workers:
         failed = submit(workers, int, "no number")
         wait_all([failed])

@@ -143,7 +143,7 @@ def test_the_sidecar_may_restart_under_running_ranks(tmp_path: Path, sidecar: Fa
         assert run.wait() == 0, run.err()
 
 
-def test_last_words_of_a_rank(tmp_path: Path, sidecar: FakeSidecar) -> None:
+def test_the_error_of_a_rank_is_in_its_report(tmp_path: Path, sidecar: FakeSidecar) -> None:
     sidecar.start()
     program = tmp_path / "fails.py"
     program.write_text(

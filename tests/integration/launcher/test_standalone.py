@@ -40,7 +40,7 @@ def run(
     return launched
 
 
-def test_ranks_are_told_who_they_are(tmp_path: Path) -> None:
+def test_ranks_receive_their_rank_and_world_size(tmp_path: Path) -> None:
     program = script(
         tmp_path,
         "import os, sys, threading\n"
@@ -202,7 +202,7 @@ print("done", flush=True)
 """
 
 
-def test_a_stranger_cannot_stop_a_gang(tmp_path: Path) -> None:
+def test_a_connection_without_the_secret_cannot_stop_a_gang(tmp_path: Path) -> None:
     program = script(tmp_path, STRANGER)
     command = ["python", str(program), str(tmp_path / "ckpt")]
     done = run(tmp_path, ["--nproc", "2"], command)

@@ -88,7 +88,9 @@ def test_missing_bucket(server: StoreServer, store: StoreConfig) -> None:
         assert text in report.message
 
 
-def test_nobody_listens(server: StoreServer, store: StoreConfig, quick: Retrier) -> None:
+def test_a_copy_to_a_closed_port_is_unavailable(
+    server: StoreServer, store: StoreConfig, quick: Retrier
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     report = probe(replace(store, endpoint=endpoint), server.credentials, retrier=quick)

@@ -149,7 +149,7 @@ def pod(tmp_path: Path, minio: MinioServer) -> Iterator[Pod]:
     tier.close()
 
 
-def test_from_the_own_disk_and_from_who_answers(pod: Pod) -> None:
+def test_shared_chunks_are_found_on_the_own_disk_and_at_members_that_answer(pod: Pod) -> None:
     pod.save(2, payload(SIZE))
     pod.answer(2)
     assert pod.upload(2) == StoredAs()
@@ -157,14 +157,16 @@ def test_from_the_own_disk_and_from_who_answers(pod: Pod) -> None:
     assert pod.peers.asked == [2, 3], "rank 1's table is on this node"
 
 
-def test_who_does_not_answer_is_asked_once_and_nothing_is_left_to_it(pod: Pod) -> None:
+def test_a_member_that_does_not_answer_is_called_once_and_uploads_nothing_for_others(
+    pod: Pod,
+) -> None:
     pod.save(2, payload(SIZE))
     pod.upload(2)
     assert pod.places(2) == {(2, 1)}
     assert pod.peers.asked == [2]
 
 
-def test_what_the_base_stores_is_not_sent_and_the_base_vouches_for_it(pod: Pod) -> None:
+def test_chunks_that_the_base_stores_are_not_sent_and_refer_to_it(pod: Pod) -> None:
     pod.save(2, payload(SIZE))
     for rank in (0, 1):
         pod.upload(2, rank)
@@ -177,7 +179,7 @@ def test_what_the_base_stores_is_not_sent_and_the_base_vouches_for_it(pod: Pod) 
     assert pod.places(4) == {(2, 0), (4, 1)}
 
 
-def test_what_an_earlier_attempt_left_stays_and_is_told_as_it_is(pod: Pod) -> None:
+def test_the_object_of_an_earlier_attempt_is_kept_and_reported(pod: Pod) -> None:
     """The second one knows more tables; the pack of the first one is as good."""
     pod.save(2, payload(SIZE))
     pod.upload(2)
@@ -190,7 +192,7 @@ def test_what_an_earlier_attempt_left_stays_and_is_told_as_it_is(pod: Pod) -> No
     assert pod.upload(4, base=base) == StoredAs()
 
 
-def test_something_else_under_the_name_of_the_whole_shard_is_an_alarm(
+def test_another_object_with_the_name_of_the_whole_shard_is_an_error(
     pod: Pod, minio: MinioServer, tmp_path: Path
 ) -> None:
     """Readers look there first: a pack beside it would be committed and never read."""
@@ -203,7 +205,7 @@ def test_something_else_under_the_name_of_the_whole_shard_is_an_alarm(
         pod.upload(2)
 
 
-def test_whole_when_asked_to_although_a_pack_is_there(pod: Pod) -> None:
+def test_a_whole_shard_is_uploaded_on_request_although_a_pack_exists(pod: Pod) -> None:
     pod.save(2, payload(SIZE))
     pod.upload(2)
     assert pod.upload(2, whole=True) == StoredAs()
@@ -247,7 +249,7 @@ def widths(pod: Pod, step: int) -> set[int] | None:
     return {width for place, width in here if place == 0}
 
 
-def test_what_is_left_is_compressed_as_its_numbers_are(pod: Pod) -> None:
+def test_the_chunks_of_a_pack_are_compressed_by_the_width_of_their_numbers(pod: Pod) -> None:
     pod.save(2, weights(SIZE))
     pod.answer(2)
     assert pod.upload(2, compress=True) == StoredAs()
@@ -255,7 +257,7 @@ def test_what_is_left_is_compressed_as_its_numbers_are(pod: Pod) -> None:
     assert widths(pod, 2) == {4}
 
 
-def test_compressed_where_nothing_is_shared(pod: Pod) -> None:
+def test_a_shard_that_shares_nothing_is_compressed(pod: Pod) -> None:
     """Then it is a pack all the same, which needs nobody."""
     pod.save(2, weights(SIZE), alike=False)
     pod.answer(2)
@@ -281,13 +283,13 @@ def test_a_later_upload_refers_to_the_checkpoint_that_stores_the_chunks(pod: Pod
     assert pod.places(6) == {(2, 0)}
 
 
-def test_a_whole_shard_is_stored_as_it_is(pod: Pod) -> None:
+def test_a_whole_shard_is_not_compressed(pod: Pod) -> None:
     pod.save(2, weights(SIZE))
     assert pod.upload(2, compress=True, whole=True) == StoredAs()
     assert pod.places(2) is None
 
 
-def test_a_layout_that_is_gone_costs_the_compression_alone(pod: Pod) -> None:
+def test_without_its_layout_a_shard_is_uploaded_uncompressed(pod: Pod) -> None:
     manifest = pod.save(2, weights(SIZE))
     (pod.root / "here" / "layouts" / f"{manifest.layout.removeprefix('b3:')}.json").unlink()
     assert pod.upload(2, compress=True) == StoredAs()
@@ -295,7 +297,7 @@ def test_a_layout_that_is_gone_costs_the_compression_alone(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["compressed first", "plain first"])
-def test_what_an_earlier_attempt_left_is_as_good_compressed_or_not(pod: Pod, first: bool) -> None:
+def test_the_object_of_an_earlier_attempt_is_kept_compressed_or_not(pod: Pod, first: bool) -> None:
     pod.save(2, weights(SIZE))
     pod.upload(2, compress=first)
     found = pod.index(2)

@@ -172,7 +172,7 @@ async def test_bad_copies_are_quarantined_and_the_next_source_is_asked(gangs: Ga
         await until(lambda: any(quarantine.iterdir()), "worker 1 quarantines its copy")
 
 
-async def test_what_cannot_be_restored_is_said_with_everything_that_was_tried(gangs: Gangs) -> None:
+async def test_a_failed_restore_names_every_place_that_was_tried(gangs: Gangs) -> None:
     """Every copy of rank 1's shard is gone and there is no store: the gang waits, and says why."""
     async with gangs(2) as gang:
         gang.copies = ()

@@ -67,7 +67,7 @@ async def test_a_stage_that_contradicts_its_slot_is_refused_and_the_slot_left_al
         assert await refusal(rank, good) is Refusal.BAD_REQUEST, "the slot is free again"
 
 
-async def test_a_stranger_is_not_let_in(gangs: Gangs) -> None:
+async def test_ranks_of_another_job_or_another_pod_are_refused(gangs: Gangs) -> None:
     async with gangs(1) as gang:
         await gang.start()
         shared = gang.sidecars[0].shared
@@ -82,7 +82,7 @@ async def test_a_stranger_is_not_let_in(gangs: Gangs) -> None:
         assert (shared / "holdfast.sock").stat().st_mode & 0o777 == 0o660
 
 
-async def test_rubbish_on_the_socket_ends_that_connection_only(gangs: Gangs) -> None:
+async def test_invalid_bytes_on_the_socket_end_only_their_connection(gangs: Gangs) -> None:
     async with gangs(1) as gang:
         await gang.start()
         path = str(gang.sidecars[0].shared / "holdfast.sock")
@@ -175,7 +175,7 @@ def test_probe_store_leaves_its_report_for_the_kubelet(
     assert report["reason"] == reason
 
 
-def test_a_wrong_environment_is_said_plainly() -> None:
+def test_a_wrong_environment_is_reported_by_name() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "holdfast_sidecar"],
         env={k: v for k, v in inherited().items() if not k.startswith("HOLDFAST_")},

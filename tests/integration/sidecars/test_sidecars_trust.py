@@ -49,7 +49,9 @@ def prepared(worker: int) -> Prepared:
     return Prepared(RestartRound(0), Step(9), Worker(worker), shard, digest)
 
 
-async def test_strangers_get_no_further_than_the_handshake_or_a_refusal(gangs: Gangs) -> None:
+async def test_unauthenticated_callers_get_no_further_than_the_handshake_or_a_refusal(
+    gangs: Gangs,
+) -> None:
     async with gangs(2) as gang:
         await gang.start()
         uid = gang.operator.job_uid

@@ -161,7 +161,7 @@ async def test_labels_neither_make_nor_break_a_worker() -> None:
     assert (found.worker, found.birth_round) == (0, 0)
 
 
-async def test_forged_pods_are_said_once_a_namespace_and_counted(
+async def test_forged_pods_are_counted_and_reported_once_for_each_namespace(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     edge = Edge()
@@ -197,7 +197,7 @@ async def test_a_create_meets_its_own_pod_and_no_other() -> None:
     assert await edge.effects.pod_is_gone(edge.job, POD), "the job itself has no such pod"
 
 
-async def test_a_foreign_service_is_said_and_does_not_stop_the_job() -> None:
+async def test_a_foreign_service_is_reported_and_does_not_stop_the_job() -> None:
     edge = Edge()
     body = render_service(edge.job)
     edge.api.put("services", {**body, "metadata": {**body["metadata"], "ownerReferences": []}})
@@ -405,7 +405,7 @@ async def test_problem_is_bounded() -> None:
 # --------------------------------------------------------------------------- what is said about it
 
 
-async def test_an_unreadable_job_says_which_field_and_keeps_the_rest_of_its_status() -> None:
+async def test_an_unreadable_job_names_the_field_and_keeps_the_rest_of_its_status() -> None:
     edge = Edge()
     newer = {"type": "Paused", "status": "True", "reason": "New", "lastTransitionTime": "x"}
     edge.raw["status"] = {"phase": "Hibernating", "conditions": [newer], "naps": 3}
@@ -439,7 +439,7 @@ async def test_conditions_that_are_no_list_of_conditions_are_left_alone(conditio
     assert edge.events() == ["CannotRead"]
 
 
-async def test_a_foreign_pod_under_a_probe_s_name_is_said_on_the_store() -> None:
+async def test_a_foreign_pod_with_the_name_of_a_probe_is_reported_on_the_store() -> None:
     edge = Edge()
     raw = raw_store("main")
     raw["status"] = {}

@@ -101,7 +101,7 @@ def test_a_rule_that_ends_the_job_does_not_wait() -> None:
     assert "FailJob" in decision.reason
 
 
-def test_the_person_who_looks_is_told() -> None:
+def test_the_condition_shows_the_back_off() -> None:
     decision = decide(failing(4), now(1000.5))
     assert "the next round begins after 4 s" in decision.reason
     assert "boom" in decision.reason

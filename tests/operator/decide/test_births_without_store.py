@@ -39,7 +39,7 @@ HIDDEN = Unreadable(
         pytest.param(recovery(None, HIDDEN), Reason.CANNOT_READ, id="cannot be read"),
     ],
 )
-def test_the_gang_waits_for_it_and_says_so(observed: Observed, reason: Reason) -> None:
+def test_the_gang_waits_for_the_store_and_reports_it(observed: Observed, reason: Reason) -> None:
     decision = decide(observed, now())
     assert not [a for a in decision.actions if isinstance(a, CreatePod)]
     (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]

@@ -197,7 +197,9 @@ def test_round_goes_to_every_member() -> None:
         ("object_compression", "Zstd"),
     ],
 )
-def test_a_round_says_how_copies_travel_and_uploads_are_stored(field: str, word: str) -> None:
+def test_a_round_message_names_the_encryption_of_copies_and_the_compression_of_uploads(
+    field: str, word: str
+) -> None:
     observed = gang()
     spec = replace(observed.job.spec, **{field: word})
     observed = replace(observed, job=replace(observed.job, spec=spec))
@@ -205,7 +207,7 @@ def test_a_round_says_how_copies_travel_and_uploads_are_stored(field: str, word:
     assert [getattr(a.message.policy, field) for a in sent] == [word, word]
 
 
-def test_nothing_is_repeated_to_those_who_hold_it() -> None:
+def test_a_sidecar_that_has_the_round_receives_it_once() -> None:
     observed = gang()
     heard = tuple(acked(observed, s) for s in observed.sidecars)
     assert not of_kind(decide(replace(observed, sidecars=heard), now()).actions, SendRound)
@@ -220,7 +222,7 @@ def test_nothing_is_repeated_to_those_who_hold_it() -> None:
     ],
     ids=lambda c: next(iter(c)),
 )
-def test_repeated_to_the_one_who_does_not(changes: dict[str, Any]) -> None:
+def test_a_sidecar_that_lost_the_round_receives_it_again(changes: dict[str, Any]) -> None:
     observed = gang()
     first, second = observed.sidecars
     observed = replace(
@@ -230,14 +232,14 @@ def test_repeated_to_the_one_who_does_not(changes: dict[str, Any]) -> None:
     assert [(a.worker, a.message.version) for a in sent] == [(1, 2)]
 
 
-def test_the_version_is_above_all_that_sidecars_say() -> None:
+def test_the_version_is_above_that_of_every_sidecar() -> None:
     pods = (pod(0), pod(1, 1))
     observed = gang(sidecars=(sidecar(pods[0], 1, version=6), sidecar(pods[1], 1, version=2)))
     sent = of_kind(decide(observed, now()).actions, SendRound)
     assert {a.message.version for a in sent} == {7}
 
 
-def test_a_survivor_hears_round_only_after_its_seal() -> None:
+def test_a_survivor_receives_the_round_only_after_its_seal() -> None:
     pods = (pod(0), pod(1, 1))
     observed = gang(sidecars=(sidecar(pods[0], 0), sidecar(pods[1], 1)))
     actions = decide(observed, now()).actions
@@ -334,7 +336,7 @@ def test_copies_are_elsewhere_and_balanced(domains: tuple[str, ...], copies: int
         assert set(Counter(c.target for c in placed).values()) == {1}
 
 
-def test_a_large_gang_hears_round_in_one_pass() -> None:
+def test_a_large_gang_receives_the_round_in_one_pass() -> None:
     workers = 512
     pods: tuple[PodView, ...] = tuple(pod(w) for w in range(workers))
     observed = Observed(

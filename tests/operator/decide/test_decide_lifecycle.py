@@ -125,7 +125,7 @@ def test_a_checkpoint_of_any_number_of_ranks_is_accepted(ranks: int) -> None:
     assert accepted is not None and accepted.status is True
 
 
-def test_the_servers_words_are_in_the_message() -> None:
+def test_the_message_of_the_server_is_in_the_condition() -> None:
     observed = Observed(
         job=job(2, store="main"), store=store(available=False, message="403 SignatureDoesNotMatch")
     )

@@ -69,6 +69,6 @@ def test_how_it_ended(code: int, output: str, text: str) -> None:
     assert how_it_ended(DeadRank(Rank(2), Worker(1), code, output)) == text
 
 
-def test_endless_words_are_cut() -> None:
+def test_a_long_termination_message_is_cut() -> None:
     dead = DeadRank(Rank(0), Worker(0), 1, "x" * 2048)
     assert len(how_it_ended(dead)) <= LAST_WORDS_CHARACTERS + len("ended with code 1: ")

@@ -205,7 +205,7 @@ def test_a_deleted_pod_counts_from_the_end_of_training_not_of_its_grace() -> Non
     assert record.detect_seconds == 10.0
 
 
-def test_back_off_is_a_phase_of_its_own() -> None:
+def test_back_off_is_a_separate_phase() -> None:
     """A gang that fails again and again from the same step waits before the next round."""
     timeline = trained()
     timeline.observed = replace(
@@ -288,7 +288,7 @@ MAYBE = st.none() | SECONDS
     finished=st.booleans(),
     here=st.booleans(),
 )
-def test_whatever_was_measured_the_phases_add_up(
+def test_the_phases_add_up_for_all_measurements(
     before: tuple[float | None, float],
     marks: tuple[float, float | None, float | None, float | None],
     times: tuple[float | None, float | None, float | None],

@@ -68,7 +68,7 @@ def test_a_failure_after_progress_is_not_the_restore_points_fault() -> None:
     assert not [e for e in life.operator.events if e.reason == Reason.RESTORE_POINT_REJECTED]
 
 
-def test_ranks_that_are_killed_from_outside_say_nothing_about_it() -> None:
+def test_ranks_that_are_killed_from_outside_do_not_count_against_the_restore_point() -> None:
     life = Life()
     life.run(40)
     life.rank_dies()

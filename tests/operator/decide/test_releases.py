@@ -138,14 +138,14 @@ def test_a_former_job_of_the_same_name_holds_nothing_back() -> None:
     [{"hold": True}, {"deletion_policy": "Retain"}, {"persisted": False}],
     ids=lambda changes: next(iter(changes)),
 )
-def test_nothing_is_said_where_the_data_was_to_stay(changes: dict[str, Any]) -> None:
+def test_no_event_is_sent_when_the_data_was_to_be_kept(changes: dict[str, Any]) -> None:
     given = observed(conditions=(true(JobCondition.COMPLETE),), completion_time=START)
     names, said = released(replace(given, checkpoints=(replace(DELETED, **changes),)))
     assert names == [DELETED.name]
     assert said == []
 
 
-def test_objects_that_nobody_deleted_stay() -> None:
+def test_objects_that_were_not_deleted_stay() -> None:
     given = observed(conditions=(true(JobCondition.COMPLETE),), completion_time=START)
     names, _ = released(replace(given, checkpoints=(replace(DELETED, deleting=False),)))
     assert names == []

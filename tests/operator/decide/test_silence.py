@@ -92,7 +92,7 @@ def test_a_subset_that_holds_the_only_copies_is_waited_for(workers: tuple[int, .
     life.recovers_from(newest)
 
 
-def test_sidecars_that_answer_one_after_another_are_all_heard() -> None:
+def test_the_answers_of_all_sidecars_count_although_they_come_one_after_another() -> None:
     """The first answer after a long silence must not end the wait for the others."""
     life = training()
     life.rank_dies()
@@ -243,7 +243,7 @@ def test_a_person_gives_up_silent_pods_by_deleting_them() -> None:
     assert life.status.restart_round > 1
 
 
-def test_a_first_round_that_no_sidecar_answers_says_so() -> None:
+def test_a_first_round_without_an_answer_of_a_sidecar_reports_it() -> None:
     life = Life()
     life.silence()
     life.run(LONG)
@@ -254,7 +254,7 @@ def test_a_first_round_that_no_sidecar_answers_says_so() -> None:
     assert life.status.is_true("Running")
 
 
-def test_commits_that_the_status_never_heard_of_are_found_again() -> None:
+def test_commits_that_the_status_does_not_contain_are_found_again() -> None:
     """Silence from before the first commit on: the status knows of no step at all."""
     life = Life()
     life.run(30, until=lambda s: s.restore_point is not None)
@@ -276,7 +276,7 @@ def test_commits_that_the_status_never_heard_of_are_found_again() -> None:
     assert broken_rules(life.cluster, copies=1) == []
 
 
-def test_the_condition_says_what_was_tried_and_since_when() -> None:
+def test_the_condition_names_what_was_tried_and_since_when() -> None:
     life = training()
     life.silence()
     life.run(60)

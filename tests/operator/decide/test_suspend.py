@@ -171,7 +171,7 @@ def test_without_a_store_a_refused_suspension_does_not_keep_the_job_from_its_end
     assert life.status.is_true(JobCondition.COMPLETE)
 
 
-def test_silent_sidecars_may_hold_commits_that_nobody_heard_of() -> None:
+def test_silent_sidecars_may_have_commits_that_were_never_reported() -> None:
     """The first commit happened in silence: to delete the pods would lose it."""
     life = Life()
     life.run(30, until=lambda s: s.restore_point is not None)

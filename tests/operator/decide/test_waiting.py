@@ -34,7 +34,7 @@ def test_a_refused_create_reaches_the_condition_and_one_event() -> None:
     assert life.status.is_true("Running")
 
 
-def test_a_create_that_is_refused_in_a_recovery_is_said_as_well() -> None:
+def test_a_refused_create_during_a_recovery_is_reported() -> None:
     life = Life()
     life.run(40)
     life.cluster.pod_refusal = QUOTA

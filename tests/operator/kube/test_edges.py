@@ -241,7 +241,7 @@ def test_request_under_way_as_status() -> None:
     assert {c["status"] for c in status["conditions"]} == {"False"}
 
 
-def test_metrics_count_what_a_write_says_anew() -> None:
+def test_metrics_count_what_a_status_write_adds() -> None:
     metrics = Metrics()
     first = JobStatusView(restart_round=RestartRound(0), goodput=GoodputView(ratio=0.5))
     metrics.status_written(job(), first)

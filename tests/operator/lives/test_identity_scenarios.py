@@ -259,7 +259,7 @@ async def test_an_operator_that_still_sees_a_suspension_deletes_no_pod_of_the_re
     assert {p.view.uid for p in cluster.pods.values() if p.view.alive} == uids
 
 
-async def test_pods_of_a_status_that_an_old_backup_brought_back_are_kept() -> None:
+async def test_pods_are_kept_when_an_old_backup_of_the_status_is_restored() -> None:
     """Round 1's pod holds copies that the status does not know of."""
     cluster = build()
     operator = FakeOperator(cluster)
@@ -328,7 +328,7 @@ async def test_a_certificate_secret_that_was_deleted_while_pods_start_comes_back
     assert not [p for m, p in cluster.api.requests if m == "POST" and p.endswith("/secrets")]
 
 
-async def test_a_job_says_that_it_waits_for_a_name_that_is_taken() -> None:
+async def test_a_job_reports_that_it_waits_for_a_name_in_use() -> None:
     cluster = build()
     operator = FakeOperator(cluster)
     await advance(cluster, operator, 40)

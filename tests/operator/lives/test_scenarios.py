@@ -116,7 +116,7 @@ async def test_suspend_saves_and_resume_goes_on_from_there() -> None:
     assert resumed.restarts == 0
 
 
-async def test_a_status_that_an_old_backup_brought_back_is_overtaken() -> None:
+async def test_a_restored_backup_of_an_old_status_is_replaced() -> None:
     cluster = build()
     operator = FakeOperator(cluster)
     await advance(cluster, operator, 30)

@@ -190,7 +190,7 @@ def test_end(name: str, seen: ProbePod, age: float, reason: str | None) -> None:
     assert (None if result is None else result.reason) == reason
 
 
-def test_missing_secret_says_which_and_what_to_do() -> None:
+def test_a_missing_secret_is_named_with_a_remedy() -> None:
     result = result_of(store(ca="authority"), pod(waiting_reason="ContainerCreating"), 30)
     assert result is not None
     for word in ("Secret keys", "accessKey and secretKey", "Secret authority", "team"):
@@ -198,7 +198,7 @@ def test_missing_secret_says_which_and_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"available": "yes"}', "{", "5"])
-def test_hostile_last_words_are_a_failed_probe(text: str) -> None:
+def test_a_hostile_termination_message_is_a_failed_probe(text: str) -> None:
     assert parse_message(text).reason == "ProbeFailed"
     assert parse_message(text).available is False
 

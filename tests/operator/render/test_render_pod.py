@@ -146,7 +146,7 @@ def test_restricted_where_the_template_is_silent() -> None:
         assert context["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_what_the_template_says_wins() -> None:
+def test_values_of_the_template_take_precedence() -> None:
     of = with_spec(
         {"securityContext": {"runAsUser": 0, "fsGroup": 7}, "nodeSelector": {"gpu": "yes"}},
         {"securityContext": {"readOnlyRootFilesystem": True}},
@@ -230,7 +230,7 @@ def test_lost_nodes_are_excluded_from_every_term(
     assert repr(of.spec.template) == before
 
 
-def test_a_template_cannot_say_which_nodes_the_operator_avoided() -> None:
+def test_a_template_cannot_forge_the_nodes_that_the_operator_avoided() -> None:
     of = job(2)
     annotations = {"annotations": {labels.AVOIDED_NODES: "node-a", "team": "x"}}
     template = {**of.spec.template, "metadata": annotations}

@@ -84,7 +84,7 @@ def test_wrong_peer_is_refused(case: str) -> None:
         asyncio.run(handshake(server_context(authority, pod), operator, peer_dns_name(asked, UID)))
 
 
-def test_leaf_says_what_it_is_for() -> None:
+def test_a_certificate_names_its_usage() -> None:
     authority = new_authority(UID)
     leaf = x509.load_pem_x509_certificate(
         new_leaf(authority, "a.b.holdfast", NOW).certificate.encode()

@@ -172,7 +172,7 @@ async def test_a_coordinator_with_news_all_the_time_does_not_take_all_the_time()
         assert [s for s in b.clock.slept if s >= POLL_SECONDS_EACH]
 
 
-def test_what_sidecars_say_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_of_a_sidecar_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Another refusal each time, of 4,000 characters."""
 
     async def story() -> None:

@@ -42,7 +42,7 @@ def round_message(round_: int, version: int) -> Round:
     )
 
 
-async def test_first_contact_brings_the_inventory() -> None:
+async def test_the_first_call_fetches_the_inventory() -> None:
     async with bench() as b:
         pod = pod_view(0)
         await b.serve(pod)
@@ -97,7 +97,7 @@ def test_a_silent_sidecar_is_called_less_and_less_often(
     assert back_off_seconds(failures, silent_seconds) == pause
 
 
-async def test_pass_never_waits_and_never_calls_twice_at_once() -> None:
+async def test_a_pass_never_waits_and_never_sends_the_same_call_twice_at_once() -> None:
     async with bench() as b:
         pod = pod_view(0)
         server = await b.serve(pod)
@@ -109,7 +109,7 @@ async def test_pass_never_waits_and_never_calls_twice_at_once() -> None:
         assert [kind for kind, _ in server.calls].count("seal") == 1
 
 
-async def test_round_is_acknowledged_and_a_refused_one_teaches_the_version() -> None:
+async def test_a_refused_round_brings_the_newest_version_of_the_sidecar() -> None:
     async with bench() as b:
         pod = pod_view(0)
         server = await b.serve(pod)
@@ -126,7 +126,7 @@ async def test_round_is_acknowledged_and_a_refused_one_teaches_the_version() -> 
         assert b.view(pod).reachable is Reachable.YES
 
 
-async def test_stale_seal_tells_the_higher_round() -> None:
+async def test_a_stale_seal_returns_the_higher_round() -> None:
     async with bench() as b:
         pod = pod_view(0)
         server = await b.serve(pod)
@@ -137,7 +137,7 @@ async def test_stale_seal_tells_the_higher_round() -> None:
         await b.until(lambda: b.view(pod).sealed_round == 9)
 
 
-async def test_long_poll_follows_the_coordinator_and_says_what_was_acted_on() -> None:
+async def test_the_long_poll_follows_the_coordinator_and_acknowledges_versions() -> None:
     async with bench() as b:
         pod, other = pod_view(0), pod_view(1)
         server, second = await b.serve(pod), await b.serve(other)
@@ -157,7 +157,7 @@ async def test_long_poll_follows_the_coordinator_and_says_what_was_acted_on() ->
         assert b.sidecars.coordinator_state(UID) is None
 
 
-async def test_save_is_asked_until_somebody_takes_it_and_prune_lands_later() -> None:
+async def test_save_now_is_sent_until_a_sidecar_accepts_it_and_prune_returns_later() -> None:
     async with bench() as b:
         pod = pod_view(0)
         b.follow(pod)
@@ -178,7 +178,7 @@ async def test_save_is_asked_until_somebody_takes_it_and_prune_lands_later() -> 
         assert [kind for kind, _ in server.calls].count("prune") == 1
 
 
-async def test_leaf_is_renewed_at_two_thirds_of_its_life() -> None:
+async def test_a_certificate_is_renewed_at_two_thirds_of_its_lifetime() -> None:
     async with bench() as b:
         pod = pod_view(0, created_at=NOW - timedelta(hours=17))
         young = pod_view(1, created_at=NOW - timedelta(hours=15))
@@ -227,7 +227,7 @@ async def test_a_sidecar_that_keeps_its_expired_leaf_is_silent_and_not_renewed_e
 
 
 @pytest.mark.parametrize("case", ["another pod's name", "another job's authority"])
-async def test_an_expired_leaf_of_a_stranger_gets_nothing(case: str) -> None:
+async def test_an_expired_certificate_of_another_pod_is_not_renewed(case: str) -> None:
     async with bench() as b:
         pod = pod_view(0)
         asked = pod if case == "another job's authority" else replace(pod, name="gpt-5-r0")
@@ -244,7 +244,7 @@ async def test_an_expired_leaf_of_a_stranger_gets_nothing(case: str) -> None:
         assert server.calls == []
 
 
-async def test_suspect_node_is_called_directly() -> None:
+async def test_a_sidecar_on_a_suspected_node_is_called_at_once() -> None:
     async with bench() as b:
         pod = pod_view(0)
         server = await b.serve(pod)
@@ -259,7 +259,7 @@ async def test_suspect_node_is_called_directly() -> None:
         await b.until(silent)
 
 
-async def test_pod_on_its_way_out_is_asked_where_its_node_is_silent() -> None:
+async def test_a_terminating_pod_is_called_when_its_node_is_silent() -> None:
     """The operator restarted meanwhile: only the answer that fails lets the corpse be removed."""
     async with bench() as b:
         pod = replace(pod_view(0), terminating=True)
@@ -271,7 +271,7 @@ async def test_pod_on_its_way_out_is_asked_where_its_node_is_silent() -> None:
         await b.until(silent)
 
 
-async def test_stranger_on_the_address_is_no_answer() -> None:
+async def test_an_answer_of_another_pod_at_the_address_does_not_count() -> None:
     async with bench() as b:
         pod = pod_view(0)
         stranger = replace(pod, name="gpt-5-r0")

@@ -54,7 +54,7 @@ def weigh(ledger: Ledger) -> Choice:
     return choice
 
 
-def test_memory_first_and_local_when_every_rank_has_written() -> None:
+def test_a_step_is_in_memory_first_and_local_when_every_rank_has_written_it() -> None:
     ledger = new_ledger()
     in_memory(ledger, 5)
     assert ledger.steps[Step(5)].level is None, "no promise yet"
@@ -65,7 +65,7 @@ def test_memory_first_and_local_when_every_rank_has_written() -> None:
     assert ledger.rise(Step(5)) is None, "only once"
 
 
-def test_a_manifest_that_all_have_makes_no_step_local() -> None:
+def test_a_manifest_on_every_node_does_not_make_a_step_local() -> None:
     """A coordinator that has just begun finds manifests; shards may be in memory only."""
     ledger = new_ledger()
     assert acknowledge(ledger, 5) == [None]
@@ -75,7 +75,7 @@ def test_a_manifest_that_all_have_makes_no_step_local() -> None:
     assert ledger.rise(Step(5)) is Level.MEMORY
 
 
-def test_the_newest_step_is_chosen_and_older_ones_give_way_in_order() -> None:
+def test_the_newest_step_is_chosen_and_older_ones_are_dropped_in_order() -> None:
     ledger = new_ledger()
     in_memory(ledger, 2, 3, 4, writing=1)
     assert weigh(ledger) == Choice(None, (Step(2), Step(3))), "the rank is busy: nothing is pinned"
@@ -117,14 +117,14 @@ def test_a_step_that_a_rank_holds_no_longer_is_lost_and_another_is_chosen() -> N
     assert weigh(ledger).chosen == 5
 
 
-def test_what_is_being_digested_again_is_not_lost() -> None:
+def test_a_step_that_is_digested_again_is_not_lost() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4)
     ledger.holds(RankHolding(Rank(SLOW), digesting=(Step(4),)))
     assert weigh(ledger) == Choice(Step(4), ())
 
 
-def test_what_was_stored_meanwhile_is_not_lost() -> None:
+def test_a_step_that_was_stored_meanwhile_is_not_lost() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4)
     weigh(ledger)
@@ -155,13 +155,13 @@ def test_a_pruned_step_is_asked_to_be_dropped() -> None:
     assert ledger.holds(said, base=Step(5)) == (4, 5)
 
 
-def test_another_life_of_the_coordinator_goes_on_with_what_is_being_written() -> None:
+def test_a_restarted_coordinator_keeps_the_step_that_is_being_written() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4, 7, writing=4)
     assert weigh(ledger) == Choice(Step(4), ())
 
 
-def test_what_one_rank_writes_at_once_is_nobody_s_choice() -> None:
+def test_a_step_that_one_rank_writes_at_once_is_not_chosen() -> None:
     """A rank that keeps it while it writes another would have no slot left."""
     ledger = new_ledger()
     in_memory(ledger, 2, 3, writing=1)
@@ -188,7 +188,7 @@ def test_ranks_that_skipped_each_other_s_steps_save_again() -> None:
     assert weigh(ledger) == Choice(None, (Step(5), Step(7)))
 
 
-def test_also_where_the_one_complete_step_cannot_be_written() -> None:
+def test_skipped_steps_are_dropped_although_the_complete_one_cannot_be_written() -> None:
     ledger = new_ledger()
     in_memory(ledger, 4)
     ledger.holds(RankHolding(Rank(SLOW), tuple(held(s, failed=s == 4) for s in (4, 5, 6))))
@@ -196,7 +196,7 @@ def test_also_where_the_one_complete_step_cannot_be_written() -> None:
     assert weigh(ledger) == Choice(None, (Step(5),))
 
 
-def test_a_step_that_may_still_become_complete_is_no_skipped_one() -> None:
+def test_a_step_that_may_still_become_complete_is_not_dropped() -> None:
     ledger = new_ledger()
     ledger.prepared(Step(7), shard_info(SLOW), SHARD_DIGEST)
     for said in (

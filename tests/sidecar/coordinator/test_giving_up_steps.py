@@ -47,7 +47,7 @@ def written_by_rank_0(*steps: int) -> Ledger:
         pytest.param(saves(5), (), id="it has not handed them over yet"),
     ],
 )
-def test_a_step_that_a_rank_does_not_save_any_more(
+def test_a_step_that_a_rank_no_longer_saves_is_given_up(
     said: dict[Rank, RankSaves], gone: tuple[int, ...]
 ) -> None:
     assert abandoned_steps(written_by_rank_0(10, 20, 30, 40), said) == gone
@@ -80,7 +80,7 @@ def report(told: str, *failures: Failure) -> WorkerReport:
     return WorkerReport(RestartRound(1), Worker(1), saves=(rank,), told=told, failures=failures)
 
 
-def test_only_a_worker_that_has_told_this_coordinator_everything_counts() -> None:
+def test_only_reports_to_this_process_of_the_coordinator_count() -> None:
     """Right after a coordinator restarted, a report still shows what its earlier life had heard."""
     members = Gathered(frozenset({Worker(0), Worker(1)}), 2, 0.0)
     members.heard(report("an earlier life"), 1.0)
@@ -89,7 +89,7 @@ def test_only_a_worker_that_has_told_this_coordinator_everything_counts() -> Non
     assert members.saves("this life").keys() == {1}
 
 
-def test_failures_name_their_worker_and_full_nodes_press() -> None:
+def test_failures_name_their_worker_and_a_full_node_sets_pressed() -> None:
     members = Gathered(frozenset({Worker(0), Worker(1)}), 2, 0.0)
     assert not members.pressed
     full = Failure(Step(3), TierName.NODE, "NodeVolumeFull", "no room")
@@ -101,7 +101,7 @@ def test_failures_name_their_worker_and_full_nodes_press() -> None:
 # --------------------------------------------------------------------------- what is gone
 
 
-def test_what_is_remembered_of_steps_that_are_gone_is_bounded() -> None:
+def test_the_memory_of_deleted_steps_is_bounded() -> None:
     gone = Forgotten()
     last = 4 * MAX_FORGOTTEN
     for step in range(last):

@@ -128,7 +128,7 @@ def test_what_is_on_its_way_to_the_store_is_not_forgotten() -> None:
 
 
 @given(st.permutations([("p", 0), ("p", 1), ("r", 0), ("r", 1), ("u", 0), ("u", 1)]))
-def test_the_order_of_words_does_not_matter(text: list[tuple[str, int]]) -> None:
+def test_the_order_of_messages_does_not_matter(text: list[tuple[str, int]]) -> None:
     ledger = new_ledger()
     for kind, rank in text:
         match kind:
@@ -144,7 +144,7 @@ def test_the_order_of_words_does_not_matter(text: list[tuple[str, int]]) -> None
     assert ledger.uploaded(Step(3), Rank(0), SHARD_DIGEST)
 
 
-def test_what_referred_to_something_that_is_gone_is_waited_for_again() -> None:
+def test_an_upload_that_refers_to_a_deleted_checkpoint_is_waited_for_again() -> None:
     """And a word from before that is repeated does not count."""
     ledger = new_ledger()
     commit(ledger, 5)

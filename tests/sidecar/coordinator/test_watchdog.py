@@ -46,7 +46,9 @@ def watch() -> CommitWatch:
         pytest.param(130, 1060.0, True, id="both bounds passed"),
     ],
 )
-def test_both_bounds_count(finished: int, now: float, is_overdue: bool) -> None:
+def test_a_commit_is_overdue_when_both_bounds_are_passed(
+    finished: int, now: float, is_overdue: bool
+) -> None:
     found = watch()
     found.look(Step(100), Step(90), EVERY, 1000.0)
     assert (found.look(Step(finished), Step(90), EVERY, now) is not None) is is_overdue
@@ -61,7 +63,7 @@ def test_a_gang_that_never_committed_counts_from_its_first_step() -> None:
     assert (overdue.since, overdue.steps, overdue.intervals) == (1000.0, 31, 3)
 
 
-def test_a_commit_and_a_step_back_start_anew() -> None:
+def test_a_commit_or_a_step_back_restarts_the_count() -> None:
     found = watch()
     found.look(Step(10), None, EVERY, 0.0)
     assert found.look(Step(50), None, EVERY, 100.0) is not None
@@ -120,7 +122,7 @@ def run(folder: Path, scenario: Callable[[World], Awaitable[None]]) -> None:
     asyncio.run(body())
 
 
-def test_the_state_says_since_when_and_what_is_missing(tmp_path: Path) -> None:
+def test_the_state_names_since_when_and_what_is_missing(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         world.step(1)
         document = rank_layout()
@@ -145,7 +147,7 @@ def test_the_state_says_since_when_and_what_is_missing(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_no_save_at_all_is_said_too(tmp_path: Path) -> None:
+def test_the_state_names_that_no_rank_has_saved(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         world.step(1)
         world.clock.advance(61)

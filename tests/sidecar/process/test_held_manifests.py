@@ -63,7 +63,7 @@ def text(record: ShardRecord) -> str:
     return manifest([record, other]).to_bytes().decode()
 
 
-def test_a_held_shard_counts_for_who_speaks_of_memory(tmp_path: Path) -> None:
+def test_a_shard_in_memory_is_acknowledged_when_the_manifest_allows_it(tmp_path: Path) -> None:
     parts = put(tmp_path, held=True, in_memory=True)
     parts.stager.committed.assert_called_once()
     parts.flow.committed.assert_not_called()
@@ -73,18 +73,20 @@ def test_a_held_shard_counts_for_who_speaks_of_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("held", "in_memory"), [(False, True), (True, False)], ids=["older release", "not there"]
 )
-def test_else_the_manifest_is_not_taken(tmp_path: Path, held: bool, in_memory: bool) -> None:
+def test_a_manifest_without_its_shard_is_refused(
+    tmp_path: Path, held: bool, in_memory: bool
+) -> None:
     with pytest.raises(NotFoundError, match="rank 0"):
         put(tmp_path, held=held, in_memory=in_memory)
 
 
-def test_what_is_digested_again_is_not_taken_for_lost(tmp_path: Path) -> None:
+def test_a_shard_that_is_digested_again_is_busy_and_not_lost(tmp_path: Path) -> None:
     with pytest.raises(RefusedError) as refused:
         put(tmp_path, held=True, in_memory=False, digesting=True)
     assert refused.value.code is Refusal.BUSY
 
 
-def test_copies_begin_at_once_where_every_shard_is_durable(tmp_path: Path) -> None:
+def test_copies_begin_at_once_when_every_shard_is_durable(tmp_path: Path) -> None:
     put(tmp_path, held=False, in_memory=False, stored=True).flow.committed.assert_called_once()
 
 
@@ -98,7 +100,7 @@ def test_copies_of_a_step_that_waited_begin_when_it_is_local(tmp_path: Path) -> 
     parts.flow.committed.assert_called_once_with(step, RestartRound(0))
 
 
-async def test_nothing_is_deleted_any_more_when_a_seal_came_meanwhile(tmp_path: Path) -> None:
+async def test_a_prune_deletes_nothing_after_a_seal(tmp_path: Path) -> None:
     """The inventory that answers the seal lists it, and the next round may start from it."""
     header = shard_header(len(DATA), job_uid=CONTRACT.job_uid)
     node = DiskNodeTier(tmp_path, capacity_bytes=1 << 30)

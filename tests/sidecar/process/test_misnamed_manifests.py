@@ -68,7 +68,9 @@ def tried(point: RestorePoint, node: MemoryTier) -> str:
         pytest.param(JobUid("another-job"), SAVED, id="job"),
     ],
 )
-def test_it_is_not_restored_from_any_tier(job_uid: JobUid, checkpoint: CheckpointId) -> None:
+def test_a_misnamed_manifest_is_not_restored_from_any_tier(
+    job_uid: JobUid, checkpoint: CheckpointId
+) -> None:
     """The restore point names no digest here, as a store's checkpoint may."""
     node = MemoryTier()
     node.write_shard(HEADER, BytesSource(PAYLOAD))
@@ -84,14 +86,16 @@ def test_it_is_not_restored_from_any_tier(job_uid: JobUid, checkpoint: Checkpoin
         node.get_manifest(job_uid, checkpoint)
 
 
-def test_a_manifest_of_a_job_of_that_uid_in_another_namespace() -> None:
+def test_a_manifest_of_the_same_uid_in_another_namespace_is_not_restored() -> None:
     node = MemoryTier()
     node.put_manifest(JOB.uid, SAVED, DOCUMENT)
     point = RestorePoint(SAVED.step, SAVED.round, job_uid=JOB.uid, job_namespace="another")
     assert tried(point, node).count("renamed or copied") == 3
 
 
-def test_an_inventory_lists_what_its_name_says_and_quarantines_the_rest(tmp_path: Path) -> None:
+def test_an_inventory_lists_correctly_named_manifests_and_quarantines_the_others(
+    tmp_path: Path,
+) -> None:
     node = DiskNodeTier(tmp_path / "node", capacity_bytes=1 << 30)
     node.open()
     node.put_manifest(JOB.uid, SAVED, DOCUMENT)

@@ -108,7 +108,7 @@ def test_a_store_that_is_away_for_a_moment_costs_no_round() -> None:
     played(scenario, AWAY, AWAY, AWAY)
 
 
-def test_one_that_stays_away_is_told_and_asked_on() -> None:
+def test_a_store_that_stays_away_is_reported_and_called_again() -> None:
     async def scenario(world: World) -> None:
         world.rehydrator.begin(ROUND)
         await world.until(lambda: world.store.asked >= 2)
@@ -122,7 +122,7 @@ def test_one_that_stays_away_is_told_and_asked_on() -> None:
 
 
 @pytest.mark.parametrize("final", [NONE, BAD], ids=["nobody has it", "all copies are bad"])
-def test_what_is_final_is_told_at_once(final: HoldfastError) -> None:
+def test_a_final_failure_is_reported_at_once(final: HoldfastError) -> None:
     async def scenario(world: World) -> None:
         world.rehydrator.begin(ROUND)
         await asyncio.wait_for(world.changed.wait(), 120)
@@ -149,7 +149,7 @@ def test_a_shard_whose_copy_was_bad_is_waited_for() -> None:
     played(scenario, *[AWAY] * 200)
 
 
-def test_a_shard_that_nobody_has_is_not_waited_for() -> None:
+def test_a_shard_that_no_place_has_is_not_waited_for() -> None:
     async def scenario(world: World) -> None:
         world.rehydrator.restored = world.restored
         with pytest.raises(NotFoundError, match="object store: no such key"):

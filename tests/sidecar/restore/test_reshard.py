@@ -82,7 +82,7 @@ def test_a_bad_chunk_on_this_node_is_had_elsewhere(world: World) -> None:
     assert world.accused == []
 
 
-def test_a_member_whose_bytes_are_bad_is_told_and_the_next_one_asked(world: World) -> None:
+def test_a_member_with_bad_bytes_is_notified_and_the_next_one_is_used(world: World) -> None:
     for worker in world.members:
         world.put(world.members[worker], 0, 1, 2, 3)
     world.spoil("member4", 1)
@@ -149,7 +149,7 @@ def test_another_holder_serves_for_a_shard_that_is_nowhere(world: World) -> None
     assert world.counted("holdfast_fetched_bytes") == {"peer": read}
 
 
-def test_what_is_nowhere_is_named_and_the_slot_is_nobodys(world: World) -> None:
+def test_missing_bytes_are_named_and_the_slot_is_released(world: World) -> None:
     world.put(world.members[Worker(4)], 0, 1)
     world.spoil("member4", 1)
     world.store_faults = Faults(
@@ -182,7 +182,7 @@ def test_a_holder_that_is_busy_is_asked_again_for_the_rest(world: World) -> None
     assert world.waits == [], "it took less than a minute"
 
 
-def test_a_holder_that_stays_away_is_told_and_still_asked(world: World) -> None:
+def test_a_member_that_stays_away_is_reported_and_called_again(world: World) -> None:
     world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
     world.put(world.members[Worker(4)], 0, 1, 2, 3)
     told: list[int] = []
@@ -200,7 +200,7 @@ def test_a_holder_that_stays_away_is_told_and_still_asked(world: World) -> None:
     assert "rank 1: worker 4" in world.waits[0]
 
 
-def test_what_nobody_has_is_not_waited_for(world: World) -> None:
+def test_bytes_that_no_place_has_are_not_waited_for(world: World) -> None:
     """The member that is away had nothing of it."""
     world.put(world.members[Worker(4)], 0, 2)
     world.put(world.members[Worker(5)], 0, 2)

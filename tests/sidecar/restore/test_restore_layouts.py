@@ -172,13 +172,13 @@ def test_a_shard_is_restored_without_its_layout(pod: Pod, document: bytes | Hold
     assert (reply.rank_layout, reply.layout) == (None, None)
 
 
-def test_a_layout_that_was_asked_for_and_is_nowhere_is_told(pod: Pod) -> None:
+def test_a_requested_layout_that_no_place_has_is_reported(pod: Pod) -> None:
     pod.document = NotFoundError("layout at worker 0: it has none")
     with pytest.raises(NotFoundError, match="worker 0"):
         pod.restore(with_layout=True)
 
 
-def test_another_number_of_ranks_must_say_what_it_wants(pod: Pod) -> None:
+def test_another_number_of_ranks_must_send_its_layout(pod: Pod) -> None:
     point, manifest = pod.restored.point, pod.restored.manifest
     pod.restored = Restored(point, manifest, {}, {}, {}, MERGED)
     reply = pod.ask(Restore(NOW, RANK))
@@ -195,7 +195,7 @@ def test_a_plan_is_made_with_the_layout_that_the_manifest_names_only(pod: Pod) -
         pod.ask(Fill(NOW, RANK, (), digest_of(OWN)))
 
 
-def test_a_layout_that_cannot_be_written_keeps_nobody_from_its_shard(pod: Pod) -> None:
+def test_a_rank_gets_its_shard_although_the_layout_cannot_be_written(pod: Pod) -> None:
     """The shared volume may be full of slots."""
     pod.node.put_layout(OWN)
     pod.directory.write_text("no folder: stands for a volume that takes no more")

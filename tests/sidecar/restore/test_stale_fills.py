@@ -225,7 +225,9 @@ async def test_a_cancelled_fill_writes_into_no_other_file(
     assert pod.path.read_bytes() == before
 
 
-async def test_what_a_stopped_fill_lacks_is_not_said_of_the_next_round(pod: Pod) -> None:
+async def test_missing_bytes_of_a_stopped_fill_are_not_reported_for_the_next_round(
+    pod: Pod,
+) -> None:
     pools = Pools(disk=2, copy=2, store=1)
     filler, gate = pod.filler(pools), pod.gate(whole=False)
     old = asyncio.create_task(filler.fill(pod.state, pod.message(whole=False)))

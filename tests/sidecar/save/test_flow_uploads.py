@@ -34,7 +34,7 @@ from holdfast_sidecar.save.sharing import ShardUploader
 BASE = Reference(Step(1), RestartRound(0), 5)
 
 
-def test_the_word_of_the_whole_shard_follows(
+def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator drops the first word, since it asked for the whole shard meanwhile: without the

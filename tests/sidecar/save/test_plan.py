@@ -33,7 +33,7 @@ def shard(step: int = 7, rank: int = 0, **fields: object) -> OwnShard:
 KEY = ShardKey(Step(7), RestartRound(0), Rank(0))
 
 
-def test_a_new_shard_is_told_and_copied_once_it_is_committed() -> None:
+def test_a_new_shard_is_reported_and_copied_once_it_is_committed() -> None:
     assert next_actions([shard()], (ONE, TWO)) == (Action(Verb.PREPARED, KEY),)
     assert next_actions([shard(committed=True)], (ONE, TWO)) == (
         Action(Verb.PREPARED, KEY),
@@ -49,18 +49,18 @@ def test_a_manifest_is_expected_for_the_newest_step_alone() -> None:
     assert not expects_commit([shard(reported=False)])
 
 
-def test_replicated_is_told_when_every_target_has_it() -> None:
+def test_replicated_is_reported_when_every_target_has_the_shard() -> None:
     half = shard(prepared_told=True, committed=True, copied=frozenset({ONE}))
     assert next_actions([half], (ONE, TWO)) == (Action(Verb.COPY, KEY, TWO),)
     whole = shard(prepared_told=True, copied=frozenset({ONE, TWO}))
     assert next_actions([whole], (ONE, TWO)) == (Action(Verb.REPLICATED, KEY),)
 
 
-def test_without_targets_nothing_is_said_to_be_replicated() -> None:
+def test_without_targets_nothing_is_reported_as_replicated() -> None:
     assert next_actions([shard(prepared_told=True)], ()) == ()
 
 
-def test_a_shard_of_the_restore_point_is_copied_and_never_told() -> None:
+def test_a_shard_of_the_restore_point_is_copied_and_never_reported() -> None:
     again = shard(reported=False, committed=True)
     assert next_actions([again], (ONE,)) == (Action(Verb.COPY, KEY, ONE),)
     assert next_actions([replace(again, copied=frozenset({ONE}))], (ONE,)) == ()
@@ -75,7 +75,7 @@ def test_an_upload_waits_to_be_asked_for() -> None:
     assert next_actions([uploaded], ()) == (Action(Verb.UPLOADED, KEY),)
 
 
-def test_a_new_coordinator_hears_everything_again() -> None:
+def test_a_new_coordinator_receives_everything_again() -> None:
     told = shard(
         prepared_told=True,
         copied=frozenset({ONE}),

@@ -161,7 +161,7 @@ def test_a_report_that_comes_right_after_a_pruning_is_not_lost(tmp_path: Path) -
     run(tmp_path, scenario)
 
 
-def test_nothing_more_goes_once_there_is_room(tmp_path: Path) -> None:
+def test_no_step_is_deleted_once_there_is_room(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         for step in (1, 2, 3):
             await world.commit(step)
@@ -194,7 +194,7 @@ class FullOnce(MemoryTier):
         return super().write_shard(header, source)
 
 
-async def test_a_write_that_has_room_again_does_not_say_that_it_has_none(tmp_path: Path) -> None:
+async def test_a_write_that_has_room_again_reports_no_failure(tmp_path: Path) -> None:
     """While it says so, older steps are pruned, and a write of a large shard takes long."""
     node, pools, failures = FullOnce(), Pools(disk=1, copy=1, store=1), Failures(lambda: None)
     settings = Settings(contract_with(shared_dir=str(tmp_path)))

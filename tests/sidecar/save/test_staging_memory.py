@@ -162,7 +162,7 @@ def run(root: Path, slots: int, scenario: Callable[[World], Awaitable[None]]) ->
 FREE, OWNED = SlotState.FREE, SlotState.OWNED
 
 
-def test_with_two_slots_nothing_waits(tmp_path: Path) -> None:
+def test_with_two_slots_every_step_is_written_at_once(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         await world.save(0, 1)
         await world.save(1, 2)
@@ -175,7 +175,7 @@ def test_with_two_slots_nothing_waits(tmp_path: Path) -> None:
     run(tmp_path, 2, scenario)
 
 
-def test_a_write_gives_way_to_a_rank_that_copies(tmp_path: Path) -> None:
+def test_a_write_waits_while_a_rank_copies(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         copying = SlotFile.open(world.settings.slots_dir, slot_name(RANK, 1))
         copying.write_header(SlotHeader(SlotState.FILLING, RANK, CAPACITY, ROUND, Step(2)))
@@ -215,7 +215,7 @@ def test_one_write_at_a_time_and_the_chosen_step_next(tmp_path: Path) -> None:
     run(tmp_path, 3, scenario)
 
 
-def test_what_is_held_is_digested_as_a_write_digests_it(tmp_path: Path) -> None:
+def test_a_step_in_memory_has_the_digests_that_its_file_gets(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         await world.save(0, 1)
         await world.save(1, 2)
@@ -252,7 +252,9 @@ def test_a_slot_is_free_when_its_step_is_dropped_and_the_manifests_are_gone(
     run(tmp_path, 3, scenario)
 
 
-def test_what_is_pruned_while_it_is_written_does_not_stay_on_the_disk(tmp_path: Path) -> None:
+def test_a_step_that_is_pruned_while_it_is_written_does_not_stay_on_the_disk(
+    tmp_path: Path,
+) -> None:
     async def scenario(world: World) -> None:
         await world.save(0, 1)
         await world.save(1, 2)
@@ -321,7 +323,7 @@ def test_a_seal_writes_what_is_committed_and_nothing_else(tmp_path: Path, dies: 
     run(tmp_path, 4, scenario)
 
 
-def test_a_seal_that_runs_out_of_time_says_so(tmp_path: Path) -> None:
+def test_a_seal_reports_that_its_time_ran_out(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         await world.save(0, 1)
         await world.save(1, 2)
@@ -338,7 +340,7 @@ def test_a_seal_that_runs_out_of_time_says_so(tmp_path: Path) -> None:
     run(tmp_path, 3, scenario)
 
 
-def test_another_life_takes_up_what_was_held_and_what_was_being_written(tmp_path: Path) -> None:
+def test_a_restarted_sidecar_recovers_slots_in_memory_and_being_written(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         await world.save(0, 1)
         await world.save(1, 2)
@@ -378,7 +380,7 @@ def test_another_coordinator_receives_everything_again(tmp_path: Path) -> None:
     run(tmp_path, 3, scenario)
 
 
-def test_nothing_is_said_of_what_is_written_at_once(tmp_path: Path) -> None:
+def test_a_step_that_is_written_at_once_is_not_reported_as_held(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         await world.save(0, 1)
         assert world.stager.untold is None
@@ -391,7 +393,7 @@ def test_nothing_is_said_of_what_is_written_at_once(tmp_path: Path) -> None:
     run(tmp_path, 3, scenario)
 
 
-def test_a_late_write_of_an_older_round_is_no_step_of_the_new_one(tmp_path: Path) -> None:
+def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_path: Path) -> None:
     """The new round trains that step again, to other bytes: the coordinator would refuse those."""
 
     async def scenario(world: World) -> None:
@@ -416,7 +418,7 @@ def test_a_late_write_of_an_older_round_is_no_step_of_the_new_one(tmp_path: Path
     run(tmp_path, 3, scenario)
 
 
-def test_what_an_earlier_life_had_written_waits_for_nothing(tmp_path: Path) -> None:
+def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_path: Path) -> None:
     """It died before the slot was free. Nobody chooses a step that is on the nodes already."""
 
     async def scenario(world: World) -> None:

@@ -48,7 +48,7 @@ def settings_in(folder: Path) -> Settings:
     return Settings(contract, disk_quiet_seconds=0.02)
 
 
-async def test_a_disk_that_hangs_is_said_until_it_goes_on(tmp_path: Path) -> None:
+async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) -> None:
     said, written = asyncio.Event(), asyncio.Event()
     outcomes: list[Outcome] = []
 
@@ -89,7 +89,7 @@ async def test_a_disk_that_hangs_is_said_until_it_goes_on(tmp_path: Path) -> Non
     pools.close()
 
 
-async def test_a_slow_call_is_no_stalled_one() -> None:
+async def test_a_slow_call_is_not_a_stalled_one() -> None:
     """Every look finds progress, until one does not; then it moves again."""
     heard: list[str] = []
     looks = iter([0, 1, 2, 2, 2, 3])
@@ -114,7 +114,7 @@ async def test_a_slow_call_is_no_stalled_one() -> None:
     assert heard[:3] == ["stalled 0.001", "stalled 0.002", "moving"]
 
 
-def test_what_the_call_raises_is_raised() -> None:
+def test_an_error_of_the_call_is_raised() -> None:
     async def broken() -> None:
         raise OSError(5, "Input/output error")
 

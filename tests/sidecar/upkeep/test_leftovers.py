@@ -77,7 +77,9 @@ class Hours(SystemClock):
 @pytest.mark.parametrize(
     ("hours", "reaped", "swept"), [(0.2, 1, 0), (0.5, 1, 2), (5.9, 1, 23), (6, 2, 24), (13, 3, 52)]
 )
-def test_again_and_again_whatever_the_store_says(hours: float, reaped: int, swept: int) -> None:
+def test_leftovers_are_looked_for_periodically_although_the_store_fails(
+    hours: float, reaped: int, swept: int
+) -> None:
     tier = CountingTier()
     pools = Pools(disk=1, copy=1, store=1)
 
@@ -102,7 +104,7 @@ def test_again_and_again_whatever_the_store_says(hours: float, reaped: int, swep
     assert tier.swept == [("team-a", JOB_UID, RestartRound(3), timedelta(hours=1))] * swept
 
 
-def test_without_a_store_there_is_nothing_to_do() -> None:
+def test_without_a_store_the_search_for_leftovers_ends() -> None:
     pools = Pools(disk=1, copy=1, store=1)
     leftovers = Leftovers(
         CONTRACT,

@@ -214,7 +214,7 @@ def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_a_shard_that_was_pruned_meanwhile_is_not_brought_back(tmp_path: Path) -> None:
+def test_a_shard_that_was_pruned_meanwhile_is_not_fetched_again(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         world.peer.is_away = True
         flip_bit(world.node.shard_path(world.record.ref), 4096 + len(PAYLOAD) // 2)

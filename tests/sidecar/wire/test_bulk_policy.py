@@ -28,7 +28,5 @@ def holding(policy: Policy) -> RoundState:
         pytest.param(holding(Policy(1, peer_encryption="")), False, id="no word"),
     ],
 )
-def test_payloads_leave_tls_only_where_the_round_says_none(
-    state: RoundState, expected: bool
-) -> None:
+def test_payloads_leave_tls_only_if_the_policy_allows_it(state: RoundState, expected: bool) -> None:
     assert plain_copies(state) is expected

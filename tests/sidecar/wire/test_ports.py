@@ -158,7 +158,9 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
-def test_strangers_hold_few_connections_and_stop_nobody(certificates: Files, text: bytes) -> None:
+def test_unauthenticated_callers_occupy_few_connections_and_block_no_member(
+    certificates: Files, text: bytes
+) -> None:
     """They are never timed out here, and come from the address of the operator itself."""
 
     async def scenario() -> None:

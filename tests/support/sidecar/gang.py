@@ -230,8 +230,7 @@ class Gang:
 
     def counted(self, worker: int, name: str) -> dict[str, int]:
         """A counter of the sidecar's metrics, by tier. Blocks."""
-        with urllib.request.urlopen(self.metrics_url(worker)) as reply:
-            lines = reply.read().decode().splitlines()
+        lines = self.metrics(worker).splitlines()
         found = [line for line in lines if line.startswith(f'{name}{{tier="')]
         return {line.split('"')[1]: int(float(line.split()[-1])) for line in found}
 
@@ -245,6 +244,12 @@ class Gang:
         message = Prune(RestartRound(0), points)
         reply = await self.operator.call(0, "/v1/prune", message, PruneReply)
         assert reply.deleted == points
+
+    def metrics(self, worker: int) -> str:
+        """Return the page of the sidecar's metrics. Blocks."""
+        with urllib.request.urlopen(self.metrics_url(worker)) as reply:
+            page: str = reply.read().decode()
+        return page
 
     def metrics_url(self, worker: int) -> str:
         ports = json.loads((self.sidecars[worker].node / PORTS_FILE).read_text())

@@ -121,7 +121,7 @@ class TierContract:
             with tier.open_shard(record.ref) as reader:
                 reader.verify()
 
-    def test_no_room_is_said_before_anything_is_written(self, small_tier: NodeTier) -> None:
+    def test_no_room_is_reported_before_anything_is_written(self, small_tier: NodeTier) -> None:
         source = BytesSource(payload(2 << 20))
         with pytest.raises(CapacityError, match=r"needs \d+ bytes, \d+ available"):
             small_tier.write_shard(shard_header(2 << 20), source)
