@@ -42,12 +42,11 @@ class Writer:
         self.said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         slots = directory / "slots"
         policy = Policy(interval_steps=1, keep_last=3)
-        self.service = DirectoryService(
+        self.service = DirectoryService.start(
             ServiceOptions(directory / "ckpt", slots, directory / "layouts", 1, range(1), policy),
             self.ended.append,
             self._folder_lost,
         )
-        self.service.start()
         LayoutFiles(directory / "layouts").ensure(LAYOUT, digest_of(LAYOUT))
         self.ring = SlotRing(slots, Rank(0), 2)
         self.ring.ensure(SIZE, self.service.round)

@@ -65,7 +65,7 @@ class Gang:
         for rank in range(WORLD):
             (memory / slot_name(Rank(rank), 0)).write_bytes(bytes(HEADER_BYTES + CAPACITY))
             self.slot(rank).write_header(SlotHeader(SlotState.FREE, Rank(rank), CAPACITY))
-        self.service = DirectoryService(
+        self.service = DirectoryService.start(
             ServiceOptions(
                 root=directory / "ckpt",
                 slots_dir=memory,
@@ -75,7 +75,6 @@ class Gang:
                 policy=Policy(interval_steps=1, keep_last=2),
             )
         )
-        self.service.start()
 
     def slot(self, rank: int) -> SlotFile:
         return SlotFile.open(self.memory, slot_name(Rank(rank), 0))

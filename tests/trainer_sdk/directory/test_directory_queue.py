@@ -28,7 +28,7 @@ def bytes_of(step: int) -> bytes:
 
 def test_a_queued_save_keeps_its_bytes_when_its_slot_is_replaced(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
-    service = DirectoryService(
+    service = DirectoryService.start(
         ServiceOptions(
             root=tmp_path / "ckpt",
             slots_dir=slots,
@@ -38,12 +38,10 @@ def test_a_queued_save_keeps_its_bytes_when_its_slot_is_replaced(tmp_path: Path)
             policy=Policy(interval_steps=1, keep_last=3),
         )
     )
-    service.start()
-    service._tier.put_layout(LAYOUT)
     LayoutFiles(tmp_path / "layouts").ensure(LAYOUT, digest_of(LAYOUT))
     ring = SlotRing(slots, Rank(0), 2)
     ring.ensure(SIZE, service.round)
-    with failpoints(f"node.write=wait:{tmp_path}/go"):
+    with failpoints(f"directory.write_shard=wait:{tmp_path}/go"):
         for step in (1, 2):  # the first is being written, the second waits
             slot = ring.acquire()
             assert slot is not None

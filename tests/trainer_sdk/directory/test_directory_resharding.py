@@ -18,7 +18,7 @@ from holdfast.directory.resharding import assemble_payload
 from holdfast.directory.service import DirectoryService
 from holdfast.slots.staging import SlotRing
 from holdfast_core.errors import (
-    CorruptionError,
+    NotFoundError,
     RefusedError,
     StateMismatchError,
     UnavailableError,
@@ -141,7 +141,7 @@ def test_two_bad_copies_are_an_error_that_says_both(tmp_path: Path) -> None:
     damage(tmp_path, 3)
     wanted = layout_of({"w": Tensor("F32", (ROWS, 4))}, [2], 0)
     slot = slot_in(tmp_path, 0, wanted.payload_bytes)
-    with pytest.raises(CorruptionError, match=r"(?s)CRC32C.*CRC32C.*w: 131072 of 262144 elements"):
+    with pytest.raises(NotFoundError, match=r"(?s)CRC32C.*CRC32C.*w: 131072 of 262144 elements"):
         assemble_payload(tier, manifest, wanted, slot)
     assert quarantined(tmp_path) == ["rank000001", "rank000003"]
     slot.close()
@@ -174,7 +174,7 @@ def test_a_tensor_that_nobody_saved_quarantines_nothing(tmp_path: Path) -> None:
 @pytest.fixture
 def service(tmp_path: Path) -> DirectoryService:
     saved(tmp_path)
-    found = DirectoryService(
+    found = DirectoryService.start(
         ServiceOptions(
             root=tmp_path,
             slots_dir=tmp_path / "slots",
@@ -184,7 +184,6 @@ def service(tmp_path: Path) -> DirectoryService:
             policy=Policy(interval_steps=0),
         )
     )
-    found.start()
     return found
 
 
@@ -202,7 +201,7 @@ def test_a_slot_that_was_not_filled_to_its_end_is_nobodys_shard(
     (slot,) = ring.slots
     slot.begin(RestartRound(0), Step(5), 1)  # as if it held a shard before
     fill = Fill(service.round, Rank(0), (slot.offer(),), digest_of(document))
-    with pytest.raises(CorruptionError):
+    with pytest.raises(NotFoundError):
         service.handle(fill, print)
     header = slot.header()
     assert (header.state, header.step, header.round) == (SlotState.FILLING, None, None)
@@ -217,7 +216,8 @@ def test_a_slot_that_is_gone_costs_no_checkpoint(tmp_path: Path, service: Direct
     ring = SlotRing(tmp_path / "slots", Rank(0), 1)
     ring.ensure(wanted.payload_bytes, RestartRound(1))
     offer = ring.slots[0].offer()
-    ring.close(remove=True)
+    (tmp_path / "slots" / offer.name).unlink()
+    ring.close()
     with pytest.raises(UnavailableError, match="slot"):
         service.handle(Fill(service.round, Rank(0), (offer,), digest_of(document)), print)
     service.abort()

@@ -31,10 +31,9 @@ ZERO = RestartRound(0)
 
 def started(root: Path) -> DirectoryService:
     policy = Policy(interval_steps=1, keep_last=3)
-    service = DirectoryService(
+    service = DirectoryService.start(
         ServiceOptions(root / "ckpt", root / "slots", root / "layouts", 2, range(2), policy)
     )
-    service.start()
     return service
 
 

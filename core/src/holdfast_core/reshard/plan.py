@@ -7,10 +7,10 @@ takes holder number r mod the number of holders. Equal copies thus serve about e
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from holdfast_core.errors import FormatError, StateMismatchError
+from holdfast_core.errors import FormatError, NotFoundError, StateMismatchError
 from holdfast_core.format.dtypes import element_bytes
 from holdfast_core.format.layout import Layout, PlacedSlice, TensorLayout
 from holdfast_core.format.payload import PayloadPlan, plan_payload
@@ -83,6 +83,24 @@ def plan(wanted: RankLayout, source: Layout, *, avoid: Collection[Rank] = ()) ->
             f"{len(problems)} places:\n  {lines}"
         )
     return _joined(moves)
+
+
+def plan_without(
+    wanted: RankLayout, source: Layout, missing: Mapping[Rank, str]
+) -> tuple[Move, ...]:
+    """Return `plan` without the shards of the `missing` ranks, whose values are the reasons.
+
+    Raises:
+        StateMismatchError: The checkpoint does not hold what is wanted.
+        NotFoundError: It does, but the other shards do not suffice. The message has the reasons.
+    """
+    try:
+        return plan(wanted, source, avoid=missing)
+    except StateMismatchError as error:
+        if not missing:
+            raise
+        text = "; ".join(missing.values())
+        raise NotFoundError(f"{text}; without them: {error}") from error
 
 
 def mismatches(wanted: RankLayout, source: Layout) -> list[str]:

@@ -8,18 +8,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from holdfast_core.errors import (
-    CorruptionError,
-    FormatError,
-    HoldfastError,
-    NotFoundError,
-    RefusedError,
-    StaleRoundError,
-    StateMismatchError,
-    UnavailableError,
-)
+from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import RestartRound
-from holdfast_core.messages.schema import Hello, HelloReply, Progress, Refusal, Refused
+from holdfast_core.messages.refusals import refusal_of
+from holdfast_core.messages.schema import Hello, HelloReply, Progress, Refused
 from holdfast_core.messages.socket_frames import receive_frame, send_frame
 
 logger = logging.getLogger(__name__)
@@ -122,22 +114,12 @@ class Connection:
             return self._service.hello_reply()
         try:
             return self._service.handle(message, self.push)
-        except StaleRoundError as error:
-            return self._refused(Refusal.STALE_ROUND, error)
-        except RefusedError as error:
-            return self._refused(Refusal(error.code), error)
-        except NotFoundError as error:
-            return self._refused(Refusal.NOT_FOUND, error)
-        except CorruptionError as error:
-            return self._refused(Refusal.CONFLICT, error)
-        except (FormatError, StateMismatchError) as error:
-            return self._refused(Refusal.BAD_REQUEST, error)
         except HoldfastError as error:
-            return self._refused(Refusal.BUSY, error)
+            return self._refused(error)
         except BaseException as error:
             # Otherwise the process would end, and the trainer would repeat the request to the next one.
             logger.exception("%s could not be served", type(message).__name__)
-            return self._refused(Refusal.BUSY, error)
+            return self._refused(error)
 
-    def _refused(self, code: Refusal, error: BaseException) -> Refused:
-        return Refused(code, describe(error), self._service.current_round)
+    def _refused(self, error: BaseException) -> Refused:
+        return Refused(refusal_of(error), describe(error), self._service.current_round)

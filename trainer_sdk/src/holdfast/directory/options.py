@@ -39,6 +39,11 @@ class ServiceOptions:
     writer: Path | None = None
     """File to claim until all that was staged is durable, see holdfast.directory.processes."""
 
+    @property
+    def leads(self) -> bool:
+        """Whether the process serves rank 0, which commits and deletes checkpoints."""
+        return 0 in self.own_ranks
+
 
 def format_options(
     *,

@@ -52,13 +52,12 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="[holdfast] %(message)s", stream=sys.stderr)
     sock = socket.socket(fileno=int(argv[0]))
     options = parse_options(argv[1])
-    service = DirectoryService(
-        options,
-        on_worker_end=lambda error: os._exit(_WRITER_ENDED),
-        on_folder_lost=lambda: os._exit(_FOLDER_LOST),
-    )
     try:
-        service.start()
+        service = DirectoryService.start(
+            options,
+            on_worker_end=lambda error: os._exit(_WRITER_ENDED),
+            on_folder_lost=lambda: os._exit(_FOLDER_LOST),
+        )
     except Exception as error:  # noqa: BLE001 - the trainer logs it
         _refuse_hello(sock, error)
         return 1

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 
-from holdfast_core.errors import CorruptionError, NotFoundError, StateMismatchError
+from holdfast_core.errors import CorruptionError, NotFoundError
 from holdfast_core.format.layout import parse_layout
 from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import Rank
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.reshard.assemble import Copying, check_source
-from holdfast_core.reshard.plan import payload_plan, plan
+from holdfast_core.reshard.plan import plan_without
 from holdfast_core.reshard.reads import by_source
 from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_fill import begin_assembly
 from holdfast_core.tiers.sources import ReaderSource
 
 logger = logging.getLogger(__name__)
@@ -28,24 +29,17 @@ def assemble_payload(
 ) -> int:
     """Assemble the payload of the layout `wanted` in the slot. Return the number of bytes read.
 
-    The caller owns the slot's header and must mark the slot as incomplete before.
-
     Raises:
         StateMismatchError: The checkpoint holds other tensors.
-        CorruptionError: Too many shards are bad. The bad ones are quarantined.
+        NotFoundError: Too many shards are bad. The bad ones are quarantined.
         FormatError: A layout is invalid.
     """
     source = parse_layout(tier.get_layout(manifest.layout))
-    slot.write_payload(0, memoryview(payload_plan(wanted).header))
+    free = begin_assembly(slot, wanted)
     bad: dict[Rank, str] = {}
     total = 0
     while True:
-        try:
-            moves = plan(wanted, source, avoid=bad)
-        except StateMismatchError as error:
-            if not bad:
-                raise
-            raise CorruptionError(f"{'; '.join(bad.values())}; without them: {error}") from error
+        moves = plan_without(wanted, source, bad)
         try:
             for rank, group in by_source(moves).items():
                 ref = manifest.ref(rank)
@@ -55,6 +49,7 @@ def assemble_payload(
                     copying = Copying(group)
                     copying.take(shard, slot)
                     total += copying.read_bytes
+            slot.write_header(free)
             return total
         except CorruptionError as error:
             bad[rank] = str(error)

@@ -348,16 +348,14 @@ class SlotRing:
                 return slot
         raise FormatError(f"slot {name!r} is none of {[slot.name for slot in self._slots]}")
 
-    def close(self, *, remove: bool = False) -> None:
-        """Close all slots. With `remove`, also remove their files."""
+    def close(self) -> None:
+        """Close all slots. Their files stay."""
         try:
             self._await_toucher()
         except CapacityError as error:  # the slots are not needed any more
             logger.warning("%s", error)
         for slot in self._slots:
             slot.close()
-            if remove:
-                slot.path.unlink(missing_ok=True)
         self._slots = []
 
     def _join(self) -> None:

@@ -121,7 +121,7 @@ class FakeSidecar:
         """Finish the staged saves, and begin a new round with a new restore point."""
         if self.service is not None:
             self.service.finish(0.0)
-        service = DirectoryService(
+        service = DirectoryService.start(
             ServiceOptions(
                 self._node,
                 self._shared / SLOTS_DIR,
@@ -132,7 +132,6 @@ class FakeSidecar:
                 round=None if round_ is None else RestartRound(round_),
             )
         )
-        service.start()
         self.service = service
         self.round = service.round
 

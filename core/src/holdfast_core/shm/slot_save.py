@@ -1,0 +1,60 @@
+"""The steps of a save that a sidecar and a folder's persister share, from a staged slot to its shard.
+
+Both receive Stage, check the slot against it, set the slot OWNED, digest and write it as one shard, and set
+it FREE. They differ in when they write and in what commits the step (ADR 0061). All calls block.
+"""
+
+from __future__ import annotations
+
+from holdfast_core.errors import FormatError
+from holdfast_core.failpoint import failpoint
+from holdfast_core.ids import JobUid
+from holdfast_core.messages.schema import Stage
+from holdfast_core.shards.record import ShardHeader, ShardRecord
+from holdfast_core.shards.stream import PayloadDigester
+from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_header import SlotHeader, SlotState
+
+
+def check_slot(header: SlotHeader, message: Stage, *expected: SlotState) -> None:
+    """Raise FormatError if the slot's header contradicts the message, as in a torn or reused slot.
+
+    Args:
+        header: Header of the slot that the message names.
+        message: What the rank sent.
+        expected: States that the slot may have.
+    """
+    found = (header.state, header.round, header.step, header.payload_bytes)
+    wanted = (message.round, message.step, message.payload_bytes)
+    if header.state not in expected or found[1:] != wanted:
+        states = " or ".join(state.name for state in expected)
+        raise FormatError(
+            f"slot {message.slot}: state, round, step, bytes are {found}, expected {states} and, as in "
+            f"the message, {wanted}"
+        )
+
+
+def shard_header(message: Stage, job_uid: JobUid, world_size: int) -> ShardHeader:
+    """Return the header of the shard that a staged slot becomes."""
+    return ShardHeader(
+        job_uid,
+        message.round,
+        message.step,
+        message.rank,
+        world_size,
+        message.layout,
+        message.payload_bytes,
+    )
+
+
+def digest_slot(header: ShardHeader, slot: SlotFile) -> ShardRecord:
+    """Digest the payload in one pass over the shared memory, and return the record of its shard.
+
+    Raises what `SlotFile.pieces` raises.
+    """
+    digester = PayloadDigester(header)
+    for piece in slot.pieces(0, header.payload_bytes):
+        digester.update(piece)
+    failpoint("memory.after_digest")
+    record, _ = digester.finish()
+    return record

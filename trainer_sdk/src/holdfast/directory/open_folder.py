@@ -1,0 +1,174 @@
+"""A folder that is opened for one round of a run: its tier, its restore point, and what may be deleted."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from holdfast.directory.choice import Choice, choose, load_choice, next_round
+from holdfast.directory.commit import Committer
+from holdfast.directory.options import ServiceOptions
+from holdfast.directory.presence import Presence, expect_not_unmounted, says_gone
+from holdfast.directory.rounds import claim_round, has_rounds, keep_round
+from holdfast_core.errors import (
+    CapacityError,
+    CorruptionError,
+    HoldfastError,
+    NotFoundError,
+    UnavailableError,
+)
+from holdfast_core.ids import CheckpointId, RestartRound
+from holdfast_core.node.files import disk_errors
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.shm.slot_file import SlotFile
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFolder:
+    """The folder of a run. All that changes lies in its files, so that threads may share this object."""
+
+    options: ServiceOptions
+    tier: DiskNodeTier
+    committer: Committer
+    round: RestartRound
+    presence: Presence | None
+    """Identity of the folder when it was opened. None for a folder that cannot be written."""
+    choice: Choice | None
+    """The restore point."""
+    choice_error: HoldfastError | None
+    """Why the restore point that rank 0 chose cannot be loaded. Restores raise it, so that all ranks choose
+    again."""
+
+    @classmethod
+    def open(cls, options: ServiceOptions) -> Self:
+        """Open the directory and determine the round and the restore point.
+
+        Raises CorruptionError or UnavailableError (see `choose`), and TierError.
+        """
+        if options.round is not None and not has_rounds(options.root / "rounds"):
+            expect_not_unmounted(options.root, options.device)
+        tier = DiskNodeTier(
+            options.root / "tier",
+            fill_limit=1.0,
+            read_only=options.read_only,
+            name="folder",
+            advice="free space in its file system, or keep fewer checkpoints (keep_last)",
+        )
+        tier.open()
+        presence = None if options.read_only else Presence.of(options.root / "tier")
+        committer = Committer(
+            tier,
+            options.root / "prepared",
+            options.world_size,
+            options.own_ranks,
+            options.policy.keep_last,
+            options.run_id,
+        )
+        round_ = _take_round(options, tier, committer)
+        choice, choice_error = None, None
+        if options.choose_restore:
+            if not options.read_only:
+                committer.commit_left()
+            choice = choose(tier, options.rejected)
+        elif options.restore is not None:
+            try:
+                choice = load_choice(tier, options.restore)
+            except (NotFoundError, CorruptionError) as error:
+                choice_error = error  # another run pruned it after rank 0 had chosen it
+        parent = None if choice is None else choice.digest
+        committer = dataclasses.replace(committer, parent=parent)
+        return cls(options, tier, committer, round_, presence, choice, choice_error)
+
+    @property
+    def protected(self) -> CheckpointId | None:
+        """The restore point of this run, which pruning keeps."""
+        return None if self.choice is None else self.choice.manifest.checkpoint
+
+    def open_slot(self, name: str) -> SlotFile:
+        """Open a slot in the slots' directory or in the spare one. Raises FormatError, UnavailableError.
+
+        A missing slot does not raise NotFoundError, because ranks would then reject the checkpoint.
+        """
+        spare = self.options.spare_slots_dir
+        try:
+            return SlotFile.open(self.options.slots_dir, name)
+        except NotFoundError as error:
+            if spare is None:
+                raise UnavailableError(str(error)) from error
+        try:
+            return SlotFile.open(spare, name)
+        except NotFoundError as error:
+            raise UnavailableError(f"{error}, nor in {self.options.slots_dir}") from error
+
+    def expect_present(self) -> None:
+        """Raise NotFoundError if the folder was deleted or unmounted since it was opened."""
+        if self._is_lost():
+            raise NotFoundError(
+                f"{self.options.root}: the folder that this run opened is not there any more; it was "
+                "deleted or unmounted"
+            )
+
+    def is_lost_by(self, error: BaseException) -> bool:
+        """Return whether a write failed with this error because the folder was deleted or unmounted."""
+        return says_gone(error) or self._is_lost()
+
+    def write(
+        self, wanted: CheckpointId, call: Callable[[], T], deleted: Callable[[CheckpointId], None]
+    ) -> T:
+        """Call `call`, which writes for the checkpoint `wanted`, and return its result.
+
+        While the folder is full, an old item is deleted and `call` is called again.
+
+        Args:
+            wanted: The checkpoint that needs room.
+            call: Writes to the folder.
+            deleted: Called with the checkpoint of each deleted item.
+
+        Raises:
+            CapacityError: Nothing may be deleted any more.
+            NotFoundError: The folder was deleted or unmounted.
+        """
+        self.expect_present()
+        while True:
+            try:
+                return call()
+            except CapacityError as error:
+                gone = self.committer.make_room(wanted, self.protected)
+                if gone is None:
+                    raise CapacityError(
+                        f"{self.options.root} has no room for step {wanted.step}, and nothing in it may "
+                        f"be deleted: the newest checkpoint stays ({error})"
+                    ) from error
+                logger.warning(
+                    "%s has no room for step %d: %s was deleted, although keep_last is %d. Free space in "
+                    "its file system, or keep fewer checkpoints",
+                    self.options.root,
+                    wanted.step,
+                    gone,
+                    self.options.policy.keep_last,
+                )
+                deleted(gone)
+
+    def _is_lost(self) -> bool:
+        return self.presence is not None and self.presence.is_lost()
+
+
+def _take_round(options: ServiceOptions, tier: DiskNodeTier, committer: Committer) -> RestartRound:
+    directory = options.root / "rounds"
+    if options.round is None:
+        lowest = next_round(tier, committer.rounds)
+        if options.read_only:
+            return lowest
+        with disk_errors(f"taking a round in {directory}"):
+            return claim_round(directory, lowest, options.run_id)
+    if options.leads and not options.read_only:
+        with disk_errors(f"keeping round {options.round} in {directory}"):
+            keep_round(directory, options.round, options.run_id)
+    return options.round

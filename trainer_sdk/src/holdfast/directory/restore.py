@@ -1,0 +1,141 @@
+"""Answers Restore and Fill from a folder. The calls block; connection threads make them."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+
+from holdfast.base.layouts import LayoutFiles
+from holdfast.directory.open_folder import OpenFolder
+from holdfast.directory.resharding import assemble_payload
+from holdfast_core.errors import CorruptionError, FormatError, NotFoundError, RefusedError
+from holdfast_core.format.manifest import Manifest
+from holdfast_core.format.rank_layout import parse_rank_layout
+from holdfast_core.ids import Digest, ShardRef, TierName
+from holdfast_core.messages.schema import (
+    Fill,
+    Filled,
+    Refusal,
+    Restore,
+    RestorePoint,
+    RestoreReply,
+    ShardFile,
+    SlotOffer,
+)
+from holdfast_core.shm.slot_check import slot_holds
+from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_fill import copy_shard, first_fitting, names_shard
+from holdfast_core.shm.slot_header import SlotState
+
+logger = logging.getLogger(__name__)
+
+
+class FolderRestore:
+    """Handler of the Restore and Fill requests of a folder's ranks."""
+
+    def __init__(self, folder: OpenFolder, layouts: LayoutFiles) -> None:
+        self._folder = folder
+        self._tier = folder.tier
+        self._world_size = folder.options.world_size
+        self._layouts = layouts
+
+    @property
+    def point(self) -> RestorePoint:
+        choice = self._folder.choice
+        if choice is None:
+            return RestorePoint()
+        return RestorePoint(choice.manifest.step, choice.manifest.restart_round, choice.digest)
+
+    def restore(self, message: Restore) -> RestoreReply:
+        """Return what a rank restores from, and put the layouts that it needs into the shared directory."""
+        if self._folder.choice_error is not None:
+            raise self._folder.choice_error
+        if self._folder.choice is None:
+            return RestoreReply(RestorePoint())
+        manifest = self._folder.choice.manifest
+        same = manifest.world_size == self._world_size
+        return RestoreReply(
+            self.point,
+            payload_bytes=manifest.shards[message.rank].payload_bytes if same else 0,
+            world_size=manifest.world_size,
+            rank_layout=self._give_rank_layout(manifest.ref(message.rank)) if same else None,
+            layout=None if same and not message.with_layout else self._give_layout(manifest.layout),
+        )
+
+    def fill(self, message: Fill) -> Filled | ShardFile:
+        """Put the rank's payload into one of the offered slots, or return the file to read it from.
+
+        A shard that does not verify is quarantined.
+        """
+        if self._folder.choice is None:
+            raise RefusedError(Refusal.NOT_FOUND, "there is nothing to restore in this round")
+        manifest = self._folder.choice.manifest
+        if message.layout is not None:
+            return self._fill_resharded(message, manifest, message.layout)
+        if manifest.world_size != self._world_size:
+            raise RefusedError(
+                Refusal.BAD_REQUEST,
+                f"checkpoint {manifest.checkpoint} was saved by {manifest.world_size} ranks, this is "
+                f"one of {self._world_size}: say the layout that is wanted",
+            )
+        ref = manifest.ref(message.rank)
+        size = manifest.shards[message.rank].payload_bytes
+        named = [offer.name for offer in message.slots if self._names(offer.name, ref, size)]
+        if message.reads_files:
+            path = str(self._tier.shard_path(ref))
+            return ShardFile(path, ref, TierName.NODE, named[0] if named else None)
+        for name in named:
+            if self._holds(name, ref, size):
+                return Filled(name, size, TierName.MEMORY)
+        with closing(self._fitting(message.slots, size)) as slot:
+            try:
+                with self._tier.open_shard(ref) as reader:
+                    copy_shard(reader, ref, slot)
+            except CorruptionError as error:
+                self._tier.quarantine(ref, str(error))
+                raise
+        return Filled(slot.name, size, TierName.NODE)
+
+    def _fill_resharded(self, message: Fill, manifest: Manifest, layout: Digest) -> Filled:
+        wanted = parse_rank_layout(self._layouts.read(layout))
+        if wanted.rank != message.rank:
+            raise FormatError(f"fill of rank {message.rank}: the layout is of rank {wanted.rank}")
+        with closing(self._fitting(message.slots, wanted.payload_bytes)) as slot:
+            read = assemble_payload(self._tier, manifest, wanted, slot)
+        logger.info("rank %d: %d bytes read for %d", wanted.rank, read, wanted.payload_bytes)
+        return Filled(slot.name, wanted.payload_bytes, TierName.NODE)
+
+    def _give_layout(self, digest: Digest) -> Digest:
+        self._layouts.ensure(self._tier.get_layout(digest), digest)
+        return digest
+
+    def _give_rank_layout(self, ref: ShardRef) -> Digest | None:
+        record = self._tier.find(ref)
+        try:
+            return None if record is None else self._give_layout(record.header.layout)
+        except (NotFoundError, CorruptionError) as error:
+            # The rank can do without it: it fetches its shard as saved and compares shapes as it loads.
+            logger.warning("the layout of %s: %s", ref, error)
+            return None
+
+    def _fitting(self, offers: tuple[SlotOffer, ...], payload_bytes: int) -> SlotFile:
+        """Open the first offered slot that is large enough. Raises CapacityError without such a slot."""
+        capacities = {offer.name: offer.capacity_bytes for offer in offers}
+        return self._folder.open_slot(first_fitting(capacities, payload_bytes, capacities.get))
+
+    def _names(self, name: str, ref: ShardRef, payload_bytes: int) -> bool:
+        """Return whether the slot is FREE and its header names this shard. The payload is not verified."""
+        with closing(self._folder.open_slot(name)) as slot:
+            try:
+                header = slot.header()
+            except FormatError:
+                return False
+            return header.state is SlotState.FREE and names_shard(header, ref, payload_bytes)
+
+    def _holds(self, name: str, ref: ShardRef, payload_bytes: int) -> bool:
+        """Return whether the slot's payload is this shard, verified."""
+        with closing(self._folder.open_slot(name)) as slot:
+            try:
+                return slot_holds(slot, self._tier, ref, payload_bytes)
+            except FormatError:
+                return False  # the file is shorter than its header says
