@@ -14,7 +14,7 @@ from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.commit import Committer
 from holdfast.directory.options import ServiceOptions
-from holdfast.directory.resharding import assemble_payload
+from holdfast.directory.restore import assemble_payload
 from holdfast.directory.service import DirectoryService
 from holdfast.slots.staging import SlotRing
 from holdfast_core.errors import (

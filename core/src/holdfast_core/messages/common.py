@@ -44,7 +44,7 @@ class Refusal(StrEnum):
     """ROUND.copies does not assign this copy to the sender and the receiver."""
     NO_SPACE = "NoSpace"
     CONFLICT = "Conflict"
-    """The receiver has a different digest for the same step and round. Correct members never cause this."""
+    """The receiver has a different digest for the same step and round, or a copy that does not verify."""
     PROTECTED = "Protected"
     """Prune names a checkpoint that must stay: the restore point, a pinned step, the newest persisted step,
     one that is being uploaded, or another job's."""

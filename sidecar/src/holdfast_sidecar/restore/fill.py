@@ -11,10 +11,8 @@ several ranks (reshard.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 
 from holdfast_core.errors import (
-    CapacityError,
     CorruptionError,
     FormatError,
     HoldfastError,
@@ -36,7 +34,8 @@ from holdfast_core.messages.schema import (
 from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_check import slot_holds
 from holdfast_core.shm.slot_file import SlotFile, rank_of_slot
-from holdfast_core.shm.slot_header import SlotHeader, SlotState
+from holdfast_core.shm.slot_fill import copy_shard, first_fitting, names_shard
+from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Patience
@@ -329,12 +328,8 @@ class Filler:
             except HoldfastError:
                 continue
             try:
-                header = slot.header()
-                identity = (header.round, header.step, header.payload_bytes)
-                if (
-                    header.state is not SlotState.FILLING
-                    and identity == (ref.round, ref.step, payload_bytes)
-                    and slot_holds(slot, self._node, ref, payload_bytes)
+                if names_shard(slot.header(), ref, payload_bytes) and slot_holds(
+                    slot, self._node, ref, payload_bytes
                 ):
                     with target.writing():
                         if not self._stager.owns(name):
@@ -349,30 +344,10 @@ class Filler:
     def _copy(
         self, names: tuple[str, ...], ref: ShardRef, payload_bytes: int, target: FillTarget
     ) -> tuple[str, ShardRecord]:
-        """Copy the payload from the node tier into an offered slot, and return the slot's name.
-
-        The slot is FILLING without an identity meanwhile, so that a slot that was filled in part is never
-        taken for the shard.
-        """
+        """Copy the payload from the node tier into an offered slot, and return the slot's name."""
         with self._node.open_shard(ref) as reader:
             slot = self._room(names, payload_bytes, target)
-            header = target.header()
-            target.write_header(SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes))
-            written = 0
-            with closing(reader.read_payload()) as parts:
-                for part in parts:
-                    target.write_payload(written, part)
-                    written += len(part)
-            target.write_header(
-                SlotHeader(
-                    SlotState.FREE,
-                    header.rank,
-                    header.capacity_bytes,
-                    ref.round,
-                    ref.step,
-                    payload_bytes,
-                )
-            )
+            copy_shard(reader, ref, target)
             self._metrics.fetched(TierName.NODE, payload_bytes)
             return slot, reader.record
 
@@ -381,16 +356,11 @@ class Filler:
 
         Returns the slot's name. Raises CapacityError without such a slot.
         """
-        found: list[str] = []
-        for name in names:
+
+        def capacity_of(name: str) -> int | None:
             if self._stager.owns(name):
-                found.append(f"{name}: being written")
-                continue
+                return None
             target.take(SlotFile.open(self._settings.slots_dir, name))
-            capacity_bytes = target.header().capacity_bytes
-            if capacity_bytes >= payload_bytes:
-                return name
-            found.append(f"{name}: {capacity_bytes} bytes")
-        raise CapacityError(
-            f"no slot for a shard of {payload_bytes} bytes: {', '.join(found) or 'none offered'}"
-        )
+            return target.header().capacity_bytes
+
+        return first_fitting(names, payload_bytes, capacity_of)

@@ -18,7 +18,6 @@ from holdfast_core.errors import (
     CorruptionError,
     HoldfastError,
     NotFoundError,
-    StateMismatchError,
     UnavailableError,
 )
 from holdfast_core.format.layout import Layout
@@ -26,10 +25,10 @@ from holdfast_core.format.manifest import Manifest
 from holdfast_core.format.rank_layout import RankLayout
 from holdfast_core.ids import Rank, ShardRef, TierName
 from holdfast_core.reshard.assemble import Copying, check_source
-from holdfast_core.reshard.plan import Move, payload_plan, plan
+from holdfast_core.reshard.plan import Move, plan_without
 from holdfast_core.reshard.reads import by_source
 from holdfast_core.shards.file import trailer_bytes
-from holdfast_core.shm.slot_header import SlotHeader, SlotState
+from holdfast_core.shm.slot_fill import begin_assembly
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.backoff import Patience
 from holdfast_sidecar.base.metrics import Metrics
@@ -121,20 +120,20 @@ class Resharder:
             NotFoundError: A part is available nowhere. The message lists what was tried.
             RefusedError: The target was stopped.
         """
-        header = await self._pools.fill.run(_begin, target, wanted)
+        free = await self._pools.fill.run(begin_assembly, target, wanted)
         missing: dict[Rank, str] = {}
         done: set[Move] = set()
         read = _Read()
         patience: Patience | None = None
         while True:
             try:
-                moves = await self._pools.fill.run(self._plan, saved, wanted, missing)
+                moves = await self._pools.fill.run(plan_without, wanted, saved.layout, missing)
             except NotFoundError as error:
                 missing = {rank: text for rank, text in missing.items() if rank not in read.away}
                 if not read.away:
                     raise
                 # This raises NotFoundError if even with the shards that may still come no plan exists.
-                await self._pools.fill.run(self._plan, saved, wanted, missing)
+                await self._pools.fill.run(plan_without, wanted, saved.layout, missing)
                 if patience is None:
                     patience = self._patience()
                     logs.warning("a fill waits for a source", rank=wanted.rank, error=str(error))
@@ -153,7 +152,6 @@ class Resharder:
                     missing[rank] = str(error)
                     break
             else:
-                free = SlotHeader(SlotState.FREE, header.rank, header.capacity_bytes)
                 await self._pools.fill.run(target.write_header, free)
                 logs.info(
                     "a payload was built from other ranks' shards",
@@ -162,20 +160,6 @@ class Resharder:
                     read_bytes={str(tier): count for tier, count in read.by_tier.items()},
                 )
                 return max(read.by_tier, key=_ORDER.index, default=TierName.NODE)
-
-    def _plan(self, saved: Saved, wanted: RankLayout, missing: dict[Rank, str]) -> tuple[Move, ...]:
-        """Plan the moves without the shards of the `missing` ranks, whose values are the reasons.
-
-        Raises StateMismatchError if the checkpoint does not hold the wanted tensors, and NotFoundError if
-        it does but the other shards do not suffice.
-        """
-        try:
-            return plan(wanted, saved.layout, avoid=missing)
-        except StateMismatchError as error:
-            if not missing:
-                raise
-            text = "; ".join(missing.values())
-            raise NotFoundError(f"{text}; without them: {error}") from error
 
     async def _take(
         self,
@@ -237,14 +221,3 @@ class Resharder:
                 copying.take(source, target)
         finally:
             self._metrics.fetched(place.tier, table_bytes + copying.read_bytes - before)
-
-
-def _begin(target: FillTarget, wanted: RankLayout) -> SlotHeader:
-    """Set the slot FILLING without an identity, and write the payload's header. Return the old slot header.
-
-    If the fill ends midway, no later restore takes the slot for a shard.
-    """
-    header = target.header()
-    target.write_header(SlotHeader(SlotState.FILLING, header.rank, header.capacity_bytes))
-    target.write_payload(0, memoryview(payload_plan(wanted).header))
-    return header

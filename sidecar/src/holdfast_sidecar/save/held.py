@@ -4,7 +4,7 @@ Where a rank has three slots or more, a step that is staged while an earlier one
 Its slot is digested, so that the gang can commit the step at level memory, and is written to the node
 tier only after the coordinator has chosen the step for all ranks (coordinator/choice.py, ADR 0033).
 
-Apart from `digest_slot` nothing here does I/O.
+Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import DigestedShard, RankHolding, ShardInfo, Stage
-from holdfast_core.shards.record import ShardHeader, ShardRecord
-from holdfast_core.shards.stream import PayloadDigester
+from holdfast_core.shards.record import ShardRecord
 from holdfast_core.shm.slot_file import SlotFile
 
 
@@ -135,16 +133,3 @@ def to_seal(
         o for o in owned if o.where is Where.HELD and not o.dropped and o.checkpoint in manifests
     ]
     return tuple(sorted(found, key=lambda o: (o.stage.step, o.stage.rank)))
-
-
-def digest_slot(header: ShardHeader, slot: SlotFile) -> ShardRecord:
-    """Digest the payload in one pass over the shared memory. Blocks.
-
-    Raises what `SlotFile.pieces` raises.
-    """
-    digester = PayloadDigester(header)
-    for piece in slot.pieces(0, header.payload_bytes):
-        digester.update(piece)
-    failpoint("memory.after_digest")
-    record, _ = digester.finish()
-    return record

@@ -11,14 +11,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
+from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.shared_files import own_directory, read_regular, remove, replace_file
 from holdfast_core.shm.slot_file import SlotFile, list_slots
-from holdfast_core.shm.slot_header import SlotHeader, SlotState
+from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_save import check_slot
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
 
@@ -86,7 +87,7 @@ def take_or_free(slot: SlotFile, notes: SlotNotes, round_: RestartRound) -> Stag
     if header.state is SlotState.OWNED and header.round == round_:
         message = notes.read(slot.name)
         if message is not None:
-            check_slot(header, message, expected=SlotState.OWNED)
+            check_slot(header, message, SlotState.OWNED)
             return message
     if header.state is SlotState.OWNED or (
         header.state is SlotState.FULL and header.round != round_
@@ -119,7 +120,7 @@ def left_in_memory(
                 continue
             slot = SlotFile.open(slots_dir, name)
             try:
-                check_slot(slot.header(), stage, expected=SlotState.OWNED)
+                check_slot(slot.header(), stage, SlotState.OWNED)
             finally:
                 slot.close()
             checkpoint = CheckpointId(stage.step, stage.round)
@@ -131,13 +132,3 @@ def left_in_memory(
                 "a slot was not written when its round was sealed", slot=name, error=str(error)
             )
     return tuple(found)
-
-
-def check_slot(header: SlotHeader, message: Stage, *, expected: SlotState) -> None:
-    """Raise FormatError if the slot's header contradicts the message, as in a torn or reused slot."""
-    found = (header.state, header.round, header.step, header.payload_bytes)
-    wanted = (expected, message.round, message.step, message.payload_bytes)
-    if found != wanted:
-        raise FormatError(
-            f"slot {message.slot}: state, round, step, bytes are {found}, the message has {wanted}"
-        )

@@ -8,13 +8,14 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import CapacityError, CorruptionError
 from holdfast_core.ids import Level, TierName
 from holdfast_core.messages.schema import SaveFailed, Stage
+from holdfast_core.shm.slot_save import digest_slot, shard_header
 from holdfast_core.tiers.base import NodeTier, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.stalled import until_done
-from holdfast_sidecar.save.held import OwnedSlot, digest_slot
+from holdfast_sidecar.save.held import OwnedSlot
 from holdfast_sidecar.save.room import Room
 
 
@@ -135,16 +136,7 @@ class SlotWrites:
         )
 
     def _header(self, owned: OwnedSlot) -> ShardHeader:
-        message = owned.stage
-        return ShardHeader(
-            self._settings.contract.job_uid,
-            message.round,
-            message.step,
-            message.rank,
-            owned.world_size,
-            message.layout,
-            message.payload_bytes,
-        )
+        return shard_header(owned.stage, self._settings.contract.job_uid, owned.world_size)
 
     def _failed(self, owned: OwnedSlot, error: Exception) -> Outcome:
         """Report and count the failed save, and return its Outcome."""

@@ -28,6 +28,7 @@ from holdfast_core.messages.schema import RankHolding, Refusal, Stage, Staged
 from holdfast_core.pacing.background import Pacing
 from holdfast_core.shm.slot_file import SlotFile, list_slots, rank_of_slot
 from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_save import check_slot
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
@@ -46,7 +47,7 @@ from holdfast_sidecar.save.held import (
 )
 from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.room import Room
-from holdfast_sidecar.save.slot_notes import SlotNotes, check_slot, left_in_memory, take_or_free
+from holdfast_sidecar.save.slot_notes import SlotNotes, left_in_memory, take_or_free
 from holdfast_sidecar.save.slot_writes import Outcome, SlotWrites
 
 
@@ -193,7 +194,7 @@ class Stager:
         state = _fenced(current(), message)  # a SEAL may have arrived while the layout was read
         slot = SlotFile.open(self._settings.slots_dir, message.slot)
         try:
-            check_slot(slot.header(), message, expected=SlotState.FULL)
+            check_slot(slot.header(), message, SlotState.FULL)
             if message.slot in self._owned:
                 raise RefusedError(Refusal.BUSY, f"slot {message.slot} is being written")
             self._notes.write(message)

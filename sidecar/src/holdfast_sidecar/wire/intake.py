@@ -18,20 +18,17 @@ from typing import Any, Protocol
 from holdfast_core.errors import (
     FormatError,
     HoldfastError,
-    NotFoundError,
     RefusedError,
-    StaleRoundError,
-    StateMismatchError,
     UnavailableError,
 )
 from holdfast_core.ids import JobUid, Rank
+from holdfast_core.messages.refusals import refusal_of
 from holdfast_core.messages.schema import (
     PROTOCOL_VERSION,
     Hello,
     HelloReply,
     LocalRole,
     Refusal,
-    Refused,
 )
 from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
 from holdfast_core.net.admission import Admission, Places
@@ -297,18 +294,12 @@ class Intake:
         state = self._handler.state
         try:
             reply: Any = await self._handler.request(connection, frame.message)
-        except StaleRoundError as error:
-            reply = state.refused(Refusal.STALE_ROUND, str(error))
-        except RefusedError as error:
-            reply = state.refused(Refusal(error.code), str(error))
-        except NotFoundError as error:
-            reply = state.refused(Refusal.NOT_FOUND, str(error))
-        except (FormatError, StateMismatchError) as error:
-            reply = state.refused(Refusal.BAD_REQUEST, str(error))
         except Exception as error:  # noqa: BLE001 - without a reply a rank waits an hour
-            logs.failure(f"{type(frame.message).__name__} failed", error)
+            code = refusal_of(error)
+            if code is Refusal.BUSY and not isinstance(error, RefusedError):
+                logs.failure(f"{type(frame.message).__name__} failed", error)
             text = str(error) if isinstance(error, HoldfastError | OSError) else repr(error)
-            reply = Refused(Refusal.BUSY, text, state.round, state.version)
+            reply = state.refused(code, text)
         finally:
             release()
         connection.send(reply, frame.id)

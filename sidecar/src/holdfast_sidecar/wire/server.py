@@ -19,13 +19,12 @@ from holdfast_core.contract import operator_dns_name
 from holdfast_core.errors import (
     FormatError,
     HoldfastError,
-    NotFoundError,
     RefusedError,
-    StaleRoundError,
 )
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step
 from holdfast_core.messages.bounds import body_limit_bytes
 from holdfast_core.messages.codec import MAX_CONTROL_BYTES, dumps, loads
+from holdfast_core.messages.refusals import refusal_of
 from holdfast_core.messages.schema import (
     CoordinatorState,
     Inventory,
@@ -197,17 +196,13 @@ class ControlServer:
                 )
             try:
                 return _json(200, await handle(request, caller))
-            except StaleRoundError as error:
-                return _json(409, state.refused(Refusal.STALE_ROUND, str(error)))
-            except RefusedError as error:
-                return _json(409, state.refused(Refusal(error.code), str(error)))
-            except NotFoundError as error:
-                return _json(409, state.refused(Refusal.NOT_FOUND, str(error)))
-            except FormatError as error:
-                return _json(400, state.refused(Refusal.BAD_REQUEST, str(error)))
             except HoldfastError as error:
-                logs.failure(f"{request.method} {request.path} failed", error)
-                return _json(503, state.refused(Refusal.BUSY, str(error)))
+                code = refusal_of(error)
+                if code is Refusal.BUSY and not isinstance(error, RefusedError):
+                    logs.failure(f"{request.method} {request.path} failed", error)
+                    return _json(503, state.refused(code, str(error)))
+                status = 400 if code is Refusal.BAD_REQUEST else 409
+                return _json(status, state.refused(code, str(error)))
 
         return respond
 
