@@ -1,7 +1,7 @@
 """`kubectl holdfast`: status, checkpoints, save.
 
-Exit codes: 0 success; 1 the cluster refused the request, or the save failed (the message names the
-reason); 2 wrong usage; 130 interrupted.
+Exit codes: 0 success; 1 the cluster cannot be reached or refused the request, or the save failed (the
+message names the reason); 2 wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kubectl holdfast", description=__doc__)
-    parser.add_argument("-n", "--namespace", default=None)
-    parser.add_argument("--context", default=None)
+    parser.add_argument("-n", "--namespace", help="default: the context's")
+    parser.add_argument("--context", help="context of the kubeconfig (default: the active one)")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     status = verbs.add_parser("status", help="one screen about a job: levels, tiers, last recovery")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from kubernetes import client, config
+from kubernetes import client
 from kubernetes.client.exceptions import ApiException, OpenApiException
+from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION as KUBECONFIG
+from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 from urllib3.exceptions import HTTPError
 
 from holdfast_core.contract import METRICS_PORT
@@ -15,67 +21,127 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.names import pod_name
 
 GROUP, VERSION = "holdfast.dev", "v1alpha1"
+REQUEST_SECONDS = (5, 30)
+"""Time-outs of a request: for the connection, and for each read."""
 _SAMPLE = re.compile(r"^holdfast_newest_step\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class ClusterError(HoldfastError):
-    """Error for the terminal: no usable kubeconfig, a refusal of the API server, or a failed save."""
+    """Error for the terminal: one sentence that says what failed and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Client for one kubeconfig context and namespace.
-
-    Requests raise ClusterError if the API server refuses them, and urllib3 errors if it cannot be reached.
-    """
+    """Client for one kubeconfig context and namespace. Requests raise ClusterError."""
 
     api: Any
     namespace: str
+    context: str
+    server: str
+    """URL of the API server."""
 
     @classmethod
     def connect(cls, context: str | None, namespace: str | None) -> Cluster:
-        """Open a context; None for the active one. Raises ClusterError.
+        """Open a context of the kubeconfig.
 
         Args:
-            namespace: Namespace of all requests; None for the active context's.
+            context: Name of the context; None for the active one.
+            namespace: Namespace of all requests; None for the context's.
+
+        Raises:
+            ClusterError: There is no kubeconfig, it cannot be used, or it lacks the context.
         """
+        if not any(Path(p).expanduser().exists() for p in KUBECONFIG.split(os.pathsep)):
+            raise ClusterError(
+                f"no kubeconfig found at {KUBECONFIG}: set KUBECONFIG to the file of your cluster"
+            )
+        configuration = type.__call__(client.Configuration)
+        configuration.retries = False
         try:
-            api = config.new_client_from_config(context=context)
-            _, active = config.list_kube_config_contexts()
-        except config.ConfigException as error:
-            raise ClusterError(f"no usable kubeconfig: {error}") from error
-        default = active["context"].get("namespace", "default")
-        return cls(api, namespace or default)
+            merger = KubeConfigMerger(KUBECONFIG)
+            loader = KubeConfigLoader(
+                merger.config, active_context=context, config_persister=merger.save_changes
+            )
+            loader.load_and_set(configuration)
+            api = client.ApiClient(configuration)
+        except Exception as error:  # the library raises any error for a file that is no kubeconfig
+            wanted = "the active context" if context is None else f"context {context}"
+            raise ClusterError(
+                f"{wanted} of the kubeconfig {KUBECONFIG} cannot be used: {_one_line(str(error))}; "
+                "kubectl config get-contexts lists the contexts"
+            ) from error
+        chosen = loader.current_context
+        default = chosen["context"].get("namespace") or "default"
+        return cls(api, namespace or default, str(chosen["name"]), configuration.host)
 
     def get(self, plural: str, name: str) -> dict[str, Any]:
-        try:
-            found = client.CustomObjectsApi(self.api).get_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, plural, name
-            )
-        except ApiException as error:
-            raise _explained(error, f"{plural}/{name}", self.namespace) from error
-        return dict(found)
+        call = client.CustomObjectsApi(self.api).get_namespaced_custom_object
+        return dict(self._request(f"{plural}/{name}", call, plural, name))
 
     def items(self, plural: str) -> list[dict[str, Any]]:
-        try:
-            found = client.CustomObjectsApi(self.api).list_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, plural
-            )
-        except ApiException as error:
-            raise _explained(error, plural, self.namespace) from error
-        return list(found["items"])
+        call = client.CustomObjectsApi(self.api).list_namespaced_custom_object
+        return list(self._request(plural, call, plural)["items"])
 
     def create(self, plural: str, body: dict[str, Any]) -> dict[str, Any]:
+        call = client.CustomObjectsApi(self.api).create_namespaced_custom_object
+        return dict(self._request(f"{plural}/{body['metadata']['name']}", call, plural, body))
+
+    def _request(self, what: str, call: Callable[..., Any], plural: str, *arguments: Any) -> Any:
         try:
-            made = client.CustomObjectsApi(self.api).create_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, plural, body
+            return call(
+                GROUP,
+                VERSION,
+                self.namespace,
+                plural,
+                *arguments,
+                _request_timeout=REQUEST_SECONDS,
             )
         except ApiException as error:
-            raise _explained(
-                error, f"{plural}/{body['metadata']['name']}", self.namespace
-            ) from error
-        return dict(made)
+            raise ClusterError(self._refused(error, what, plural)) from error
+        except (HTTPError, OSError) as error:
+            raise ClusterError(self._unreachable(str(error))) from error
+
+    def _unreachable(self, cause: str) -> str:
+        return (
+            f"the API server {self.server} of context {self.context} cannot be reached: "
+            f"{_one_line(cause)}; check that the cluster runs and that the context is the right one"
+        )
+
+    def _refused(self, error: ApiException, what: str, plural: str) -> str:
+        """Return what to do about a refusal of the API server."""
+        message = _status_message(error)
+        server = f"the API server {self.server} of context {self.context}"
+        match error.status:
+            case 0:
+                return self._unreachable(error.reason)  # the client reports errors of TLS so
+            case 401:
+                return (
+                    f"{server} does not accept your credentials (401): they may have expired, so log "
+                    "in to the cluster again"
+                )
+            case 403:
+                return (
+                    f"{server} does not permit the request (403): {message or what}; ask an administrator "
+                    f"of the cluster for this right in namespace {self.namespace}"
+                )
+            case 404 if message is None:
+                # The server has no such path, and answers without a Status object.
+                return (
+                    f"{server} has no resource {plural}.{GROUP}/{VERSION}: install Holdfast's chart "
+                    "there, or choose another --context"
+                )
+            case 404:
+                return (
+                    f"{what} not found in namespace {self.namespace} of context {self.context}: "
+                    "choose another namespace with -n, or correct the name"
+                )
+            case 409:
+                return (
+                    f"{what} exists already in namespace {self.namespace}: choose another name with "
+                    "--name, or delete it"
+                )
+        return f"{server} refused {what} ({error.status}): {message or error.reason}"
 
     def tiers(self, job: dict[str, Any]) -> dict[int, dict[str, int]]:
         """Return the newest step by rank and tier, from the metrics of the members' sidecars.
@@ -99,11 +165,13 @@ class Cluster:
         return tiers
 
 
-def _explained(error: ApiException, what: str, namespace: str) -> ClusterError:
-    if error.status == 404:
-        return ClusterError(f"{what} not found in namespace {namespace}")
-    if error.status == 403:
-        return ClusterError(
-            f"not allowed: {what} in namespace {namespace}; ask for the role holdfast-view"
-        )
-    return ClusterError(f"{what} in namespace {namespace}: {error.status} {error.reason}")
+def _status_message(error: ApiException) -> str | None:
+    """Return the message of the Status object in the server's answer, or None if there is none."""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".")

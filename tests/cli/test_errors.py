@@ -1,0 +1,200 @@
+"""If the command cannot use the cluster, it prints one sentence that says what to do, and exits with 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from tests.support.servers.ports import free_port
+
+
+@dataclass
+class ApiServer:
+    """An API server that gives one answer to all requests of a method."""
+
+    url: str
+    answers: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Status and body by method."""
+    paths: list[str] = field(default_factory=list)
+
+    def answer(self, body: Mapping[str, Any]) -> None:
+        self.answers["GET"] = 200, json.dumps(body)
+
+    def refuse(self, status: int, message: str, method: str = "GET") -> None:
+        body = {"kind": "Status", "code": status, "message": message}
+        self.answers[method] = status, json.dumps(body)
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found.paths.append(self.path)
+            status, text = found.answers[self.command]
+            body = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found = ApiServer(f"http://127.0.0.1:{http.server_port}")
+    found.answer({"items": []})
+    thread = Thread(target=http.serve_forever)
+    thread.start()
+    yield found
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def kubeconfig(
+    path: Path, server: str, namespaces: Mapping[str, str | None], active: str | None
+) -> Path:
+    """Write a kubeconfig with one context for each entry of `namespaces`."""
+    contexts = []
+    for name, namespace in namespaces.items():
+        context = {"cluster": "c", "user": "u"}
+        if namespace is not None:
+            context["namespace"] = namespace
+        contexts.append({"name": name, "context": context})
+    document: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": server}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": contexts,
+    }
+    if active is not None:
+        document["current-context"] = active
+    path.write_text(json.dumps(document))
+    return path
+
+
+def run(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast_cli", *arguments],
+        env={**os.environ, "KUBECONFIG": str(config)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def complaint(config: Path, *arguments: str) -> str:
+    """Return the one line that a failed command prints."""
+    ended = run(config, *arguments)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("kubectl holdfast: ")
+    return line
+
+
+@pytest.fixture
+def config(tmp_path: Path, server: ApiServer) -> Path:
+    contexts = {"here": "team-a", "there": "team-b", "plain": None}
+    return kubeconfig(tmp_path / "config", server.url, contexts, "here")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "namespace"),
+    [
+        ([], "team-a"),
+        (["--context", "there"], "team-b"),
+        (["--context", "plain"], "default"),
+        (["--context", "there", "-n", "team-c"], "team-c"),
+    ],
+)
+def test_requests_go_to_the_namespace_of_the_context(
+    server: ApiServer, config: Path, arguments: list[str], namespace: str
+) -> None:
+    assert run(config, *arguments, "checkpoints").returncode == 0
+    assert server.paths == [f"/apis/holdfast.dev/v1alpha1/namespaces/{namespace}/checkpoints"]
+
+
+def test_a_context_is_used_without_an_active_one(tmp_path: Path, server: ApiServer) -> None:
+    config = kubeconfig(tmp_path / "config", server.url, {"there": "team-b"}, None)
+    assert run(config, "--context", "there", "checkpoints").returncode == 0
+    assert "kubectl config get-contexts" in complaint(config, "checkpoints")
+
+
+def test_an_api_server_that_cannot_be_reached(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    config = kubeconfig(tmp_path / "config", url, {"here": None}, "here")
+    line = complaint(config, "status", "gpt")
+    assert f"{url} of context here cannot be reached" in line
+    assert "refused" in line and "check that the cluster runs" in line
+
+
+def test_an_api_server_that_speaks_another_protocol(tmp_path: Path, server: ApiServer) -> None:
+    url = server.url.replace("http:", "https:")
+    config = kubeconfig(tmp_path / "config", url, {"here": None}, "here")
+    assert f"{url} of context here cannot be reached" in complaint(config, "checkpoints")
+
+
+def test_no_kubeconfig(tmp_path: Path) -> None:
+    line = complaint(tmp_path / "missing", "checkpoints")
+    assert "no kubeconfig found" in line and "set KUBECONFIG" in line
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "clusters: 7", "apiVersion: v1\nkind: Config"])
+def test_a_kubeconfig_that_cannot_be_used(tmp_path: Path, text: str) -> None:
+    config = tmp_path / "config"
+    config.write_text(text)
+    assert str(config) in complaint(config, "checkpoints")
+
+
+def test_an_unknown_context(config: Path) -> None:
+    line = complaint(config, "--context", "nowhere", "checkpoints")
+    assert "context nowhere" in line and "kubectl config get-contexts" in line
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "expected"),
+    [
+        (401, "Unauthorized", "log in to the cluster again"),
+        (403, 'User "jane" cannot get resource', 'User "jane" cannot get resource'),
+        (403, "forbidden", "ask an administrator"),
+        (
+            404,
+            'trainingjobs.holdfast.dev "gpt" not found',
+            "trainingjobs/gpt not found in namespace",
+        ),
+        (500, "etcd is away", "(500): etcd is away"),
+    ],
+)
+def test_a_refusal_says_what_to_do(
+    server: ApiServer, config: Path, status: int, message: str, expected: str
+) -> None:
+    server.refuse(status, message)
+    assert expected in complaint(config, "status", "gpt")
+
+
+def test_a_cluster_without_the_custom_resources(server: ApiServer, config: Path) -> None:
+    server.answers["GET"] = 404, "404 page not found\n"
+    line = complaint(config, "checkpoints")
+    assert "no resource checkpoints.holdfast.dev" in line and "install Holdfast's chart" in line
+
+
+def test_a_checkpoint_that_exists_already(server: ApiServer, config: Path) -> None:
+    server.answer({"metadata": {"name": "gpt", "uid": "u"}, "status": {"step": 5}})
+    server.refuse(409, 'checkpoints.holdfast.dev "gpt-manual-5" already exists', "POST")
+    line = complaint(config, "save", "gpt")
+    assert "checkpoints/gpt-manual-5 exists already" in line and "--name" in line
