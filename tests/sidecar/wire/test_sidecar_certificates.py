@@ -9,6 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from tests.support.crash.crash import report_of
+from tests.support.crash.traced import can_trace
 from tests.support.servers.pki import Authority
 from tests.support.shards.builders import JOB_UID
 from tests.support.sidecar.contracts import contract_with
@@ -25,10 +28,8 @@ NAME = peer_dns_name("gpt-0-r0", JOB_UID)
 
 def contract(tmp_path: Path, authority: Authority) -> SidecarContract:
     (tmp_path / "node").mkdir()
-    return contract_with(
-        node_dir=str(tmp_path / "node"),
-        certs_dir=str(authority.write_leaf(tmp_path / "certs", NAME)),
-    )
+    authority.write_leaf(tmp_path / "certs", NAME)
+    return contract_with(node_dir=str(tmp_path / "node"), certs_dir=str(tmp_path / "certs"))
 
 
 async def served_certificate(certificates: Certificates) -> bytes:
@@ -81,6 +82,31 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="certificate refused"):
             certificates.renew(bad)
     assert asyncio.run(served_certificate(certificates)) == before
+
+
+def test_a_certificate_that_tls_cannot_use_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """OpenSSL refuses the key as too small, although its certificate is signed for this pod."""
+    authority = Authority()
+    pod = contract(tmp_path, authority)
+    certificates = Certificates(pod)
+    certificates.load()
+    before = asyncio.run(served_certificate(certificates))
+    weak = rsa.generate_private_key(public_exponent=65537, key_size=1024)
+    leaf, key = authority.leaf(NAME, key=weak)
+    with pytest.raises(FormatError, match="certificate refused"):
+        certificates.renew(Certificate(leaf.decode(), key.decode()))
+    assert asyncio.run(served_certificate(certificates)) == before
+    again = Certificates(pod)
+    again.load()
+    assert asyncio.run(served_certificate(again)) == before
+
+
+@pytest.mark.skipif(can_trace() is not None, reason=str(can_trace()))
+def test_no_power_cut_loses_a_renewal_that_was_acknowledged() -> None:
+    """Each state that the node volume may have after a power cut."""
+    found = report_of(Path(__file__).with_name("certificate_crash_programs.py"))
+    assert found.problems == ()
+    assert found.tried > 5
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from holdfast_core.clock import SystemClock
 
+PrivateKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 _PEM = serialization.Encoding.PEM
 
 
@@ -48,13 +49,16 @@ class Authority:
         return _key_pem(self._key)
 
     def leaf(
-        self, *dns_names: str, lifetime: timedelta = timedelta(hours=1)
+        self,
+        *dns_names: str,
+        lifetime: timedelta = timedelta(hours=1),
+        key: PrivateKey | None = None,
     ) -> tuple[bytes, bytes]:
         """Return a certificate and its key as PEM, valid for servers and clients.
 
-        With a negative lifetime the certificate expired that long ago.
+        With a negative lifetime the certificate expired that long ago. Without a key, a new one is made.
         """
-        key = ec.generate_private_key(ec.SECP256R1())
+        key = key or ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name("holdfast-test"), self._name, key, lifetime)
         certificate = (
             builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -93,12 +97,12 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _key_pem(key: PrivateKey) -> bytes:
     return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, lifetime: timedelta
+    subject: x509.Name, issuer: x509.Name, key: PrivateKey, lifetime: timedelta
 ) -> x509.CertificateBuilder:
     now = SystemClock().utc_now()
     return (

@@ -15,9 +15,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
 from holdfast_core.contract import SidecarContract, peer_dns_name
-from holdfast_core.errors import FormatError
+from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.messages.schema import Certificate
 from holdfast_core.net.tls import TlsFiles, client_context, load_leaf, server_context
+from holdfast_core.node.files import fsync_directory
 from holdfast_sidecar.base import logs
 
 _RENEWED = "certificate.pem"
@@ -57,10 +58,17 @@ class Certificates:
 
         Raises:
             FormatError: The certificate is refused.
+            UnavailableError: The process lacks memory or descriptors to load it.
         """
         self._check(message)
-        for context in (self.server, self.client):
-            load_leaf(context, message.certificate, message.key)
+        try:
+            # A context that cannot use the key may lose its present certificate, so another one tries it.
+            for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.server, self.client):
+                load_leaf(context, message.certificate, message.key)
+        except ssl.SSLError as error:
+            raise FormatError(f"certificate refused: TLS cannot use it: {error}") from error
+        except OSError as error:
+            raise UnavailableError(f"the new certificate was not loaded: {error}") from error
         try:
             self._keep(message)
         except OSError as error:
@@ -79,6 +87,7 @@ class Certificates:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._renewed)
+        fsync_directory(self._renewed.parent)
 
     def _is_newer(self) -> bool:
         try:
