@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import socket
@@ -172,22 +171,17 @@ async def test_a_coordinator_with_news_all_the_time_does_not_take_all_the_time()
         assert [s for s in b.clock.slept if s >= POLL_SECONDS_EACH]
 
 
-def test_refusals_of_a_sidecar_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Another refusal each time, of 4,000 characters."""
-
-    async def story() -> None:
+async def test_refusals_of_a_sidecar_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """The sidecar refuses with another text of 5,000 characters each time."""
+    with caplog.at_level(logging.INFO, "holdfast_operator"):
         async with bench() as b:
             pod = pod_view(0)
             server = await b.serve(pod)
             b.follow(pod, coordinator=0)
             for n in range(3):
-                text = f"{n} " + "x" * 5000
-                server.refuses_state = text
+                server.refuses_state = f"{n} " + "x" * 5000
                 server.calls.clear()
                 await b.until(lambda: len(server.calls) >= 2)
-
-    with caplog.at_level(logging.INFO, "holdfast_operator"):
-        asyncio.run(story())
-    said = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
-    assert len(said) == 1
-    assert len(said[0]) <= MAX_WORDS
+    refusals = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
+    assert len(refusals) == 1
+    assert len(refusals[0]) <= MAX_WORDS

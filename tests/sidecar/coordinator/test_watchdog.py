@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,20 +110,18 @@ class World:
         return await self.coordinator.state(0, 0.0, acknowledges=False)
 
 
-def run(folder: Path, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def body() -> None:
-        world = World(folder)
-        try:
-            await scenario(world)
-        finally:
-            await world.coordinator.close()
-            world.pools.close()
-
-    asyncio.run(body())
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[World]:
+    world = World(folder)
+    try:
+        yield world
+    finally:
+        await world.coordinator.close()
+        world.pools.close()
 
 
-def test_the_state_names_since_when_and_what_is_missing(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_the_state_names_since_when_and_what_is_missing(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
         world.step(1)
         document = rank_layout()
         world.coordinator.prepared(
@@ -144,22 +142,18 @@ def test_the_state_names_since_when_and_what_is_missing(tmp_path: Path) -> None:
         assert "step 2 waits for 1 of 2 ranks (rank 1)" in failure.message
         assert world.coordinator.overdue_seconds == 61
 
-    run(tmp_path, scenario)
 
-
-def test_the_state_names_that_no_rank_has_saved(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_the_state_names_that_no_rank_has_saved(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
         world.step(1)
         world.clock.advance(61)
         world.step(4)
         (failure,) = (await world.state()).failures
         assert "no rank has handed over a newer step" in failure.message
 
-    run(tmp_path, scenario)
 
-
-def test_a_known_cause_in_a_node_tier_comes_first(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_known_cause_in_a_node_tier_comes_first(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
         full = Failure(Step(3), TierName.NODE, "NodeVolumeFull", "worker 1 is full")
         slow = Failure(None, TierName.PEER, "PeerUnreachable", "worker 0 is away")
         world.step(1)
@@ -168,11 +162,9 @@ def test_a_known_cause_in_a_node_tier_comes_first(tmp_path: Path) -> None:
         reasons = [f.reason for f in (await world.state()).failures]
         assert reasons == ["NodeVolumeFull", NO_COMMIT, "PeerUnreachable"]
 
-    run(tmp_path, scenario)
 
-
-def test_a_gang_that_returned_is_not_overdue(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_gang_that_returned_is_not_overdue(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
         world.step(1)
         world.clock.advance(61)
         world.step(4)
@@ -181,5 +173,3 @@ def test_a_gang_that_returned_is_not_overdue(tmp_path: Path) -> None:
             world.coordinator.report(WorkerReport(RestartRound(0), Worker(worker), done=True))
         assert (await world.state()).failures == ()
         assert world.coordinator.overdue_seconds == 0
-
-    run(tmp_path, scenario)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -86,30 +87,26 @@ class World:
                 await asyncio.sleep(0)
 
 
-def played(scenario: Any, *errors: HoldfastError) -> None:
-    async def whole() -> None:
-        world = World(*errors)
-        try:
-            await scenario(world)
-        finally:
-            await world.rehydrator.reset()
-            world.pools.close()
-
-    asyncio.run(whole())
+@asynccontextmanager
+async def running(*errors: HoldfastError) -> AsyncIterator[World]:
+    world = World(*errors)
+    try:
+        yield world
+    finally:
+        await world.rehydrator.reset()
+        world.pools.close()
 
 
-def test_a_store_that_is_away_for_a_moment_costs_no_round() -> None:
-    async def scenario(world: World) -> None:
+async def test_a_store_that_is_away_for_a_moment_costs_no_round() -> None:
+    async with running(AWAY, AWAY, AWAY) as world:
         world.rehydrator.begin(ROUND)
         await world.until(lambda: world.rehydrator.restored is not None)
         assert world.store.asked == 4
         assert world.rehydrator.cannot_restore == ""
 
-    played(scenario, AWAY, AWAY, AWAY)
 
-
-def test_a_store_that_stays_away_is_reported_and_called_again() -> None:
-    async def scenario(world: World) -> None:
+async def test_a_store_that_stays_away_is_reported_and_called_again() -> None:
+    async with running(*[AWAY] * 200) as world:
         world.rehydrator.begin(ROUND)
         await world.until(lambda: world.store.asked >= 2)
         assert world.rehydrator.cannot_restore == ""
@@ -118,23 +115,19 @@ def test_a_store_that_stays_away_is_reported_and_called_again() -> None:
         await world.until(lambda: world.rehydrator.restored is not None)
         assert world.rehydrator.cannot_restore == ""
 
-    played(scenario, *[AWAY] * 200)
-
 
 @pytest.mark.parametrize("final", [NONE, BAD], ids=["nobody has it", "all copies are bad"])
-def test_a_final_failure_is_reported_at_once(final: HoldfastError) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_final_failure_is_reported_at_once(final: HoldfastError) -> None:
+    async with running(final) as world:
         world.rehydrator.begin(ROUND)
         await asyncio.wait_for(world.changed.wait(), 120)
         assert "rank 0: not in the node tier" in world.rehydrator.cannot_restore
         assert str(final) in world.rehydrator.cannot_restore
         assert world.store.asked == 1
 
-    played(scenario, final)
 
-
-def test_a_shard_whose_copy_was_bad_is_waited_for() -> None:
-    async def scenario(world: World) -> None:
+async def test_a_shard_whose_copy_was_bad_is_waited_for() -> None:
+    async with running(*[AWAY] * 200) as world:
         world.rehydrator.restored = world.restored
         fetch = asyncio.create_task(world.rehydrator.refetch(RANK, world.restored))
         await world.until(lambda: world.store.asked >= 2)
@@ -146,20 +139,16 @@ def test_a_shard_whose_copy_was_bad_is_waited_for() -> None:
         assert world.restored.sources == {RANK: TierName.OBJECT}
         assert world.rehydrator.cannot_restore == ""
 
-    played(scenario, *[AWAY] * 200)
 
-
-def test_a_shard_that_no_place_has_is_not_waited_for() -> None:
-    async def scenario(world: World) -> None:
+async def test_a_shard_that_no_place_has_is_not_waited_for() -> None:
+    async with running(NONE) as world:
         world.rehydrator.restored = world.restored
         with pytest.raises(NotFoundError, match="object store: no such key"):
             await world.rehydrator.refetch(RANK, world.restored)
 
-    played(scenario, NONE)
 
-
-def test_a_seal_ends_the_wait() -> None:
-    async def scenario(world: World) -> None:
+async def test_a_seal_ends_the_wait() -> None:
+    async with running(*[AWAY] * 10_000) as world:
         world.rehydrator.restored = world.restored
         fetch = asyncio.create_task(world.rehydrator.refetch(RANK, world.restored))
         await world.until(lambda: world.store.asked >= 1)
@@ -167,5 +156,3 @@ def test_a_seal_ends_the_wait() -> None:
         await world.until(fetch.done)
         with pytest.raises(RefusedError, match="the round of the restore ended"):
             await fetch
-
-    played(scenario, *[AWAY] * 10_000)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -116,23 +116,20 @@ def full(step: int) -> Failure:
     return Failure(Step(step), TierName.NODE, NODE_FULL, "no room")
 
 
-def run(folder: Path, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def body() -> None:
-        world = World(folder)
-        try:
-            await scenario(world)
-        finally:
-            await world.coordinator.close()
-            world.pools.close()
-
-    asyncio.run(body())
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[World]:
+    world = World(folder)
+    try:
+        yield world
+    finally:
+        await world.coordinator.close()
+        world.pools.close()
 
 
-def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None:
+async def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None:
     """One report says that the volume is full, and no report follows: each commit after it lets an
     older step go."""
-
-    async def scenario(world: World) -> None:
+    async with running(tmp_path) as world:
         await world.commit(1)
         world.report(2, full(2))
         await world.commit(2)
@@ -142,14 +139,11 @@ def test_a_step_that_is_committed_later_makes_room(tmp_path: Path) -> None:
         world.clock.advance(1.0)
         await world.pruned(1, 2)
 
-    run(tmp_path, scenario)
 
-
-def test_a_report_that_comes_right_after_a_pruning_is_not_lost(tmp_path: Path) -> None:
+async def test_a_report_that_comes_right_after_a_pruning_is_not_lost(tmp_path: Path) -> None:
     """Steps are pruned for lack of room once a second. A report within that second is acted on at its
     end, not at the next report."""
-
-    async def scenario(world: World) -> None:
+    async with running(tmp_path) as world:
         for step in (1, 2, 3):
             await world.commit(step)
         world.report(4, full(4))
@@ -158,11 +152,9 @@ def test_a_report_that_comes_right_after_a_pruning_is_not_lost(tmp_path: Path) -
         world.clock.advance(1.0)
         await world.pruned(1, 2)
 
-    run(tmp_path, scenario)
 
-
-def test_no_step_is_deleted_once_there_is_room(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_no_step_is_deleted_once_there_is_room(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
         for step in (1, 2, 3):
             await world.commit(step)
         world.report(4, full(4))
@@ -174,8 +166,6 @@ def test_no_step_is_deleted_once_there_is_room(tmp_path: Path) -> None:
         await world.pruned(1, 2)  # what keep_last=3 lets go
         world.report(6, full(6))
         await world.pruned(1, 2, 3)
-
-    run(tmp_path, scenario)
 
 
 class FullOnce(MemoryTier):

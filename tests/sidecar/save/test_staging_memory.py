@@ -6,7 +6,8 @@ import asyncio
 import os
 import subprocess
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
@@ -102,11 +103,11 @@ class World:
             self.metrics,
             SystemClock(),
             Pacing(self.settings.slots_dir, waited_for_copies=self.metrics.waited_for_copies),
-            self._on_outcome,
+            self.note,
             self._changed.set,
         )
 
-    def _on_outcome(self, outcome: Outcome) -> None:
+    def note(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         self._changed.set()
 
@@ -146,24 +147,22 @@ class World:
         return sorted(record.header.step for record in self.node.list_shards())
 
 
-def run(root: Path, slots: int, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def body() -> None:
-        world = World(root, slots)
-        try:
-            await scenario(world)
-        finally:
-            world.node.let(*range(100))
-            assert await world.stager.settle(30)
-            world.pools.close()
-
-    asyncio.run(body())
+@asynccontextmanager
+async def running(root: Path, slots: int) -> AsyncIterator[World]:
+    world = World(root, slots)
+    try:
+        yield world
+    finally:
+        world.node.let(*range(100))
+        assert await world.stager.settle(30)
+        world.pools.close()
 
 
 FREE, OWNED = SlotState.FREE, SlotState.OWNED
 
 
-def test_with_two_slots_every_step_is_written_at_once(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_with_two_slots_every_step_is_written_at_once(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         world.node.let(1, 2)
@@ -172,11 +171,9 @@ def test_with_two_slots_every_step_is_written_at_once(tmp_path: Path) -> None:
         assert world.holding().shards == ()
         assert world.stager.untold is None
 
-    run(tmp_path, 2, scenario)
 
-
-def test_a_write_waits_while_a_rank_copies(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_write_waits_while_a_rank_copies(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as world:
         copying = SlotFile.open(world.settings.slots_dir, slot_name(RANK, 1))
         copying.write_header(SlotHeader(SlotState.FILLING, RANK, CAPACITY, ROUND, Step(2)))
         await world.save(0, 1)
@@ -187,11 +184,9 @@ def test_a_write_waits_while_a_rank_copies(tmp_path: Path) -> None:
         ((seconds,), _) = world.metrics.waited_for_copies.call_args
         assert seconds > 0
 
-    run(tmp_path, 2, scenario)
 
-
-def test_one_write_at_a_time_and_the_chosen_step_next(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_one_write_at_a_time_and_the_chosen_step_next(tmp_path: Path) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         await world.save(2, 3)
@@ -212,11 +207,9 @@ def test_one_write_at_a_time_and_the_chosen_step_next(tmp_path: Path) -> None:
         record = next(r for r in world.node.list_shards() if r.header.step == 3)
         assert world.stager.memory[slot_name(RANK, 2)] == record
 
-    run(tmp_path, 3, scenario)
 
-
-def test_a_step_in_memory_has_the_digests_that_its_file_gets(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_step_in_memory_has_the_digests_that_its_file_gets(tmp_path: Path) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
@@ -227,13 +220,11 @@ def test_a_step_in_memory_has_the_digests_that_its_file_gets(tmp_path: Path) -> 
         stored = next(r for r in world.node.list_shards() if r.header.step == 2)
         assert (said.shard.blake3, said.shard.chunk_table) == (stored.blake3, stored.chunk_table)
 
-    run(tmp_path, 3, scenario)
 
-
-def test_a_slot_is_free_when_its_step_is_dropped_and_the_manifests_are_gone(
+async def test_a_slot_is_free_when_its_step_is_dropped_and_the_manifests_are_gone(
     tmp_path: Path,
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         await world.save(2, 3)
@@ -249,13 +240,11 @@ def test_a_slot_is_free_when_its_step_is_dropped_and_the_manifests_are_gone(
         await world.save(1, 4)
         await world.digested(3, 4)
 
-    run(tmp_path, 3, scenario)
 
-
-def test_a_step_that_is_pruned_while_it_is_written_does_not_stay_on_the_disk(
+async def test_a_step_that_is_pruned_while_it_is_written_does_not_stay_on_the_disk(
     tmp_path: Path,
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         world.stager.forget(frozenset({Step(1)}))
@@ -268,11 +257,9 @@ def test_a_step_that_is_pruned_while_it_is_written_does_not_stay_on_the_disk(
         assert world.stored() == [2]
         assert [o.stage.step for o in world.outcomes] == [2]
 
-    run(tmp_path, 3, scenario)
 
-
-def test_a_chosen_step_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_chosen_step_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
@@ -289,12 +276,10 @@ def test_a_chosen_step_that_cannot_be_written_stays_in_memory(tmp_path: Path) ->
         assert await world.stager.write_held(frozenset({CheckpointId(Step(2), ROUND)}), 30)
         assert world.stored() == [1, 2]
 
-    run(tmp_path, 3, scenario)
-
 
 @pytest.mark.parametrize("dies", [False, True], ids=["same process", "another process"])
-def test_a_seal_writes_what_is_committed_and_nothing_else(tmp_path: Path, dies: bool) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_seal_writes_what_is_committed_and_nothing_else(tmp_path: Path, dies: bool) -> None:
+    async with running(tmp_path, 4) as world:
         await world.save(0, 1)
         for index, step in ((1, 2), (2, 3), (3, 4)):
             await world.save(index, step)
@@ -320,11 +305,9 @@ def test_a_seal_writes_what_is_committed_and_nothing_else(tmp_path: Path, dies: 
         world.stager.recover(replace(world.state, round=RestartRound(1)))
         assert world.slots() == [FREE, FREE, FREE, FREE]
 
-    run(tmp_path, 4, scenario)
 
-
-def test_a_seal_reports_that_its_time_ran_out(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_seal_reports_that_its_time_ran_out(tmp_path: Path) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
@@ -337,11 +320,11 @@ def test_a_seal_reports_that_its_time_ran_out(tmp_path: Path) -> None:
         assert await world.stager.settle(30), "the next SEAL finds it written"
         assert world.stored() == [1, 2]
 
-    run(tmp_path, 3, scenario)
 
-
-def test_a_restarted_sidecar_recovers_slots_in_memory_and_being_written(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_restarted_sidecar_recovers_slots_in_memory_and_being_written(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
@@ -360,11 +343,9 @@ def test_a_restarted_sidecar_recovers_slots_in_memory_and_being_written(tmp_path
         await world.until(lambda: world.holding().shards[-1].stored)
         assert await old.settle(30)
 
-    run(tmp_path, 3, scenario)
 
-
-def test_another_coordinator_receives_everything_again(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_another_coordinator_receives_everything_again(tmp_path: Path) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
@@ -377,11 +358,9 @@ def test_another_coordinator_receives_everything_again(tmp_path: Path) -> None:
         assert world.stager.has_coordinator
         world.node.let(1)
 
-    run(tmp_path, 3, scenario)
 
-
-def test_a_step_that_is_written_at_once_is_not_reported_as_held(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_step_that_is_written_at_once_is_not_reported_as_held(tmp_path: Path) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         assert world.stager.untold is None
         assert not world.stager.idle
@@ -390,13 +369,10 @@ def test_a_step_that_is_written_at_once_is_not_reported_as_held(tmp_path: Path) 
         assert world.stager.untold is None
         assert world.stager.idle
 
-    run(tmp_path, 3, scenario)
 
-
-def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_path: Path) -> None:
+async def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_path: Path) -> None:
     """The new round trains that step again, to other bytes: the coordinator would refuse those."""
-
-    async def scenario(world: World) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         await world.save(1, 2)
         await world.digested(2)
@@ -415,13 +391,10 @@ def test_a_late_write_of_an_older_round_does_not_count_in_the_new_one(tmp_path: 
         assert world.holding().shards == (), "written"
         assert world.stager.untold is None
 
-    run(tmp_path, 3, scenario)
 
-
-def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_path: Path) -> None:
+async def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_path: Path) -> None:
     """It died before the slot was free. Nobody chooses a step that is on the nodes already."""
-
-    async def scenario(world: World) -> None:
+    async with running(tmp_path, 3) as world:
         await world.save(0, 1)
         header = ShardHeader(CONTRACT.job_uid, ROUND, Step(1), RANK, 2, LAYOUT, 1000)
         record = DiskNodeTier.write_shard(world.node, header, BytesSource(bytes([1]) * 1000))
@@ -432,48 +405,47 @@ def test_a_shard_that_an_earlier_process_had_written_frees_its_slot(tmp_path: Pa
         world.stager.told(world.stager.holding())
         assert world.stager.idle
 
-    run(tmp_path, 3, scenario)
+
+@pytest.fixture
+def small_volume(tmp_path: Path) -> Iterator[Path]:
+    """The shared volume of `tmp_path`, on a tmpfs of 2 MiB."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(shared)], check=True)
+    yield shared
+    subprocess.run(["umount", "--lazy", str(shared)], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 @pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "waits in memory"])
-def test_a_trainer_that_truncates_its_slot_and_fills_the_volume_ends_no_task(
-    tmp_path: Path, slots: int
+async def test_a_trainer_that_truncates_its_slot_and_fills_the_volume_ends_no_task(
+    tmp_path: Path, small_volume: Path, slots: int
 ) -> None:
-    """The state of a slot is written into a page of it that is gone, and there is no other page. A
-    task of the sidecar that dies ends the process."""
+    """The sidecar writes the state of a slot into a page that the truncation removed, and the volume has
+    no page left. A task of the sidecar that dies ends the process."""
+    deaths: list[object] = []
 
-    async def scenario(world: World) -> None:
-        deaths: list[object] = []
+    def died(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        deaths.append(context)
+        world.note(Outcome(Mock(), None))
 
-        def died(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-            deaths.append(context)
-            world.outcomes.append(Outcome(Mock(), None))
-            world._changed.set()
-
+    async with running(tmp_path, slots) as world:
         asyncio.get_running_loop().set_exception_handler(died)
         await world.save(0, 1)
         os.truncate(world.settings.slots_dir / slot_name(RANK, 0), 0)
-        (shared / "staged").rename(shared / "kept")  # else the note's page is free for the slot
-        with (shared / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError):
+        # Without its note, the slot could take the page of the note.
+        (small_volume / "staged").rename(small_volume / "kept")
+        with (small_volume / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError):
             while True:
                 filler.write(bytes(1 << 12))
         world.node.let(1)
         await world.until(lambda: bool(world.outcomes))
         assert not deaths
         assert world.outcomes[0].failed is not None
-        (shared / "filler").unlink()
+        (small_volume / "filler").unlink()
         os.truncate(world.settings.slots_dir / slot_name(RANK, 0), HEADER_BYTES + CAPACITY)
         world.life()
         await world.save(1, 2)
         world.node.let(2)
         await world.until(lambda: len(world.outcomes) == 2)
         assert world.stored() == [2]
-
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(shared)], check=True)
-    try:
-        run(tmp_path, slots, scenario)
-    finally:
-        subprocess.run(["umount", "--lazy", str(shared)], check=True)

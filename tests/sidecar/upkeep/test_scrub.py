@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,35 +123,31 @@ class World:
         return [p.name for p in (self.folder / "node" / "quarantine").glob("*.reason")]
 
 
-def run(folder: Path, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def body() -> None:
-        world = World(folder)
-        world.scrubber.start()
-        try:
-            await scenario(world)
-        finally:
-            await world.scrubber.close()
-            world.pools.close()
-
-    asyncio.run(body())
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[World]:
+    world = World(folder)
+    world.scrubber.start()
+    try:
+        yield world
+    finally:
+        await world.scrubber.close()
+        world.pools.close()
 
 
 CORRUPT = f'holdfast_corruptions_detected_total{{tier="{TierName.NODE}"}}'
 SCRUBBED = "holdfast_scrubbed_bytes_total"
 
 
-def test_what_is_good_is_read_again_and_again(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_what_is_good_is_read_again_and_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
         once = len(PAYLOAD) + len(DOCUMENT) + len(LAYOUT)
         await world.until(lambda: world.counted(SCRUBBED) >= 2 * once)
         assert world.counted(CORRUPT) == 0
         assert world.quarantined() == []
 
-    run(tmp_path, scenario)
 
-
-def test_a_shard_that_changed_is_quarantined_and_fetched_again(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_shard_that_changed_is_quarantined_and_fetched_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
         flip_bit(world.node.shard_path(world.record.ref), 4096 + len(PAYLOAD) // 2)
         await world.until(lambda: len(world.quarantined()) == 1)
         await world.until(lambda: world.node.find(world.record.ref) is not None)
@@ -158,18 +155,14 @@ def test_a_shard_that_changed_is_quarantined_and_fetched_again(tmp_path: Path) -
             reader.verify()
         assert world.counted(CORRUPT) == 1
 
-    run(tmp_path, scenario)
 
-
-def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
         path = world.node.shard_path(world.record.ref)
         path.unlink()
         await world.until(lambda: path.exists() and world.node.find(world.record.ref) is not None)
         with world.node.open_shard(world.record.ref) as reader:
             reader.verify()
-
-    run(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("operation", ["open_shard", "read", "list_manifests"])
@@ -202,8 +195,8 @@ async def test_what_cannot_be_read_keeps_nothing_else_from_being_read(
         world.pools.close()
 
 
-def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
         world.peer.is_away = True
         flip_bit(world.node.shard_path(world.record.ref), 4096 + len(PAYLOAD) // 2)
         await world.until(lambda: len(world.quarantined()) == 1)
@@ -211,11 +204,9 @@ def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> None:
         world.peer.is_away = False
         await world.until(lambda: world.node.find(world.record.ref) is not None)
 
-    run(tmp_path, scenario)
 
-
-def test_a_shard_that_was_pruned_meanwhile_is_not_fetched_again(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_shard_that_was_pruned_meanwhile_is_not_fetched_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as world:
         world.peer.is_away = True
         flip_bit(world.node.shard_path(world.record.ref), 4096 + len(PAYLOAD) // 2)
         await world.until(lambda: len(world.quarantined()) == 1)
@@ -228,12 +219,10 @@ def test_a_shard_that_was_pruned_meanwhile_is_not_fetched_again(tmp_path: Path) 
         await world.until(lambda: world.node.list_shards() == (other,))
         assert world.node.list_manifests() == ()
 
-    run(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("document", ["manifest", "layout"])
-def test_a_document_that_changed_is_replaced(tmp_path: Path, document: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_document_that_changed_is_replaced(tmp_path: Path, document: str) -> None:
+    async with running(tmp_path) as world:
         root = tmp_path / "node"
         if document == "manifest":
             (path,) = root.rglob("manifests/*/*.json")
@@ -243,8 +232,6 @@ def test_a_document_that_changed_is_replaced(tmp_path: Path, document: str) -> N
         flip_bit(path, 20)
         await world.until(lambda: world.counted(CORRUPT) >= 1)
         await world.until(lambda: path.exists() and path.read_bytes() == good)
-
-    run(tmp_path, scenario)
 
 
 def test_a_pass_waits_for_saves_and_still_ends_in_time() -> None:

@@ -11,7 +11,7 @@ import socket
 import ssl
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -146,101 +146,81 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def guarded() -> None:
-        async with asyncio.timeout(300):
-            await scenario()
-
-    asyncio.run(guarded())
-
-
 # --------------------------------------------------------------------------- control port
 
 
 @pytest.mark.parametrize("text", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
-def test_unauthenticated_callers_occupy_few_connections_and_block_no_member(
+async def test_unauthenticated_callers_occupy_few_connections_and_block_no_member(
     certificates: Files, text: bytes
 ) -> None:
     """They are never timed out here, and come from the address of the operator itself."""
-
-    async def scenario() -> None:
-        limits = ListenerLimits(handshake_seconds=HOUR)
-        async with control(certificates, Handler(), limits) as (server, port, dropped):
-            operator = client_context(certificates(operator_dns_name(JOB)))
-            before = descriptors()
-            with ExitStack() as stack:
-                for number in range(1, 11):
-                    await asyncio.to_thread(silent, stack, port, 40, text)
-                    assert (await ask(port, operator))[0] == 200
-                    assert server.connections <= 64 + 128 + 1
-                    own = descriptors() - before - 40 * number
-                    assert own <= 64 + 128 + 32, "those that lost their place are closed"
-            assert dropped["control room"] >= 400 - 193
-
-    run(scenario)
+    limits = ListenerLimits(handshake_seconds=HOUR)
+    async with control(certificates, Handler(), limits) as (server, port, dropped):
+        operator = client_context(certificates(operator_dns_name(JOB)))
+        before = descriptors()
+        with ExitStack() as stack:
+            for number in range(1, 11):
+                await asyncio.to_thread(silent, stack, port, 40, text)
+                assert (await ask(port, operator))[0] == 200
+                assert server.connections <= 64 + 128 + 1
+                own = descriptors() - before - 40 * number
+                assert own <= 64 + 128 + 32, "those that lost their place are closed"
+        assert dropped["control room"] >= 400 - 193
 
 
-def test_a_handshake_that_does_not_come_ends(certificates: Files) -> None:
-    async def scenario() -> None:
-        limits = ListenerLimits(handshake_seconds=0.2)
-        async with control(certificates, Handler(), limits) as (server, port, dropped):
-            loop = asyncio.get_running_loop()
-            before = descriptors()
-            with ExitStack() as stack:
-                sockets = await asyncio.to_thread(silent, stack, port, 8)
-                async with asyncio.timeout(45):  # asyncio itself ends a handshake after 60 s
-                    for sock in sockets:
-                        assert await loop.sock_recv(sock, 1) == b""
-            assert server.connections == 0
-            assert descriptors() == before
-            assert dropped["control handshake"] == 8
-
-    run(scenario)
+async def test_a_handshake_that_does_not_come_ends(certificates: Files) -> None:
+    limits = ListenerLimits(handshake_seconds=0.2)
+    async with control(certificates, Handler(), limits) as (server, port, dropped):
+        loop = asyncio.get_running_loop()
+        before = descriptors()
+        with ExitStack() as stack:
+            sockets = await asyncio.to_thread(silent, stack, port, 8)
+            async with asyncio.timeout(45):  # asyncio itself ends a handshake after 60 s
+                for sock in sockets:
+                    assert await loop.sock_recv(sock, 1) == b""
+        assert server.connections == 0
+        assert descriptors() == before
+        assert dropped["control handshake"] == 8
 
 
-def test_connections_of_one_pod_are_bounded(certificates: Files) -> None:
-    async def scenario() -> None:
-        limits = ListenerLimits(Places(known_per_name=3))
-        async with control(certificates, Handler(), limits) as (server, port, _):
-            pod = client_context(certificates(peer_dns_name("gpt-1-r0", JOB)))
-            writers = []
-            for _ in range(5):
-                reader, writer = await asyncio.open_connection(
-                    "127.0.0.1", port, ssl=pod, server_hostname=peer_dns_name(POD, JOB)
-                )
-                writers.append((reader, writer))
-            for reader, _ in writers[:2]:
-                with contextlib.suppress(OSError):
-                    assert await reader.read() == b""
-            assert server.connections == 3
-            operator = client_context(certificates(operator_dns_name(JOB)))
-            assert (await ask(port, operator))[0] == 200
-            for _, writer in writers:
-                writer.close()
-
-    run(scenario)
+async def test_connections_of_one_pod_are_bounded(certificates: Files) -> None:
+    limits = ListenerLimits(Places(known_per_name=3))
+    async with control(certificates, Handler(), limits) as (server, port, _):
+        pod = client_context(certificates(peer_dns_name("gpt-1-r0", JOB)))
+        writers = []
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=pod, server_hostname=peer_dns_name(POD, JOB)
+            )
+            writers.append((reader, writer))
+        for reader, _ in writers[:2]:
+            with contextlib.suppress(OSError):
+                assert await reader.read() == b""
+        assert server.connections == 3
+        operator = client_context(certificates(operator_dns_name(JOB)))
+        assert (await ask(port, operator))[0] == 200
+        for _, writer in writers:
+            writer.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/manifest", "/v1/prepared", "/v1/report", "/v1/suspect"])
-def test_a_former_member_is_refused_before_its_body_is_sent(certificates: Files, path: str) -> None:
+async def test_a_former_member_is_refused_before_its_body_is_sent(
+    certificates: Files, path: str
+) -> None:
     """It announces 63 MiB and waits for an answer before it sends any of them."""
-
-    async def scenario() -> None:
-        handler = Handler()
-        async with control(certificates, handler) as (_, port, _):
-            former = client_context(certificates(peer_dns_name("gpt-9-r0", JOB)))
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", port, ssl=former, server_hostname=peer_dns_name(POD, JOB)
-            )
-            writer.write(
-                f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {63 << 20}\r\n\r\n".encode()
-            )
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 409")
-            writer.close()
-        assert handler.dispatched == []
-
-    run(scenario)
+    handler = Handler()
+    async with control(certificates, handler) as (_, port, _):
+        former = client_context(certificates(peer_dns_name("gpt-9-r0", JOB)))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=former, server_hostname=peer_dns_name(POD, JOB)
+        )
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {63 << 20}\r\n\r\n".encode()
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 409")
+        writer.close()
+    assert handler.dispatched == []
 
 
 @pytest.mark.parametrize(
@@ -252,59 +232,52 @@ def test_a_former_member_is_refused_before_its_body_is_sent(certificates: Files,
         ("operator", "/v1/seal", 5 << 10),
     ],
 )
-def test_each_message_has_a_largest_body(
+async def test_each_message_has_a_largest_body(
     certificates: Files, pod: str, path: str, length: int
 ) -> None:
-    async def scenario() -> None:
-        async with control(certificates, Handler()) as (_, port, _):
-            caller = client_context(certificates(peer_dns_name(pod, JOB)))
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", port, ssl=caller, server_hostname=peer_dns_name(POD, JOB)
-            )
-            writer.write(
-                f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
-            )
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 400")
-            writer.close()
-
-    run(scenario)
+    async with control(certificates, Handler()) as (_, port, _):
+        caller = client_context(certificates(peer_dns_name(pod, JOB)))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=caller, server_hostname=peer_dns_name(POD, JOB)
+        )
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        writer.close()
 
 
-def test_a_body_of_unknown_length_is_refused(certificates: Files) -> None:
-    async def scenario() -> None:
-        async with control(certificates, Handler()) as (_, port, _):
-            operator = client_context(certificates(operator_dns_name(JOB)))
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", port, ssl=operator, server_hostname=peer_dns_name(POD, JOB)
-            )
-            writer.write(
-                b"POST /v1/seal HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nxxxx\r\n"
-            )
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400")
-            writer.close()
-
-    run(scenario)
+async def test_a_body_of_unknown_length_is_refused(certificates: Files) -> None:
+    async with control(certificates, Handler()) as (_, port, _):
+        operator = client_context(certificates(operator_dns_name(JOB)))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=operator, server_hostname=peer_dns_name(POD, JOB)
+        )
+        writer.write(
+            b"POST /v1/seal HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nxxxx\r\n"
+        )
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400")
+        writer.close()
 
 
 @pytest.mark.parametrize(
     ("said", "code"),
     [("4", "StaleRound"), ("6", "FutureRound"), ("5", "NotMember"), ("x", "BadRequest")],
 )
-def test_the_round_is_checked_before_the_body(certificates: Files, said: str, code: str) -> None:
-    async def scenario() -> None:
-        async with control(certificates, Handler()) as (_, port, _):
-            former = client_context(certificates(peer_dns_name("gpt-9-r0", JOB)))
-            status, refused = await ask(
-                port,
-                former,
-                "/v1/report",
-                body=b"not even JSON",
-                headers={"Holdfast-Round": said},
-            )
-            assert (status, refused["code"]) == (400 if said == "x" else 409, code)
-
-    run(scenario)
+async def test_the_round_is_checked_before_the_body(
+    certificates: Files, said: str, code: str
+) -> None:
+    async with control(certificates, Handler()) as (_, port, _):
+        former = client_context(certificates(peer_dns_name("gpt-9-r0", JOB)))
+        status, refused = await ask(
+            port,
+            former,
+            "/v1/report",
+            body=b"not even JSON",
+            headers={"Holdfast-Round": said},
+        )
+        assert (status, refused["code"]) == (400 if said == "x" else 409, code)
 
 
 # --------------------------------------------------------------------------- metrics port
@@ -333,10 +306,10 @@ async def scrape(port: int) -> str:
             return await response.text()
 
 
-def test_half_requests_hold_few_descriptors_and_little_log(
+async def test_half_requests_hold_few_descriptors_and_little_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
+    with caplog.at_level(logging.INFO):
         async with plain(Handler()) as (server, port, dropped):
             with ExitStack() as stack:
                 for _ in range(10):
@@ -344,42 +317,32 @@ def test_half_requests_hold_few_descriptors_and_little_log(
                     assert "holdfast_something" in await scrape(port)
                     assert server.connections <= 33
             assert dropped["metrics room"] >= 500 - 33
-
-    with caplog.at_level(logging.INFO):
-        run(scenario)
     assert len(caplog.records) <= 3
 
 
-def test_a_half_request_ends_after_its_time() -> None:
-    async def scenario() -> None:
-        async with plain(Handler()) as (_, port, _):
-            loop = asyncio.get_running_loop()
-            with ExitStack() as stack:
-                (sock,) = silent(stack, port, 1, b"GET /metrics HTTP/1.1\r\nX: ")
-                assert await loop.sock_recv(sock, 1) == b""
-
-    run(scenario)
+async def test_a_half_request_ends_after_its_time() -> None:
+    async with plain(Handler()) as (_, port, _):
+        loop = asyncio.get_running_loop()
+        with ExitStack() as stack:
+            (sock,) = silent(stack, port, 1, b"GET /metrics HTTP/1.1\r\nX: ")
+            assert await loop.sock_recv(sock, 1) == b""
 
 
-def test_a_flood_of_scrapes_renders_little() -> None:
+async def test_a_flood_of_scrapes_renders_little() -> None:
     """Each answer is of a moment after its request, and most share one."""
-
-    async def scenario() -> None:
-        handler, clock = Handler(), ManualClock()
-        async with plain(handler, clock=clock) as (_, port, _):
-            await scrape(port)
-            await scrape_with(clock, port)
-            assert handler.rendered == 2
-            asked = [asyncio.create_task(scrape(port)) for _ in range(16)]
-            advanced = 0
-            while not all(task.done() for task in asked):
-                clock.advance(1.0)
-                advanced += 1
-                await asyncio.sleep(0.05)
-            assert handler.rendered <= 2 + advanced
-            assert handler.rendered < 2 + 16
-
-    run(scenario)
+    handler, clock = Handler(), ManualClock()
+    async with plain(handler, clock=clock) as (_, port, _):
+        await scrape(port)
+        await scrape_with(clock, port)
+        assert handler.rendered == 2
+        asked = [asyncio.create_task(scrape(port)) for _ in range(16)]
+        advanced = 0
+        while not all(task.done() for task in asked):
+            clock.advance(1.0)
+            advanced += 1
+            await asyncio.sleep(0.05)
+        assert handler.rendered <= 2 + advanced
+        assert handler.rendered < 2 + 16
 
 
 async def scrape_with(clock: ManualClock, port: int) -> None:
@@ -390,18 +353,14 @@ async def scrape_with(clock: ManualClock, port: int) -> None:
     await asked
 
 
-def test_no_request_on_the_open_port_changes_anything() -> None:
+async def test_no_request_on_the_open_port_changes_anything() -> None:
     """Handler fails on any other call than `metrics`."""
-
-    async def scenario() -> None:
-        async with plain(Handler()) as (_, port, _), aiohttp.ClientSession() as session:
-            for path in ("/flushed", "/v1/inventory", "/v1/seal", "/"):
-                for method in ("GET", "POST"):
-                    url = f"http://127.0.0.1:{port}{path}"
-                    async with session.request(method, url) as response:
-                        assert response.status == 404
-
-    run(scenario)
+    async with plain(Handler()) as (_, port, _), aiohttp.ClientSession() as session:
+        for path in ("/flushed", "/v1/inventory", "/v1/seal", "/"):
+            for method in ("GET", "POST"):
+                url = f"http://127.0.0.1:{port}{path}"
+                async with session.request(method, url) as response:
+                    assert response.status == 404
 
 
 # --------------------------------------------------------------------------- the pod's socket
@@ -465,72 +424,56 @@ async def is_served(path: Path) -> bool:
     return frame is not None and isinstance(frame.message, Ok)
 
 
-def test_unfinished_frames_before_hello_hold_few_bytes(path: Path) -> None:
+async def test_unfinished_frames_before_hello_hold_few_bytes(path: Path) -> None:
     """A frame of a megabyte is refused there by its length alone."""
+    async with intake(path, IntakeLimits(hello_seconds=HOUR)) as server:
+        with ExitStack() as stack:
+            unfinished = (4000).to_bytes(4, "big") + b"{"
+            for _ in range(1024):
+                local(stack, path, unfinished)
+                await asyncio.sleep(0)
+            assert await is_served(path)
+            assert server.connections <= 65
+            loop = asyncio.get_running_loop()
+            large = local(stack, path, (1 << 20).to_bytes(4, "big") + b"{")
+            assert await loop.sock_recv(large, 1) == b""
 
-    async def scenario() -> None:
-        async with intake(path, IntakeLimits(hello_seconds=HOUR)) as server:
-            with ExitStack() as stack:
-                unfinished = (4000).to_bytes(4, "big") + b"{"
-                for _ in range(1024):
-                    local(stack, path, unfinished)
+
+async def test_large_unfinished_frames_share_a_few_mebibytes(path: Path) -> None:
+    async with intake(path, IntakeLimits(frame_seconds=HOUR)) as server:
+        with ExitStack() as stack:
+            for rank in (0, 1):
+                hello = Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(rank))
+                for _ in range(8):
+                    local(stack, path, write_frame(hello, 1) + (1 << 20).to_bytes(4, "big"))
                     await asyncio.sleep(0)
-                assert await is_served(path)
-                assert server.connections <= 65
-                loop = asyncio.get_running_loop()
-                large = local(stack, path, (1 << 20).to_bytes(4, "big") + b"{")
-                assert await loop.sock_recv(large, 1) == b""
-
-    run(scenario)
+            assert await is_served(path), "small frames need no share"
+            assert server.large_bytes == 8 << 20
 
 
-def test_large_unfinished_frames_share_a_few_mebibytes(path: Path) -> None:
-    async def scenario() -> None:
-        async with intake(path, IntakeLimits(frame_seconds=HOUR)) as server:
-            with ExitStack() as stack:
-                for rank in (0, 1):
-                    hello = Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(rank))
-                    for _ in range(8):
-                        local(stack, path, write_frame(hello, 1) + (1 << 20).to_bytes(4, "big"))
-                        await asyncio.sleep(0)
-                assert await is_served(path), "small frames need no share"
-                assert server.large_bytes == 8 << 20
-
-    run(scenario)
+async def test_an_unfinished_frame_ends_its_connection(path: Path) -> None:
+    limits = IntakeLimits(hello_seconds=HOUR, frame_seconds=0.2)
+    async with intake(path, limits) as server:
+        with ExitStack() as stack:
+            loop = asyncio.get_running_loop()
+            sock = local(stack, path, HELLO + (1 << 20).to_bytes(4, "big"))
+            while await loop.sock_recv(sock, 4096):
+                continue  # the reply to Hello
+            assert server.large_bytes == 0
 
 
-def test_an_unfinished_frame_ends_its_connection(path: Path) -> None:
-    async def scenario() -> None:
-        limits = IntakeLimits(hello_seconds=HOUR, frame_seconds=0.2)
-        async with intake(path, limits) as server:
-            with ExitStack() as stack:
-                loop = asyncio.get_running_loop()
-                sock = local(stack, path, HELLO + (1 << 20).to_bytes(4, "big"))
-                while await loop.sock_recv(sock, 4096):
-                    continue  # the reply to Hello
-                assert server.large_bytes == 0
-
-    run(scenario)
+async def test_a_connection_without_hello_ends(path: Path) -> None:
+    async with intake(path, IntakeLimits(hello_seconds=0.2)):
+        with ExitStack() as stack:
+            sock = local(stack, path, b"\0")
+            assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
 
 
-def test_a_connection_without_hello_ends(path: Path) -> None:
-    async def scenario() -> None:
-        async with intake(path, IntakeLimits(hello_seconds=0.2)):
-            with ExitStack() as stack:
-                sock = local(stack, path, b"\0")
-                assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
-
-    run(scenario)
-
-
-def test_nothing_is_served_before_hello(path: Path) -> None:
-    async def scenario() -> None:
-        async with intake(path):
-            with ExitStack() as stack:
-                sock = local(stack, path, write_frame(Restore(NOW, Rank(0)), 2))
-                assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
-
-    run(scenario)
+async def test_nothing_is_served_before_hello(path: Path) -> None:
+    async with intake(path):
+        with ExitStack() as stack:
+            sock = local(stack, path, write_frame(Restore(NOW, Rank(0)), 2))
+            assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
 
 
 # --------------------------------------------------------------------------- logs

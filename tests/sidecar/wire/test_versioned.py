@@ -7,59 +7,42 @@ import asyncio
 from holdfast_sidecar.wire.versioned import Versioned
 
 
-def run(scenario: object) -> None:
-    asyncio.run(scenario())  # type: ignore[operator]
+async def test_a_poll_returns_on_an_urgent_change() -> None:
+    level = Versioned()
+    before = level.version
+    poll = asyncio.create_task(level.wait_above(before, 3600))
+    await asyncio.sleep(0)
+    assert level.bump(urgent=True) == before + 1
+    await asyncio.wait_for(poll, 120)
 
 
-def test_a_poll_returns_on_an_urgent_change() -> None:
-    async def scenario() -> None:
-        level = Versioned()
-        before = level.version
-        poll = asyncio.create_task(level.wait_above(before, 3600))
-        await asyncio.sleep(0)
-        assert level.bump(urgent=True) == before + 1
-        await asyncio.wait_for(poll, 120)
-
-    run(scenario)
+async def test_changes_that_are_not_urgent_are_bundled() -> None:
+    level = Versioned()
+    before = level.version
+    for _ in range(100):
+        level.bump(urgent=False)
+    assert level.version == before
+    await asyncio.wait_for(level.wait_above(before, 3600), 120)
+    assert level.version == before + 1
 
 
-def test_changes_that_are_not_urgent_are_bundled() -> None:
-    async def scenario() -> None:
-        level = Versioned()
-        before = level.version
-        for _ in range(100):
-            level.bump(urgent=False)
-        assert level.version == before
-        await asyncio.wait_for(level.wait_above(before, 3600), 120)
-        assert level.version == before + 1
-
-    run(scenario)
-
-
-def test_only_what_this_life_delivered_is_acknowledged() -> None:
+async def test_only_what_this_life_delivered_is_acknowledged() -> None:
     """An operator that speaks of version 57 of an earlier life acknowledges nothing, and still gets
     an answer with a higher number."""
-
-    async def scenario() -> None:
-        level = Versioned()
-        finished = level.bump(urgent=True)
-        level.acknowledge(57)
-        assert not level.acknowledged(finished)
-        assert level.version > 57
-        await asyncio.wait_for(level.wait_above(57, 3600), 120)
-        level.delivered(level.version)
-        level.acknowledge(level.version)
-        assert level.acknowledged(finished)
-
-    run(scenario)
+    level = Versioned()
+    finished = level.bump(urgent=True)
+    level.acknowledge(57)
+    assert not level.acknowledged(finished)
+    assert level.version > 57
+    await asyncio.wait_for(level.wait_above(57, 3600), 120)
+    level.delivered(level.version)
+    level.acknowledge(level.version)
+    assert level.acknowledged(finished)
 
 
-def test_the_end_of_a_life_answers_everybody() -> None:
-    async def scenario() -> None:
-        level = Versioned()
-        poll = asyncio.create_task(level.wait_above(level.version, 3600))
-        await asyncio.sleep(0)
-        level.close()
-        await asyncio.wait_for(poll, 120)
-
-    run(scenario)
+async def test_the_end_of_a_life_answers_everybody() -> None:
+    level = Versioned()
+    poll = asyncio.create_task(level.wait_above(level.version, 3600))
+    await asyncio.sleep(0)
+    level.close()
+    await asyncio.wait_for(poll, 120)
