@@ -1,7 +1,8 @@
-"""From finished steps to the limit in force."""
+"""The limit of background transfers follows the times of the trainer's steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast_core.ids import Rank, RestartRound, Step
@@ -12,12 +13,22 @@ MIB = 1 << 20
 
 
 class Trainer:
-    """Steps of a second; a step in which bytes move takes a tenth more. Movers do not obey."""
+    """A trainer with steps of one second, or 1.1 seconds while bytes are moved.
+
+    A sleep takes no time unless a test sets `sleep`: transfers ignore the limit.
+    """
 
     def __init__(self, slots_dir: Path) -> None:
         self.now = 0.0
         self.step = 0
-        self.pacing = Pacing(slots_dir, lambda: self.now, lambda seconds: None)
+        self.sleep: Callable[[float], None] = lambda seconds: None
+        self.waited_for_copies: list[float] = []
+        self.pacing = Pacing(
+            slots_dir,
+            lambda: self.now,
+            lambda seconds: self.sleep(seconds),
+            self.waited_for_copies.append,
+        )
 
     def steps(
         self, count: int, *, moving: int = 0, blocked: float = 0.0, slower: float = 0.1
@@ -29,7 +40,7 @@ class Trainer:
             self.pacing.step_done(self.step, blocked)
 
 
-def test_steps_that_suffer_bring_a_limit_and_quiet_ones_lift_it(tmp_path: Path) -> None:
+def test_slower_steps_set_a_limit_and_undisturbed_ones_remove_it(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     trainer.pacing.begin()
     trainer.steps(10)
@@ -42,7 +53,7 @@ def test_steps_that_suffer_bring_a_limit_and_quiet_ones_lift_it(tmp_path: Path) 
     assert trainer.pacing.limit is None
 
 
-def test_time_that_saving_blocked_is_no_slowdown(tmp_path: Path) -> None:
+def test_the_time_for_which_saves_blocked_does_not_count_as_slower(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     trainer.pacing.begin()
     trainer.steps(10)
@@ -61,7 +72,7 @@ def test_checkpoints_are_never_late_for_the_next_one(tmp_path: Path) -> None:
     assert found >= 500 * MIB
 
 
-def test_a_hurry_lifts_the_limit_until_the_next_round(tmp_path: Path) -> None:
+def test_hurry_removes_the_limit_until_the_next_round(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     trainer.pacing.begin()
     trainer.steps(10)
@@ -112,17 +123,14 @@ def test_a_copy_that_begins_while_the_limit_holds_is_not_overlooked(tmp_path: Pa
     trainer.steps(10)
     trainer.steps(10, moving=1000 * MIB)
     assert trainer.pacing.limit is not None
-    waited_for_copies: list[float] = []
 
     def sleep(seconds: float) -> None:
         trainer.now += seconds
         begin_copy(tmp_path, 1)
 
-    trainer.pacing._throttle._sleep = sleep
-    trainer.pacing._copy_gate._sleep = sleep
-    trainer.pacing._waited_for_copies = waited_for_copies.append
+    trainer.sleep = sleep
     trainer.pacing.take(1000 * MIB)
-    assert len(waited_for_copies) == 1
+    assert len(trainer.waited_for_copies) == 1
 
 
 def begin_copy(slots_dir: Path, step: int) -> None:
@@ -130,14 +138,14 @@ def begin_copy(slots_dir: Path, step: int) -> None:
     (slots_dir / slot_name(Rank(0), 0)).write_bytes(header.pack().ljust(HEADER_BYTES, b"\0"))
 
 
-def test_bytes_each_step() -> None:
+def test_the_bytes_of_a_step_count_the_node_the_copies_and_the_uploads() -> None:
     assert bytes_each_step(1000, 10, 1, None) == 200.0
     assert bytes_each_step(1000, 10, 1, 100) == 210.0
     assert bytes_each_step(1000, 10, 0, None) == 100.0
     assert bytes_each_step(1000, 0, 1, None) == 0.0
 
 
-def test_a_step_that_is_reported_again_is_no_step(tmp_path: Path) -> None:
+def test_a_step_that_is_reported_again_counts_once(tmp_path: Path) -> None:
     """A save after the step costs time, and says so in a second message about the same step."""
     trainer = Trainer(tmp_path)
     trainer.pacing.begin()

@@ -59,6 +59,8 @@ class FakeSidecar:
     """Whether it acknowledges a new certificate but keeps serving the old one."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
+    handshakes: int = 0
+    """TLS handshakes that clients have begun."""
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Event()
@@ -73,6 +75,7 @@ class FakeSidecar:
         context.load_verify_locations(cadata=authority)
         ignore_validity_period(context)
         load_leaf(context, leaf.certificate, leaf.key)
+        context.sni_callback = self._count_handshake
         self._context = context
         app = web.Application()
         app.router.add_post("/v1/seal", self._seal)
@@ -86,6 +89,9 @@ class FakeSidecar:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, address, port, ssl_context=context).start()
+
+    def _count_handshake(self, *client_hello: object) -> None:
+        self.handshakes += 1
 
     def show(self, leaf: Leaf) -> None:
         """Serve this certificate on new connections."""
