@@ -29,7 +29,10 @@ def ckpt(**changes: Any) -> dict[str, Any]:
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no workers": (
         job_object(workers=0),
-        ["spec.workers:", "workers must be 1 to 4096, got 0: say how many pods train together"],
+        [
+            "spec.workers:",
+            "workers must be 1 to 4096, got 0: set the number of pods that train together",
+        ],
     ),
     "too many workers": (job_object(workers=5000), ["workers must be 1 to 4096, got 5000"]),
     "no processes": (
@@ -62,17 +65,17 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         job_object(workers=2, checkpoint={"peer": {"copies": 2}}),
         [
             "spec.checkpoint.peer.copies:",
-            "checkpoint.peer.copies is 2, but a shard has only 1 other workers to go to "
+            "checkpoint.peer.copies is 2, but only 1 other workers can keep copies of a shard "
             "(workers: 2): lower copies or add workers",
         ],
     ),
     "a copy with one worker, by default of peer": (
         job_object(workers=1, checkpoint={"peer": {}}),
-        ["checkpoint.peer.copies is 1, but a shard has only 0 other workers"],
+        ["checkpoint.peer.copies is 1, but only 0 other workers"],
     ),
     "four copies": (
         ckpt(peer={"copies": 4}),
-        ["checkpoint.peer.copies must be 0 to 3, got 4: 1 survives the loss of any one node"],
+        ["checkpoint.peer.copies must be 0 to 3, got 4: 1 survives the loss of one node"],
     ),
     "negative copies": (ckpt(peer={"copies": -1}), ["must be 0 to 3, got -1"]),
     "encryption misspelt": (
@@ -93,7 +96,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "keep one": (
         ckpt(retention={"keepLast": 1}),
-        ["spec.checkpoint.retention.keepLast:", "must be 2 to 1000, got 1", "needs one before it"],
+        [
+            "spec.checkpoint.retention.keepLast:",
+            "must be 2 to 1000, got 1",
+            "an older one is needed",
+        ],
     ),
     "delete with the job": (
         ckpt(retention={"whenDeleted": "Delete"}),
@@ -101,7 +108,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "restoreFrom names nothing": (
         job_object(restoreFrom={}),
-        ["spec.restoreFrom:", "exactly one is expected: set checkpointRef.name"],
+        ["spec.restoreFrom:", "expected exactly one: set checkpointRef.name"],
     ),
     "window is no duration": (
         job_object(failurePolicy={"window": "1 hour"}),
@@ -115,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "exit code zero": (
         job_object(failurePolicy={"rules": [{"onExitCodes": [3, 0], "action": "FailJob"}]}),
-        ["spec.failurePolicy.rules[0].onExitCodes:", "outside 1 to 255: 0 is success"],
+        ["spec.failurePolicy.rules[0].onExitCodes:", "outside of 1 to 255: 0 means success"],
     ),
     "unknown action": (
         job_object(failurePolicy={"rules": [{"onExitCodes": [3], "action": "Ignore"}]}),
@@ -127,11 +134,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "deadline of zero": (
         job_object(activeDeadlineSeconds=0),
-        ["activeDeadlineSeconds must be 1 to 315360000, got 0: leave it out for no deadline"],
+        ["activeDeadlineSeconds must be 1 to 315360000, got 0: omit it for no deadline"],
     ),
     "negative ttl": (
         job_object(ttlSecondsAfterFinished=-1),
-        ["ttlSecondsAfterFinished must be 0 to 315360000, got -1: leave it out to keep the job"],
+        ["ttlSecondsAfterFinished must be 0 to 315360000, got -1: omit it to keep the job"],
     ),
     "no trainer": (
         job_object(template=trainer(name="main")),
@@ -154,7 +161,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "spec.template.spec.restartPolicy:",
             "is Never, expected OnFailure",
-            "leave the field out",
+            "omit the field",
         ],
     ),
     "no template": (job_object(template=ABSENT), ["spec.template: Required value"]),
@@ -199,7 +206,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     },
     "bucket with a slash": (
         store_object(bucket="team/checkpoints"),
-        ["spec.s3.bucket:", 's3.bucket is "team/checkpoints"', "the name of the bucket alone"],
+        ["spec.s3.bucket:", 's3.bucket is "team/checkpoints"', "only the name of the bucket"],
     ),
     "prefix with a slash at its start": (
         store_object(prefix="/a"),
@@ -220,7 +227,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "checkpoint of no job": (checkpoint_object(jobRef=ABSENT), ["spec.jobRef: Required value"]),
     "negative step": (
         checkpoint_object(step=-1),
-        ["spec.step:", "step must be at least 0, got -1: leave it out to save now"],
+        ["spec.step:", "step must be at least 0, got -1: omit it to save now"],
     ),
     "unknown deletion policy": (
         checkpoint_object(deletionPolicy="Delete"),

@@ -28,5 +28,5 @@ def test_append_crcd_crc_of_long_pieces(size: int) -> None:
     "text", ["", "b3:", "b3:" + "0" * 63, "b3:" + "A" * 64, "b3:" + "0" * 64 + "\n", 5, None]
 )
 def test_what_is_no_digest_is_refused(text: object) -> None:
-    with pytest.raises(FormatError, match="no digest"):
+    with pytest.raises(FormatError, match="not a digest"):
         parse_digest(text, "field")

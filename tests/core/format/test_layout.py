@@ -63,10 +63,10 @@ def test_layouts_that_contradict_each_other(documents: list[bytes], text: str) -
     ("change", "text"),
     [
         (lambda m: m["tensors"]["weight"].update(dtype="F33"), "dtype 'F33'"),
-        (lambda m: m["tensors"]["weight"].update(offsets=[7, 0]), "axis 0 holds 7..9"),
+        (lambda m: m["tensors"]["weight"].update(offsets=[7, 0]), "axis 0 has the range 7..9"),
         (lambda m: m["tensors"]["weight"].update(offsets=[0]), "differ in their dimensions"),
         (lambda m: m["tensors"]["weight"].update(lengths=[1, 3]), "24 bytes, expected 12"),
-        (lambda m: m["tensors"]["weight"].update(byteRange=[24, 0]), "no byte range"),
+        (lambda m: m["tensors"]["weight"].update(byteRange=[24, 0]), "not a byte range"),
         (lambda m: m["tensors"]["weight"].update(byteRange=[0, 2**63]), "not within"),
         (lambda m: m["tensors"]["weight"].update(shape=[2**63 - 1, 3]), "dimension"),
         (
@@ -98,7 +98,7 @@ def test_every_contradiction_of_a_rank_is_refused(
         (lambda m: m["tensors"]["weight"]["slices"].reverse(), "expected ranks in order"),
         (lambda m: m["tensors"]["weight"]["slices"][1].update(rank=0), "in order, once"),
         (lambda m: m["ranks"][1].update(payloadBytes=5), "of a payload of 5"),
-        (lambda m: m["ranks"][1].update(layout="x"), "no digest"),
+        (lambda m: m["ranks"][1].update(layout="x"), "not a digest"),
         (lambda m: m["objects"].update(rng={}), "expected a list"),
     ],
 )

@@ -39,7 +39,7 @@ def test_it_names_the_shards() -> None:
     record = shard_file(shard_header(100, rank=1, world_size=2), payload(100, seed=1))[1]
     assert sample().ref(Rank(1)) == record.ref
     assert sample().payload_bytes == 200
-    with pytest.raises(FormatError, match="no rank 2"):
+    with pytest.raises(FormatError, match="found 2"):
         sample().ref(Rank(2))
 
 

@@ -114,7 +114,7 @@ def hostile(change: Callable[[dict[str, Any]], object]) -> tuple[bytes, int]:
     [
         (lambda h: h["weight"].update(data_offsets=[0, 24]), "no gaps, no overlaps"),
         (lambda h: h["weight"].update(data_offsets=[8, 2**62]), "expected 24"),
-        (lambda h: h["weight"].update(data_offsets=[24, 8]), "no byte range"),
+        (lambda h: h["weight"].update(data_offsets=[24, 8]), "not a byte range"),
         (lambda h: h["weight"].update(shape=[2**40, 2**40]), "more than"),
         (lambda h: h["weight"].update(shape=[True, 3]), "whole number"),
         (lambda h: h["weight"].update(extra=1), "unknown"),

@@ -130,7 +130,7 @@ def test_a_frame_that_breaks_off() -> None:
 
 
 def test_only_messages_of_the_socket_are_sent() -> None:
-    with pytest.raises(FormatError, match="no message"):
+    with pytest.raises(FormatError, match="not a message"):
         write_frame(UnknownMessage("x"))
     with pytest.raises(FormatError, match="at most"):
         write_frame(Refused(Refusal.BUSY, "x" * (1 << 20), RestartRound(0)))

@@ -420,7 +420,7 @@ def test_after_the_return_to_tls_the_server_checks_that_the_caller_is_the_same(
         assert not line.outside
         line.leave()
         assert line.outside
-        with pytest.raises(AccessDeniedError, match=r"gpt-0-r0\S* came back to TLS as gpt-2-r0"):
+        with pytest.raises(AccessDeniedError, match=r"changed from gpt-0-r0\S* to gpt-2-r0"):
             line.secure()
     thread.join()
     near.close()

@@ -92,7 +92,7 @@ def test_a_peer_that_always_cuts_is_given_up(pair: Pair) -> None:
     cutter = Cutter(pair.port, [600_000] * 100)
     with (
         open_at(pair, record.ref, cutter.port) as shard,
-        pytest.raises(UnavailableError, match="gave up after 3 attempts"),
+        pytest.raises(UnavailableError, match="all 3 attempts failed"),
     ):
         list(shard.read([range(CHUNKS)]))
     cutter.close()
@@ -149,7 +149,10 @@ def test_a_refused_caller_reads_nothing(pair: Pair) -> None:
 
 def test_chunks_that_it_has_not_are_not_asked_for(pair: Pair) -> None:
     record = filled(pair.tier)
-    with open_at(pair, record.ref) as shard, pytest.raises(FormatError, match="no chunks"):
+    with (
+        open_at(pair, record.ref) as shard,
+        pytest.raises(FormatError, match="expected chunks below"),
+    ):
         list(shard.read([range(CHUNKS, CHUNKS + 1)]))
 
 
@@ -167,7 +170,7 @@ def test_bytes_that_do_not_match_the_chunk_table_are_refused(
         with PeerShard.open(peer, ROUND, record.ref) as shard:
             views = shard.read([range(0, 2), range(2, 8)])
             assert bytes(next(views)) == bytes_of(range(0, 2))
-            with pytest.raises(CorruptionError, match=r"chunks \[4\] are not what its table says"):
+            with pytest.raises(CorruptionError, match=r"chunks \[4\] do not match its chunk table"):
                 next(views)
     finally:
         server.close()
@@ -237,7 +240,7 @@ def test_a_table_of_other_bytes_is_not_believed(hostile: HostilePeer) -> None:
     record = forged.write_shard(header, BytesSource(payload(SIZE, seed=1)))
     with forged.open_shard(record.ref) as reader:
         hostile.answers[Kind.GET_TABLE] = table_of(Trailer(record, reader.table))
-    with pytest.raises(CorruptionError, match="its payload is"):
+    with pytest.raises(CorruptionError, match="the file names the payload"):
         PeerShard.open(hostile.peer, ROUND, hostile.record.ref)
 
 
@@ -249,5 +252,5 @@ def test_a_table_with_other_digests_is_not_believed(hostile: HostilePeer) -> Non
     swapped = table.digests[32:64] + table.digests[:32] + table.digests[64:]
     lie = Trailer(record, replace(table, digests=swapped))
     hostile.answers[Kind.GET_TABLE] = table_of(lie)
-    with pytest.raises(CorruptionError, match="not that of its payload's digest"):
+    with pytest.raises(CorruptionError, match="does not match the digest of the payload"):
         PeerShard.open(hostile.peer, ROUND, hostile.record.ref)

@@ -167,7 +167,7 @@ def test_a_source_that_ends_early_without_an_error_is_a_failure() -> None:
     (wanted,) = layouts([1], [None])
     moves = by_source(plan(wanted, saved.layout))[Rank(1)]
     copying = Copying(moves, CHUNK)
-    with pytest.raises(CorruptionError, match="no bytes came for"):
+    with pytest.raises(CorruptionError, match="received no bytes for"):
         copying.take(Flaky(saved.source(Rank(1)), 1, 0, None), Target(wanted))
 
 
@@ -197,9 +197,9 @@ def test_only_the_shard_that_manifest_and_layout_name_is_read() -> None:
         replace(shard, blake3=other),
         replace(shard, chunk_table=other),
     ):
-        with pytest.raises(CorruptionError, match="manifest and layout say"):
+        with pytest.raises(CorruptionError, match="according to manifest and layout"):
             check_source(record, wrong, part)
-    with pytest.raises(CorruptionError, match="manifest and layout say"):
+    with pytest.raises(CorruptionError, match="according to manifest and layout"):
         check_source(record, shard, replace(part, layout=other))
 
 

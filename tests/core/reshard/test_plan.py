@@ -251,7 +251,7 @@ def test_an_error_names_every_tensor() -> None:
     with pytest.raises(StateMismatchError) as caught:
         plan(wanted, source)
     assert str(caught.value).splitlines() == [
-        "rank 0 cannot be made from the checkpoint of 2 ranks, in 3 places:",
+        "rank 0 cannot be assembled from the checkpoint of 2 ranks, in 3 places:",
         "  dtype: expected F16 [4, 2], found F32 [4, 2]",
         "  new: expected I8 [1], found nothing in the checkpoint",
         "  shape: expected F32 [4, 3], found F32 [4, 2]",
@@ -282,5 +282,5 @@ def test_a_wanted_layout_must_be_one_of_a_payload() -> None:
     moved = replace(item, byte_range=ByteRange(start + 4, stop + 4))
     with pytest.raises(FormatError, match="byte ranges are not those of a payload"):
         payload_plan(replace(good, tensors={**good.tensors, "w": moved}))
-    with pytest.raises(FormatError, match="objects in 2 places"):
+    with pytest.raises(FormatError, match="expected objects in 1 place, found 2"):
         payload_plan(replace(good, objects={**good.objects, "other": ByteRange(0, 1)}))

@@ -83,7 +83,7 @@ def test_a_paced_slot_asks_before_it_reads(tmp_path: Path) -> None:
 def test_a_header_that_promises_more_than_the_file_holds(tmp_path: Path) -> None:
     make(tmp_path, promised=5000)
     slot = SlotFile.open(tmp_path, NAME)
-    with pytest.raises(FormatError, match="the file holds 1000"):
+    with pytest.raises(FormatError, match="the file has 1000"):
         slot.header()
     slot.close()
 

@@ -74,8 +74,10 @@ class CheckpointSpec(ApiModel):
         Step | None,
         Field(
             ge=0,
-            description="Optimizer step. Absent: save now; the operator sets it to the step saved.",
-            json_schema_extra=remedy("leave it out to save now"),
+            description=(
+                "Optimizer step. Absent: save now; the operator then sets it to the saved step."
+            ),
+            json_schema_extra=remedy("omit it to save now"),
         ),
     ] = None
     hold: Annotated[
@@ -93,10 +95,12 @@ class CheckpointSpec(ApiModel):
 class ShardCounts(ApiModel):
     """How many shards can be read from each tier."""
 
-    total: Annotated[int, Field(ge=0, description="Shards of the checkpoint: one a rank.")]
+    total: Annotated[
+        int, Field(ge=0, description=("Number of shards of the checkpoint, one per rank."))
+    ]
     memory: Annotated[int, Field(ge=0, description="Shards in shared memory.")] = 0
     node: Annotated[int, Field(ge=0, description="Shards on the node of their own worker.")] = 0
-    peer: Annotated[int, Field(ge=0, description="Shards with a peer's copy.")] = 0
+    peer: Annotated[int, Field(ge=0, description="Shards of which another node has a copy.")] = 0
     object: Annotated[int, Field(ge=0, description="Shards in the object store.")] = 0
     summary: Annotated[
         str,
@@ -155,7 +159,7 @@ class CheckpointStatus(ApiModel):
     ] = None
     conditions: Conditions = ()
     observed_generation: Annotated[
-        int | None, Field(ge=0, description="metadata.generation that this status answers.")
+        int | None, Field(ge=0, description="metadata.generation that this status describes.")
     ] = None
 
 

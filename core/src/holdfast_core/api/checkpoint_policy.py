@@ -39,7 +39,7 @@ class StepInterval(ApiModel):
             ge=1,
             le=1_000_000_000,
             description="Number of optimizer steps (whole gang).",
-            json_schema_extra=remedy("say after how many optimizer steps it is due"),
+            json_schema_extra=remedy("set the number of optimizer steps between two checkpoints"),
         ),
     ]
 
@@ -52,9 +52,11 @@ class MemorySpec(ApiModel):
         Field(
             ge=1,
             le=8,
-            description="Slots a rank; each holds one snapshot of the rank's state and counts "
-            "towards the trainer's memory limit. From 3 on the newest complete step stays in memory "
-            "while the node writes an older one.",
+            description=(
+                "Slots per rank; each stores one snapshot of the rank's state and counts "
+                "towards the trainer's memory limit. From 3 on the newest complete step "
+                "stays in memory while the node writes an older one."
+            ),
             json_schema_extra=remedy(
                 "2 let one save overlap the next; 3 keep every step in memory"
             ),
@@ -64,8 +66,10 @@ class MemorySpec(ApiModel):
         str | None,
         Field(
             max_length=32,
-            description="Limit of the shared-memory volume of a pod, a quantity of bytes such as "
-            "8Gi. Default: no limit but the trainer's memory limit.",
+            description=(
+                "Limit of the shared-memory volume of a pod, a quantity of bytes such as "
+                "8Gi. Default: only the trainer's memory limit applies."
+            ),
             json_schema_extra=cel_rules(quantity_rule("checkpoint.memory.sizeLimit", "8Gi")),
         ),
     ] = None
@@ -78,8 +82,10 @@ class EmptyDirSpec(ApiModel):
         str,
         Field(
             max_length=32,
-            description="Size of the volume, a quantity of bytes such as 20Gi. The sidecar keeps "
-            "to 85 % of it: own shards, peers' copies and temporary files.",
+            description=(
+                "Size of the volume, a quantity of bytes such as 20Gi. The sidecar uses "
+                "up to 85 % of it for its own shards, peers' copies and temporary files."
+            ),
             json_schema_extra=cel_rules(
                 quantity_rule("checkpoint.node.volume.emptyDir.sizeLimit", "20Gi")
             ),
@@ -92,14 +98,16 @@ class NodeVolumeSpec(ApiModel):
 
     empty_dir: Annotated[
         EmptyDirSpec,
-        Field(description="A volume on the node's disk, as long as the pod."),
+        Field(description="A volume on the node's disk that exists as long as the pod."),
     ] = EmptyDirSpec()
 
 
 class NodeTierSpec(ApiModel):
     """Shards on the disk of the worker's own node."""
 
-    volume: Annotated[NodeVolumeSpec, Field(description="Where the shards lie.")] = NodeVolumeSpec()
+    volume: Annotated[NodeVolumeSpec, Field(description="Volume that stores the shards.")] = (
+        NodeVolumeSpec()
+    )
 
 
 class PeerTierSpec(ApiModel):
@@ -110,9 +118,11 @@ class PeerTierSpec(ApiModel):
         Field(
             ge=0,
             le=3,
-            description="Copies of a shard on other workers; a replicated step survives the loss "
-            "of so many nodes. Fewer than spec.workers.",
-            json_schema_extra=remedy("1 survives the loss of any one node"),
+            description=(
+                "Copies of a shard on other workers; a replicated step survives the loss "
+                "of this number of nodes. Must be less than spec.workers."
+            ),
+            json_schema_extra=remedy("1 survives the loss of one node"),
         ),
     ] = 1
     topology_key: Annotated[
@@ -126,9 +136,11 @@ class PeerTierSpec(ApiModel):
     encryption: Annotated[
         PeerEncryption,
         Field(
-            description="How copies travel: TLS, or None for a network that nobody else can read. "
-            "With None both sides are authenticated all the same and no byte is believed without "
-            "its digest, but the state of the job crosses the network in the clear."
+            description=(
+                "How copies are sent: TLS, or None for a network on which no other party "
+                "can read. With None both sides are authenticated too, and every byte is "
+                "verified by its digest, but the state of the job is sent unencrypted."
+            )
         ),
     ] = PeerEncryption.TLS
 
@@ -146,10 +158,12 @@ class ObjectTierSpec(ApiModel):
     compression: Annotated[
         Compression,
         Field(
-            description="How uploads are stored: None, as they are, or Zstd, which takes the bytes of "
-            "numbers apart and compresses them. It costs a core while an upload is made, and "
-            "decoding when it is read. What is read is verified all the same. A change holds for "
-            "later uploads."
+            description=(
+                "How uploads are stored: None, as they are, or Zstd, which groups the "
+                "bytes of numbers by significance and compresses them. It uses one CPU "
+                "core during an upload and has to be decoded at a restore. Reads are "
+                "verified in both cases. A change applies to later uploads."
+            )
         ),
     ] = Compression.NONE
 
@@ -162,15 +176,15 @@ class RetentionSpec(ApiModel):
         Field(
             ge=2,
             le=1000,
-            description="The newest so many committed checkpoints are kept, in every tier.",
+            description="Number of newest committed checkpoints that are kept in every tier.",
             json_schema_extra=remedy(
-                "a newest checkpoint that turns out unreadable needs one before it"
+                "if the newest checkpoint cannot be read, an older one is needed"
             ),
         ),
     ] = 3
     when_deleted: Annotated[
         WhenDeleted,
-        Field(description="What becomes of uploaded checkpoints when the job is deleted: Retain."),
+        Field(description="What happens to uploaded checkpoints when the job is deleted: Retain."),
     ] = WhenDeleted.RETAIN
 
 
@@ -192,8 +206,10 @@ class CheckpointPolicySpec(ApiModel):
             rule(
                 "has(self.object) == has(oldSelf.object) && (!has(self.object)"
                 " || self.object.storeRef.name == oldSelf.object.storeRef.name)",
-                message="checkpoint.object.storeRef is immutable: the lineage of this job's "
-                "checkpoints lies in that store; create a new job with restoreFrom to move",
+                message=(
+                    "checkpoint.object.storeRef is immutable: the lineage of this job's "
+                    "checkpoints is in that store; create a new job with restoreFrom to move"
+                ),
                 field_path=".object",
                 forbidden=True,
             ),
@@ -201,17 +217,19 @@ class CheckpointPolicySpec(ApiModel):
     )
 
     interval: Annotated[
-        StepInterval, Field(description="How often the gang saves: to shared memory and the node.")
+        StepInterval,
+        Field(description=("How often the gang saves to shared memory and to the node.")),
     ]
     memory: Annotated[MemorySpec, Field(description="The shared-memory ring.")] = MemorySpec()
-    node: Annotated[NodeTierSpec, Field(description="Shards on the worker's own node.")] = (
+    node: Annotated[NodeTierSpec, Field(description="Shards on the node of the worker.")] = (
         NodeTierSpec()
     )
     peer: Annotated[
         PeerTierSpec | None,
         Field(
-            description="Copies on other workers. Default: 1 copy, or none where the job has one "
-            "worker only."
+            description=(
+                "Copies on other workers. Default: 1 copy, or none if the job has one worker."
+            )
         ),
     ] = None
     object: Annotated[

@@ -36,15 +36,15 @@ _BUCKET_RULE = rule(
     "self.matches('^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$')",
     message_expression=(
         '\'s3.bucket is "%s", expected 3 to 63 lower-case letters, digits, dots and hyphens: write '
-        "the name of the bucket alone, without scheme and slashes'.format([self])"
+        "only the name of the bucket, without scheme and slashes'.format([self])"
     ),
 )
 
 _PREFIX_RULE = rule(
     "self == '' || self.matches('^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$')",
     message_expression=(
-        '\'s3.prefix is "%s", expected words of letters, digits, dots, hyphens and underscores '
-        "joined by single slashes: remove the slash at its start or end'.format([self])"
+        '\'s3.prefix is "%s", expected parts of letters, digits, dots, hyphens and underscores, '
+        "separated by single slashes: remove the slash at its start or end'.format([self])"
     ),
 )
 
@@ -77,7 +77,7 @@ class S3Spec(ApiModel):
         ),
     ] = ""
     region: Annotated[
-        str, Field(min_length=1, max_length=64, description="Region that requests are signed for.")
+        str, Field(min_length=1, max_length=64, description="Region for which requests are signed.")
     ] = "us-east-1"
     credentials_secret_ref: Annotated[
         NameRef,
@@ -89,8 +89,10 @@ class S3Spec(ApiModel):
     ca_secret_ref: Annotated[
         NameRef | None,
         Field(
-            description="Secret with ca.crt, the authority of an https endpoint. Default: the "
-            "image's."
+            description=(
+                "Secret with ca.crt, the authority of an https endpoint. Default: the "
+                "authorities of the image."
+            )
         ),
     ] = None
     path_style: Annotated[
@@ -143,13 +145,13 @@ class CheckpointStoreStatus(ApiModel):
 
     conditions: Conditions = ()
     features: Annotated[
-        StoreFeatures | None, Field(description="What the probe saw the server do.")
+        StoreFeatures | None, Field(description="Features of the server that the probe found.")
     ] = None
     last_probe: Annotated[
         Timestamp | None, Field(description="When the store was last probed (UTC).")
     ] = None
     observed_generation: Annotated[
-        int | None, Field(ge=0, description="metadata.generation that this status answers.")
+        int | None, Field(ge=0, description="metadata.generation that this status describes.")
     ] = None
 
 

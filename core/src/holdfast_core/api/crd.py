@@ -36,9 +36,16 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
         _column("Step", "integer", ".status.step", "Newest step that was trained."),
         _column("Committed", "integer", ".status.lastCommittedStep", "Newest local commit."),
         _column("Persisted", "integer", ".status.lastPersisted.step", "Newest step in the store."),
-        _column("Workers", "string", ".status.workers.summary", "Workers that train, of all."),
+        _column(
+            "Workers", "string", ".status.workers.summary", "Workers that train, of all workers."
+        ),
         _column("Restarts", "integer", ".status.restarts", "Restarts of the gang."),
-        _column("Goodput", "number", ".status.goodput.ratio", "Share of kept training."),
+        _column(
+            "Goodput",
+            "number",
+            ".status.goodput.ratio",
+            "Share of time spent on training that no failure undid.",
+        ),
         _column("Replicated", "integer", ".status.lastReplicatedStep", "Newest copied.", wide=True),
         _column("Round", "integer", ".status.restartRound", "Current restart round.", wide=True),
         _AGE,
@@ -50,7 +57,13 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
         _column("Tiers", "string", ".status.shards.summary", "Shards: memory/node/peer/object."),
         _column("Size", "integer", ".status.bytes", "Bytes of all shards."),
         _column("Verified", "date", ".status.verifiedAt", "Time since all bytes were verified."),
-        _column("Hold", "boolean", ".spec.hold", "Kept whatever the policy.", wide=True),
+        _column(
+            "Hold",
+            "boolean",
+            ".spec.hold",
+            ("Whether it is kept regardless of the retention policy."),
+            wide=True,
+        ),
         _AGE,
     ),
     CheckpointStore.KIND: (
@@ -66,7 +79,7 @@ _COLUMNS: dict[str, tuple[dict[str, Any], ...]] = {
             "Reason",
             "string",
             '.status.conditions[?(@.type=="Available")].reason',
-            "Why it is available or not.",
+            "Reason why it is available or not.",
             wide=True,
         ),
         _AGE,

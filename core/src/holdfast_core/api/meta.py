@@ -45,20 +45,20 @@ class Condition(ApiModel):
     """A durable truth about an object, as metav1.Condition: True means the named state."""
 
     type: Annotated[
-        str, Field(min_length=1, max_length=64, description="What is true or not, in CamelCase.")
+        str, Field(min_length=1, max_length=64, description="Type of the condition, in CamelCase.")
     ]
     status: Annotated[ConditionStatus, Field(description="True, False or Unknown.")]
     reason: Annotated[
-        str, Field(min_length=1, max_length=128, description="Why, in one CamelCase word.")
+        str, Field(min_length=1, max_length=128, description="Reason, as one CamelCase word.")
     ]
     message: Annotated[
-        str, Field(max_length=4096, description="Why, for people; what to do about it.")
+        str, Field(max_length=4096, description="Explanation for people, and what to do.")
     ] = ""
     last_transition_time: Annotated[
         Timestamp, Field(description="When the status last changed (UTC).")
     ]
     observed_generation: Annotated[
-        int | None, Field(ge=0, description="metadata.generation that this was decided on.")
+        int | None, Field(ge=0, description="metadata.generation that the condition describes.")
     ] = None
 
 
@@ -66,7 +66,7 @@ Conditions = Annotated[
     tuple[Condition, ...],
     Field(
         max_length=16,
-        description="Durable truths about this object, one entry a type.",
+        description="Durable facts about this object, one entry per type.",
         json_schema_extra={
             "x-kubernetes-list-type": "map",
             "x-kubernetes-list-map-keys": ["type"],

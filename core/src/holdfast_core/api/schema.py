@@ -101,8 +101,8 @@ class _Walker:
             del flat[name]
         if unknown := sorted(flat.keys() - set(_ORDER)):
             raise ConfigError(
-                f"{'.'.join(path)}: a CRD's schema cannot hold {', '.join(unknown)}; "
-                "say it in another way in the model"
+                f"{'.'.join(path)}: a CRD's schema cannot contain {', '.join(unknown)}; express it "
+                "in another way in the model"
             )
         if RULES in flat:
             flat[RULES] = [_ordered(entry, _RULE_ORDER) for entry in flat[RULES]]
@@ -122,8 +122,8 @@ class _Walker:
                 options = [o for o in flat.pop("anyOf") if o != {"type": "null"}]
                 if len(options) != 1:
                     raise ConfigError(
-                        f"{'.'.join(path)}: a union of {len(options)} types cannot be said in a "
-                        "CRD; use one optional field for each"
+                        f"{'.'.join(path)}: a union of {len(options)} types cannot be expressed in "
+                        "a CRD; use one optional field for each type"
                     )
                 flat = {**options[0], **flat}
             else:

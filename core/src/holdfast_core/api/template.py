@@ -56,13 +56,15 @@ TEMPLATE_SCHEMA: dict[str, Any] = {
                     "type": "array",
                     "minItems": 1,
                     "maxItems": 10,
-                    "description": "Containers of a worker; the one named `trainer` is wrapped.",
+                    "description": (
+                        "Containers of a worker. The container named `trainer` runs the training."
+                    ),
                     "items": _CONTAINER,
                 },
                 "restartPolicy": {
                     "type": "string",
                     "maxLength": 16,
-                    "description": "OnFailure; the operator sets it where it is absent.",
+                    "description": "OnFailure. The operator sets it if it is absent.",
                 },
             },
         }
@@ -87,9 +89,9 @@ TEMPLATE_SCHEMA: dict[str, Any] = {
         rule(
             "!has(self.spec.restartPolicy) || self.spec.restartPolicy == 'OnFailure'",
             message_expression=(
-                "'template.spec.restartPolicy is %s, expected OnFailure: the operator restarts the "
-                "gang by rounds, and a container that dies must come back in its pod; leave the "
-                "field out'.format([self.spec.restartPolicy])"
+                "'template.spec.restartPolicy is %s, expected OnFailure: the operator restarts "
+                "the gang by rounds, and a container that ends must be restarted in its pod; omit "
+                "the field'.format([self.spec.restartPolicy])"
             ),
             field_path=".spec.restartPolicy",
         ),

@@ -30,8 +30,11 @@ def _checkpoint_ref_by_rule(schema: dict[str, Any]) -> None:
     schema[RULES] = [
         rule(
             "has(self.checkpointRef)",
-            message="restoreFrom names no source, exactly one is expected: set checkpointRef.name "
-            "(the only source of this version), or remove restoreFrom to start from the beginning",
+            message=(
+                "restoreFrom has no source, expected exactly one: set checkpointRef.name (the "
+                "only source of this version), or remove restoreFrom to start without a "
+                "checkpoint"
+            ),
         )
     ]
 
@@ -42,7 +45,7 @@ class RestoreFromSpec(ApiModel):
     model_config = ConfigDict(json_schema_extra=_checkpoint_ref_by_rule)
 
     checkpoint_ref: Annotated[
-        NameRef, Field(description="A Checkpoint of the same namespace that is Committed.")
+        NameRef, Field(description="A committed Checkpoint of the same namespace.")
     ]
 
 
@@ -58,13 +61,15 @@ class FailureRule(ApiModel):
             json_schema_extra=cel_rules(
                 rule(
                     "self.all(c, c >= 1 && c <= 255)",
-                    message="failurePolicy.rules.onExitCodes holds a code outside 1 to 255: 0 is "
-                    "success, and a process cannot end with another",
+                    message=(
+                        "failurePolicy.rules.onExitCodes contains a code outside of 1 to 255: "
+                        "0 means success, and exit codes end at 255"
+                    ),
                 )
             ),
         ),
     ]
-    action: Annotated[FailureAction, Field(description="FailJob: no restart, the job is Failed.")]
+    action: Annotated[FailureAction, Field(description="FailJob: the job fails without a restart.")]
 
 
 class FailurePolicySpec(ApiModel):
@@ -75,8 +80,10 @@ class FailurePolicySpec(ApiModel):
         Field(
             ge=0,
             le=1000,
-            description="Restarts allowed within the window; one more and the job is Failed.",
-            json_schema_extra=remedy("0 fails the job at the first loss"),
+            description=(
+                "Number of restarts within the window after which one more restart fails the job."
+            ),
+            json_schema_extra=remedy("0 fails the job at the first failure"),
         ),
     ] = 10
     window: Annotated[
@@ -90,7 +97,9 @@ class FailurePolicySpec(ApiModel):
     ] = "1h"
     rules: Annotated[
         tuple[FailureRule, ...],
-        Field(max_length=16, description="Exceptions by exit code; the first that fits decides."),
+        Field(
+            max_length=16, description=("Exceptions by exit code; the first matching rule applies.")
+        ),
     ] = ()
 
 
@@ -118,9 +127,10 @@ class TrainingJobSpec(ApiModel):
                 "!has(self.checkpoint.peer) || self.workers < 1"
                 " || self.checkpoint.peer.copies < self.workers",
                 message_expression=(
-                    "'checkpoint.peer.copies is %d, but a shard has only %d other workers to go to "
-                    "(workers: %d): lower copies or add workers'.format([self.checkpoint.peer."
-                    "copies, self.workers - 1, self.workers])"
+                    "'checkpoint.peer.copies is %d, but only %d other workers can keep copies of "
+                    "a shard (workers: %d): lower copies or add "
+                    "workers'.format([self.checkpoint.peer.copies, self.workers - 1, "
+                    "self.workers])"
                 ),
                 field_path=".checkpoint.peer.copies",
             ),
@@ -134,7 +144,7 @@ class TrainingJobSpec(ApiModel):
             le=4096,
             description="Pods of the gang; ranks = workers * procsPerWorker. Immutable for now.",
             json_schema_extra={
-                **remedy("say how many pods train together"),
+                **remedy("set the number of pods that train together"),
                 **cel_rules(
                     rule(
                         "self == oldSelf",
@@ -154,9 +164,9 @@ class TrainingJobSpec(ApiModel):
         Field(
             ge=1,
             le=64,
-            description="Rank processes a pod, usually one a GPU. Immutable.",
+            description="Rank processes per pod, usually one per GPU. Immutable.",
             json_schema_extra={
-                **remedy("usually the number of GPUs of a pod"),
+                **remedy("the usual value is the number of GPUs of a pod"),
                 **cel_rules(
                     rule(
                         "self == oldSelf",
@@ -173,21 +183,28 @@ class TrainingJobSpec(ApiModel):
     template: PodTemplate
     checkpoint: Annotated[
         CheckpointPolicySpec,
-        Field(description="When a checkpoint is saved, where it goes and how long it stays."),
+        Field(
+            description=(
+                "When checkpoints are saved, where they are stored and how long they are kept."
+            )
+        ),
     ]
     restore_from: Annotated[
         RestoreFromSpec | None,
-        Field(description="Where the first round starts from. Default: from the beginning."),
+        Field(description="Checkpoint from which the first round starts. Default: none."),
     ] = None
     failure_policy: Annotated[
         FailurePolicySpec,
-        Field(description="How often the gang may restart before the job is given up."),
+        Field(description="How often the gang may restart before the job fails."),
     ] = FailurePolicySpec()
-    node_loss: Annotated[NodeLossSpec, Field(description="When a silent node counts as lost.")] = (
-        NodeLossSpec()
-    )
+    node_loss: Annotated[
+        NodeLossSpec, Field(description=("When a node without lease renewals counts as lost."))
+    ] = NodeLossSpec()
     suspend: Annotated[
-        bool, Field(description="true: save, then remove all pods; false: go on from there.")
+        bool,
+        Field(
+            description=("true: save, then delete all pods; false: continue from that checkpoint.")
+        ),
     ] = False
     active_deadline_seconds: Annotated[
         int | None,
@@ -196,7 +213,7 @@ class TrainingJobSpec(ApiModel):
             le=315_360_000,
             description="Seconds after its start, or after its last resumption, when the job is "
             "failed. Default: never.",
-            json_schema_extra=remedy("leave it out for no deadline"),
+            json_schema_extra=remedy("omit it for no deadline"),
         ),
     ] = None
     ttl_seconds_after_finished: Annotated[
@@ -205,7 +222,7 @@ class TrainingJobSpec(ApiModel):
             ge=0,
             le=315_360_000,
             description="Seconds after its end when the job is deleted. Default: never.",
-            json_schema_extra=remedy("leave it out to keep the job"),
+            json_schema_extra=remedy("omit it to keep the job"),
         ),
     ] = None
 
@@ -236,8 +253,8 @@ class TrainingJob(ApiModel):
                 message_expression=(
                     '\'metadata.name is "%s" (%d characters), expected at most 40 lower-case '
                     "letters, digits and hyphens, a letter first: names of pods and their DNS "
-                    "records are made from it; choose a shorter or simpler name'"
-                    ".format([self.metadata.name, self.metadata.name.size()])"
+                    "records are derived from it; choose a shorter or simpler "
+                    "name'.format([self.metadata.name, self.metadata.name.size()])"
                 ),
             )
         )

@@ -66,7 +66,7 @@ class TierCounts(ApiModel):
     """Shards by the tier that they were read from."""
 
     memory: Annotated[int, Field(ge=0, description="Shards found in shared memory.")] = 0
-    node: Annotated[int, Field(ge=0, description="Shards found on the own node.")] = 0
+    node: Annotated[int, Field(ge=0, description="Shards found on the node of the worker.")] = 0
     peer: Annotated[int, Field(ge=0, description="Shards fetched from a peer's copy.")] = 0
     object: Annotated[int, Field(ge=0, description="Shards fetched from the object store.")] = 0
 
@@ -75,7 +75,8 @@ class RestorePointStatus(ApiModel):
     """The step that the current round starts from. An empty object: chosen, from the beginning."""
 
     step: Annotated[
-        StepField | None, Field(description="Optimizer step; absent: from the beginning.")
+        StepField | None,
+        Field(description=("Optimizer step. Absent: the round started without a checkpoint.")),
     ] = None
     round: Annotated[RoundField | None, Field(description="Restart round that saved it.")] = None
     manifest: Annotated[
@@ -83,14 +84,15 @@ class RestorePointStatus(ApiModel):
     ] = None
     job_uid: Annotated[
         JobUid | None,
-        Field(max_length=64, description="uid of the job that saved it, if it was another one."),
+        Field(max_length=64, description="uid of the job that saved it, if it was another job."),
     ] = None
     job_namespace: Annotated[
         str | None,
         Field(max_length=63, description="Namespace in the object keys of that other job."),
     ] = None
     sources: Annotated[
-        TierCounts | None, Field(description="Number of shards by the tier they were read from.")
+        TierCounts | None,
+        Field(description=("Number of shards by the tier from which they were read.")),
     ] = None
 
     @property
@@ -104,7 +106,8 @@ class LineageEntry(ApiModel):
 
     round: Annotated[RoundField, Field(description="The restart round.")]
     base_step: Annotated[
-        StepField | None, Field(description="Step it restored; absent: from the beginning.")
+        StepField | None,
+        Field(description=("Step that it restored. Absent: it started without a checkpoint.")),
     ] = None
     base_round: Annotated[
         RoundField | None, Field(description="Restart round that saved that step.")
@@ -122,14 +125,17 @@ class RecoveryStatus(ApiModel):
 
     round: Annotated[RoundField | None, Field(description="Restart round that it began.")] = None
     reason: Annotated[
-        str, Field(max_length=128, description="What was lost, in one CamelCase word.")
+        str, Field(max_length=128, description="What was lost, as one CamelCase word.")
     ]
     begun_at: Annotated[Timestamp | None, Field(description="When the round began (UTC).")] = None
     detect_seconds: Annotated[
         float | None,
         Field(
             ge=0,
-            description="From the fault, as far as it is known, until the operator saw it, seconds.",
+            description=(
+                "From the failure, as far as its time is known, until the operator "
+                "detected it, seconds."
+            ),
         ),
     ] = None
     back_off_seconds: Annotated[
@@ -150,14 +156,15 @@ class RecoveryStatus(ApiModel):
         float | None, Field(ge=0, description="Until the shards were on the nodes, seconds.")
     ] = None
     rendezvous_seconds: Annotated[
-        float | None, Field(ge=0, description="Until all ranks had met, seconds.")
+        float | None,
+        Field(ge=0, description=("Until all ranks had finished their rendezvous, seconds.")),
     ] = None
     first_step_seconds: Annotated[
-        float | None, Field(ge=0, description="Until every rank had done a step, seconds.")
+        float | None, Field(ge=0, description="Until every rank had finished a step, seconds.")
     ] = None
     total_seconds: Annotated[
         float | None,
-        Field(ge=0, description="From the fault to the first step of every rank, seconds."),
+        Field(ge=0, description="From the failure to the first step of every rank, seconds."),
     ] = None
     lost_steps: Annotated[
         int | None, Field(ge=0, description="Last trained step minus the restore point.")
@@ -168,15 +175,25 @@ class GoodputStatus(ApiModel):
     """Where the job's time went."""
 
     ratio: Annotated[
-        float, Field(ge=0, le=1, description="Share of the time that went into kept training.")
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description=("Share of the time that was spent on training that no failure undid."),
+        ),
     ]
     training_seconds: Annotated[float, Field(ge=0, description="Training, seconds.")] = 0
     checkpoint_seconds: Annotated[
-        float, Field(ge=0, description="Training blocked by saves, seconds.")
+        float, Field(ge=0, description="Time for which saves blocked training, seconds.")
     ] = 0
-    recovery_seconds: Annotated[float, Field(ge=0, description="In recoveries, seconds.")] = 0
+    recovery_seconds: Annotated[
+        float, Field(ge=0, description="Time spent in recoveries, seconds.")
+    ] = 0
     lost_work_seconds: Annotated[
-        float, Field(ge=0, description="Training that was lost and done again, seconds.")
+        float,
+        Field(
+            ge=0, description=("Time of training that was lost and had to be repeated, seconds.")
+        ),
     ] = 0
 
 
@@ -205,13 +222,15 @@ class RestartRecord(ApiModel):
     round: Annotated[RoundField, Field(description="Restart round that it began.")]
     at: Annotated[Timestamp, Field(description="When (UTC).")]
     reason: Annotated[
-        str, Field(max_length=128, description="What was lost, in one CamelCase word.")
+        str, Field(max_length=128, description="What was lost, as one CamelCase word.")
     ]
     failed_step: Annotated[
         StepField | None,
         Field(
-            description="Step that the round before had restored, where its ranks failed by "
-            "themselves before they had finished a step."
+            description=(
+                "Step that the previous round had restored, if its ranks failed on their "
+                "own before they had finished a step."
+            )
         ),
     ] = None
     failed_round: Annotated[
@@ -230,7 +249,7 @@ class TrainingJobStatus(ApiModel):
         RoundField | None,
         Field(description="+1 at each restart of the gang: the fencing token. Absent: not begun."),
     ] = None
-    restarts: Annotated[int, Field(ge=0, description="Restarts of the gang, ever.")] = 0
+    restarts: Annotated[int, Field(ge=0, description="All restarts of the gang.")] = 0
     restarts_count_towards_max: Annotated[
         int, Field(ge=0, description="Restarts within failurePolicy.window.")
     ] = 0
@@ -251,16 +270,20 @@ class TrainingJobStatus(ApiModel):
     last_memory_step: Annotated[
         StepField | None,
         Field(
-            description="Newest step whose shards are all in the pods' shared memory or on their "
-            "nodes. It outlives processes, not pods."
+            description=(
+                "Newest step whose shards are all in the pods' shared memory or on their "
+                "nodes. It survives the end of processes, but not of pods."
+            )
         ),
     ] = None
     steps_dropped: Annotated[
         int | None,
         Field(
             ge=0,
-            description="Steps of this round that gave way to newer ones before nodes could write or "
-            "peers could copy them.",
+            description=(
+                "Steps of this round that newer steps replaced before nodes had written "
+                "or peers had copied them."
+            ),
         ),
     ] = None
     last_persisted: Annotated[
@@ -280,23 +303,27 @@ class TrainingJobStatus(ApiModel):
     restore_point: Annotated[
         RestorePointStatus | None,
         Field(
-            description="The step that this round starts from. Absent: not chosen yet; an empty "
-            "object: chosen, from the beginning."
+            description=(
+                "The step that this round starts from. Absent: not chosen yet; an empty "
+                "object: the round starts without a checkpoint."
+            )
         ),
     ] = None
     lineage: Annotated[
         tuple[LineageEntry, ...],
         Field(
             max_length=MAX_LINEAGE,
-            description="What each round started from, oldest first, compacted.",
+            description="The restore point of each round, oldest first, compacted.",
         ),
     ] = ()
     last_recovery: Annotated[
         RecoveryStatus | None, Field(description="The newest recovery, phase by phase.")
     ] = None
-    goodput: Annotated[GoodputStatus | None, Field(description="Where the job's time went.")] = None
+    goodput: Annotated[GoodputStatus | None, Field(description="How the job's time was spent.")] = (
+        None
+    )
     workers: Annotated[
-        WorkersStatus | None, Field(description="How much of the gang is there.")
+        WorkersStatus | None, Field(description="How many workers of the gang train.")
     ] = None
     start_time: Annotated[
         Timestamp | None,
@@ -310,5 +337,5 @@ class TrainingJobStatus(ApiModel):
     ] = None
     conditions: Conditions = ()
     observed_generation: Annotated[
-        int | None, Field(ge=0, description="metadata.generation that this status answers.")
+        int | None, Field(ge=0, description="metadata.generation that this status describes.")
     ] = None

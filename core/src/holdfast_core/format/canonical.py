@@ -62,7 +62,7 @@ def _check_keys(value: Any) -> None:
         if isinstance(item, dict):
             for key in item:
                 if not isinstance(key, str):
-                    raise FormatError(f"canonical JSON: key {key!r} is no string")
+                    raise FormatError(f"canonical JSON: key {key!r} is not a string")
             stack.extend(item.values())
         elif isinstance(item, list | tuple):
             stack.extend(item)

@@ -76,7 +76,7 @@ def expect_range(value: Any, path: str) -> ByteRange:
     """Return the byte range of a list `[start, stop]` with start <= stop."""
     numbers = expect_ints(value, path, limit=2)
     if len(numbers) != 2 or numbers[0] > numbers[1]:
-        raise FormatError(f"{path}: {list(numbers)} is no byte range [start, stop)")
+        raise FormatError(f"{path}: {list(numbers)} is not a byte range [start, stop)")
     return ByteRange(numbers[0], numbers[1])
 
 
@@ -96,6 +96,6 @@ def expect_version(value: Any, path: str, supported: int) -> None:
     version = expect_int(value, path, high=1 << 31)
     if version != supported:
         raise UnknownVersionError(
-            f"{path}: version {version} is not known here (this release reads {supported}): "
-            "a newer release of Holdfast wrote it; restore with that release or a later one"
+            f"{path}: version {version} is not supported (this release reads {supported}): a newer "
+            "release of Holdfast wrote it; restore with that release or a later one"
         )

@@ -115,7 +115,7 @@ def parse_digest(text: object, what: str) -> Digest:
     """
     if not isinstance(text, str) or _DIGEST.match(text) is None:
         shown = text if isinstance(text, str) and len(text) <= 80 else type(text).__name__
-        raise FormatError(f"{what}: {shown!r} is no digest, expected b3: and 64 hex characters")
+        raise FormatError(f"{what}: {shown!r} is not a digest, expected b3: and 64 hex characters")
     return Digest(text)
 
 

@@ -91,7 +91,9 @@ def job_prefix(namespace: str, job_uid: JobUid) -> str:
     Raises FormatError if the namespace or the uid is not valid.
     """
     if _NAMESPACE.fullmatch(namespace) is None:
-        raise FormatError(f"namespace {namespace!r} is no DNS label: refused in an object key")
+        raise FormatError(
+            f"namespace {namespace!r} is not a DNS label and cannot be part of an object key"
+        )
     return f"{namespace}/{checked_job_uid(job_uid)}/"
 
 
@@ -120,7 +122,7 @@ def parse_key(key: str) -> Key:
         return ReferencesKey(CheckpointId(Step(int(step)), RestartRound(int(round_))))
     if match := _LAYOUT.fullmatch(key):
         return LayoutKey(Digest(PREFIX + match.group(1)))
-    raise FormatError(f"key {key[:200]!r} is no name that Holdfast writes")
+    raise FormatError(f"key {key[:200]!r} is not a key that Holdfast writes")
 
 
 def _of_rank(ref: ShardRef) -> str:
@@ -136,5 +138,5 @@ def _checkpoint(checkpoint: CheckpointId) -> str:
 
 def _number(value: int, width: int, limit: int, what: str) -> str:
     if not 0 <= value <= limit:
-        raise FormatError(f"{what} {value} is not within 0..{limit}: it has no key")
+        raise FormatError(f"{what} {value} is not within 0..{limit}: it cannot be part of a key")
     return f"{value:0{width}d}"

@@ -125,7 +125,7 @@ def merge_layouts(documents: Iterable[bytes]) -> Layout:
     for document in documents:
         layout = parse_rank_layout(document)
         if layout.rank in parsed:
-            raise FormatError(f"layout: rank {layout.rank} is there twice")
+            raise FormatError(f"layout: rank {layout.rank} appears twice")
         parsed[layout.rank] = (digest_of(document), layout)
     if sorted(parsed) != list(range(len(parsed))):
         raise FormatError(f"layout: ranks {sorted(parsed)[:10]} are not 0..{len(parsed) - 1}")
@@ -138,7 +138,7 @@ def merge_layouts(documents: Iterable[bytes]) -> Layout:
             if (first.dtype, first.shape) != (item.dtype, item.shape):
                 raise FormatError(
                     f"layout: tensor {fqn!r} is {item.dtype} {list(item.shape)} on rank {rank}, "
-                    f"but {first.dtype} {list(first.shape)} on a rank before it"
+                    f"but {first.dtype} {list(first.shape)} on an earlier rank"
                 )
             placed = PlacedSlice(rank, item.offsets, item.lengths, item.byte_range)
             slices.setdefault(fqn, []).append(placed)
@@ -191,7 +191,7 @@ def parse_layout(document: bytes) -> Layout:
         for index, value in enumerate(expect_list(root["ranks"], f"{what}.ranks", limit=MAX_SHARDS))
     )
     if not ranks:
-        raise FormatError(f"{what}.ranks: empty, expected one entry a rank")
+        raise FormatError(f"{what}.ranks: empty, expected one entry per rank")
     tensors = {
         check_fqn(fqn, f"{what}.tensors"): _tensor(
             value, f"{what}.tensors[{fqn[:200]!r}]", len(ranks)

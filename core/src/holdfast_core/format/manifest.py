@@ -89,7 +89,9 @@ class Manifest:
     def ref(self, rank: Rank) -> ShardRef:
         """Return the identity of a rank's shard. Raises FormatError if there is no such rank."""
         if not 0 <= rank < self.world_size:
-            raise FormatError(f"manifest {self.checkpoint}: no rank {rank} among {self.world_size}")
+            raise FormatError(
+                f"manifest {self.checkpoint}: expected a rank below {self.world_size}, found {rank}"
+            )
         shard = self.shards[rank]
         return ShardRef(self.job.uid, self.step, self.restart_round, shard.rank, shard.blake3)
 
@@ -173,8 +175,9 @@ def parse_manifest_of(
     found = (manifest.job.uid, manifest.checkpoint)
     if found != (job_uid, checkpoint) or namespace not in (None, manifest.job.namespace):
         raise CorruptionError(
-            f"the manifest of {checkpoint} of job {job_uid} is of {manifest.checkpoint} of job "
-            f"{manifest.job.uid} in namespace {manifest.job.namespace}: it was renamed or copied"
+            f"the manifest of {checkpoint} of job {job_uid} names {manifest.checkpoint} of job "
+            f"{manifest.job.uid} in namespace {manifest.job.namespace}: the document was renamed "
+            "or copied"
         )
     return manifest
 

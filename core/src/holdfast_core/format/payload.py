@@ -106,7 +106,7 @@ def plan_payload(
     for fqn, dtype, shape in ordered:
         path = f"tensor {fqn!r}"
         if fqn in header or fqn == OBJECTS_NAME:
-            raise FormatError(f"payload: {path}: the name is reserved or there twice")
+            raise FormatError(f"payload: {path}: the name is reserved or appears twice")
         stop = position + tensor_bytes(dtype, expect_shape(list(shape), path), path)
         header[check_fqn(fqn, path)] = _entry(dtype, shape, position, stop)
         position = stop

@@ -134,7 +134,8 @@ def check_slice(item: TensorSlice, path: str) -> TensorSlice:
     ):
         if offset + length > size:
             raise FormatError(
-                f"{path}: axis {axis} holds {offset}..{offset + length} of a dimension of {size}"
+                f"{path}: axis {axis} has the range {offset}..{offset + length} of a dimension of "
+                f"{size}"
             )
     expected = tensor_bytes(item.dtype, item.lengths, path)
     if item.byte_range.length_bytes != expected:

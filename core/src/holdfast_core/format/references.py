@@ -68,7 +68,7 @@ def parse_references_of(document: bytes, checkpoint: CheckpointId) -> References
     """
     references = parse_references(document)
     if references.checkpoint != checkpoint:
-        raise FormatError(f"references of {checkpoint}: say they are {references.checkpoint}'s")
+        raise FormatError(f"references of {checkpoint}: the document names {references.checkpoint}")
     return references
 
 

@@ -186,14 +186,14 @@ def _decoder(kind: Any, bounds: Bounds = _PLAIN) -> Decoder:
         return _enum(kind)
     simple = {int: _int, float: _float, str: _text, bool: _bool}.get(kind)
     if simple is None:
-        raise TypeError(f"{kind} is no type of the protocol")
+        raise TypeError(f"{kind} is not a type of the protocol")
     return functools.partial(simple, bounds)
 
 
 def _optional(kind: Any, bounds: Bounds) -> Decoder:
     members = [m for m in typing.get_args(kind) if m is not type(None)]
     if len(members) != 1:
-        raise TypeError(f"{kind}: unions of several types are no part of the protocol")
+        raise TypeError(f"{kind}: the protocol has no unions of several types")
     decode = _decoder(members[0], bounds)
     return lambda value: None if value is None else decode(value)
 

@@ -85,7 +85,7 @@ def write_frame(message: Any, id: int = 0) -> bytes:
     """
     name = type(message).__name__
     if MESSAGES.get(name) is not type(message):
-        raise FormatError(f"{name} is no message of the socket")
+        raise FormatError(f"{name} is not a message of the socket")
     value = {"type": name, "id": id, "body": to_json(message)}
     body = json.dumps(value, separators=(",", ":")).encode()
     if len(body) > MAX_MESSAGE_BYTES:
@@ -138,7 +138,9 @@ async def read_frame(
         except asyncio.IncompleteReadError as error:
             if not error.partial and error.expected == _LENGTH.size:
                 return None
-            raise UnavailableError("socket: closed within a frame") from error
+            raise UnavailableError(
+                "socket: the peer closed the connection within a frame"
+            ) from error
         except OSError as error:
             raise UnavailableError(
                 f"socket: reading a frame: {error or type(error).__name__}"
@@ -159,7 +161,7 @@ def receive_frame(sock: socket.socket) -> Frame | None:
             return None
         body = _receive(sock, _checked_length(head))
         if body is None:
-            raise UnavailableError("socket: closed within a frame")
+            raise UnavailableError("socket: the peer closed the connection within a frame")
         frame = parse_body(body)
         if not _is_unknown_push(frame):
             return frame
@@ -196,7 +198,7 @@ def _receive(sock: socket.socket, length: int) -> bytes | None:
         if count == 0:
             if filled == 0:
                 return None
-            raise UnavailableError("socket: closed within a frame")
+            raise UnavailableError("socket: the peer closed the connection within a frame")
         filled += count
     return bytes(data)
 

@@ -111,7 +111,7 @@ class Listener:
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError as error:
-                self._drop("accept", f"a connection could not be accepted: {error}")
+                self._drop("accept", f"accepting a connection failed: {error}")
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             connection = _Connection(self, sock)
@@ -133,7 +133,7 @@ class Listener:
             )
         except OSError as error:
             if not connection.is_displaced:
-                self._drop("handshake", f"a connection was closed in its handshake: {error}")
+                self._drop("handshake", f"a connection was closed during its handshake: {error}")
             self._left(connection)
 
     def _made(self, connection: _Connection, transport: asyncio.Transport) -> bool:
@@ -146,7 +146,7 @@ class Listener:
         if self._context is not None:
             name = ",".join(_dns_names(transport)) or "unnamed"
             if not self._admission.is_known(connection, name):
-                self._drop("room", f"a connection of {name} found no place")
+                self._drop("room", f"a connection of {name} was refused: too many connections")
                 return False
         return True
 

@@ -71,7 +71,9 @@ def _is_there(path: Path, digest: Digest) -> bool:
     except NotFoundError:
         return False
     if found != digest:
-        raise AlreadyExistsError(f"{path}: holds the document {found}, refused to put {digest}")
+        raise AlreadyExistsError(
+            f"{path}: the file has the document {found}, refused to write {digest}"
+        )
     # Its writer may still be before this fsync, or may have died before it.
     with disk_errors(f"fsync of {path.parent}"):
         fsync_directory(path.parent)
@@ -85,7 +87,7 @@ def read_document(path: Path) -> bytes:
     try:
         stored = parse_digest(mark[1:-1].decode(), str(path))
     except (FormatError, ValueError) as error:
-        raise CorruptionError(f"{path}: no digest at its end: {error}") from error
+        raise CorruptionError(f"{path}: expected a digest at the end: {error}") from error
     if mark[:1] + mark[-1:] != b"\n\n" or digest_of(document) != stored:
         raise CorruptionError(f"{path}: the document is {digest_of(document)}, expected {stored}")
     return document
@@ -96,7 +98,7 @@ def write_round(path: Path, round_: RestartRound, version: int, directories: Dir
     held = read_round(path)
     if held is not None and held > (round_, version):
         raise StaleRoundError(
-            f"{path}: holds round {held[0]} version {held[1]}, refused to go back to "
+            f"{path}: the file has round {held[0]} version {held[1]}, refused to write the older "
             f"round {round_} version {version}",
             own_round=held[0],
             own_version=held[1],
@@ -133,6 +135,6 @@ def _read(path: Path) -> bytes:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            raise NotFoundError(f"{path}: not there") from error
+            raise NotFoundError(f"{path}: no such file") from error
         with open(fd, "rb") as file:
             return file.read()

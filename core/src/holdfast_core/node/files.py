@@ -350,7 +350,7 @@ class BufferPool:
             if limit_bytes is not None and (self._taken + 1) * self.size_bytes > limit_bytes:
                 raise UnavailableError(
                     f"{self._taken} buffers of {self.size_bytes} bytes are in use, the limit is "
-                    f"{limit_bytes} bytes: too many transfers at once, try again"
+                    f"{limit_bytes} bytes: too many transfers run at the same time, try again"
                 )
             self._taken += 1
             buffer = self._free.pop() if self._free else None

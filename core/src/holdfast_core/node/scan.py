@@ -123,14 +123,16 @@ def read_shard(root: Path, path: Path, buffers: BufferPool) -> ShardRecord:
     parts = path.relative_to(root).parts
     key = parse_key("/".join(parts[1:]))
     if not isinstance(key, ShardKey) or key.packed:
-        raise FormatError(f"{path}: not where shards lie")
+        raise FormatError(f"{path}: expected the path of a shard")
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         record = read_record(fd, path, buffers).record
     finally:
         os.close(fd)
     if record.header.job_uid != parts[0] or shard_key(record.ref) != "/".join(parts[1:]):
-        raise CorruptionError(f"{path}: the file says it is {record.ref}: renamed or misdirected")
+        raise CorruptionError(
+            f"{path}: the file is of {record.ref}: it was renamed or written to the wrong path"
+        )
     return record
 
 

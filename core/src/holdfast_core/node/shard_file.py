@@ -159,7 +159,7 @@ def read_record(fd: int, path: Path, buffers: BufferPool) -> Trailer:
     """
     size = os.fstat(fd).st_size
     if size < 2 * BLOCK_BYTES or size % BLOCK_BYTES:
-        raise CorruptionError(f"shard {path.name}: {size} bytes are no whole shard file")
+        raise CorruptionError(f"shard {path.name}: {size} bytes are not a complete shard file")
     with disk_errors(f"reading shard {path}"):
         first = read_small(fd, 0, BLOCK_BYTES, buffers)
         # Check the prefix before its length is used.
@@ -170,7 +170,8 @@ def read_record(fd: int, path: Path, buffers: BufferPool) -> Trailer:
         length = trailer_bytes(header)
         if start + length != size:
             raise CorruptionError(
-                f"shard {path.name}: {size} bytes, its head means {start + length}"
+                f"shard {path.name}: {size} bytes, expected at least {start + length} according to "
+                "its head"
             )
         return check_trailer(header, unpack_trailer(read_small(fd, start, length, buffers)), size)
 

@@ -139,7 +139,7 @@ class DiskNodeTier:
         Temporary files of dead processes are removed, and torn shards are quarantined.
         """
         if self._opened:
-            raise TierError(f"{self._name} {self._root}: is open already")
+            raise TierError(f"{self._name} {self._root}: is already open")
         with disk_errors(f"opening the {self._name} {self._root}"):
             if not self._read_only:
                 for path in (self._root, self._root / QUARANTINE, self._root / LAYOUTS):
@@ -225,7 +225,7 @@ class DiskNodeTier:
             except FileNotFoundError:
                 return None
         if record.ref != ref:
-            raise CorruptionError(f"{path}: holds {record.ref}, expected {ref}")
+            raise CorruptionError(f"{path}: expected {ref}, found {record.ref}")
         if self._index.add(IndexEntry(record, path)):
             self._budget.add(record.file_bytes)
         return record
@@ -310,7 +310,10 @@ class DiskNodeTier:
         path = self._root / layout_key(digest)
         document = read_document(path)
         if digest_of(document) != digest:
-            raise CorruptionError(f"{path}: holds {digest_of(document)}")
+            raise CorruptionError(
+                f"{path}: the digest of the document is {digest_of(document)}, "
+                "which is not its name"
+            )
         return document
 
     def delete_checkpoint(self, job_uid: JobUid, checkpoint: CheckpointId) -> None:
@@ -378,8 +381,8 @@ class DiskNodeTier:
             if entry.record == record:
                 return record
         raise AlreadyExistsError(
-            f"shard of rank {header.rank} step {header.step} round {header.round}: holds payload "
-            f"{entries[0].record.blake3}, refused to write {record.blake3} beside it"
+            f"shard of rank {header.rank} step {header.step} round {header.round}: the tier has "
+            f"payload {entries[0].record.blake3}, refused to write another payload {record.blake3}"
         )
 
     def _write_twice(self, header: ShardHeader, source: PayloadSource, size: int) -> ShardRecord:
@@ -390,7 +393,7 @@ class DiskNodeTier:
             except PoisonedError as error:
                 if attempt + 1 == _WRITE_ATTEMPTS:
                     raise
-                _LOG.warning("%s: the whole shard is written once more, to a new file", error)
+                _LOG.warning("%s: writing the whole shard again, to a new file", error)
             except CapacityError as error:
                 # The budget does not cover quotas and files of other programs.
                 if attempt + 1 < _WRITE_ATTEMPTS and self._empty_quarantine():
@@ -530,7 +533,7 @@ class DiskNodeTier:
 
     def _job_directory(self, job_uid: JobUid) -> Path:
         if job_uid in _RESERVED:
-            raise TierError(f"job uid {job_uid!r} is a name that the node tier keeps for itself")
+            raise TierError(f"job uid {job_uid!r} is reserved by the node tier")
         return self._root / checked_job_uid(job_uid)
 
     def shard_path(self, ref: ShardRef) -> Path:

@@ -71,7 +71,7 @@ class LocalChunks:
         if writer.offset != span.start:
             raise FormatError(
                 f"copy of {self._ref}: at byte {writer.offset}, expected {span.start}: the sender "
-                "sent what it was told not to"
+                "sent chunks that it was requested to leave out"
             )
         reader = self._readers[run.source]
         start = span.start - head_bytes(record.header)

@@ -159,7 +159,7 @@ def _put(peer: Peer, request: BulkFrame, reader: ShardReader) -> int:
             return 0
         if reply.offset > request.length:
             raise FormatError(
-                f"bulk: {peer} wants to go on from {reply.offset} of {request.length}"
+                f"bulk: {peer} requested to continue at byte {reply.offset} of {request.length}"
             )
         wanted = _wanted(line, peer, request, reader, reply)
         if reply.plain:

@@ -48,7 +48,7 @@ class Line:
         Raises FormatError before `secure`.
         """
         if self._sock is None:
-            raise FormatError("bulk: no TLS on this connection yet; call secure() first")
+            raise FormatError("bulk: this connection has no TLS yet; call secure() first")
         return self._sock
 
     @property
@@ -69,7 +69,9 @@ class Line:
         self._sock.do_handshake()
         name = peer_name(self._sock)
         if self._name not in (None, name):
-            raise AccessDeniedError(f"bulk: {self._name} came back to TLS as {name}")
+            raise AccessDeniedError(
+                f"bulk: the certificate changed from {self._name} to {name} within one connection"
+            )
         self._name = name
         return name
 

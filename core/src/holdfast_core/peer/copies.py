@@ -68,7 +68,7 @@ class Copies:
             if (older := self._active.get(ref)) is not None:
                 older()
                 if not self._ended.wait_for(lambda: ref not in self._active, _TAKEOVER_SECONDS):
-                    raise RefusedError(Refusal.BUSY, f"another connection sends {ref} already")
+                    raise RefusedError(Refusal.BUSY, f"another connection already sends {ref}")
             self._active[ref] = interrupt
             parked = self._parked.pop((ref, file_bytes), None)
         if parked is not None:

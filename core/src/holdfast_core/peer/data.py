@@ -62,7 +62,7 @@ def chunk_span(record: ShardRecord, chunks: range) -> ByteRange:
     start = chunks.start * header.chunk_bytes
     stop = min(chunks.stop * header.chunk_bytes, header.payload_bytes)
     if not 0 <= start < stop or chunks.stop > chunk_count(header):
-        raise FormatError(f"shard of {record.ref}: has no chunks {chunks}")
+        raise FormatError(f"shard of {record.ref}: the shard has no chunks {chunks}")
     return ByteRange(first + start, first + stop)
 
 

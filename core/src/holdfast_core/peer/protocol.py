@@ -258,7 +258,7 @@ def receive_into(sock: Incoming, buffer: memoryview, *, may_end: bool = False) -
         if count == 0:
             if may_end and filled == 0:
                 return False
-            raise ConnectionResetError("the other side closed within a frame")
+            raise ConnectionResetError("the peer closed the connection within a frame")
         filled += count
     return True
 
@@ -278,9 +278,13 @@ def connection_error(error: OSError, tried: str) -> HoldfastError:
         tried: What was tried, for the error text.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        return AccessDeniedError(f"{tried}: certificate not accepted: {error.verify_message}")
+        return AccessDeniedError(
+            f"{tried}: the certificate of the peer was not accepted: {error.verify_message}"
+        )
     if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
-        return AccessDeniedError(f"{tried}: the other side refused our certificate: {error.reason}")
+        return AccessDeniedError(
+            f"{tried}: the peer refused the certificate of this side: {error.reason}"
+        )
     return UnavailableError(f"{tried}: {error or type(error).__name__}")
 
 
@@ -400,6 +404,6 @@ def _runs(value: Any) -> tuple[range, ...]:
         numbers = expect_ints(item, "bulk frame: have", limit=2)
         low = runs[-1].stop if runs else 0
         if len(numbers) != 2 or numbers[0] < low or numbers[1] < 1:
-            raise FormatError(f"bulk frame: have {numbers} is no run of chunks from {low} on")
+            raise FormatError(f"bulk frame: have {numbers} is not a run of chunks from {low} on")
         runs.append(range(numbers[0], numbers[0] + numbers[1]))
     return tuple(runs)

@@ -178,7 +178,7 @@ class PeerShard:
         bad = bad_chunks(self.trailer, chunks, view)
         if bad:
             raise CorruptionError(
-                f"bulk: {self._ref} at {self._peer}: chunks {bad[:8]} are not what its table says"
+                f"bulk: {self._ref} at {self._peer}: chunks {bad[:8]} do not match its chunk table"
             )
 
     @contextlib.contextmanager

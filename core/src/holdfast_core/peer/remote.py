@@ -80,7 +80,9 @@ def with_attempts(peer: Peer, attempt: Callable[[bool], T]) -> T:
             return attempt(peer.options.plain and number == 0)
         except UnavailableError as error:
             last = error
-    raise UnavailableError(f"gave up after {peer.options.attempts} attempts: {last}") from last
+    raise UnavailableError(
+        f"all {peer.options.attempts} attempts failed, the last with: {last}"
+    ) from last
 
 
 @contextmanager
@@ -107,7 +109,7 @@ def expect_reply(sock: Incoming, peer: Peer, request: BulkFrame) -> BulkFrame:
     """Read the REPLY to `request`. Raises FormatError, OSError, and the error that the REPLY carries."""
     reply = receive_frame(sock)
     if reply is None:
-        raise ConnectionResetError("the other side closed before its reply")
+        raise ConnectionResetError("the peer closed the connection before its reply")
     if reply.kind is not Kind.REPLY or reply.ref != request.ref:
         raise FormatError(f"bulk: {peer} answered {request.kind.name} with {reply.kind.name}")
     raise_reply(reply, f"bulk: {request.kind.name} of {request.ref} at {peer}")
@@ -121,7 +123,7 @@ def expect_data(sock: ssl.SSLSocket | PacedLine, peer: Peer, request: BulkFrame)
     """
     frame = receive_frame(sock)
     if frame is None:
-        raise ConnectionResetError("the other side closed within the shard")
+        raise ConnectionResetError("the peer closed the connection within the shard")
     if frame.kind is Kind.REPLY and sock.version() is not None:
         raise_reply(frame, f"bulk: reading {request.ref} from {peer}")
     return frame

@@ -170,7 +170,7 @@ class BulkServer:
     def port(self) -> int:
         """Return the bound port. Raises ConfigError before `start`."""
         if self._listener is None:
-            raise ConfigError("bulk server: not started")
+            raise ConfigError("bulk server: it has not been started")
         return int(self._listener.getsockname()[1])
 
     def drop_parked(self) -> None:
@@ -283,7 +283,7 @@ class BulkServer:
     def _turn(self) -> Iterator[None]:
         if not self._turns.acquire(timeout=self._limits.io_seconds):
             raise UnavailableError(
-                f"bulk: {self._limits.requests} requests are in work, and none ended within "
+                f"bulk: {self._limits.requests} requests are in progress, and none ended within "
                 f"{self._limits.io_seconds:.0f} s"
             )
         try:
@@ -310,7 +310,7 @@ class BulkServer:
                 send_frame(line.sock, reply)
                 send_table(line.sock, request, reader)
             case Kind.DATA | Kind.REPLY:
-                raise FormatError(f"bulk: {request.kind.name} is no request")
+                raise FormatError(f"bulk: {request.kind.name} is not a request")
 
     def _open_shard(self, ref: ShardRef) -> ShardReader:
         try:
@@ -342,7 +342,7 @@ class BulkServer:
             if not copy.outside:
                 raise
             # An attacker may have changed the bytes, so the sender's shard need not be corrupt.
-            raise UnavailableError(f"bytes that came outside TLS: {error}") from error
+            raise UnavailableError(f"receiving bytes outside TLS: {error}") from error
         finally:
             self._copies.end(request.ref, request.length, copy if parked else None)
             if not parked:
@@ -473,7 +473,7 @@ def _receive_until(sock: socket.socket, request: BulkFrame, writer: CopyWriter, 
         with _broken(request):
             frame = receive_frame(sock)
             if frame is None:
-                raise ConnectionResetError("the sender closed within it")
+                raise ConnectionResetError("the sender closed the connection within the copy")
             length = receive_piece(sock, frame, request, writer)
         writer.advance(length)
 

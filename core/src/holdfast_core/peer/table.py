@@ -54,7 +54,7 @@ def receive_table(sock: Incoming, request: BulkFrame, file_bytes: int) -> Traile
     while not found or start + len(found) < file_bytes:
         frame = receive_frame(sock)
         if frame is None:
-            raise ConnectionResetError("the other side closed within the chunk table")
+            raise ConnectionResetError("the peer closed the connection within the chunk table")
         if not found:
             start = frame.offset
             if not 0 < file_bytes - start <= MAX_TRAILER_BYTES:
@@ -74,7 +74,7 @@ def receive_table(sock: Incoming, request: BulkFrame, file_bytes: int) -> Traile
     check_ref(trailer.record, request.ref)
     if trailer.record.file_bytes != file_bytes:
         raise CorruptionError(
-            f"bulk: {request.ref}: its trailer means a file of {trailer.record.file_bytes} bytes, "
-            f"announced were {file_bytes}"
+            f"bulk: {request.ref}: its trailer describes a file of {trailer.record.file_bytes} "
+            f"bytes, expected the announced {file_bytes}"
         )
     return trailer

@@ -89,7 +89,8 @@ class Copying:
                     read = asked[0]
                     if len(view) != read.span.length_bytes:
                         raise CorruptionError(
-                            f"{source.trailer.record.ref}: {len(view)} bytes came for {read.span}"
+                            f"{source.trailer.record.ref}: received {len(view)} bytes for "
+                            f"{read.span}"
                         )
                     self.read_bytes += len(view)
                     for piece in read.pieces:
@@ -101,7 +102,9 @@ class Copying:
         if (missed := next(self._left, None)) is not None:
             # A source that ends too early must not leave an unnoticed gap in the payload.
             self._left = itertools.chain((missed,), self._left)
-            raise CorruptionError(f"{source.trailer.record.ref}: no bytes came for {missed.span}")
+            raise CorruptionError(
+                f"{source.trailer.record.ref}: received no bytes for {missed.span}"
+            )
 
 
 def check_source(record: ShardRecord, shard: ManifestShard, part: RankPart) -> None:
@@ -114,8 +117,8 @@ def check_source(record: ShardRecord, shard: ManifestShard, part: RankPart) -> N
     expected = (shard.rank, shard.payload_bytes, part.layout, shard.blake3, shard.chunk_table)
     if found != expected or part.payload_bytes != shard.payload_bytes:
         raise CorruptionError(
-            f"shard of {record.ref}: its head and trailer say (rank, bytes, layout, blake3, chunk "
-            f"table) = {found}, manifest and layout say {expected}"
+            f"shard of {record.ref}: its head and trailer have (rank, bytes, layout, blake3, chunk "
+            f"table) = {found}, expected {expected} according to manifest and layout"
         )
 
 

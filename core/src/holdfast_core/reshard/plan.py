@@ -79,8 +79,8 @@ def plan(wanted: RankLayout, source: Layout, *, avoid: Collection[Rank] = ()) ->
     if problems:
         lines = "\n  ".join(problems)
         raise StateMismatchError(
-            f"rank {wanted.rank} cannot be made from the checkpoint of {len(source.ranks)} ranks, in "
-            f"{len(problems)} places:\n  {lines}"
+            f"rank {wanted.rank} cannot be assembled from the checkpoint of {len(source.ranks)} "
+            f"ranks, in {len(problems)} places:\n  {lines}"
         )
     return _joined(moves)
 
@@ -123,7 +123,9 @@ def payload_plan(wanted: RankLayout) -> PayloadPlan:
     """
     places = set(wanted.objects.values())
     if len(places) > 1:
-        raise FormatError(f"layout of rank {wanted.rank}: objects in {len(places)} places, not 1")
+        raise FormatError(
+            f"layout of rank {wanted.rank}: expected objects in 1 place, found {len(places)}"
+        )
     capacity = sum(place.length_bytes for place in places)
     planned = plan_payload(
         ((fqn, item.dtype, item.lengths) for fqn, item in wanted.tensors.items()), capacity
@@ -204,7 +206,9 @@ def _objects(
         places = source.objects.get(fqn, ())
         place = next((p.byte_range for p in places if p.rank == home), None)
         if place is None or home in avoid:
-            problems.append(f"object {fqn}: expected it in the shard of rank {home}, not readable")
+            problems.append(
+                f"object {fqn}: expected it in the shard of rank {home}, which cannot be read"
+            )
         elif place.length_bytes != target.length_bytes:
             problems.append(
                 f"object {fqn}: expected {target.length_bytes} bytes, found "

@@ -16,8 +16,8 @@ def payload_span(header: ShardHeader, chunks: range) -> ByteRange:
     """
     if chunks.step != 1 or not 0 <= chunks.start < chunks.stop <= chunk_count(header):
         raise FormatError(
-            f"shard of rank {header.rank} step {header.step}: no chunks {chunks} among "
-            f"{chunk_count(header)}"
+            f"shard of rank {header.rank} step {header.step}: expected chunks below "
+            f"{chunk_count(header)}, found {chunks}"
         )
     stop = min(chunks.stop * header.chunk_bytes, header.payload_bytes)
     return ByteRange(chunks.start * header.chunk_bytes, stop)

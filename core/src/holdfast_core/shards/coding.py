@@ -116,12 +116,16 @@ class ChunkDecoder:
         """
         if width == PLAIN:
             if len(stored) != len(place):
-                raise CorruptionError(f"{len(stored)} bytes stored of {len(place)}, as they are")
+                raise CorruptionError(
+                    f"{len(stored)} uncompressed bytes are stored, expected {len(place)}"
+                )
             place[:] = stored
             return
         start = width * _LENGTH_BYTES
         if len(stored) < start:
-            raise CorruptionError(f"{len(stored)} bytes stored, less than the lengths of planes")
+            raise CorruptionError(
+                f"{len(stored)} bytes are stored, less than the sum of the planes"
+            )
         lengths = struct.unpack_from(f"<{width}I", stored)
         if start + sum(lengths) != len(stored):
             raise CorruptionError(f"planes of {lengths} bytes in {len(stored)} stored ones")

@@ -138,7 +138,7 @@ def unpack_head(data: bytes) -> ShardHeader:
     """
     size = head_bytes_of(data)
     if len(data) < size:
-        raise CorruptionError(f"shard head: {len(data)} bytes of {size} are there")
+        raise CorruptionError(f"shard head: {len(data)} bytes, expected {size}")
     _, length, crc = HEAD_PREFIX.unpack_from(data)
     text = bytes(data[HEAD_PREFIX.size : HEAD_PREFIX.size + length])
     if crc32c(text) != crc:
@@ -197,9 +197,11 @@ def unpack_trailer(data: bytes) -> Trailer:
     except FormatError as error:
         raise CorruptionError(f"shard trailer: {error}") from error
     if digest_of(packed) != chunk_table:
-        raise CorruptionError("shard trailer: the chunk table is not the one its digest names")
+        raise CorruptionError("shard trailer: the chunk table does not match its digest")
     if table.payload_digest() != blake3:
-        raise CorruptionError("shard trailer: the chunk table is not that of its payload's digest")
+        raise CorruptionError(
+            "shard trailer: the chunk table does not match the digest of the payload"
+        )
     return Trailer(ShardRecord(header, blake3, chunk_table, file_bytes(header)), table)
 
 
@@ -207,7 +209,8 @@ def check_trailer(header: ShardHeader, trailer: Trailer, length: int) -> Trailer
     """Return `trailer`. Raises CorruptionError if head, trailer and file length do not match."""
     if trailer.record.header != header:
         raise CorruptionError(
-            f"shard: head says {header}, tail says {trailer.record.header}: torn or spliced"
+            f"shard: the head has {header}, the trailer has {trailer.record.header}: the file is "
+            "torn or spliced"
         )
     if trailer.record.file_bytes != length:
         raise CorruptionError(

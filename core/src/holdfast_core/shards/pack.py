@@ -258,7 +258,8 @@ def unpack_index(data: bytes, pack_bytes: int) -> PackIndex:
             index = replace(index, coding=None)
         if index.stored_bytes != stored_bytes:
             raise FormatError(
-                f"{stored_bytes} bytes are stored, the places mean {index.stored_bytes}"
+                f"{stored_bytes} bytes are stored, expected {index.stored_bytes} according to the "
+                "places"
             )
     except UnknownVersionError:
         raise
@@ -272,7 +273,7 @@ def _parse(body: bytes, start: int, count: int) -> PackIndex:
     root = expect_document(text, "index", _FIELDS, version=FORMAT_VERSION)
     header = parse_identity(root["header"], "index.header")
     if count != chunk_count(header):
-        raise FormatError(f"{count} chunks, its header means {chunk_count(header)}")
+        raise FormatError(f"{count} chunks, expected {chunk_count(header)} according to the header")
     middle = start + table_bytes(count)
     if len(body) != middle + _CHUNK_BYTES * count:
         raise FormatError(
@@ -283,7 +284,7 @@ def _parse(body: bytes, start: int, count: int) -> PackIndex:
     )
     packed = body[start:middle]
     if digest_of(packed) != expect_digest(root["chunkTable"], "index.chunkTable"):
-        raise FormatError("the chunk table is not the one its digest names")
+        raise FormatError("the chunk table does not match its digest")
     sources = expect_list(root["sources"], "index.sources", limit=MAX_SOURCES)
     base = root["base"]
     return PackIndex(
@@ -311,11 +312,11 @@ def _check(index: PackIndex) -> None:
     header, own = index.header, index.ref
     if len(index.table) != chunk_count(header) or len(index.places) != len(index.table):
         raise FormatError(
-            f"{len(index.table)} chunks and {len(index.places)} places, the header means "
-            f"{chunk_count(header)}"
+            f"{len(index.table)} chunks and {len(index.places)} places, expected "
+            f"{chunk_count(header)} according to the header"
         )
     if index.table.payload_digest() != index.blake3:
-        raise FormatError("the chunk table is not that of its payload's digest")
+        raise FormatError("the chunk table does not match the digest of the payload")
     if max(index.places, default=HERE) > len(index.sources):
         raise FormatError(f"place {max(index.places)} among {len(index.sources)} sources")
     order = [source_order(source) for source in index.sources]
@@ -359,7 +360,7 @@ def _check_coding(index: PackIndex, coding: Coding) -> None:
         if run.place != HERE:
             if coding.stored_bytes(start, stop) or any(coding.widths[start:stop]):
                 raise FormatError(
-                    f"chunks {start} to {stop} are of source {run.place}, yet also here"
+                    f"chunks {start} to {stop} are of source {run.place}, but are also in this pack"
                 )
             continue
         for chunk in run.chunks:

@@ -192,7 +192,8 @@ class ShardStream:
         """Take the next bytes of the file. Raises CorruptionError, FormatError."""
         if self._position + len(data) > self._expected_bytes:
             raise CorruptionError(
-                f"shard of {self._ref}: more than the {self._expected_bytes} bytes announced"
+                f"shard of {self._ref}: received more than the announced {self._expected_bytes} "
+                "bytes"
             )
         taken = 0
         while taken < len(data):
@@ -204,7 +205,7 @@ class ShardStream:
     def finish(self) -> Trailer:
         """Return the trailer. Raises CorruptionError unless the file is complete and is the shard."""
         if self._header is None or self._digester is None:
-            raise CorruptionError(f"shard of {self._ref}: ends within its head")
+            raise CorruptionError(f"shard of {self._ref}: the stream ends within the head")
         if self._position != self._expected_bytes:
             raise CorruptionError(
                 f"shard of {self._ref}: {self._position} bytes of {self._expected_bytes}"
@@ -229,8 +230,8 @@ class ShardStream:
         check_identity(header, self._ref)
         if file_bytes(header) != self._expected_bytes:
             raise CorruptionError(
-                f"shard of {self._ref}: its head means {file_bytes(header)} bytes, "
-                f"{self._expected_bytes} were announced"
+                f"shard of {self._ref}: its head describes {file_bytes(header)} bytes, expected "
+                f"the announced {self._expected_bytes}"
             )
         self._header = header
         self._digester = self._make_digester(header)
@@ -259,7 +260,7 @@ def check_identity(header: ShardHeader, ref: ShardRef) -> None:
     expected = (ref.job_uid, ref.step, ref.round, ref.rank)
     if found != expected:
         raise CorruptionError(
-            f"shard: the file says (job, step, round, rank) = {found}, expected {expected}"
+            f"shard: the file has (job, step, round, rank) = {found}, expected {expected}"
         )
 
 
@@ -267,7 +268,7 @@ def check_ref(record: ShardRecord, ref: ShardRef) -> None:
     """Raise CorruptionError if the record is not the shard `ref`."""
     check_identity(record.header, ref)
     if record.blake3 != ref.blake3:
-        raise CorruptionError(f"shard of {ref}: the file says its payload is {record.blake3}")
+        raise CorruptionError(f"shard of {ref}: the file names the payload {record.blake3}")
 
 
 def check_same(record: ShardRecord, table: ChunkTable, trailer: Trailer) -> None:
@@ -280,5 +281,5 @@ def check_same(record: ShardRecord, table: ChunkTable, trailer: Trailer) -> None
         )
     if record.blake3 != trailer.record.blake3:
         raise CorruptionError(
-            f"shard of {trailer.record.ref}: the payload digests to {record.blake3}"
+            f"shard of {trailer.record.ref}: the digest of the payload is {record.blake3}"
         )

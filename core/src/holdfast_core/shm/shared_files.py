@@ -103,11 +103,11 @@ def open_regular(directory: int, name: str, flags: int) -> int:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "not a regular file")
         raise FormatError(f"{name} is {kind}: expected a regular file")
     if flags & (os.O_WRONLY | os.O_RDWR) and found.st_nlink > 1:
         os.close(descriptor)
-        raise FormatError(f"{name} has {found.st_nlink} hard links: expected one name for one file")
+        raise FormatError(f"{name} has {found.st_nlink} hard links: expected one link")
     return descriptor
 
 

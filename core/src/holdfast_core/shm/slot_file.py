@@ -86,13 +86,13 @@ class SlotFile:
         if 0 < volume_bytes < header.capacity_bytes:
             # A sparse file needs no memory, but its reader would read every byte that it claims.
             raise FormatError(
-                f"slot {self.name}: header says {header.capacity_bytes} bytes, the volume has "
-                f"{volume_bytes}"
+                f"slot {self.name}: the header has a capacity of {header.capacity_bytes} bytes, "
+                f"but the volume has {volume_bytes}"
             )
         if header.capacity_bytes > held_bytes or header.rank != rank_of_slot(self.name):
             raise FormatError(
-                f"slot {self.name}: header says rank {header.rank} and "
-                f"{header.capacity_bytes} bytes, the file holds {held_bytes}"
+                f"slot {self.name}: the header names rank {header.rank} and "
+                f"{header.capacity_bytes} bytes, but the file has {held_bytes}"
             )
         return header
 

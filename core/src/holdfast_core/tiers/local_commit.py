@@ -90,7 +90,7 @@ def commit_local(tier: NodeTier, layout: bytes, manifest: bytes) -> Digest:
     parsed = parse_manifest(manifest)
     if parsed.layout != digest_of(layout):
         raise FormatError(
-            f"manifest {parsed.checkpoint} names layout {parsed.layout}, got {digest_of(layout)}"
+            f"manifest {parsed.checkpoint} names layout {parsed.layout}, found {digest_of(layout)}"
         )
     parse_layout(layout)
     tier.put_layout(layout)
