@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from tests.support.shards.builders import (
@@ -13,6 +12,7 @@ from tests.support.shards.builders import (
     rank_payload,
     shard_header,
 )
+from tests.support.sidecar.contracts import contract_with
 from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import ManualClock
@@ -21,11 +21,14 @@ from holdfast_core.format.layout import merge_layouts
 from holdfast_core.format.manifest import parse_manifest
 from holdfast_core.tiers.base import NodeTier
 from holdfast_core.tiers.local_commit import build_manifest
-from holdfast_sidecar.base.backoff import Backoff, Patience
 from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.rehydrate import Rehydrator
+from holdfast_sidecar.wire.members import Members
 
 LAYOUT = merge_layouts([rank_layout(world_size=1)]).to_bytes()
 PAYLOAD = rank_payload(world_size=1)
@@ -45,19 +48,16 @@ def rehydrator_of(
     on_change: Callable[[], None] = lambda: None,
 ) -> Rehydrator:
     """`others` stands for the members and the store."""
-    settings: Any = SimpleNamespace(
-        contract=SimpleNamespace(namespace=JOB.namespace, job_uid=JOB.uid)
+    settings = Settings(
+        contract_with(namespace=JOB.namespace, job_uid=JOB.uid),
+        backoff_first_seconds=0.001,
+        backoff_last_seconds=0.001,
+        restore_patience_seconds=PATIENCE_SECONDS,
     )
     return Rehydrator(
-        settings,
-        lambda: state,
-        node,
-        others,
-        peers=others,
-        bulk=others,
-        pools=pools,
-        metrics=Metrics(),
-        clock=clock,
-        patience=lambda: Patience(clock, Backoff(0.001, 0.001), PATIENCE_SECONDS),
-        on_change=on_change,
+        Pod(settings, clock, CurrentRound(state)),
+        Tiers(node, others, pools),
+        Members(others, others),
+        Metrics(),
+        on_change,
     )

@@ -33,6 +33,7 @@ from holdfast_core.tiers.sources import ReaderSource
 from holdfast_sidecar.base.backoff import Backoff, Patience
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.fill_target import FillTarget
 from holdfast_sidecar.restore.reshard import Resharder, Saved
 from holdfast_sidecar.restore.sources import Places
@@ -145,7 +146,7 @@ class World:
     def resharder(self, pools: Pools) -> Resharder:
         store = FaultyObjectTier(self.store, self.store_faults)
         bulk: Any = self
-        places = Places(self.node, store, bulk, bulk, pools, self.metrics, 1)
+        places = Places(Tiers(self.node, store, pools), bulk, bulk, self.metrics, 1)
         return Resharder(places, pools, self.metrics, self.clock.patience)
 
     def fill(self, wanted: RankLayout = WANTED, slot: SlotFile | None = None) -> Any:

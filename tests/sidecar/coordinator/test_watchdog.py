@@ -25,8 +25,10 @@ from holdfast_core.messages.schema import (
     WorkerReport,
 )
 from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.alarm import NO_COMMIT
 from holdfast_sidecar.coordinator.commit import Coordinator
 from holdfast_sidecar.coordinator.watchdog import CommitWatch
@@ -84,14 +86,11 @@ class World:
         self.pools = Pools(disk=1, copy=1, store=1)
         settings = Settings(contract_with(shared_dir=str(folder)))
         self.coordinator = Coordinator(
-            settings,
+            Pod(settings, self.clock, CurrentRound(first_round())),
             message,
-            MemoryTier(),
-            None,
-            peers=cast(Any, None),
-            pools=self.pools,
-            failures=Failures(lambda: None),
-            clock=self.clock,
+            Tiers(MemoryTier(), None, self.pools),
+            cast(Any, None),
+            Failures(lambda: None),
         )
 
     def step(self, step: int, *failures: Failure) -> None:

@@ -14,12 +14,13 @@ from tests.support.sidecar.contracts import contract_with
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import End, HelloReply
+from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.wire.client import Peers
-from holdfast_sidecar.wire.intake import Connection, Intake
+from holdfast_sidecar.wire.intake import Connection, Intake, LocalConnections
 
 STATE = RoundState(Worker(0), 1, RestartRound(1))
 
@@ -74,17 +75,16 @@ async def test_end_ranks(
 ) -> None:
     settings = Settings(contract_with(shared_dir=str(shared)), end_seconds=0.3)
     handler = Handler()
-    intake = Intake(settings.socket_path, JOB_UID, handler)
+    connections = LocalConnections()
+    intake = Intake(settings.socket_path, JOB_UID, handler, connections)
     gang = LocalGang(Worker(0))
     gang.running_round = None if running is None else RestartRound(running)
     peers = Peers(settings.contract, None, lambda: STATE, call_seconds=1)  # type: ignore[arg-type]
     handler.starter = Starter(
-        settings,
-        lambda: STATE,
+        Pod(settings, SystemClock(), CurrentRound(STATE)),
         gang,
-        intake,
+        connections,
         peers,
-        SystemClock(),
         restored=lambda: True,
         on_change=lambda: None,
     )

@@ -1,5 +1,4 @@
-"""For which shards a member acknowledges a manifest: a coordinator that does not speak of shards in memory
-takes the answer for durable ones."""
+"""Shards that a member needs before it accepts a manifest, and what it deletes on notices."""
 
 from __future__ import annotations
 
@@ -7,124 +6,167 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.support.shards.builders import BytesSource, manifest, shard_file, shard_header
 from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.rounds import first_round
 
+from holdfast_core.clock import ManualClock
 from holdfast_core.errors import NotFoundError, RefusedError
-from holdfast_core.ids import Level, Rank, RestartRound, Step
+from holdfast_core.ids import CheckpointId, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import HoldNotice, LevelNotice, ManifestPut, Ok, Refusal
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardRecord
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import Caller
-from holdfast_sidecar.process.control import Control
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.signals import Signal
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.gang.notices import RankNotices
+from holdfast_sidecar.process.manifests import Manifests
+from holdfast_sidecar.process.pruning import Pruner
+from holdfast_sidecar.save.room import Room
+from holdfast_sidecar.wire.intake import LocalConnections
 
 DATA = b"x" * 1000
+HEADER = shard_header(len(DATA), job_uid=CONTRACT.job_uid, world_size=2)
+_, RECORD = shard_file(HEADER, DATA)
+CHECKPOINT = (HEADER.step, HEADER.round)
 
 
-def put(
-    root: Path, *, held: bool, in_memory: bool, stored: bool = False, digesting: bool = False
-) -> Mock:
-    """What worker 0 makes of the manifest of its shard; its parts, to look at."""
-    header = shard_header(len(DATA), job_uid=CONTRACT.job_uid, world_size=2)
-    _, record = shard_file(header, DATA)
-    node = DiskNodeTier(root, capacity_bytes=1 << 30)
-    node.open()
-    if stored:
-        node.write_shard(header, BytesSource(DATA))
-    pools = Pools(disk=1, copy=1, store=1)
-    parts = Mock(node=node, pools=pools)
-    parts.settings.contract = CONTRACT
-    parts.keeper.state = first_round()
-    parts.stager.find.return_value = record if in_memory else None
-    parts.stager.may_find.return_value = digesting
-    control = Control(parts, Mock(), Mock(), Mock())
+class PlayedStager:
+    """The shards in memory, as a test sets them."""
 
-    async def scenario() -> None:
-        try:
-            message = ManifestPut(RestartRound(0), header.step, text(record), held=held)
-            assert await control.dispatch(Caller("gpt-0-r0"), "/v1/manifest", message) == Ok(
-                RestartRound(0)
-            )
-        finally:
-            await control.close()
-            pools.close()
+    def __init__(self) -> None:
+        self.in_memory: ShardRecord | None = None
+        self.digesting = False
+        self.commits: list[tuple[Step, RestartRound]] = []
+        self.dropped: frozenset[Step] = frozenset()
+        self.chosen: Step | None = None
+        self.room = Room()
 
-    asyncio.run(scenario())
-    return parts
+    def find(self, rank: Rank, checkpoint: CheckpointId) -> ShardRecord | None:
+        return self.in_memory
+
+    def may_find(self, rank: Rank, checkpoint: CheckpointId) -> bool:
+        return self.digesting
+
+    def committed(self, step: Step, round_: RestartRound) -> None:
+        self.commits.append((step, round_))
+
+    def choose(self, step: Step | None) -> None:
+        self.chosen = step
+
+    def forget(self, steps: frozenset[Step]) -> None:
+        return
+
+    def release(self, steps: frozenset[Step]) -> None:
+        return
 
 
-def text(record: ShardRecord) -> str:
-    other = replace(record, header=replace(record.header, rank=Rank(1)))
-    return manifest([record, other]).to_bytes().decode()
+class World:
+    """Worker 0, with stand-ins for its slots and for its table of shards."""
+
+    def __init__(self, root: Path) -> None:
+        self.node = DiskNodeTier(root, capacity_bytes=1 << 30)
+        self.node.open()
+        self.pools = Pools(disk=1, copy=1, store=1)
+        self.stager = PlayedStager()
+        self.copied: list[tuple[Step, RestartRound]] = []
+        self.current = CurrentRound(first_round())
+        pod = Pod(Settings(CONTRACT), ManualClock(), self.current)
+        tiers = Tiers(self.node, None, self.pools)
+        failures = Failures(lambda: None)
+        saves: Any = SimpleNamespace(
+            stager=self.stager,
+            flow=SimpleNamespace(
+                committed=lambda step, round_: self.copied.append((step, round_)),
+                forget=lambda steps: None,
+            ),
+            dropped=Signal(),
+        )
+        self.manifests = Manifests(pod, tiers, saves, failures)
+        notices = RankNotices(self.current, LocalConnections())
+        self.pruner = Pruner(pod, tiers, saves, notices, failures)
+
+    async def put(self, *, held: bool) -> Ok:
+        """The coordinator puts the manifest of the shard and of one of rank 1."""
+        other = replace(RECORD, header=replace(RECORD.header, rank=Rank(1)))
+        text = manifest([RECORD, other]).to_bytes().decode()
+        return await self.manifests.put(ManifestPut(HEADER.round, HEADER.step, text, held=held))
+
+    async def close(self) -> None:
+        await self.pruner.close()
+        self.pools.close()
 
 
-def test_a_shard_in_memory_is_acknowledged_when_the_manifest_allows_it(tmp_path: Path) -> None:
-    parts = put(tmp_path, held=True, in_memory=True)
-    parts.stager.committed.assert_called_once()
-    parts.flow.committed.assert_not_called()
-    assert len(parts.node.list_manifests()) == 1
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def test_a_shard_in_memory_is_acknowledged_when_the_manifest_allows_it(world: World) -> None:
+    world.stager.in_memory = RECORD
+    assert await world.put(held=True) == Ok(HEADER.round)
+    assert len(world.node.list_manifests()) == 1
+    assert world.stager.commits == [CHECKPOINT]
+    assert world.copied == [], "copies wait until the step is local"
+    await world.close()
 
 
 @pytest.mark.parametrize(
-    ("held", "in_memory"), [(False, True), (True, False)], ids=["older release", "not there"]
+    ("held", "in_memory"), [(False, True), (True, False)], ids=["not allowed", "not there"]
 )
-def test_a_manifest_without_its_shard_is_refused(
-    tmp_path: Path, held: bool, in_memory: bool
+async def test_a_manifest_without_its_shard_is_refused(
+    world: World, held: bool, in_memory: bool
 ) -> None:
+    world.stager.in_memory = RECORD if in_memory else None
     with pytest.raises(NotFoundError, match="rank 0"):
-        put(tmp_path, held=held, in_memory=in_memory)
+        await world.put(held=held)
+    assert world.node.list_manifests() == ()
+    await world.close()
 
 
-def test_a_shard_that_is_digested_again_is_busy_and_not_lost(tmp_path: Path) -> None:
+async def test_a_shard_that_is_digested_again_is_busy_and_not_lost(world: World) -> None:
+    world.stager.digesting = True
     with pytest.raises(RefusedError) as refused:
-        put(tmp_path, held=True, in_memory=False, digesting=True)
+        await world.put(held=True)
     assert refused.value.code is Refusal.BUSY
+    await world.close()
 
 
-def test_copies_begin_at_once_when_every_shard_is_durable(tmp_path: Path) -> None:
-    put(tmp_path, held=False, in_memory=False, stored=True).flow.committed.assert_called_once()
+async def test_copies_begin_at_once_when_every_shard_is_durable(world: World) -> None:
+    world.node.write_shard(HEADER, BytesSource(DATA))
+    await world.put(held=False)
+    assert world.copied == [CHECKPOINT]
+    await world.close()
 
 
-def test_copies_of_a_step_that_waited_begin_when_it_is_local(tmp_path: Path) -> None:
-    parts = Mock()
-    parts.keeper.state = first_round()
-    control = Control(parts, Mock(), Mock(), Mock())
-    step = shard_header(1).step
-    notice = LevelNotice(RestartRound(0), step, RestartRound(0), Level.LOCAL)
-    asyncio.run(control.dispatch(Caller("gpt-0-r0"), "/v1/level", notice))
-    parts.flow.committed.assert_called_once_with(step, RestartRound(0))
+async def test_copies_of_a_step_that_waited_begin_when_it_is_local(world: World) -> None:
+    world.pruner.level(LevelNotice(HEADER.round, *CHECKPOINT, Level.LOCAL))
+    assert world.copied == [CHECKPOINT]
+    await world.close()
 
 
-async def test_a_prune_deletes_nothing_after_a_seal(tmp_path: Path) -> None:
-    """The inventory that answers the seal lists it, and the next round may start from it."""
-    header = shard_header(len(DATA), job_uid=CONTRACT.job_uid)
-    node = DiskNodeTier(tmp_path, capacity_bytes=1 << 30)
-    node.open()
-    node.write_shard(header, BytesSource(DATA))
-    pools = Pools(disk=1, copy=1, store=1)
-    parts = Mock(node=node, pools=pools)
-    parts.settings.contract = CONTRACT
-    parts.keeper.state = first_round()
-    in_memory = Step(header.step + 1)
-    parts.stager.dropped = frozenset({in_memory})
-    control = Control(parts, Mock(), Mock(), Mock())
+async def test_a_prune_deletes_nothing_after_a_seal(world: World) -> None:
+    """The inventory that answers the seal lists the shard, and the next round may start from it."""
+    world.node.write_shard(HEADER, BytesSource(DATA))
+    in_memory = Step(HEADER.step + 1)
+    world.stager.dropped = frozenset({in_memory})
     sealed = threading.Event()
-    busy = asyncio.ensure_future(pools.meta.run(sealed.wait, 30))
+    busy = asyncio.ensure_future(world.pools.meta.run(sealed.wait, 30))
     await asyncio.sleep(0)
-    notice = HoldNotice(RestartRound(0), prune=(header.step, in_memory))
-    await control.dispatch(Caller("gpt-0-r0"), "/v1/hold", notice)
+    world.pruner.hold(HoldNotice(HEADER.round, prune=(HEADER.step, in_memory)))
     await asyncio.sleep(0)
-    parts.keeper.state = first_round().sealed_for(RestartRound(1))
+    world.current.state = world.current.state.sealed_for(RestartRound(1))
     sealed.set()
     await busy
-    await pools.meta.run(len, ())
+    await world.pools.meta.run(len, ())
     await asyncio.sleep(0)
-    await pools.shard.run(len, ())
-    assert len(node.list_shards()) == 1
-    await control.close()
-    pools.close()
+    await world.pools.shard.run(len, ())
+    assert len(world.node.list_shards()) == 1
+    await world.close()

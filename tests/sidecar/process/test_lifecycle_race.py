@@ -1,49 +1,122 @@
-"""A SEAL that comes while a ROUND of the old round is being recorded: the seal wins.
+"""A SEAL that arrives while a ROUND of the old round is being recorded takes precedence.
 
-Real pools, fencing state and node tier; what a settled seal would stop is played by stand-ins.
+Pools, fencing state and node tier are real. Stand-ins play the journeys that a seal stops.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import pytest
+from tests.support.sidecar.contracts import contract_with
 from tests.support.sidecar.rounds import round_message
 
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import StaleRoundError
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Worker
+from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.pacing.background import Pacing
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import OPERATOR, RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.signals import Signal
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.gang.state import LocalGang
+from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.process.lifecycle import Lifecycle
-from holdfast_sidecar.process.parts import Keeper
 
 
 class SlowNode:
-    """The node tier, but a write of the round file waits until the test lets it go on."""
+    """A node tier whose writes of the round file wait until the test sets `go_on`."""
 
     def __init__(self, tier: DiskNodeTier) -> None:
         self._tier = tier
         self.writing = threading.Event()
         self.go_on = threading.Event()
+        self.list_shards: Callable[[], Any] = tier.list_shards
 
-    def read_round(self) -> tuple[RestartRound, int] | None:
-        return self._tier.read_round()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
 
     def write_round(self, round_: RestartRound, version: int) -> None:
         self.writing.set()
         assert self.go_on.wait(30)
         self._tier.write_round(round_, version)
 
-    def list_manifests(self) -> tuple[tuple[JobUid, CheckpointId], ...]:
-        return self._tier.list_manifests()
+
+class PlayedStager:
+    """Records how long a seal waits for the writes of slots."""
+
+    def __init__(self) -> None:
+        self.memory: dict[str, Any] = {}
+        self.settle_seconds: list[float] = []
+        self.write_seconds: list[float] = []
+        self.wait: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0)
+
+    def seal(self) -> None:
+        return
+
+    async def settle(self, seconds: float) -> bool:
+        self.settle_seconds.append(seconds)
+        await self.wait()
+        return True
+
+    async def write_held(self, manifests: object, seconds: float) -> bool:
+        self.write_seconds.append(seconds)
+        await self.wait()
+        return True
+
+
+class World:
+    """The lifecycle of worker 0, with stand-ins for the parts that copy bytes and start ranks."""
+
+    def __init__(self, node: SlowNode, folder: Path, round_: int = 4) -> None:
+        self.node: Any = node
+        self.clock = ManualClock()
+        self.pools = Pools(disk=2, copy=1, store=1)
+        self.stager = PlayedStager()
+        self.stopped: list[str] = []
+        self.rehydrations: list[Round] = []
+        self.current = CurrentRound(RoundState(Worker(0), 1, RestartRound(round_)))
+        contract = contract_with(shared_dir=str(folder))
+        settings = Settings(contract, settle_seconds=30.0, seal_seconds=45.0)
+        changed: Signal[[]] = Signal()
+        journeys: Any = Journeys(
+            self.current,
+            SimpleNamespace(  # type: ignore[arg-type]
+                stager=self.stager, flow=SimpleNamespace(reset=self._nothing, pending=0)
+            ),
+            SimpleNamespace(  # type: ignore[arg-type]
+                progressed=changed,
+                filler=SimpleNamespace(stop=self.stopped.append),
+                rehydrator=SimpleNamespace(reset=self._nothing, begin=self.rehydrations.append),
+            ),
+            LocalGang(Worker(0)),
+            SimpleNamespace(reset=self._nothing, end_ranks=self._nothing),  # type: ignore[arg-type]
+            SimpleNamespace(end=self._nothing),  # type: ignore[arg-type]
+            changed,
+        )
+        self.lifecycle = Lifecycle(
+            Pod(settings, self.clock, self.current),
+            self.node,
+            Tiers(self.node, None, self.pools),
+            journeys,
+            Pacing(folder, self.clock.monotonic),
+            Telemetry(Metrics(), Failures(changed)),
+        )
+
+    async def _nothing(self, *_: object) -> None:
+        return
 
 
 @pytest.fixture
@@ -58,82 +131,51 @@ def second_message(round_: int) -> Round:
     return round_message(round_, version=2, coordinator=Worker(1), store_host=Worker(1))
 
 
-def parts_of(state: RoundState, node: SlowNode, pools: Pools) -> Any:
-    """As far as SEAL and ROUND use them."""
-    return SimpleNamespace(
-        settings=SimpleNamespace(
-            settle_seconds=30.0, seal_seconds=45.0, contract=Mock(job_uid="job", birth_round=0)
-        ),
-        clock=ManualClock(),
-        keeper=Keeper(state),
-        pools=pools,
-        pacing=Mock(),
-        node=node,
-        coordinator=None,
-        filler=Mock(),
-        flow=Mock(reset=AsyncMock(), pending=0),
-        rehydrator=Mock(reset=AsyncMock()),
-        starter=Mock(reset=AsyncMock(), end_ranks=AsyncMock()),
-        stager=Mock(settle=AsyncMock(return_value=True), write_held=AsyncMock(return_value=True)),
-        gang=Mock(),
-        failures=Mock(),
-        metrics=Mock(),
-    )
-
-
 async def test_round_of_the_old_round_does_not_unseal_the_new_one(
-    slow: SlowNode, monkeypatch: pytest.MonkeyPatch
+    slow: SlowNode, tmp_path: Path
 ) -> None:
-    pools = Pools(disk=2, copy=1, store=1)
-    sealed = RoundState(worker=Worker(0), procs_per_worker=1, round=RestartRound(4))
-    parts = parts_of(sealed, slow, pools)
-    lifecycle = Lifecycle(parts)
-    monkeypatch.setattr(lifecycle, "inventory", AsyncMock())
-    late = asyncio.create_task(lifecycle.round(OPERATOR, second_message(4)))
+    world = World(slow, tmp_path)
+    late = asyncio.create_task(world.lifecycle.round(OPERATOR, second_message(4)))
     await asyncio.to_thread(slow.writing.wait, 30)
-    seal = asyncio.create_task(lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
+    seal = asyncio.create_task(world.lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
     await asyncio.sleep(0)  # the seal is in force in memory at its first turn
-    assert parts.keeper.state.round == 5
-    parts.filler.stop.assert_called_once_with("round 5 is sealed")
+    assert world.current.state.round == 5
+    assert world.stopped == ["round 5 is sealed"]
     slow.go_on.set()
     with pytest.raises(StaleRoundError):
         await late
     await seal
-    assert (parts.keeper.state.round, parts.keeper.state.held) == (5, None), "sealed for 5"
+    state = world.current.state
+    assert (state.round, state.held) == (5, None), "sealed for 5"
     assert slow.read_round() == (5, 0), "and durably so"
-    parts.rehydrator.begin.assert_not_called()
-    pools.close()
+    assert world.rehydrations == []
+    world.pools.close()
 
 
 async def test_a_seal_that_is_repeated_takes_no_longer_than_one(
-    slow: SlowNode, monkeypatch: pytest.MonkeyPatch
+    slow: SlowNode, tmp_path: Path
 ) -> None:
-    """The operator asks again every few seconds, and goes on without a holder after a minute."""
-    pools = Pools(disk=2, copy=1, store=1)
-    parts = parts_of(RoundState(Worker(0), 1, RestartRound(4)), slow, pools)
-    lifecycle = Lifecycle(parts)
-    monkeypatch.setattr(lifecycle, "inventory", AsyncMock())
+    """The operator repeats the SEAL every few seconds, and continues without a holder after a minute."""
+    world = World(slow, tmp_path)
     slow.go_on.set()
 
-    async def takes(*_: object) -> bool:
-        parts.clock.advance(20.0)
-        return True
+    async def takes_20_seconds() -> None:
+        world.clock.advance(20.0)
 
-    parts.stager.settle.side_effect = takes
-    parts.stager.write_held.side_effect = takes
+    world.stager.wait = takes_20_seconds
     for _ in range(3):
-        await lifecycle.seal(OPERATOR, Seal(RestartRound(5)))
-    assert [c.args[0] for c in parts.stager.settle.await_args_list] == [30.0, 0.0, 0.0]
-    assert [c.args[1] for c in parts.stager.write_held.await_args_list] == [25.0, 0.0, 0.0]
-    await lifecycle.seal(OPERATOR, Seal(RestartRound(6)))
-    assert parts.stager.settle.await_args.args == (30.0,), "another round"
-    pools.close()
+        await world.lifecycle.seal(OPERATOR, Seal(RestartRound(5)))
+    assert world.stager.settle_seconds == [30.0, 0.0, 0.0]
+    assert world.stager.write_seconds == [25.0, 0.0, 0.0]
+    await world.lifecycle.seal(OPERATOR, Seal(RestartRound(6)))
+    assert world.stager.settle_seconds[-1] == 30.0, "another round"
+    world.pools.close()
 
 
 async def test_an_inventory_from_before_the_end_of_a_seal_does_not_carry_its_round(
     slow: SlowNode, tmp_path: Path
 ) -> None:
-    """Its list lacks what the seal had still to write: the operator would choose an older step."""
+    """Its list lacks what the seal had still to write, so the operator would choose an older step."""
     listing, go_on = threading.Event(), threading.Event()
 
     def list_shards() -> list[Any]:
@@ -142,33 +184,16 @@ async def test_an_inventory_from_before_the_end_of_a_seal_does_not_carry_its_rou
         assert not first or go_on.wait(120)
         return []
 
-    pools = Pools(disk=2, copy=1, store=1)
-    parts = parts_of(RoundState(Worker(0), 1, RestartRound(4)), slow, pools)
-    parts.settings.slots_dir = tmp_path
-    parts.settings.contract.pod_name = "gpt-0-r0"
-    parts.stager.memory = {}
-    parts.gang.running_round = None
-    parts.node = SimpleNamespace(
-        read_round=slow.read_round,
-        write_round=slow.write_round,
-        list_manifests=slow.list_manifests,
-        list_shards=list_shards,
-        free_bytes=lambda: 1,
-    )
-    lifecycle = Lifecycle(parts)
+    slow.list_shards = list_shards
     slow.go_on.set()
+    world = World(slow, tmp_path)
     writes_end = asyncio.Event()
-
-    async def settle(*_: object) -> bool:
-        await writes_end.wait()
-        return True
-
-    parts.stager.settle.side_effect = settle
-    seal = asyncio.create_task(lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
-    early = asyncio.create_task(lifecycle.inventory())
+    world.stager.wait = writes_end.wait
+    seal = asyncio.create_task(world.lifecycle.seal(OPERATOR, Seal(RestartRound(5))))
+    early = asyncio.create_task(world.lifecycle.inventory())
     await asyncio.to_thread(listing.wait, 120)
     writes_end.set()
     assert (await seal).round == 5
     go_on.set()
     assert (await early).round == 4
-    pools.close()
+    world.pools.close()

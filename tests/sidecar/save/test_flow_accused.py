@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 from tests.support.shards.builders import BytesSource, payload, shard_header
 from tests.support.shards.shard_files import flip_bit
+from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.rounds import first_round
 
 from holdfast_core.clock import SystemClock
@@ -23,8 +23,14 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.shards.record import ShardRecord
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.flow import Flow, own_shard
+from holdfast_sidecar.wire.members import Members
 
 SIZE = 1 << 20
 
@@ -49,25 +55,14 @@ async def run(tier: DiskNodeTier, record: ShardRecord, bulk: Any, metrics: Any) 
     async def call(worker: Worker, message: Any, kind: type[Any]) -> Any:
         return PreparedReply() if kind is PreparedReply else Ok(RestartRound(0), "a")
 
-    state = first_round()
-    settings = SimpleNamespace(
-        backoff_first_seconds=0.01,
-        backoff_last_seconds=0.01,
-        contract=SimpleNamespace(worker=Worker(0)),
-    )
+    settings = Settings(CONTRACT, backoff_first_seconds=0.01, backoff_last_seconds=0.01)
     flow = Flow(
-        settings,  # type: ignore[arg-type]
-        lambda: state,
-        tier,
-        None,
-        peers=Mock(call=call),
-        bulk=bulk,
-        layouts=Mock(text=AsyncMock(return_value="{}")),
-        pools=pools,
-        failures=Mock(),
-        metrics=metrics,
-        clock=SystemClock(),
-        on_change=settled.set,
+        Pod(settings, SystemClock(), CurrentRound(first_round())),
+        Tiers(tier, None, pools),
+        Members(Mock(call=call), bulk),
+        Mock(text=AsyncMock(return_value="{}")),
+        Telemetry(metrics, Failures(lambda: None)),
+        settled.set,
     )
     flow.add(own_shard(record, committed=True))
     while not flow.idle:

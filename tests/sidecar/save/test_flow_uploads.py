@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -26,10 +25,17 @@ from holdfast_core.messages.schema import (
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.store.s3.credentials import Keys, StaticCredentials
 from holdfast_core.store.tier import S3ObjectTier
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.flow import Flow, own_shard
 from holdfast_sidecar.save.plan import StoredAs
 from holdfast_sidecar.save.sharing import ShardUploader
+from holdfast_sidecar.wire.members import Members
 
 BASE = Reference(Step(1), RestartRound(0), 5)
 
@@ -60,25 +66,19 @@ def test_the_upload_of_the_whole_shard_is_reported_after_that_of_the_pack(
                 await answered.wait()
             return PreparedReply() if kind is PreparedReply else Ok(RestartRound(0), "a")
 
-        state, pools = first_round(), Pools(disk=1, copy=1, store=1)
-        settings = SimpleNamespace(
+        pools = Pools(disk=1, copy=1, store=1)
+        settings = Settings(
+            replace(CONTRACT, node_dir=str(tmp_path)),
             backoff_first_seconds=0.01,
             backoff_last_seconds=0.01,
-            contract=replace(CONTRACT, node_dir=str(tmp_path)),
         )
         flow = Flow(
-            settings,  # type: ignore[arg-type]
-            lambda: state,
-            node,
-            tier,
-            peers=Mock(call=call),
-            bulk=Mock(put=Mock(return_value=0)),
-            layouts=Mock(text=AsyncMock(return_value="{}")),
-            pools=pools,
-            failures=Mock(),
-            metrics=Mock(),
-            clock=SystemClock(),
-            on_change=settled.set,
+            Pod(settings, SystemClock(), CurrentRound(first_round())),
+            Tiers(node, tier, pools),
+            Members(Mock(call=call), Mock(put=Mock(return_value=0))),
+            Mock(text=AsyncMock(return_value="{}")),
+            Telemetry(Metrics(), Failures(lambda: None)),
+            settled.set,
         )
         request = PersistRequest(RestartRound(0), record.header.step, RestartRound(0))
         flow.add(own_shard(record, committed=True))

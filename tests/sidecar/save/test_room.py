@@ -34,8 +34,10 @@ from holdfast_core.pacing.background import Pacing
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import NODE_FULL, Failures
 from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.commit import Coordinator
 from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.slot_writes import Outcome
@@ -69,15 +71,13 @@ class World:
         self.clock = ManualClock()
         self.pools = Pools(disk=1, copy=1, store=1)
         self.members = Members()
+        settings = Settings(contract_with(shared_dir=str(folder)))
         self.coordinator = Coordinator(
-            Settings(contract_with(shared_dir=str(folder))),
+            Pod(settings, self.clock, CurrentRound(first_round())),
             replace(message, policy=Policy(interval_steps=1, keep_last=3)),
-            MemoryTier(),
-            None,
-            peers=cast(Any, self.members),
-            pools=self.pools,
-            failures=Failures(lambda: None),
-            clock=self.clock,
+            Tiers(MemoryTier(), None, self.pools),
+            cast(Any, self.members),
+            Failures(lambda: None),
         )
         self.coordinator.start()
 

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.support.shards.builders import JOB_UID, rank_layout
 from tests.support.sidecar.contracts import contract_with
 from tests.support.tiers.memory import MemoryTier
 
+from holdfast_core.clock import SystemClock
 from holdfast_core.contract import peer_dns_name
 from holdfast_core.errors import HoldfastError
 from holdfast_core.format.digest import digest_of, hex_of
@@ -23,12 +25,13 @@ from holdfast_core.ids import Digest, Rank, RestartRound, Step
 from holdfast_core.messages.schema import Stage
 from holdfast_core.shm.slot_file import SlotFile, list_slots
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState
+from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
-from holdfast_sidecar.process.app import Sidecar
+from holdfast_sidecar.process.app import start_sidecar
 from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.slot_notes import SlotNotes
-from holdfast_sidecar.wire.intake import Intake
+from holdfast_sidecar.wire.intake import Intake, LocalConnections
 
 GUARD_SECONDS = 60
 COMMITTED = b"bytes of a committed shard" * 1000
@@ -337,7 +340,8 @@ def test_the_socket_takes_the_place_of_what_lies_there(
     make(shared / "holdfast.sock")
 
     async def scenario() -> None:
-        intake = Intake(shared / "holdfast.sock", JOB_UID, handler=None)  # type: ignore[arg-type]
+        nothing: Any = None
+        intake = Intake(shared / "holdfast.sock", JOB_UID, nothing, LocalConnections())
         await intake.start()
         _, writer = await asyncio.open_unix_connection(str(shared / "holdfast.sock"))
         writer.close()
@@ -351,7 +355,8 @@ def test_the_socket_is_not_created_through_a_link(shared: Path, victim: Path) ->
     (shared / "holdfast.sock").symlink_to(victim)
 
     async def scenario() -> None:
-        intake = Intake(shared / "holdfast.sock", JOB_UID, handler=None)  # type: ignore[arg-type]
+        nothing: Any = None
+        intake = Intake(shared / "holdfast.sock", JOB_UID, nothing, LocalConnections())
         await intake.start()
         await intake.close()
 
@@ -381,9 +386,8 @@ def test_the_sidecar_leaves_nothing_but_its_socket_where_the_trainer_can_replace
     )
 
     async def scenario() -> None:
-        sidecar = Sidecar(Settings(contract))
-        await sidecar.start()
-        await sidecar.close()
+        async with AsyncExitStack() as stack:
+            await start_sidecar(Settings(contract), SystemClock(), Metrics(), stack)
 
     asyncio.run(scenario())
     assert target.read_bytes() == COMMITTED

@@ -32,8 +32,11 @@ from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import CurrentRound, Pod
 from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.upkeep.replace import Replacer
 from holdfast_sidecar.upkeep.scrub import Schedule, Scrubber, bad_documents
 
@@ -98,14 +101,12 @@ class World:
         replacer: Any = None,
     ) -> Scrubber:
         rehydrator = rehydrator_of(STATE, self.node, self.peer, self.pools, ManualClock())
+        tiers = Tiers(node or self.node, None, self.pools)
         return Scrubber(
-            settings,
-            node or self.node,
-            replacer or Replacer(self.node, rehydrator, lambda: STATE, self.pools),
-            pools=self.pools,
-            metrics=self.metrics,
-            failures=failures or Failures(lambda: None),
-            clock=clock or SystemClock(),
+            Pod(settings, clock or SystemClock(), CurrentRound(STATE)),
+            tiers,
+            replacer or Replacer(tiers, rehydrator, lambda: STATE),
+            Telemetry(self.metrics, failures or Failures(lambda: None)),
             busy=busy or (lambda: self.is_busy),
             throttle=lambda length: None,
         )

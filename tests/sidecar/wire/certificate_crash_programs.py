@@ -33,7 +33,6 @@ def main() -> Report:
         def renew(directory: Path, say: Say) -> None:
             pod = contract_with(node_dir=str(directory), certs_dir=str(mounted))
             certificates = Certificates(pod)
-            certificates.load()
             for number, (leaf, key) in enumerate(leaves, 1):
                 certificates.renew(Certificate(leaf.decode(), key.decode()))
                 say(str(number))

@@ -23,7 +23,7 @@ from holdfast_core.messages.schema import (
 )
 from holdfast_core.messages.socket_frames import Frame, read_frame, write_frame
 from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.wire.intake import Connection, Intake
+from holdfast_sidecar.wire.intake import Connection, Intake, LocalConnections
 
 JOB = JobUid("job-1")
 STATE = RoundState(Worker(0), 1, RestartRound(1))
@@ -73,7 +73,7 @@ def test_a_request_that_fails_is_answered(
     socket_path: Path, error: Exception, expected: tuple[Refusal, str]
 ) -> None:
     async def scenario() -> Frame | None:
-        intake = Intake(socket_path, JOB, Failing(error))
+        intake = Intake(socket_path, JOB, Failing(error), LocalConnections())
         await intake.start()
         reader, writer = await asyncio.open_unix_connection(str(socket_path))
         try:
@@ -109,13 +109,13 @@ def test_the_end_of_the_ranks_comes_after_all_that_they_sent(socket_path: Path) 
     """Finish comes on the launcher's connection, and may overtake a rank's last Progress."""
 
     async def scenario() -> list[object]:
-        handler = Listening()
-        intake = Intake(socket_path, JOB, handler)
+        handler, connections = Listening(), LocalConnections()
+        intake = Intake(socket_path, JOB, handler, connections)
         await intake.start()
         reader, writer = await asyncio.open_unix_connection(str(socket_path))
         writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1))
         await read_frame(reader)
-        ended = asyncio.create_task(intake.ranks_ended(120))
+        ended = asyncio.create_task(connections.ranks_ended(120))
         await asyncio.sleep(0)
         assert not ended.done()
         writer.write(write_frame(Progress(RestartRound(1), Rank(0), Step(7)), 0))
@@ -132,12 +132,13 @@ def test_a_connection_that_outlives_its_rank_does_not_hold_up_the_end(socket_pat
     """A data loader's worker inherits the socket of the rank that forked it."""
 
     async def scenario() -> bool:
-        intake = Intake(socket_path, JOB, Listening())
+        connections = LocalConnections()
+        intake = Intake(socket_path, JOB, Listening(), connections)
         await intake.start()
         reader, writer = await asyncio.open_unix_connection(str(socket_path))
         writer.write(write_frame(Hello(PROTOCOL_VERSION, JOB, LocalRole.RANK, rank=Rank(0)), 1))
         await read_frame(reader)
-        ended = await intake.ranks_ended(0.05)
+        ended = await connections.ranks_ended(0.05)
         writer.close()
         await intake.close()
         return ended

@@ -38,7 +38,7 @@ from holdfast_core.net.listener import ListenerLimits
 from holdfast_core.net.tls import TlsFiles, client_context, server_context
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.rounds import Caller, RoundState
-from holdfast_sidecar.wire.intake import Connection, Intake, IntakeLimits
+from holdfast_sidecar.wire.intake import Connection, Intake, IntakeLimits, LocalConnections
 from holdfast_sidecar.wire.server import ControlServer, PlainServer
 
 JOB = JobUid("job-1")
@@ -289,7 +289,7 @@ async def plain(
 ) -> AsyncIterator[tuple[PlainServer, int, Counter[str]]]:
     dropped: Counter[str] = Counter()
     server = PlainServer(
-        handler,
+        handler.metrics,
         dropped=lambda port, reason: dropped.update([f"{port} {reason}"]),
         **options,
     )
@@ -393,7 +393,7 @@ def path() -> Iterator[Path]:
 
 @asynccontextmanager
 async def intake(path: Path, limits: IntakeLimits | None = None) -> AsyncIterator[Intake]:
-    server = Intake(path, JOB, Local(), limits=limits)  # type: ignore[arg-type]
+    server = Intake(path, JOB, Local(), LocalConnections(), limits=limits)  # type: ignore[arg-type]
     await server.start()
     try:
         yield server

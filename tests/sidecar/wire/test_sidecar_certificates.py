@@ -51,21 +51,18 @@ def test_a_renewal_is_used_for_new_connections_and_after_a_restart(tmp_path: Pat
     authority = Authority()
     pod = contract(tmp_path, authority)
     certificates = Certificates(pod)
-    certificates.load()
     before = asyncio.run(served_certificate(certificates))
     leaf, key = authority.leaf(NAME, lifetime=timedelta(hours=5))
     certificates.renew(Certificate(leaf.decode(), key.decode()))
     renewed = asyncio.run(served_certificate(certificates))
     assert renewed == ssl.PEM_cert_to_DER_cert(leaf.decode()) != before
     again = Certificates(pod)
-    again.load()
     assert asyncio.run(served_certificate(again)) == renewed
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     authority = Authority()
     certificates = Certificates(contract(tmp_path, authority))
-    certificates.load()
     before = asyncio.run(served_certificate(certificates))
     leaf, key = authority.leaf(NAME)
     _, other_key = authority.leaf(NAME)
@@ -89,7 +86,6 @@ def test_a_certificate_that_tls_cannot_use_is_refused_and_changes_nothing(tmp_pa
     authority = Authority()
     pod = contract(tmp_path, authority)
     certificates = Certificates(pod)
-    certificates.load()
     before = asyncio.run(served_certificate(certificates))
     weak = rsa.generate_private_key(public_exponent=65537, key_size=1024)
     leaf, key = authority.leaf(NAME, key=weak)
@@ -97,7 +93,6 @@ def test_a_certificate_that_tls_cannot_use_is_refused_and_changes_nothing(tmp_pa
         certificates.renew(Certificate(leaf.decode(), key.decode()))
     assert asyncio.run(served_certificate(certificates)) == before
     again = Certificates(pod)
-    again.load()
     assert asyncio.run(served_certificate(again)) == before
 
 

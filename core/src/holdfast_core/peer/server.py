@@ -185,13 +185,16 @@ class BulkServer:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes accept
             listener.close()
+        if self._acceptor is not None:
+            # It ends first. Otherwise a connection that it has just accepted would be missed, or its thread
+            # be joined before it has started, which is an error.
+            self._acceptor.join(self._limits.io_seconds)
         with self._lock:
             threads = dict(self._open)
         for line in threads.values():
             line.interrupt()
-        for thread in (*threads, self._acceptor):
-            if thread is not None:
-                thread.join(self._limits.io_seconds)
+        for thread in threads:
+            thread.join(self._limits.io_seconds)
         self._copies.drop_all()
 
     def _accept(self) -> None:

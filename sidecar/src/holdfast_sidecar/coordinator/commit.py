@@ -20,7 +20,6 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
-from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, RefusedError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest_of
@@ -46,12 +45,11 @@ from holdfast_core.messages.schema import (
     Uploaded,
     WorkerReport,
 )
-from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.alarm import CommitAlarm
 from holdfast_sidecar.coordinator.choice import choose
 from holdfast_sidecar.coordinator.documents import Builder, shard_infos
@@ -77,16 +75,14 @@ class Coordinator:
 
     def __init__(
         self,
-        settings: Settings,
+        pod: Pod,
         message: Round,
-        node: NodeTier,
-        store: ObjectTier | None,
-        *,
+        tiers: Tiers,
         peers: Peers,
-        pools: Pools,
         failures: Failures,
-        clock: Clock,
     ) -> None:
+        settings, clock = pod.settings, pod.clock
+        node, store, pools = tiers.node, tiers.store, tiers.pools
         self._settings = settings
         self._contract = settings.contract
         self._message = message

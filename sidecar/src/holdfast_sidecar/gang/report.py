@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import Ok, RankSaves, RankTiers, WorkerReport
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.backoff import Backoff
 from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.base.settings import Settings
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang
@@ -116,17 +114,14 @@ class Reporter:
 
     def __init__(
         self,
-        settings: Settings,
-        current: Callable[[], RoundState],
+        pod: Pod,
         sources: Sources,
         peers: Peers,
-        clock: Clock,
     ) -> None:
-        self._settings = settings
-        self._current = current
+        self._pod = pod
+        self._current = pod.current
         self._sources = sources
         self._peers = peers
-        self._clock = clock
         self._tasks = Tasks()
         self._changed = asyncio.Event()
         self._urgent = asyncio.Event()
@@ -161,8 +156,8 @@ class Reporter:
             self._urgent.set()
 
     async def _run(self) -> None:
-        settings = self._settings
-        backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
+        settings = self._pod.settings
+        backoff = self._pod.backoff()
         said = logs.Changed()
         last: WorkerReport | None = None
         while True:

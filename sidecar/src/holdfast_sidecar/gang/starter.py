@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError
 from holdfast_core.ids import RestartRound
 from holdfast_core.messages.schema import (
@@ -22,14 +21,12 @@ from holdfast_core.messages.schema import (
     StoreAddress,
 )
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.backoff import Backoff
-from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.gang.barrier import Facts, open_barrier
 from holdfast_sidecar.gang.state import LocalGang
 from holdfast_sidecar.wire.client import Peers
-from holdfast_sidecar.wire.intake import Connection, Intake
+from holdfast_sidecar.wire.intake import Connection, LocalConnections
 
 _POLL_SECONDS = 20.0
 
@@ -39,22 +36,20 @@ class Starter:
 
     def __init__(
         self,
-        settings: Settings,
-        current: Callable[[], RoundState],
+        pod: Pod,
         gang: LocalGang,
-        intake: Intake,
+        connections: LocalConnections,
         peers: Peers,
-        clock: Clock,
-        *,
         restored: Callable[[], bool],
         on_change: Callable[[], None],
     ) -> None:
-        self._settings = settings
-        self._current = current
+        self._pod = pod
+        self._settings = pod.settings
+        self._current = pod.current
+        self._clock = pod.clock
         self._gang = gang
-        self._intake = intake
+        self._connections = connections
         self._peers = peers
-        self._clock = clock
         self._restored = restored
         self._on_change = on_change
         self._tasks = Tasks()
@@ -74,7 +69,7 @@ class Starter:
         if state.held is None:
             return
         if state.held.store_host == state.worker:
-            self._intake.push_launcher(HostStore(state.round))
+            self._connections.push_launcher(HostStore(state.round))
         else:
             self._tasks.spawn(self._ask_for_store(state.round), "rendezvous")
         self.evaluate()
@@ -95,7 +90,7 @@ class Starter:
             did not reply within `Settings.end_seconds`.
         """
         self._ended.clear()
-        told = self._intake.push_launcher(End(round_))
+        told = self._connections.push_launcher(End(round_))
         if not told or self._gang.running_round is None:
             # No ranks run. A launcher without ranks may be busy preloading for long, so its reply is not
             # waited for.
@@ -118,7 +113,7 @@ class Starter:
                 state,
                 self._restored(),
                 self._store,
-                self._intake.launcher is not None,
+                self._connections.launcher is not None,
                 self._gang.running_round,
                 self._last_round,
             )
@@ -126,7 +121,7 @@ class Starter:
         if not isinstance(run, Run):
             self._waiting.say("barrier", run, calm=True, round=state.round)
             return
-        if self._intake.push_launcher(run):
+        if self._connections.push_launcher(run):
             logs.info("barrier open", round=state.round, step=run.restore_point.step)
             self._gang.running_round = state.round
             self._last_round = state.round
@@ -144,9 +139,9 @@ class Starter:
         self._gang.running_round = hello.round
         self._last_round = hello.last_round
         if hello.round is not None and hello.round < state.round:
-            self._intake.push_launcher(End(state.round))
+            self._connections.push_launcher(End(state.round))
         if state.held is not None and state.held.store_host == state.worker:
-            self._intake.push_launcher(HostStore(state.round))
+            self._connections.push_launcher(HostStore(state.round))
         if hello.round == state.round:
             self.barrier_open = True
         elif hello.round is None and hello.last_round == state.round:
@@ -169,7 +164,7 @@ class Starter:
 
     async def _lost_unless_back(self, running: RestartRound) -> None:
         await self._clock.sleep(self._settings.launcher_grace_seconds)
-        if self._intake.launcher is not None or self._current().round != running:
+        if self._connections.launcher is not None or self._current().round != running:
             return
         if not self._gang.done:
             self._gang.running_round = None
@@ -221,8 +216,7 @@ class Starter:
 
     async def _ask_for_store(self, round_: RestartRound) -> None:
         """Poll the worker that hosts the store until it returns the address."""
-        settings = self._settings
-        backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
+        backoff = self._pod.backoff()
         while True:
             held = self._current().held
             if held is None:

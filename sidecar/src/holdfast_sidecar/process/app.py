@@ -1,14 +1,14 @@
-"""One sidecar process: it opens and connects all components and serves until SIGTERM or SIGINT.
+"""One sidecar process: it opens its resources, creates its components and serves until SIGTERM or SIGINT.
 
 Order of start: node tier and round record, object store, certificates, bulk and control servers (reads are
 served from here on), plain server, reporter, preStop hook, scrubber, and the pod's socket last. Saves are
 accepted only after a ROUND. After the signal the process finishes what was handed over, within a time limit.
+Everything is closed in the reverse order.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import signal
 from collections.abc import Coroutine
@@ -16,45 +16,38 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from holdfast_core.clock import Clock, SystemClock
-from holdfast_core.ids import RestartRound, TierName
-from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.pacing.background import Pacing
 from holdfast_core.shm.shared_files import opened_directory, replace_file
-from holdfast_core.store.directory import DirectoryObjectTier, directory_of
-from holdfast_core.store.s3.credentials import FileCredentials
-from holdfast_core.store.tier import S3ObjectTier
-from holdfast_core.tiers.base import ObjectTier
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.backoff import Backoff, Patience
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import RoundState
 from holdfast_sidecar.base.settings import PORTS_FILE, Settings
+from holdfast_sidecar.base.signals import Signal
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.coordinator.role import CoordinatorRole
+from holdfast_sidecar.gang.notices import RankNotices
 from holdfast_sidecar.gang.report import Reporter, Sources
 from holdfast_sidecar.gang.starter import Starter
 from holdfast_sidecar.gang.state import LocalGang
-from holdfast_sidecar.process.control import Control
+from holdfast_sidecar.process.control import Control, Receivers
 from holdfast_sidecar.process.deaths import DIED_STATUS, Deaths, end_for_sure
 from holdfast_sidecar.process.hook_server import HookServer
+from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.process.lifecycle import Lifecycle
 from holdfast_sidecar.process.local import Local
-from holdfast_sidecar.process.parts import Keeper, Parts
-from holdfast_sidecar.restore.fill import Filler
-from holdfast_sidecar.restore.rehydrate import Rehydrator
-from holdfast_sidecar.restore.reshard import Resharder
-from holdfast_sidecar.restore.sources import Places
-from holdfast_sidecar.save.flow import Flow
-from holdfast_sidecar.save.holding import HoldTeller
-from holdfast_sidecar.save.layouts import RankLayouts
-from holdfast_sidecar.save.staging import Stager
+from holdfast_sidecar.process.manifests import Manifests
+from holdfast_sidecar.process.metrics_page import MetricsPage
+from holdfast_sidecar.process.pruning import Pruner
+from holdfast_sidecar.process.resources import Resources, open_resources
+from holdfast_sidecar.restore.journey import RestoreJourney
+from holdfast_sidecar.save.journey import SaveJourney
 from holdfast_sidecar.upkeep.replace import Replacer
 from holdfast_sidecar.upkeep.scrub import Scrubber
+from holdfast_sidecar.upkeep.verify import Verifier
 from holdfast_sidecar.wire.addresses import MemberAddresses
 from holdfast_sidecar.wire.bulk import BulkPeers, BulkServing
-from holdfast_sidecar.wire.certificates import Certificates
 from holdfast_sidecar.wire.client import Peers
-from holdfast_sidecar.wire.intake import Intake
+from holdfast_sidecar.wire.intake import Intake, LocalConnections
+from holdfast_sidecar.wire.members import Members
 from holdfast_sidecar.wire.server import ControlServer, PlainServer
 
 _LISTEN = "0.0.0.0"
@@ -62,298 +55,160 @@ _IDLE_POLL_SECONDS = 0.2
 
 
 class Sidecar:
-    """All components of one sidecar process.
+    """All components of one sidecar process. Only one may run at a time for each node directory."""
 
-    Call `start`, then `wait_idle` and `close`. Only one may run at a time for each node directory.
-    """
-
-    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
-        self._settings = settings
-        self._clock = clock or SystemClock()
-        self._stack = AsyncExitStack()
-        self._parts: Parts | None = None
-        self._scrubber: Scrubber | None = None
-        self._metrics = Metrics()
-        self.deaths = Deaths(self._metrics.unexpected)
-        self._pacing = Pacing(
-            settings.slots_dir,
-            self._clock.monotonic,
-            waited_for_copies=self._metrics.waited_for_copies,
+    def __init__(self, resources: Resources) -> None:
+        """Create all components. `start` begins to serve."""
+        pod, tiers, metrics = resources.pod, resources.tiers, resources.metrics
+        contract, current, certificates = pod.contract, pod.current, resources.certificates
+        pacing, dropped = resources.pacing, metrics.dropped_connection
+        changed: Signal[[]] = Signal()
+        telemetry = Telemetry(metrics, Failures(changed))
+        peers = Peers(
+            contract, certificates.client, current, call_seconds=pod.settings.call_seconds
         )
+        members = Members(peers, BulkPeers(tiers.node, certificates, peers, current, pacing.take))
+        connections = LocalConnections()
+        saves = SaveJourney(pod, tiers, members, telemetry, pacing, changed)
+        restores = RestoreJourney(pod, tiers, members, saves, metrics, changed)
+        gang = LocalGang(contract.worker)
+        starter = Starter(pod, gang, connections, peers, lambda: restores.is_here, changed)
+        role = CoordinatorRole(pod, tiers, peers, telemetry.failures)
+        journeys = Journeys(current, saves, restores, gang, starter, role, changed)
+        sources = Sources(
+            gang, saves.flow, saves.stager, restores.rehydrator, starter, telemetry.failures
+        )
+        reporter = Reporter(pod, sources, peers)
+        changed.subscribe(reporter.changed)
 
-    async def start(self) -> None:
-        """Open all components and serve.
+        notices = RankNotices(current, connections)
+        local = Local(journeys, connections, notices, pacing, metrics)
+        self._lifecycle = Lifecycle(pod, resources.disk, tiers, journeys, pacing, telemetry)
+        self._pruner = Pruner(pod, tiers, saves, notices, telemetry.failures)
+        self._verifier = Verifier(tiers, telemetry)
+        receivers = Receivers(
+            Manifests(pod, tiers, saves, telemetry.failures),
+            self._pruner,
+            self._verifier,
+            notices,
+            lambda message: tiers.pools.meta.run(certificates.renew, message),
+        )
+        self._control = Control(journeys, self._lifecycle, receivers)
+
+        expected = MemberAddresses(current)
+        self._bulk = BulkServing(
+            contract, tiers.node, certificates, current, expected=expected, dropped=dropped
+        )
+        self._control_server = ControlServer(
+            self._control,
+            contract.job_uid,
+            certificates.server,
+            expected=expected,
+            dropped=dropped,
+        )
+        page = MetricsPage(metrics, journeys, reporter, resources.disk)
+        self._plain_server = PlainServer(page.render, dropped=dropped)
+        self._hooks = HookServer(pod.settings.node_dir, self._flushed)
+        self._scrubber = Scrubber(
+            pod,
+            tiers,
+            Replacer(tiers, restores.rehydrator, current),
+            telemetry,
+            busy=lambda: journeys.busy,
+            throttle=pacing.take,
+        )
+        self._intake = Intake(
+            pod.settings.socket_path, contract.job_uid, local, connections, dropped=dropped
+        )
+        self._pod = pod
+        self._pools = tiers.pools
+        self._pacing = pacing
+        self._peers = peers
+        self._journeys = journeys
+        self._reporter = reporter
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Serve. `stack` closes what was started, in reverse order, also if this raises.
 
         Raises:
-            ConfigError, TierError: The pod does not match its contract.
+            ConfigError, OSError: A port or a socket cannot be opened.
         """
-        settings = self._settings
-        contract = settings.contract
-        pools = Pools(
-            disk=settings.disk_threads, copy=settings.copy_threads, store=settings.store_threads
-        )
-        self._stack.callback(pools.close)
-        node = DiskNodeTier(settings.node_dir, capacity_bytes=contract.node_capacity_bytes)
-        opened = await pools.meta.run(node.open)
-        logs.info("node tier is open", shards=opened.shards, quarantined=list(opened.quarantined))
-        keeper = Keeper(await pools.meta.run(_first_state, settings, node))
-        metrics = self._metrics
-        store = self._open_store(metrics)
-        certificates = Certificates(contract)
-        await pools.meta.run(certificates.load)
-
-        local = Local()
-        parts = self._assemble(keeper, pools, node, store, certificates, local, metrics)
-        self._parts = parts
-        lifecycle = Lifecycle(parts)
-        control = Control(parts, lifecycle, local, certificates)
-        parts.on_restored = lifecycle.on_restored
-        parts.teller.on_drop = control.drop
-        local.parts = parts
-        await lifecycle.resume()
-
-        members = MemberAddresses(keeper.current)
-        dropped = metrics.dropped_connection
-        bulk = BulkServing(
-            contract, node, certificates, keeper.current, expected=members, dropped=dropped
-        )
-        bulk_port = await pools.read.run(bulk.start, _LISTEN, contract.bulk_port)
-        self._stack.push_async_callback(pools.read.run, bulk.close)
-        server = ControlServer(
-            control, contract.job_uid, certificates.server, expected=members, dropped=dropped
-        )
-        control_port = await server.start(_LISTEN, contract.control_port)
-        self._stack.push_async_callback(server.close)
-        plain = PlainServer(control, dropped=dropped)
-        metrics_port = await plain.start(_LISTEN, contract.metrics_port)
-        self._stack.push_async_callback(plain.close)
-        await parts.peers.start(control.dispatch)
-        self._stack.push_async_callback(parts.peers.close)
-        self._stack.push_async_callback(control.close)
-        self._stack.push_async_callback(lifecycle.close)
-        self._stack.push_async_callback(parts.flow.reset)
-        self._stack.push_async_callback(parts.rehydrator.reset)
-        self._stack.push_async_callback(parts.starter.reset)
-        parts.teller.start()
-        self._stack.push_async_callback(parts.teller.close)
-        parts.reporter.start()
-        self._stack.push_async_callback(parts.reporter.close)
-        _write_ports(settings, control_port, bulk_port, metrics_port)
-        hooks = HookServer(settings.node_dir, control.flushed)
-        await hooks.start()
-        self._stack.push_async_callback(hooks.close)
-        if self._scrubber is not None:
-            self._scrubber.start()
-            self._stack.push_async_callback(self._scrubber.close)
-        await parts.intake.start()
-        self._stack.push_async_callback(parts.intake.close)
+        contract, journeys = self._pod.contract, self._journeys
+        closes = stack.push_async_callback
+        await self._lifecycle.resume()
+        bulk_port = await self._pools.read.run(self._bulk.start, _LISTEN, contract.bulk_port)
+        closes(self._pools.read.run, self._bulk.close)
+        control_port = await self._control_server.start(_LISTEN, contract.control_port)
+        closes(self._control_server.close)
+        metrics_port = await self._plain_server.start(_LISTEN, contract.metrics_port)
+        closes(self._plain_server.close)
+        await self._peers.start(self._control.dispatch)
+        closes(self._peers.close)
+        closes(self._verifier.close)
+        closes(self._pruner.close)
+        closes(self._lifecycle.close)
+        closes(journeys.saves.flow.reset)
+        closes(journeys.restores.rehydrator.reset)
+        closes(journeys.starter.reset)
+        journeys.saves.start()
+        closes(journeys.saves.close)
+        self._reporter.start()
+        closes(self._reporter.close)
+        _write_ports(self._pod.settings, control_port, bulk_port, metrics_port)
+        await self._hooks.start()
+        closes(self._hooks.close)
+        self._scrubber.start()
+        closes(self._scrubber.close)
+        await self._intake.start()
+        closes(self._intake.close)
         logs.info(
             "listening",
             control=control_port,
             bulk=bulk_port,
             metrics=metrics_port,
-            round=keeper.state.round,
+            round=self._pod.state.round,
         )
-
-    def _open_store(self, metrics: Metrics) -> ObjectTier | None:
-        contract = self._settings.contract
-        config = contract.store_config()
-        if config is None:
-            return None
-        directory = directory_of(config.endpoint)
-        if directory is not None:
-            return DirectoryObjectTier(directory / config.prefix)
-        credentials = FileCredentials(contract.store_dir)
-        tier = S3ObjectTier(
-            config,
-            credentials,
-            ca_file=credentials.ca_file,
-            throttle=self._pacing.take,
-            sent=functools.partial(metrics.sent, TierName.OBJECT),
-            compressed=functools.partial(metrics.compressed, TierName.OBJECT),
-        )
-        self._stack.callback(tier.close)
-        return tier
-
-    def _assemble(
-        self,
-        keeper: Keeper,
-        pools: Pools,
-        node: DiskNodeTier,
-        store: ObjectTier | None,
-        certificates: Certificates,
-        local: Local,
-        metrics: Metrics,
-    ) -> Parts:
-        settings, clock = self._settings, self._clock
-        contract = settings.contract
-
-        def changed() -> None:
-            if self._parts is not None:
-                self._parts.reporter.changed()
-
-        def restored() -> None:
-            changed()
-            if self._parts is not None:
-                self._parts.on_restored()
-
-        def held() -> None:
-            teller.wake()
-            changed()
-
-        def patience() -> Patience:
-            backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
-            return Patience(clock, backoff, settings.restore_patience_seconds)
-
-        failures = Failures(changed)
-        peers = Peers(
-            contract, certificates.client, keeper.current, call_seconds=settings.call_seconds
-        )
-        bulk = BulkPeers(node, certificates, peers, keeper.current, self._pacing.take)
-        layouts = RankLayouts(settings.layouts_dir, node, pools)
-        gang = LocalGang(contract.worker)
-        intake = Intake(
-            settings.socket_path, contract.job_uid, local, dropped=metrics.dropped_connection
-        )
-        stager = Stager(
-            settings,
-            node,
-            layouts,
-            pools,
-            failures,
-            metrics,
-            clock,
-            self._pacing,
-            local.staged,
-            held,
-        )
-        teller = HoldTeller(settings, keeper.current, stager, layouts, peers, clock)
-        flow = Flow(
-            settings,
-            keeper.current,
-            node,
-            store,
-            peers=peers,
-            bulk=bulk,
-            layouts=layouts,
-            pools=pools,
-            failures=failures,
-            metrics=metrics,
-            clock=clock,
-            on_change=changed,
-        )
-        rehydrator = Rehydrator(
-            settings,
-            keeper.current,
-            node,
-            store,
-            peers=peers,
-            bulk=bulk,
-            pools=pools,
-            metrics=metrics,
-            clock=clock,
-            patience=patience,
-            on_change=restored,
-        )
-        places = Places(node, store, bulk, rehydrator, pools, metrics, contract.procs_per_worker)
-        resharder = Resharder(places, pools, metrics, patience)
-        filler = Filler(
-            settings,
-            node,
-            rehydrator,
-            resharder,
-            layouts,
-            stager=stager,
-            pools=pools,
-            metrics=metrics,
-            patience=patience,
-            on_change=changed,
-        )
-        starter = Starter(
-            settings,
-            keeper.current,
-            gang,
-            intake,
-            peers,
-            clock,
-            restored=lambda: rehydrator.restored is not None,
-            on_change=changed,
-        )
-        sources = Sources(gang, flow, stager, rehydrator, starter, failures)
-
-        def busy() -> bool:
-            restores = rehydrator.restored is None or filler.busy
-            saves = not stager.idle or flow.pending > 0
-            return keeper.state.held is None or restores or saves
-
-        self._scrubber = Scrubber(
-            settings,
-            node,
-            Replacer(node, rehydrator, keeper.current, pools),
-            pools=pools,
-            metrics=metrics,
-            failures=failures,
-            clock=clock,
-            busy=busy,
-            throttle=self._pacing.take,
-        )
-        return Parts(
-            settings,
-            clock,
-            keeper,
-            pools,
-            self._pacing,
-            node,
-            store,
-            peers,
-            failures,
-            metrics,
-            gang,
-            intake,
-            stager,
-            teller,
-            flow,
-            rehydrator,
-            filler,
-            starter,
-            Reporter(settings, keeper.current, sources, peers, clock),
-        )
-
-    @property
-    def idle(self) -> bool:
-        """Whether everything that was handed over is durable, copied and uploaded as required."""
-        parts = self._parts
-        return parts is None or parts.idle
 
     async def wait_idle(self, timeout_seconds: float) -> bool:
-        """Lift the limit on background bytes and wait until `idle`. Return False after the time-out."""
+        """Wait until everything that was handed over is durable, copied and uploaded as required.
+
+        The limit on background bytes is lifted. Return False after the time-out.
+        """
         self._pacing.hurry()
-        deadline = self._clock.monotonic() + timeout_seconds
-        while not self.idle:
-            if self._clock.monotonic() >= deadline:
+        clock = self._pod.clock
+        deadline = clock.monotonic() + timeout_seconds
+        while not self._journeys.saves.idle:
+            if clock.monotonic() >= deadline:
                 return False
-            await self._clock.sleep(_IDLE_POLL_SECONDS)
+            await clock.sleep(_IDLE_POLL_SECONDS)
         return True
 
-    async def close(self) -> None:
-        await self._stack.aclose()
+    def _flushed(self) -> bool:
+        """Return whether the pod may end.
+
+        The preStop hook calls this, so the limit on background bytes is lifted.
+        """
+        self._pacing.hurry()
+        return self._journeys.flushed
 
 
-def _first_state(settings: Settings, node: DiskNodeTier) -> RoundState:
-    """Return the state of a process that has just started.
+async def start_sidecar(
+    settings: Settings, clock: Clock, metrics: Metrics, stack: AsyncExitStack
+) -> Sidecar:
+    """Open the resources of a sidecar and begin to serve.
 
-    It is sealed for the pod's birth round, or for the recorded round if that is newer.
+    Args:
+        settings: The pod's contract, and the bounds of its waits.
+        clock: Measures all waits.
+        metrics: What the plain server shows.
+        stack: Closes everything in reverse order, also if this raises.
+
+    Raises:
+        ConfigError, TierError, OSError: The pod does not match its contract, or a port is in use.
     """
-    contract = settings.contract
-    found = node.read_round()
-    recorded, version = (RestartRound(-1), 0) if found is None else found
-    round_ = max(contract.birth_round, recorded)
-    return RoundState(
-        contract.worker,
-        contract.procs_per_worker,
-        round_,
-        version_floor=version if recorded == round_ else 0,
-    )
+    sidecar = Sidecar(await open_resources(settings, clock, metrics, stack))
+    await sidecar.start(stack)
+    return sidecar
 
 
 def _write_ports(settings: Settings, control: int, bulk: int, metrics: int) -> None:
@@ -378,11 +233,12 @@ async def serve(settings: Settings) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
-    sidecar = Sidecar(settings)
-    deaths = sidecar.deaths
+    metrics = Metrics()
+    deaths = Deaths(metrics.unexpected)
     deaths.install(loop)
+    stack = AsyncExitStack()
     try:
-        await sidecar.start()
+        sidecar = await start_sidecar(settings, SystemClock(), metrics, stack)
         await _first(deaths.fatal(), stop.wait())
         if not deaths.is_fatal:
             logs.info("stopping: finishing the transfers that are in progress")
@@ -391,7 +247,7 @@ async def serve(settings: Settings) -> int:
     finally:
         if deaths.is_fatal:
             end_for_sure()
-        await sidecar.close()
+        await stack.aclose()
     return DIED_STATUS if deaths.is_fatal else 0
 
 

@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from holdfast_core.errors import CorruptionError, HoldfastError
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName
-from holdfast_core.messages.schema import HeldShard, ManifestInfo
+from holdfast_core.messages.schema import HeldShard, Inventory, ManifestInfo
 from holdfast_core.shm.slot_file import SlotFile, list_slots
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.tiers.base import NodeTier, ShardRecord
 from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.documents import manifest_info
+from holdfast_sidecar.save.staging import Stager
+
+
+class Inventories:
+    """Maker of the inventories of this pod."""
+
+    def __init__(self, pod: Pod, tiers: Tiers, stager: Stager, telemetry: Telemetry) -> None:
+        self._pod = pod
+        self._node = tiers.node
+        self._read = tiers.pools.read
+        self._stager = stager
+        self._metrics = telemetry.metrics
+        self._failures = telemetry.failures
+
+    async def take(self, state: RoundState) -> Inventory:
+        """Return what this pod has now. The inventory names the round of `state`."""
+        uid = self._pod.job_uid
+        corrupt = partial(self._metrics.corruption, TierName.NODE)
+        manifests = await self._read.run(held_manifests, self._node, uid, corrupt)
+        slots, known = self._pod.settings.slots_dir, dict(self._stager.memory)
+        shards = await self._read.run(held_shards, self._node, uid, slots, known)
+        try:
+            self._metrics.free(await self._read.run(self._node.free_bytes))
+        except HoldfastError as error:
+            self._failures.note("node volume", TierName.NODE, error)
+        return Inventory(
+            worker=state.worker,
+            pod=self._pod.contract.pod_name,
+            round=state.round,
+            version=state.version,
+            manifests=manifests,
+            shards=shards,
+        )
 
 
 def held_manifests(

@@ -2,66 +2,67 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, TypeVar
+from typing import Any
 
 from holdfast_core.errors import FormatError, RefusedError
-from holdfast_core.ids import Level, Rank, Step
+from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import (
-    OVERTAKEN,
-    Ask,
     Ended,
     Exited,
     Fill,
     Finish,
     FinishReply,
     HelloReply,
-    LevelNotice,
-    LevelReached,
     LocalRole,
     Progress,
     Refusal,
     Restore,
-    SaveFailed,
-    SaveRequested,
     Stage,
-    StopRequested,
     StoreAddress,
 )
-from holdfast_core.pacing.background import bytes_each_step
+from holdfast_core.pacing.background import Pacing, bytes_each_step
 from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState, fence
 from holdfast_sidecar.base.tasks import Tasks
-from holdfast_sidecar.process.parts import Parts
+from holdfast_sidecar.gang.notices import RankNotices
+from holdfast_sidecar.process.journeys import Journeys
 from holdfast_sidecar.save.flow import own_shard
 from holdfast_sidecar.save.slot_writes import Outcome
-from holdfast_sidecar.wire.intake import Connection
-from holdfast_sidecar.wire.verbs import STOP
+from holdfast_sidecar.wire.intake import Connection, LocalConnections
 
-T = TypeVar("T")
-
-_LEVELS_KEPT = 16
-_LAST_WORDS_SECONDS = 5.0
+_LAST_MESSAGES_SECONDS = 5.0
 """Seconds that Finish waits for the ranks' connections to end."""
 
 
 class Local:
-    """The intake's `LocalHandler`. `parts` must be set before the socket opens."""
+    """The intake's `LocalHandler`."""
 
-    parts: Parts
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        journeys: Journeys,
+        connections: LocalConnections,
+        notices: RankNotices,
+        pacing: Pacing,
+        metrics: Metrics,
+    ) -> None:
+        """Create the handler, and subscribe it to the ends of slot writes."""
+        self._current = journeys.current
+        self._saves = journeys.saves
+        self._filler = journeys.restores.filler
+        self._gang = journeys.gang
+        self._starter = journeys.starter
+        self._changed = journeys.changed
+        self._connections = connections
+        self._notices = notices
+        self._pacing = pacing
+        self._metrics = metrics
         self._tasks = Tasks()
-        self._released = asyncio.Event()
-        self._asked: list[SaveRequested | StopRequested] = []
-        self._levels: dict[Step, LevelReached] = {}
-        """The newest levels of this round, which are sent again to a rank that reconnects."""
-        self._overtaken: dict[Step, SaveFailed] = {}
-        """The newest dropped steps of this round, which are sent again to a rank that reconnects."""
+        self._saves.written.subscribe(self._written)
 
     @property
     def state(self) -> RoundState:
-        return self.parts.keeper.state
+        return self._current()
 
     # ------------------------------------------------------------------ connections
 
@@ -71,28 +72,28 @@ class Local:
         if hello is not None:
             # These pushes follow the reply, because the other side waits for it before it reads pushes.
             if hello.role is LocalRole.LAUNCHER:
-                self._tasks.soon(lambda: self.parts.starter.hello(hello), "launcher hello")
+                self._tasks.soon(lambda: self._starter.hello(hello), "launcher hello")
             else:
-                self._tasks.soon(lambda: self._tell_again(connection), "rank hello")
+                self._tasks.soon(lambda: self._notices.repeat(connection), "rank hello")
         return HelloReply(state.round, None if state.held is None else state.held.policy)
 
     def gone(self, connection: Connection) -> None:
         hello = connection.hello
         if hello is not None and hello.role is LocalRole.LAUNCHER:
-            if self.parts.intake.launcher is None:
-                self.parts.starter.gone(connection)
-            self.parts.reporter.changed()
+            if self._connections.launcher is None:
+                self._starter.gone(connection)
+            self._changed()
 
     # ------------------------------------------------------------------ requests
 
     async def request(self, connection: Connection, message: Any) -> Any:
         match message:
             case Stage():
-                return await self.parts.stager.stage(self.parts.keeper.current, message)
+                return await self._saves.stager.stage(self._current, message)
             case Restore():
-                return await self.parts.filler.restore(self.state, message)
+                return await self._filler.restore(self.state, message)
             case Fill():
-                return await self.parts.filler.fill(self.state, message)
+                return await self._filler.fill(self.state, message)
             case Finish():
                 return await self._finish(message)
             case _:
@@ -104,155 +105,79 @@ class Local:
         Raises:
             RefusedError: The round is not, or no longer, the current one.
         """
-        refused = fence(self.state, message.round)
-        if refused is not None:
-            raise RefusedError(refused.code, refused.message)
+        self._expect_round(message)
         # The ranks have exited, but their last Progress may still be unread on their own connections. It must
         # be in the state that reports `finished`, because the operator takes that state as the last one.
-        if not await self.parts.intake.ranks_ended(_LAST_WORDS_SECONDS):
+        if not await self._connections.ranks_ended(_LAST_MESSAGES_SECONDS):
             logs.warning(
                 "a connection of a rank is still open although the rank has ended",
-                seconds=_LAST_WORDS_SECONDS,
+                seconds=_LAST_MESSAGES_SECONDS,
             )
-        refused = fence(self.state, message.round)
-        if refused is not None:
-            raise RefusedError(refused.code, refused.message)
-        self.parts.gang.done = True
-        self.parts.pacing.hurry()
-        self.parts.reporter.changed()
-        released = self._released
-        await released.wait()
+        self._expect_round(message)
+        self._gang.done = True
+        self._pacing.hurry()
+        self._changed()
+        await self._notices.released()
         if self.state.round != message.round:
             raise RefusedError(Refusal.STALE_ROUND, f"round {message.round} has been sealed")
         return FinishReply(True)
 
+    def _expect_round(self, message: Finish) -> None:
+        refused = fence(self.state, message.round)
+        if refused is not None:
+            raise RefusedError(refused.code, refused.message)
+
     # ------------------------------------------------------------------ pushes
 
     def notify(self, connection: Connection, message: Any) -> None:
-        parts = self.parts
         match message:
             case Progress() if message.round == self.state.round and self._own(message.rank):
-                parts.gang.progressed(message)
-                parts.metrics.trained(message.round)
-                if message.rank == self.state.own_ranks[0]:
-                    # The ranks of a gang finish a step together, so the reports of one of them suffice.
-                    parts.pacing.step_done(message.step, message.blocked_seconds)
-                    parts.metrics.limited(parts.pacing.limit)
-                parts.metrics.stalled(message.blocked_seconds, message.saves_skipped)
+                self._progressed(message)
             case Exited() if message.round == self.state.round and self._own(message.rank):
-                parts.gang.exited(message)
+                self._gang.exited(message)
             case Ended():
-                parts.starter.ended(message.round)
-                parts.starter.evaluate()
+                self._starter.ended(message.round)
+                self._starter.evaluate()
             case StoreAddress():
-                parts.starter.store_address(message)
+                self._starter.store_address(message)
             case Progress() | Exited():
                 return  # These are of another round or pod: ranks of an older round are being ended.
             case _:
                 raise FormatError(f"{type(message).__name__} is not a push message of this socket")
-        parts.reporter.changed()
+        self._changed()
 
     def _own(self, rank: Rank) -> bool:
         return rank in self.state.own_ranks
 
-    # ------------------------------------------------------------------ from the other components
+    def _progressed(self, message: Progress) -> None:
+        self._gang.progressed(message)
+        self._metrics.trained(message.round)
+        if message.rank == self.state.own_ranks[0]:
+            # The ranks of a gang finish a step together, so the reports of one of them suffice.
+            self._pacing.step_done(message.step, message.blocked_seconds)
+            self._metrics.limited(self._pacing.limit)
+        self._metrics.stalled(message.blocked_seconds, message.saves_skipped)
 
-    def staged(self, outcome: Outcome) -> None:
+    # ------------------------------------------------------------------ slots
+
+    def _written(self, outcome: Outcome) -> None:
         """Handle the end of a slot's write: push a failure to the rank, or add the shard to the flow."""
+        held = self.state.held
         if outcome.failed is not None:
-            self.parts.intake.push_rank(outcome.stage.rank, outcome.failed)
+            self._connections.push_rank(outcome.stage.rank, outcome.failed)
         elif (
             outcome.record is not None
-            and self.state.held is not None
+            and held is not None
             and outcome.record.header.round == self.state.round
         ):
-            self._expect_saves(outcome.record.header.payload_bytes)
-            self.parts.flow.add(own_shard(outcome.record))
-        self.parts.reporter.changed()
-
-    def _expect_saves(self, payload_bytes: int) -> None:
-        state = self.state
-        if state.held is not None:
-            policy = state.held.policy
-            each_step = bytes_each_step(
-                payload_bytes * len(state.own_ranks),
-                policy.interval_steps,
-                len(state.copy_targets()),
-                policy.object_every_steps,
+            policy = held.policy
+            self._pacing.expect(
+                bytes_each_step(
+                    outcome.record.header.payload_bytes * len(self.state.own_ranks),
+                    policy.interval_steps,
+                    len(self.state.copy_targets()),
+                    policy.object_every_steps,
+                )
             )
-            self.parts.pacing.expect(each_step)
-
-    def in_memory(self, steps: tuple[Step, ...]) -> None:
-        """Notify the ranks that these steps have reached level memory."""
-        for step in steps:
-            self._reached(LevelReached(step, self.state.round, Level.MEMORY))
-
-    def dropped(self, steps: tuple[Step, ...]) -> None:
-        """Notify the ranks of pruned steps that have not reached level local. They never will."""
-        for step in steps:
-            reached = self._levels.get(step)
-            if reached is not None and reached.level is not Level.MEMORY:
-                continue
-            failed = SaveFailed(
-                step,
-                self.state.round,
-                Level.MEMORY if reached is None else Level.LOCAL,
-                OVERTAKEN,
-                "a newer step replaced it before it was on the node tiers",
-            )
-            _remember(self._overtaken, step, failed)
-            for connection in self._ranks():
-                connection.push(failed)
-
-    def level(self, message: LevelNotice) -> None:
-        """Notify the ranks of a step's level, or let Finish reply if the notice releases the pod."""
-        if message.released:
-            self._released.set()
-            return
-        self._reached(LevelReached(message.step, message.step_round, message.level))
-        if message.level is Level.LOCAL:
-            self._asked = [a for a in self._asked if isinstance(a, StopRequested)]
-
-    def _reached(self, reached: LevelReached) -> None:
-        before = self._levels.get(reached.step)
-        if before is not None and reached.level is Level.MEMORY:
-            return  # The notice is late: one of this level or a higher one has arrived before.
-        _remember(self._levels, reached.step, reached)
-        for connection in self._ranks():
-            connection.push(reached)
-
-    def _ranks(self) -> list[Connection]:
-        ranks = self.parts.intake.ranks
-        return [ranks[Rank(r)] for r in self.state.own_ranks if Rank(r) in ranks]
-
-    def ask(self, path: str, message: Ask) -> None:
-        """Send a save-now or stop request to rank 0. It is kept for a rank 0 that connects later."""
-        kind = StopRequested if path == STOP else SaveRequested
-        request = kind(message.round, message.token)
-        if request in self._asked:
-            return
-        self._asked.append(request)
-        self.parts.intake.push_rank(Rank(0), request)
-
-    def _tell_again(self, connection: Connection) -> None:
-        for reached in self._levels.values():
-            connection.push(reached)
-        for failed in self._overtaken.values():
-            connection.push(failed)
-        if connection.rank == 0:
-            for request in self._asked:
-                connection.push(request)
-
-    def sealed(self) -> None:
-        """Discard what belongs to the old round. A Finish that waits is refused."""
-        released, self._released = self._released, asyncio.Event()
-        released.set()
-        self._asked = []
-        self._levels = {}
-        self._overtaken = {}
-
-
-def _remember(said: dict[Step, T], step: Step, message: T) -> None:
-    said[step] = message
-    while len(said) > _LEVELS_KEPT:
-        del said[min(said)]
+            self._saves.flow.add(own_shard(outcome.record))
+        self._changed()

@@ -16,7 +16,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast_core.clock import Clock
 from holdfast_core.errors import (
     CorruptionError,
     HoldfastError,
@@ -36,17 +35,13 @@ from holdfast_core.messages.schema import (
     Round,
     Suspect,
 )
-from holdfast_core.tiers.base import NodeTier, ObjectTier
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.backoff import Patience
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.source_errors import SourceErrors
-from holdfast_sidecar.wire.bulk import BulkPeers
-from holdfast_sidecar.wire.client import Peers
+from holdfast_sidecar.wire.members import Members
 
 _MANIFEST_SECONDS = 5.0
 """Time-out of one request for a manifest, so that a member that hangs delays the next source only briefly."""
@@ -74,29 +69,18 @@ class Rehydrator:
 
     def __init__(
         self,
-        settings: Settings,
-        current: Callable[[], RoundState],
-        node: NodeTier,
-        store: ObjectTier | None,
-        *,
-        peers: Peers,
-        bulk: BulkPeers,
-        pools: Pools,
+        pod: Pod,
+        tiers: Tiers,
+        members: Members,
         metrics: Metrics,
-        clock: Clock,
-        patience: Callable[[], Patience],
         on_change: Callable[[], None],
     ) -> None:
-        self._contract = settings.contract
-        self._current = current
-        self._node = node
-        self._store = store
-        self._peers = peers
-        self._bulk = bulk
-        self._pools = pools
+        self._pod = pod
+        self._node = tiers.node
+        self._store = tiers.store
+        self._pools = tiers.pools
+        self._members = members
         self._metrics = metrics
-        self._clock = clock
-        self._patience = patience
         self._on_change = on_change
         self._tasks = Tasks()
         self._kick = asyncio.Event()
@@ -142,7 +126,7 @@ class Rehydrator:
             NotFoundError: Every place replied that it has no good copy. The message lists them.
             RefusedError: BUSY: the round has ended.
         """
-        patience = self._patience()
+        patience = self._pod.patience()
         while True:
             source_errors = SourceErrors()
             tier = await self._shard(restored.refs[rank], restored.point, source_errors)
@@ -177,7 +161,7 @@ class Rehydrator:
 
     def namespace_of(self, point: RestorePoint) -> str:
         """Return the namespace, in the keys of the store, of the job that saved the restore point."""
-        return point.job_namespace or self._contract.namespace
+        return point.job_namespace or self._pod.contract.namespace
 
     def failed(self, rank: Rank, text: str) -> None:
         """Set the reason why the rank cannot be restored. An empty `text` removes it."""
@@ -187,8 +171,8 @@ class Rehydrator:
         self._on_change()
 
     async def _until_done(self, point: RestorePoint) -> None:
-        started = self._clock.monotonic()
-        patience = self._patience()
+        started = self._pod.clock.monotonic()
+        patience = self._pod.patience()
         said = ""
         while True:
             self._kick.clear()
@@ -201,7 +185,7 @@ class Rehydrator:
             if restored is not None:
                 self.restored = restored
                 self._tried = ""
-                self.seconds = self._clock.monotonic() - started
+                self.seconds = self._pod.clock.monotonic() - started
                 self._metrics.recovered("rehydrate", self.seconds)
                 logs.info(
                     "all shards of the restore point are on the node",
@@ -233,7 +217,7 @@ class Rehydrator:
         manifest = await self.manifest(point, CheckpointId(point.step, point.round), source_errors)
         if manifest is None:
             return None
-        state = self._current()
+        state = self._pod.state
         if manifest.world_size != state.world_size:
             try:
                 layout = await self.layout_of(point, manifest)
@@ -253,11 +237,11 @@ class Rehydrator:
         return Restored(point, manifest, refs, sizes, sources)
 
     def _job_uid(self, point: RestorePoint) -> JobUid:
-        return point.job_uid or self._contract.job_uid
+        return point.job_uid or self._pod.contract.job_uid
 
     def others(self) -> tuple[Member, ...]:
         """Return all other members, beginning with the targets of this worker's copies."""
-        state = self._current()
+        state = self._pod.state
         if state.held is None:
             return ()
         targets = state.copy_targets()
@@ -327,7 +311,7 @@ class Rehydrator:
             "round": str(checkpoint.round),
             "jobUid": str(job_uid),
         }
-        return await self._peers.get(
+        return await self._members.control.get(
             member.worker,
             "/v1/manifest",
             ManifestDocument,
@@ -415,7 +399,7 @@ class Rehydrator:
         source_errors.add(f"rank {ref.rank}: not in the node tier")
         for member in self.others():
             try:
-                record = await self._pools.fetch.run(self._bulk.fetch, member, ref)
+                record = await self._pools.fetch.run(self._members.bulk.fetch, member, ref)
                 self._metrics.fetched(TierName.PEER, record.file_bytes)
                 return TierName.PEER
             except CorruptionError as error:
@@ -447,6 +431,6 @@ class Rehydrator:
     async def _suspect(self, member: Member, ref: ShardRef) -> None:
         message = Suspect(ref.job_uid, ref.step, ref.round, ref.rank, ref.blake3)
         try:
-            await self._peers.call(member.worker, message, Ok)
+            await self._members.control.call(member.worker, message, Ok)
         except HoldfastError as error:
             logs.warning("reporting a bad copy failed", worker=member.worker, error=str(error))

@@ -12,11 +12,12 @@ from functools import partial
 
 from holdfast_core.ids import ShardRef, TierName, worker_of
 from holdfast_core.messages.schema import Member
-from holdfast_core.tiers.base import NodeTier, ObjectTier, ShardSource
+from holdfast_core.tiers.base import ShardSource
 from holdfast_core.tiers.sources import ReaderSource
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pool, Pools
+from holdfast_sidecar.base.pools import Pool
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.wire.bulk import BulkPeers
 
@@ -40,19 +41,17 @@ class Places:
 
     def __init__(
         self,
-        node: NodeTier,
-        store: ObjectTier | None,
+        tiers: Tiers,
         bulk: BulkPeers,
         rehydrator: Rehydrator,
-        pools: Pools,
         metrics: Metrics,
         procs_per_worker: int,
     ) -> None:
-        self._node = node
-        self._store = store
+        self._node = tiers.node
+        self._store = tiers.store
+        self._pools = tiers.pools
         self._bulk = bulk
         self._rehydrator = rehydrator
-        self._pools = pools
         self._metrics = metrics
         self._procs_per_worker = procs_per_worker
 

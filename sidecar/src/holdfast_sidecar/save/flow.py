@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from holdfast_core.clock import Clock
 from holdfast_core.errors import (
     CorruptionError,
     NotFoundError,
@@ -28,14 +27,12 @@ from holdfast_core.messages.schema import (
     Replicated,
     Uploaded,
 )
-from holdfast_core.tiers.base import NodeTier, ObjectTier, ShardRecord
+from holdfast_core.shards.record import ShardRecord
 from holdfast_sidecar.base.backoff import Backoff
-from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.save.held import info_of
 from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.plan import (
@@ -50,8 +47,7 @@ from holdfast_sidecar.save.plan import (
     startable,
 )
 from holdfast_sidecar.save.sharing import ShardUploader
-from holdfast_sidecar.wire.bulk import BulkPeers
-from holdfast_sidecar.wire.client import Peers
+from holdfast_sidecar.wire.members import Members
 
 _PASSING = frozenset(
     {
@@ -80,35 +76,32 @@ class Flow:
 
     def __init__(
         self,
-        settings: Settings,
-        current: Callable[[], RoundState],
-        node: NodeTier,
-        store: ObjectTier | None,
-        *,
-        peers: Peers,
-        bulk: BulkPeers,
+        pod: Pod,
+        tiers: Tiers,
+        members: Members,
         layouts: RankLayouts,
-        pools: Pools,
-        failures: Failures,
-        metrics: Metrics,
-        clock: Clock,
+        telemetry: Telemetry,
         on_change: Callable[[], None],
     ) -> None:
-        self._settings = settings
-        self._current = current
-        self._node = node
+        self._pod = pod
+        self._current = pod.current
+        self._tiers = tiers
         self._uploader = (
             None
-            if store is None
-            else ShardUploader(settings.contract, current, node, store, bulk=bulk, clock=clock)
+            if tiers.store is None
+            else ShardUploader(
+                pod.contract,
+                pod.current,
+                tiers.node,
+                tiers.store,
+                bulk=members.bulk,
+                clock=pod.clock,
+            )
         )
-        self._peers = peers
-        self._bulk = bulk
+        self._members = members
         self._layouts = layouts
-        self._pools = pools
-        self._failures = failures
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics = telemetry.metrics
+        self._failures = telemetry.failures
         self._on_change = on_change
         self._shards: dict[ShardKey, OwnShard] = {}
         self._running: set[Action] = set()
@@ -249,22 +242,19 @@ class Flow:
         self._pause(action)
 
     def _pause(self, action: Action) -> None:
-        settings = self._settings
-        backoff = self._backoffs.setdefault(
-            action, Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
-        )
+        backoff = self._backoffs.setdefault(action, self._pod.backoff())
         self._paused.add(action)
         self._tasks.spawn(self._resume(action, backoff.next_seconds()), "pause")
 
     async def _resume(self, action: Action, seconds: float) -> None:
-        await self._clock.sleep(seconds)
+        await self._pod.clock.sleep(seconds)
         self._paused.discard(action)
         self.wake()
 
     def _gone(self, action: Action) -> bool:
         """Return whether the shard itself is no longer on this node. Its entry is removed then."""
         shard = self._shards.get(action.key)
-        if shard is not None and self._node.find(shard.ref) is not None:
+        if shard is not None and self._tiers.node.find(shard.ref) is not None:
             return False
         self._shards.pop(action.key, None)
         return True
@@ -279,26 +269,17 @@ class Flow:
         if shard is None:
             return
         try:
-            own = await self._pools.read.run(self._damage, shard)
+            damage = await self._tiers.quarantine_if_damaged(
+                shard.ref, self._tiers.pools.read, self._metrics
+            )
         except Exception as failure:  # noqa: BLE001 - as in _run
             self._failed(action, failure)
             return
-        if own is None:
+        if damage is None:
             self._failed(action, UnavailableError(f"{error}; but the copy on this node is intact"))
             return
         self._shards.pop(action.key, None)
-        self._metrics.corruption(TierName.NODE)
-        self._failures.note(_subject(action), TierName.NODE, own, step=action.key.step)
-        await self._pools.meta.run(self._node.quarantine, shard.ref, str(own))
-
-    def _damage(self, shard: OwnShard) -> CorruptionError | None:
-        """Read the whole shard and return its verification error, or None if it is good. Blocks."""
-        try:
-            with self._node.open_shard(shard.ref) as reader:
-                reader.verify()
-        except CorruptionError as error:
-            return error
-        return None
+        self._failures.note(_subject(action), TierName.NODE, damage, step=action.key.step)
 
     async def _do(self, action: Action, shard: OwnShard) -> None:
         coordinator_epoch = self._coordinator_epoch
@@ -313,7 +294,7 @@ class Flow:
                 await self._tell_prepared(shard)
             case Verb.REPLICATED:
                 message = Replicated(*self._speaker(shard), shard.ref.rank, shard.ref.blake3)
-                await self._peers.call(self._coordinator(), message, Ok)
+                await self._members.control.call(self._coordinator(), message, Ok)
             case Verb.UPLOADED:
                 await self._tell_uploaded(shard)
         if coordinator_epoch == self._coordinator_epoch:
@@ -360,21 +341,21 @@ class Flow:
         message = Prepared(
             self._current().round,
             shard.ref.step,
-            self._settings.contract.worker,
+            self._pod.contract.worker,
             shard.info,
             shard.layout,
         )
-        reply = await self._peers.call(self._coordinator(), message, PreparedReply)
+        reply = await self._members.control.call(self._coordinator(), message, PreparedReply)
         if reply.need_layout:
             document = await self._layouts.text(shard.layout)
-            reply = await self._peers.call(
+            reply = await self._members.control.call(
                 self._coordinator(), replace(message, rank_layout=document), PreparedReply
             )
             if reply.need_layout:
                 raise UnavailableError(f"the coordinator did not store layout {shard.layout}")
         if reply.pruned:
             self._shards.pop(shard.key, None)
-            await self._pools.shard.run(self._node.delete_shard, shard.ref)
+            await self._tiers.pools.shard.run(self._tiers.node.delete_shard, shard.ref)
 
     async def _tell_uploaded(self, shard: OwnShard) -> None:
         message = Uploaded(
@@ -384,35 +365,37 @@ class Flow:
             shard.stored_as.base,
             shard.stored_as.references,
         )
-        await self._peers.call(self._coordinator(), message, Ok)
+        await self._members.control.call(self._coordinator(), message, Ok)
 
     def _speaker(self, shard: OwnShard) -> tuple[RestartRound, Step, Worker]:
         """Return the fields that every message about a shard begins with: round, step and sender."""
-        return self._current().round, shard.ref.step, self._settings.contract.worker
+        return self._current().round, shard.ref.step, self._pod.contract.worker
 
     async def _copy(self, shard: OwnShard, target: Worker | None) -> None:
         state = self._current()
         member = None if target is None else state.member(target)
         if target is None or member is None:
             raise UnavailableError(f"worker {target} is not a member of round {state.round}")
-        started = self._clock.monotonic()
-        sent = await self._pools.copy.run(self._bulk.put, member, state.round, shard.ref)
+        started = self._pod.clock.monotonic()
+        sent = await self._tiers.pools.copy.run(
+            self._members.bulk.put, member, state.round, shard.ref
+        )
         self._metrics.sent(TierName.PEER, sent)
         self._metrics.stored(
-            TierName.PEER, shard.info.payload_bytes, self._clock.monotonic() - started
+            TierName.PEER, shard.info.payload_bytes, self._pod.clock.monotonic() - started
         )
         self._update(shard, copied=target)
 
     async def _upload(self, shard: OwnShard) -> None:
-        started = self._clock.monotonic()
+        started = self._pod.clock.monotonic()
         if self._uploader is None:
             raise UnavailableError("this job has no object store")
         request = self._wants.get((shard.key.step, shard.key.round))
-        stored_as = await self._pools.store.run(self._uploader.upload, shard.ref, request)
+        stored_as = await self._tiers.pools.store.run(self._uploader.upload, shard.ref, request)
         if self._wants.get((shard.key.step, shard.key.round)) != request and stored_as.references:
             return  # the request has changed meanwhile: upload again as the newer one requires
         self._metrics.stored(
-            TierName.OBJECT, shard.info.payload_bytes, self._clock.monotonic() - started
+            TierName.OBJECT, shard.info.payload_bytes, self._pod.clock.monotonic() - started
         )
         self._update(shard, stored_as=stored_as)
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import Digest, Step
 from holdfast_core.messages.schema import Holding, HoldingReply, RankHolding, Round
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.backoff import Backoff
-from holdfast_sidecar.base.rounds import RoundState
-from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
 from holdfast_sidecar.save.layouts import RankLayouts
 from holdfast_sidecar.save.staging import Stager
@@ -28,23 +25,19 @@ class HoldTeller:
 
     def __init__(
         self,
-        settings: Settings,
-        current: Callable[[], RoundState],
+        pod: Pod,
         stager: Stager,
         layouts: RankLayouts,
         peers: Peers,
-        clock: Clock,
+        on_drop: Callable[[frozenset[Step]], None],
     ) -> None:
-        self._settings = settings
-        self._current = current
+        self._pod = pod
         self._stager = stager
         self._layouts = layouts
         self._peers = peers
-        self._clock = clock
+        self._on_drop = on_drop
         self._tasks = Tasks()
         self._changed = asyncio.Event()
-        self.on_drop: Callable[[frozenset[Step]], None] = lambda steps: None
-        """Assigned by the component that prunes, which is created later."""
 
     def start(self) -> None:
         self._tasks.spawn(self._run(), "holding")
@@ -57,13 +50,12 @@ class HoldTeller:
         self._changed.set()
 
     async def _run(self) -> None:
-        settings = self._settings
-        backoff = Backoff(settings.backoff_first_seconds, settings.backoff_last_seconds)
+        backoff = self._pod.backoff()
         said = logs.Changed()
         while True:
             await self._changed.wait()
             self._changed.clear()
-            state = self._current()
+            state = self._pod.state
             holding = self._stager.untold
             if state.held is None or holding is None or not self._stager.has_coordinator:
                 continue
@@ -73,21 +65,21 @@ class HoldTeller:
             except HoldfastError as error:
                 said.say("holding", str(error), round=state.round)
                 self._changed.set()
-                await self._clock.sleep(backoff.next_seconds())
+                await self._pod.clock.sleep(backoff.next_seconds())
                 continue
             backoff.reset()
             said.healthy("holding")
             if (
-                self._current().round == state.round
+                self._pod.state.round == state.round
                 and self._stager.coordinator_epoch == coordinator_epoch
             ):
                 self._stager.told(holding)
                 if reply.drop:
-                    self.on_drop(frozenset(reply.drop))
+                    self._on_drop(frozenset(reply.drop))
 
     async def _tell(self, held: Round, holding: tuple[RankHolding, ...]) -> HoldingReply:
         """Send HOLDING, and once more with the layouts that the first reply requests."""
-        message = Holding(held.round, self._settings.contract.worker, holding)
+        message = Holding(held.round, self._pod.contract.worker, holding)
         reply = await self._peers.call(held.coordinator, message, HoldingReply)
         if reply.need_layouts:
             layouts = await self._documents(reply.need_layouts)

@@ -12,10 +12,9 @@ from holdfast_core.errors import CorruptionError, FormatError, HoldfastError, No
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef
 from holdfast_core.messages.schema import RestorePoint
-from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.pools import Pools
 from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.restore.rehydrate import Rehydrator
 from holdfast_sidecar.restore.source_errors import SourceErrors
 
@@ -26,16 +25,12 @@ class Replacer:
     """Record of what is missing on this node since it was quarantined, and its replacement."""
 
     def __init__(
-        self,
-        node: NodeTier,
-        rehydrator: Rehydrator,
-        current: Callable[[], RoundState],
-        pools: Pools,
+        self, tiers: Tiers, rehydrator: Rehydrator, current: Callable[[], RoundState]
     ) -> None:
-        self._node = node
+        self._node = tiers.node
+        self._pools = tiers.pools
         self._rehydrator = rehydrator
         self._current = current
-        self._pools = pools
         self._said = logs.Changed()
         self._shards: dict[ShardRef, None] = {}
         self._manifests: dict[tuple[JobUid, CheckpointId], None] = {}

@@ -12,17 +12,15 @@ import random
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
-from holdfast_core.clock import Clock
 from holdfast_core.errors import CorruptionError, FormatError, HoldfastError, NotFoundError
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, JobUid, ShardRef, TierName
 from holdfast_core.tiers.base import NodeTier
 from holdfast_sidecar.base import logs
-from holdfast_sidecar.base.failures import Failures
-from holdfast_sidecar.base.metrics import Metrics
-from holdfast_sidecar.base.pools import Pools
-from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.upkeep.replace import Replacer
 
 _SUBJECT = "scrub"
@@ -59,37 +57,30 @@ class Scrubber:
 
     def __init__(
         self,
-        settings: Settings,
-        node: NodeTier,
+        pod: Pod,
+        tiers: Tiers,
         replacer: Replacer,
-        *,
-        pools: Pools,
-        metrics: Metrics,
-        failures: Failures,
-        clock: Clock,
+        telemetry: Telemetry,
         busy: Callable[[], bool],
         throttle: Callable[[int], object],
     ) -> None:
         """Create the scrubber. `start` begins its task.
 
         Args:
-            settings: Times of a pass.
-            node: The node tier to read.
+            pod: Its settings have the times of a pass, which its clock measures.
+            tiers: Has the node tier to read. Reads run in the pool `scrub`.
             replacer: Fetches what was quarantined.
-            pools: Reads run in its `scrub` pool.
-            metrics: Counts bytes and damaged copies.
-            failures: Receives errors of the disk.
-            clock: Measures the passes.
+            telemetry: Counts bytes and damaged copies, and receives errors of the disk.
             busy: Returns whether a save or a restore moves bytes now.
             throttle: Called in a thread with the length of each piece that was read. It may block.
         """
-        self._settings = settings
-        self._node = node
+        self._settings = pod.settings
+        self._clock = pod.clock
+        self._node = tiers.node
+        self._pools = tiers.pools
         self._replacer = replacer
-        self._pools = pools
-        self._metrics = metrics
-        self._failures = failures
-        self._clock = clock
+        self._metrics = telemetry.metrics
+        self._failures = telemetry.failures
         self._busy = busy
         self._throttle = throttle
         self._tasks = Tasks()

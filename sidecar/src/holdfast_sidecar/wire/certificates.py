@@ -28,20 +28,14 @@ class Certificates:
     """The TLS contexts of this process. A renewal changes them in place, for new connections."""
 
     def __init__(self, contract: SidecarContract) -> None:
-        self._name = peer_dns_name(contract.pod_name, contract.job_uid)
-        self._files = TlsFiles.in_directory(Path(contract.certs_dir))
-        self._renewed = Path(contract.node_dir) / _RENEWED
-        self.server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-
-    def load(self) -> None:
         """Load the mounted certificate, or the kept one if it is newer. Blocking.
-
-        This replaces both contexts: call it before any of them is used.
 
         Raises:
             ConfigError: The mounted files are not usable.
         """
+        self._name = peer_dns_name(contract.pod_name, contract.job_uid)
+        self._files = TlsFiles.in_directory(Path(contract.certs_dir))
+        self._renewed = Path(contract.node_dir) / _RENEWED
         self.server = server_context(self._files)
         self.client = client_context(self._files)
         if self._renewed.exists() and self._is_newer():

@@ -132,51 +132,13 @@ class Connection:
         self._writer.transport.abort()
 
 
-class Intake:
-    """Server of the socket. It keeps the newest connection of the launcher and of each rank."""
+class LocalConnections:
+    """The newest connection of the launcher and of each rank, whose Hello was accepted."""
 
-    def __init__(
-        self,
-        path: Path,
-        job_uid: JobUid,
-        handler: LocalHandler,
-        *,
-        limits: IntakeLimits | None = None,
-        dropped: Callable[[str, str], None] = lambda port, reason: None,
-    ) -> None:
-        """Create the server; `start` begins to listen. `dropped` is as in `ControlServer`."""
-        self._limits = limits or IntakeLimits()
-        self._dropped = dropped
-        self._seldom = logs.Seldom()
-        self._large = ByteBudget(_LARGE_FRAMES_BYTES)
-        self._admission: Admission[Connection] = Admission(self._limits.places, self._displace)
-        self._path = path
-        self._job_uid = job_uid
-        self._handler = handler
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._requests = Tasks()
-        self._connections: set[Connection] = set()
-        self._left = asyncio.Event()
+    def __init__(self) -> None:
         self.launcher: Connection | None = None
         self.ranks: dict[Rank, Connection] = {}
-
-    async def start(self) -> None:
-        """Listen. The socket's mode is 0660, because trainer and sidecar share a group but not their uid."""
-        listener = listen_unix(self._path.parent, self._path.name, mode=0o660)
-        self._server = await asyncio.start_unix_server(
-            self._serve, sock=listener, limit=_READ_BYTES
-        )
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for connection in tuple(self._connections):
-            connection.close()
-        await self._requests.cancel()
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._left = asyncio.Event()
 
     def push_launcher(self, message: Any) -> bool:
         return self.launcher is not None and self.launcher.push(message)
@@ -198,6 +160,67 @@ class Intake:
         except TimeoutError:
             return False
         return True
+
+    def add(self, connection: Connection) -> None:
+        """Keep a connection whose Hello was accepted, in place of an older one."""
+        if connection.hello is not None and connection.hello.role is LocalRole.LAUNCHER:
+            self.launcher = connection
+        elif connection.rank is not None:
+            self.ranks[connection.rank] = connection
+
+    def remove(self, connection: Connection) -> None:
+        """Drop a connection that has ended. One that a newer connection has replaced is ignored."""
+        if self.launcher is connection:
+            self.launcher = None
+        if connection.rank is not None and self.ranks.get(connection.rank) is connection:
+            del self.ranks[connection.rank]
+            self._left.set()
+
+
+class Intake:
+    """Server of the socket. It passes messages to its handler, and keeps `connections` up to date."""
+
+    def __init__(
+        self,
+        path: Path,
+        job_uid: JobUid,
+        handler: LocalHandler,
+        connections: LocalConnections,
+        *,
+        limits: IntakeLimits | None = None,
+        dropped: Callable[[str, str], None] = lambda port, reason: None,
+    ) -> None:
+        """Create the server; `start` begins to listen. `dropped` is as in `ControlServer`."""
+        self._limits = limits or IntakeLimits()
+        self._dropped = dropped
+        self._seldom = logs.Seldom()
+        self._large = ByteBudget(_LARGE_FRAMES_BYTES)
+        self._admission: Admission[Connection] = Admission(self._limits.places, self._displace)
+        self._path = path
+        self._job_uid = job_uid
+        self._handler = handler
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._requests = Tasks()
+        self._connections: set[Connection] = set()
+        self._introduced = connections
+
+    async def start(self) -> None:
+        """Listen. The socket's mode is 0660, because trainer and sidecar share a group but not their uid."""
+        listener = listen_unix(self._path.parent, self._path.name, mode=0o660)
+        self._server = await asyncio.start_unix_server(
+            self._serve, sock=listener, limit=_READ_BYTES
+        )
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self._connections):
+            connection.close()
+        await self._requests.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(writer)
@@ -282,10 +305,7 @@ class Intake:
         if not self._admission.is_known(connection, connection.name):
             connection.hello = None
             raise UnavailableError(f"too many connections of {hello.role} {hello.rank}")
-        if hello.role is LocalRole.LAUNCHER:
-            self.launcher = connection
-        elif hello.rank is not None:
-            self.ranks[hello.rank] = connection
+        self._introduced.add(connection)
         connection.send(self._handler.hello(connection), id_)
 
     async def _answer(
@@ -305,10 +325,6 @@ class Intake:
         connection.send(reply, frame.id)
 
     def _forget(self, connection: Connection) -> None:
-        if self.launcher is connection:
-            self.launcher = None
-        if connection.rank is not None and self.ranks.get(connection.rank) is connection:
-            del self.ranks[connection.rank]
-            self._left.set()
+        self._introduced.remove(connection)
         if connection.hello is not None:
             self._handler.gone(connection)

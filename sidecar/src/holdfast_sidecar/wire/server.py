@@ -80,8 +80,6 @@ class Handler(Protocol):
         self, caller: Caller, job_uid: JobUid | None, checkpoint: CheckpointId
     ) -> ManifestDocument: ...
 
-    def metrics(self) -> bytes: ...
-
 
 def caller_of(names: tuple[str, ...], job_uid: str) -> Caller | None:
     """Return the caller that a certificate's dNSNames name in this job, or None if they name none."""
@@ -238,13 +236,14 @@ class PlainServer:
 
     def __init__(
         self,
-        handler: Handler,
+        render: Callable[[], bytes],
         *,
         limits: ListenerLimits | None = None,
         dropped: Callable[[str, str], None] = lambda port, reason: None,
         clock: Clock | None = None,
     ) -> None:
-        self._handler = handler
+        """Create the server; `start` begins to serve. `render` returns the page /metrics."""
+        self._render_page = render
         self._clock = clock or SystemClock()
         self._rendering: asyncio.Task[bytes] | None = None
         self._not_before = 0.0
@@ -291,7 +290,7 @@ class PlainServer:
             await self._clock.sleep(pause)
         self._rendering = None  # Requests from now on get the next rendering.
         self._not_before = self._clock.monotonic() + _RENDER_SECONDS
-        return self._handler.metrics()
+        return self._render_page()
 
 
 def _said_round(request: web.Request) -> RestartRound | None:

@@ -1,0 +1,54 @@
+"""The pod of this sidecar: its settings, its clock and the round that it is in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.clock import Clock
+from holdfast_core.contract import SidecarContract
+from holdfast_core.ids import JobUid
+from holdfast_sidecar.base.backoff import Backoff, Patience
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+
+
+class CurrentRound:
+    """Owner of the fencing state. Only SEAL and ROUND replace it.
+
+    Other components call it each time they need the state, and keep no copy.
+    """
+
+    def __init__(self, state: RoundState) -> None:
+        self.state = state
+
+    def __call__(self) -> RoundState:
+        return self.state
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """Identity of a pod, with the clock of its waits and the state of its round."""
+
+    settings: Settings
+    clock: Clock
+    current: CurrentRound
+
+    @property
+    def contract(self) -> SidecarContract:
+        return self.settings.contract
+
+    @property
+    def job_uid(self) -> JobUid:
+        return self.settings.contract.job_uid
+
+    @property
+    def state(self) -> RoundState:
+        return self.current.state
+
+    def backoff(self) -> Backoff:
+        """Return the pauses between the attempts of one action."""
+        return Backoff(self.settings.backoff_first_seconds, self.settings.backoff_last_seconds)
+
+    def patience(self) -> Patience:
+        """Return the pauses of a restore that waits for its sources, from now on."""
+        return Patience(self.clock, self.backoff(), self.settings.restore_patience_seconds)

@@ -1,0 +1,122 @@
+"""What this sidecar notifies its ranks of: levels of their saves, and requests of the operator.
+
+A rank that reconnects is sent the newest notices again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from holdfast_core.ids import Level, Rank, Step
+from holdfast_core.messages.schema import (
+    OVERTAKEN,
+    Ask,
+    LevelNotice,
+    LevelReached,
+    SaveFailed,
+    SaveRequested,
+    StopRequested,
+)
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.wire.intake import Connection, LocalConnections
+from holdfast_sidecar.wire.verbs import STOP
+
+T = TypeVar("T")
+
+_LEVELS_KEPT = 16
+
+
+class RankNotices:
+    """Notices of the current round to the ranks of this pod."""
+
+    def __init__(self, current: Callable[[], RoundState], connections: LocalConnections) -> None:
+        self._current = current
+        self._connections = connections
+        self._released = asyncio.Event()
+        self._asked: list[SaveRequested | StopRequested] = []
+        self._levels: dict[Step, LevelReached] = {}
+        """The newest levels of this round."""
+        self._overtaken: dict[Step, SaveFailed] = {}
+        """The newest dropped steps of this round."""
+
+    def level(self, message: LevelNotice) -> None:
+        """Notify the ranks of a step's level, or end `released` if the notice releases the pod."""
+        if message.released:
+            self._released.set()
+            return
+        self._reached(LevelReached(message.step, message.step_round, message.level))
+        if message.level is Level.LOCAL:
+            self._asked = [a for a in self._asked if isinstance(a, StopRequested)]
+
+    def in_memory(self, steps: tuple[Step, ...]) -> None:
+        """Notify the ranks that these steps have reached level memory."""
+        for step in steps:
+            self._reached(LevelReached(step, self._current().round, Level.MEMORY))
+
+    def dropped(self, steps: tuple[Step, ...]) -> None:
+        """Notify the ranks of pruned steps that have not reached level local. They never will."""
+        for step in steps:
+            reached = self._levels.get(step)
+            if reached is not None and reached.level is not Level.MEMORY:
+                continue
+            failed = SaveFailed(
+                step,
+                self._current().round,
+                Level.MEMORY if reached is None else Level.LOCAL,
+                OVERTAKEN,
+                "a newer step replaced it before it was on the node tiers",
+            )
+            _remember(self._overtaken, step, failed)
+            for connection in self._ranks():
+                connection.push(failed)
+
+    def ask(self, path: str, message: Ask) -> None:
+        """Send a save-now or stop request to rank 0. It is kept for a rank 0 that connects later."""
+        kind = StopRequested if path == STOP else SaveRequested
+        request = kind(message.round, message.token)
+        if request in self._asked:
+            return
+        self._asked.append(request)
+        self._connections.push_rank(Rank(0), request)
+
+    def repeat(self, connection: Connection) -> None:
+        """Send the newest notices to a rank that has connected again."""
+        for reached in self._levels.values():
+            connection.push(reached)
+        for failed in self._overtaken.values():
+            connection.push(failed)
+        if connection.rank == 0:
+            for request in self._asked:
+                connection.push(request)
+
+    async def released(self) -> None:
+        """Wait until a notice releases the pod, or until the round is sealed."""
+        await self._released.wait()
+
+    def sealed(self) -> None:
+        """Discard what belongs to the old round, and end its waits for the release."""
+        released, self._released = self._released, asyncio.Event()
+        released.set()
+        self._asked = []
+        self._levels = {}
+        self._overtaken = {}
+
+    def _reached(self, reached: LevelReached) -> None:
+        before = self._levels.get(reached.step)
+        if before is not None and reached.level is Level.MEMORY:
+            return  # The notice is late: one of this level or a higher one has arrived before.
+        _remember(self._levels, reached.step, reached)
+        for connection in self._ranks():
+            connection.push(reached)
+
+    def _ranks(self) -> list[Connection]:
+        ranks = self._connections.ranks
+        return [ranks[Rank(r)] for r in self._current().own_ranks if Rank(r) in ranks]
+
+
+def _remember(kept: dict[Step, T], step: Step, message: T) -> None:
+    kept[step] = message
+    while len(kept) > _LEVELS_KEPT:
+        del kept[min(kept)]

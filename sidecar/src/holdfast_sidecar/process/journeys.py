@@ -1,0 +1,40 @@
+"""The journeys of one sidecar, which are created once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_sidecar.base.pod import CurrentRound
+from holdfast_sidecar.base.signals import Signal
+from holdfast_sidecar.coordinator.role import CoordinatorRole
+from holdfast_sidecar.gang.starter import Starter
+from holdfast_sidecar.gang.state import LocalGang
+from holdfast_sidecar.restore.journey import RestoreJourney
+from holdfast_sidecar.save.journey import SaveJourney
+
+
+@dataclass(frozen=True, slots=True)
+class Journeys:
+    """The journeys that begin with a ROUND and end with a SEAL, and the state that fences them."""
+
+    current: CurrentRound
+    saves: SaveJourney
+    restores: RestoreJourney
+    gang: LocalGang
+    starter: Starter
+    role: CoordinatorRole
+    changed: Signal[[]]
+    """Called when this worker's report to the coordinator may have changed."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save or a restore moves bytes, or may begin to."""
+        restores = not self.restores.is_here or self.restores.filler.busy
+        saves = not self.saves.stager.idle or self.saves.flow.pending > 0
+        return self.current.state.held is None or restores or saves
+
+    @property
+    def flushed(self) -> bool:
+        """Whether preStop may end: all is idle, and no rank of this pod can hand over another save."""
+        running = self.gang.running_round is not None and not self.gang.done
+        return self.saves.idle and not running and self.role.idle

@@ -1,0 +1,143 @@
+"""Carry out the coordinator's notices: levels for the ranks, and steps that are deleted from this pod."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.ids import Level, Step, TierName
+from holdfast_core.messages.schema import HoldNotice, LevelNotice, Ok, Round
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.tasks import Tasks
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.gang.notices import RankNotices
+from holdfast_sidecar.save.journey import SaveJourney
+from holdfast_sidecar.upkeep.prune import (
+    delete_manifests,
+    delete_orphans,
+    delete_steps,
+    protected_steps,
+)
+
+
+class Pruner:
+    """Handler of LevelNotice and HoldNotice."""
+
+    def __init__(
+        self,
+        pod: Pod,
+        tiers: Tiers,
+        saves: SaveJourney,
+        notices: RankNotices,
+        failures: Failures,
+    ) -> None:
+        """Create the handler, and subscribe it to the steps that a reply to HOLDING drops."""
+        self._pod = pod
+        self._tiers = tiers
+        self._saves = saves
+        self._notices = notices
+        self._failures = failures
+        self._tasks = Tasks()
+        saves.dropped.subscribe(lambda steps: self._drop(steps, saves.stager.chosen))
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    def level(self, message: LevelNotice) -> Ok:
+        """Notify the ranks of the step's level, and begin to delete the steps that it makes dispensable."""
+        self._notices.level(message)
+        if not message.released:
+            # If shards of this step were in memory only, the copies to peers begin now.
+            self._saves.flow.committed(message.step, message.step_round)
+        self._forget(message.prune)
+        if message.prune or message.level is not Level.LOCAL:
+            self._tasks.spawn(self._until_done(lambda: self._prune(message)), "prune")
+        return Ok(message.round)
+
+    def hold(self, message: HoldNotice) -> None:
+        """Notify the ranks of steps at level memory, and begin to delete the steps that are dropped."""
+        self._notices.in_memory(message.memory)
+        self._drop(frozenset(message.prune), message.chosen)
+
+    def _drop(self, steps: frozenset[Step], chosen: Step | None) -> None:
+        self._forget(tuple(steps))
+        self._saves.stager.choose(chosen)
+        held = self._pod.state.held
+        if steps and held is not None:
+            self._tasks.spawn(self._until_done(lambda: self._delete(held, steps)), "prune")
+
+    def _forget(self, steps: tuple[Step, ...]) -> None:
+        if not steps:
+            return
+        self._notices.dropped(steps)
+        self._saves.flow.forget(steps)
+        self._saves.stager.forget(frozenset(steps))
+
+    async def _until_done(self, prune: Callable[[], Awaitable[None]]) -> None:
+        """Repeat `prune` after each error of the disk, with back-off. What stays would fill the volume."""
+        backoff = self._pod.backoff()
+        while True:
+            try:
+                await prune()
+            except (HoldfastError, OSError) as error:
+                self._failures.note("pruning", TierName.NODE, error)
+                await self._pod.clock.sleep(backoff.next_seconds())
+            else:
+                self._failures.healthy("pruning")
+                return
+
+    async def _prune(self, message: LevelNotice) -> None:
+        """Delete the steps that a LevelNotice names, and orphans below a replicated step.
+
+        Nothing is deleted while sealed. What this round protects is never deleted.
+        """
+        held = self._pod.state.held
+        if held is None or held.round != message.round:
+            return
+        await self._delete(held, frozenset(message.prune))
+        if message.level is not Level.LOCAL:
+            await self._tiers.pools.shard.run(
+                delete_orphans,
+                self._tiers.node,
+                self._pod.job_uid,
+                before=held.round,
+                below=message.step,
+                protected=protected_steps(held),
+            )
+
+    async def _delete(self, held: Round, steps: frozenset[Step]) -> None:
+        """Delete steps of this round from the node tier, manifests first, and free their slots.
+
+        Manifests of steps in memory are deleted in the `meta` pool, so that their slots become free without
+        waiting for the shard writes that kept them in memory.
+        """
+        if self._is_over(held):
+            return
+        node, pools, stager = self._tiers.node, self._tiers.pools, self._saves.stager
+        going = steps - await self._protected(held, steps)
+        if self._is_over(held):
+            return
+        in_memory = stager.dropped & going
+        try:
+            if in_memory:
+                await pools.meta.run(delete_manifests, node, self._pod.job_uid, in_memory)
+        finally:
+            stager.release(steps)
+        if going and not self._is_over(held):
+            await pools.shard.run(delete_steps, node, self._pod.job_uid, going)
+            stager.room.made()
+
+    async def _protected(self, held: Round, steps: frozenset[Step]) -> frozenset[Step]:
+        """Return the steps that this round protects.
+
+        The manifests on the disk are read only if the restore point is among `steps`: the disk may hang.
+        """
+        if held.restore_point.step not in steps:
+            return protected_steps(held)
+        return protected_steps(held, await self._tiers.checkpoints(self._pod.job_uid))
+
+    def _is_over(self, held: Round) -> bool:
+        """Return whether a newer round was sealed since. Its inventory may list the shards to be deleted."""
+        state = self._pod.state
+        return state.held is None or state.round != held.round

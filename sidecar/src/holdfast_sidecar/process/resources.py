@@ -1,0 +1,109 @@
+"""Open what the components of a sidecar work with: the node volume, the object store, keys and threads."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from holdfast_core.clock import Clock
+from holdfast_core.ids import RestartRound, TierName
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.pacing.background import Pacing
+from holdfast_core.store.directory import DirectoryObjectTier, directory_of
+from holdfast_core.store.s3.credentials import FileCredentials
+from holdfast_core.store.tier import S3ObjectTier
+from holdfast_core.tiers.base import ObjectTier
+from holdfast_sidecar.base import logs
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import CurrentRound, Pod
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.rounds import RoundState
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.wire.certificates import Certificates
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What is open before any component exists."""
+
+    pod: Pod
+    disk: DiskNodeTier
+    """The node tier of `tiers`, with the record of the round, which only a disk has."""
+    tiers: Tiers
+    certificates: Certificates
+    pacing: Pacing
+    metrics: Metrics
+
+
+async def open_resources(
+    settings: Settings, clock: Clock, metrics: Metrics, stack: AsyncExitStack
+) -> Resources:
+    """Open everything, in this order: threads, node tier, record of the round, object store, certificates.
+
+    Args:
+        settings: The pod's contract, and the bounds of its waits.
+        clock: Measures all waits.
+        metrics: Count what the tiers send.
+        stack: Closes what was opened, in reverse order.
+
+    Raises:
+        ConfigError, TierError: The pod does not match its contract.
+    """
+    contract = settings.contract
+    pools = Pools(
+        disk=settings.disk_threads, copy=settings.copy_threads, store=settings.store_threads
+    )
+    stack.callback(pools.close)
+    disk = DiskNodeTier(settings.node_dir, capacity_bytes=contract.node_capacity_bytes)
+    opened = await pools.meta.run(disk.open)
+    logs.info("node tier is open", shards=opened.shards, quarantined=list(opened.quarantined))
+    state = await pools.meta.run(_first_state, settings, disk)
+    pacing = Pacing(
+        settings.slots_dir, clock.monotonic, waited_for_copies=metrics.waited_for_copies
+    )
+    store = _open_store(settings, metrics, pacing, stack)
+    certificates = await pools.meta.run(Certificates, contract)
+    pod = Pod(settings, clock, CurrentRound(state))
+    return Resources(pod, disk, Tiers(disk, store, pools), certificates, pacing, metrics)
+
+
+def _first_state(settings: Settings, disk: DiskNodeTier) -> RoundState:
+    """Return the state of a process that has just started.
+
+    It is sealed for the pod's birth round, or for the recorded round if that is newer.
+    """
+    contract = settings.contract
+    found = disk.read_round()
+    recorded, version = (RestartRound(-1), 0) if found is None else found
+    round_ = max(contract.birth_round, recorded)
+    return RoundState(
+        contract.worker,
+        contract.procs_per_worker,
+        round_,
+        version_floor=version if recorded == round_ else 0,
+    )
+
+
+def _open_store(
+    settings: Settings, metrics: Metrics, pacing: Pacing, stack: AsyncExitStack
+) -> ObjectTier | None:
+    contract = settings.contract
+    config = contract.store_config()
+    if config is None:
+        return None
+    directory = directory_of(config.endpoint)
+    if directory is not None:
+        return DirectoryObjectTier(directory / config.prefix)
+    credentials = FileCredentials(contract.store_dir)
+    tier = S3ObjectTier(
+        config,
+        credentials,
+        ca_file=credentials.ca_file,
+        throttle=pacing.take,
+        sent=functools.partial(metrics.sent, TierName.OBJECT),
+        compressed=functools.partial(metrics.compressed, TierName.OBJECT),
+    )
+    stack.callback(tier.close)
+    return tier

@@ -1,0 +1,53 @@
+"""The journey of a restore: the components that bring the restore point to this node and into the slots."""
+
+from __future__ import annotations
+
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.signals import Signal
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.restore.fill import Filler
+from holdfast_sidecar.restore.rehydrate import Rehydrator
+from holdfast_sidecar.restore.reshard import Resharder
+from holdfast_sidecar.restore.sources import Places
+from holdfast_sidecar.save.journey import SaveJourney
+from holdfast_sidecar.wire.members import Members
+
+
+class RestoreJourney:
+    """The restores of this pod's ranks."""
+
+    def __init__(
+        self,
+        pod: Pod,
+        tiers: Tiers,
+        members: Members,
+        saves: SaveJourney,
+        metrics: Metrics,
+        changed: Signal[[]],
+    ) -> None:
+        """Create the components. `changed` is called when this worker's report may have changed."""
+        self.progressed: Signal[[]] = Signal()
+        """Called when the restore point is on this node, or when a reason why it is not has changed."""
+        self.progressed.subscribe(changed)
+        self.rehydrator = Rehydrator(pod, tiers, members, metrics, self.progressed)
+        places = Places(
+            tiers, members.bulk, self.rehydrator, metrics, pod.contract.procs_per_worker
+        )
+        self.filler = Filler(
+            pod.settings,
+            tiers.node,
+            self.rehydrator,
+            Resharder(places, tiers.pools, metrics, pod.patience),
+            saves.layouts,
+            stager=saves.stager,
+            pools=tiers.pools,
+            metrics=metrics,
+            patience=pod.patience,
+            on_change=changed,
+        )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the restore point of the round is on this node."""
+        return self.rehydrator.restored is not None

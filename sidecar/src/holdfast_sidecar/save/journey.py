@@ -1,0 +1,66 @@
+"""The journey of a save: the components that take a shard from a slot to all its tiers."""
+
+from __future__ import annotations
+
+from holdfast_core.ids import Step
+from holdfast_core.pacing.background import Pacing
+from holdfast_sidecar.base.pod import Pod
+from holdfast_sidecar.base.signals import Signal
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.save.flow import Flow
+from holdfast_sidecar.save.holding import HoldTeller
+from holdfast_sidecar.save.layouts import RankLayouts
+from holdfast_sidecar.save.slot_writes import Outcome
+from holdfast_sidecar.save.staging import Stager
+from holdfast_sidecar.wire.members import Members
+
+
+class SaveJourney:
+    """The saves of this pod's ranks: slots, shards in memory, and shards on the node tier."""
+
+    def __init__(
+        self,
+        pod: Pod,
+        tiers: Tiers,
+        members: Members,
+        telemetry: Telemetry,
+        pacing: Pacing,
+        changed: Signal[[]],
+    ) -> None:
+        """Create the components. `changed` is called when this worker's report may have changed."""
+        self.written: Signal[[Outcome]] = Signal()
+        """Called at the end of the write of a slot."""
+        self.dropped: Signal[[frozenset[Step]]] = Signal()
+        """Called with the steps in memory that the coordinator's reply to HOLDING drops."""
+        self._held: Signal[[]] = Signal()
+        self.layouts = RankLayouts(pod.settings.layouts_dir, tiers.node, tiers.pools)
+        self.stager = Stager(
+            pod.settings,
+            tiers.node,
+            self.layouts,
+            tiers.pools,
+            telemetry.failures,
+            telemetry.metrics,
+            pod.clock,
+            pacing,
+            self.written,
+            self._held,
+        )
+        self._holding = HoldTeller(pod, self.stager, self.layouts, members.control, self.dropped)
+        self._held.subscribe(self._holding.wake)
+        self._held.subscribe(changed)
+        self.flow = Flow(pod, tiers, members, self.layouts, telemetry, changed)
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was handed over is durable, copied and uploaded by this pod as required."""
+        waiting = not self.flow.idle or self.flow.expects_commit
+        return self.stager.idle and not self.stager.waiting and not waiting
+
+    def start(self) -> None:
+        """Begin to report the steps in memory to the coordinator."""
+        self._holding.start()
+
+    async def close(self) -> None:
+        await self._holding.close()
