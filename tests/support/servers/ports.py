@@ -1,9 +1,11 @@
-"""Free ports for servers that cannot choose one themselves."""
+"""Free ports for servers that cannot choose one themselves, and connections that only occupy a port."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
+from contextlib import ExitStack
 
 _FIRST, _LAST = 10_000, 29_999
 """Range of ports below the ephemeral ports (from 32768) and the node ports (from 30000). An ephemeral port
@@ -23,3 +25,18 @@ def free_port() -> int:
             except OSError:
                 continue
         return port
+
+
+def silent_connections(
+    stack: ExitStack, port: int, count: int, text: bytes = b""
+) -> list[socket.socket]:
+    """Open connections to a port of this machine that send `text` and nothing more."""
+    found = []
+    for _ in range(count):
+        sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+        if text:
+            with contextlib.suppress(OSError):
+                sock.sendall(text)
+        sock.setblocking(False)
+        found.append(sock)
+    return found

@@ -1,0 +1,39 @@
+"""The log stays short whatever callers send."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from holdfast_core.clock import ManualClock
+from holdfast_sidecar.base import logs
+
+
+def test_what_others_cause_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    seldom = logs.Seldom(clock)
+    with caplog.at_level(logging.INFO):
+        for _ in range(1000):
+            seldom.warning("room", "no room")
+        clock.advance(61)
+        seldom.warning("room", "no room")
+    assert [r.fields["occurred"] for r in caplog.records] == [1, 1000]  # type: ignore[attr-defined]
+
+
+def test_libraries_log_a_few_lines_of_each_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        logs.configure(job="j")
+        for number in range(1000):
+            logging.getLogger("aiohttp.server").error("Error handling request from %s", number)
+            logs.info(f"own line {number}")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("Error handling" in line for line in lines) == 5
+    assert sum("own line" in line for line in lines) == 1000

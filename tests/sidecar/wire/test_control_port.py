@@ -1,0 +1,254 @@
+"""The control port under attack: tests count connections and bytes, never seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.support.servers.pki import Authority
+from tests.support.servers.ports import silent_connections
+from tests.support.sidecar.rounds import accepted, round_message
+
+from holdfast_core.contract import operator_dns_name, peer_dns_name
+from holdfast_core.ids import JobUid, RestartRound, Worker
+from holdfast_core.messages.schema import (
+    Inventory,
+    Ok,
+)
+from holdfast_core.net.admission import Places
+from holdfast_core.net.listener import ListenerLimits
+from holdfast_core.net.tls import TlsFiles, client_context, server_context
+from holdfast_sidecar.base.rounds import Caller, RoundState
+from holdfast_sidecar.wire.server import ControlServer
+
+JOB = JobUid("job-1")
+POD = "gpt-0-r0"
+HOUR = 3600.0
+NOW = RestartRound(5)
+EMPTY = Inventory(Worker(0), POD, NOW, 1)
+
+
+def held() -> RoundState:
+    """Return the state of worker 0 of a gang that worker 1 coordinates."""
+    return accepted(round_message(NOW, coordinator=Worker(1)))
+
+
+class Handler:
+    """Handler of both servers: what was dispatched, and whether bodies were parsed."""
+
+    def __init__(self, state: RoundState | None = None) -> None:
+        self.state = held() if state is None else state
+        self.dispatched: list[object] = []
+        self.rendered = 0
+
+    async def dispatch(self, caller: Caller, path: str, message: Any) -> Any:
+        self.dispatched.append(message)
+        return Ok(NOW)
+
+    async def inventory(self, caller: Caller) -> Inventory:
+        return EMPTY
+
+    def metrics(self) -> bytes:
+        self.rendered += 1
+        return b"holdfast_something 1.0\n"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TlsFiles]:
+    root, authority = tmp_path_factory.mktemp("certs"), Authority()
+
+    def files(name: str) -> TlsFiles:
+        return TlsFiles.in_directory(authority.write_leaf(root / name, name))
+
+    return files
+
+
+Files = Callable[[str], TlsFiles]
+
+
+@asynccontextmanager
+async def control(
+    files: Files, handler: Handler, limits: ListenerLimits | None = None
+) -> AsyncIterator[tuple[ControlServer, int, Counter[str]]]:
+    dropped: Counter[str] = Counter()
+    server = ControlServer(
+        handler,
+        JOB,
+        server_context(files(peer_dns_name(POD, JOB))),
+        limits=limits,
+        dropped=lambda port, reason: dropped.update([f"{port} {reason}"]),
+    )
+    port = await server.start("127.0.0.1", 0)
+    try:
+        yield server, port, dropped
+    finally:
+        await server.close()
+
+
+async def ask(
+    port: int,
+    context: ssl.SSLContext,
+    path: str = "/v1/inventory",
+    *,
+    body: bytes | None = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, dict[str, Any]]:
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session,
+        session.request(
+            "GET" if body is None else "POST",
+            f"https://127.0.0.1:{port}{path}",
+            data=body,
+            headers=headers,
+            server_hostname=peer_dns_name(POD, JOB),
+            timeout=aiohttp.ClientTimeout(total=120),
+        ) as response,
+    ):
+        return response.status, json.loads(await response.read())
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("text", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
+async def test_unauthenticated_callers_occupy_few_connections_and_block_no_member(
+    certificates: Files, text: bytes
+) -> None:
+    """They are never timed out here, and come from the address of the operator itself."""
+    limits = ListenerLimits(handshake_seconds=HOUR)
+    async with control(certificates, Handler(), limits) as (server, port, dropped):
+        operator = client_context(certificates(operator_dns_name(JOB)))
+        before = descriptors()
+        with ExitStack() as stack:
+            for number in range(1, 11):
+                await asyncio.to_thread(silent_connections, stack, port, 40, text)
+                assert (await ask(port, operator))[0] == 200
+                assert server.connections <= 64 + 128 + 1
+                own = descriptors() - before - 40 * number
+                assert own <= 64 + 128 + 32, "those that lost their place are closed"
+        assert dropped["control room"] >= 400 - 193
+
+
+async def test_a_handshake_that_does_not_come_ends(certificates: Files) -> None:
+    limits = ListenerLimits(handshake_seconds=0.2)
+    async with control(certificates, Handler(), limits) as (server, port, dropped):
+        loop = asyncio.get_running_loop()
+        before = descriptors()
+        with ExitStack() as stack:
+            sockets = await asyncio.to_thread(silent_connections, stack, port, 8)
+            async with asyncio.timeout(45):  # asyncio itself ends a handshake after 60 s
+                for sock in sockets:
+                    assert await loop.sock_recv(sock, 1) == b""
+        assert server.connections == 0
+        assert descriptors() == before
+        assert dropped["control handshake"] == 8
+
+
+async def test_connections_of_one_pod_are_bounded(certificates: Files) -> None:
+    limits = ListenerLimits(Places(known_per_name=3))
+    async with control(certificates, Handler(), limits) as (server, port, _):
+        pod = client_context(certificates(peer_dns_name("gpt-1-r0", JOB)))
+        writers = []
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=pod, server_hostname=peer_dns_name(POD, JOB)
+            )
+            writers.append((reader, writer))
+        for reader, _ in writers[:2]:
+            with contextlib.suppress(OSError):
+                assert await reader.read() == b""
+        assert server.connections == 3
+        operator = client_context(certificates(operator_dns_name(JOB)))
+        assert (await ask(port, operator))[0] == 200
+        for _, writer in writers:
+            writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/manifest", "/v1/prepared", "/v1/report", "/v1/suspect"])
+async def test_a_former_member_is_refused_before_its_body_is_sent(
+    certificates: Files, path: str
+) -> None:
+    """It announces 63 MiB and waits for an answer before it sends any of them."""
+    handler = Handler()
+    async with control(certificates, handler) as (_, port, _):
+        former = client_context(certificates(peer_dns_name("gpt-9-r0", JOB)))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=former, server_hostname=peer_dns_name(POD, JOB)
+        )
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {63 << 20}\r\n\r\n".encode()
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 409")
+        writer.close()
+    assert handler.dispatched == []
+
+
+@pytest.mark.parametrize(
+    ("pod", "path", "length"),
+    [
+        ("gpt-1-r0", "/v1/suspect", 257 << 10),
+        ("gpt-1-r0", "/v1/level", 257 << 10),
+        ("gpt-1-r0", "/v1/manifest", 65 << 20),
+        ("operator", "/v1/seal", 5 << 10),
+    ],
+)
+async def test_each_message_has_a_largest_body(
+    certificates: Files, pod: str, path: str, length: int
+) -> None:
+    async with control(certificates, Handler()) as (_, port, _):
+        caller = client_context(certificates(peer_dns_name(pod, JOB)))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=caller, server_hostname=peer_dns_name(POD, JOB)
+        )
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+async def test_a_body_of_unknown_length_is_refused(certificates: Files) -> None:
+    async with control(certificates, Handler()) as (_, port, _):
+        operator = client_context(certificates(operator_dns_name(JOB)))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=operator, server_hostname=peer_dns_name(POD, JOB)
+        )
+        writer.write(
+            b"POST /v1/seal HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nxxxx\r\n"
+        )
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [("4", "StaleRound"), ("6", "FutureRound"), ("5", "NotMember"), ("x", "BadRequest")],
+)
+async def test_the_round_is_checked_before_the_body(
+    certificates: Files, said: str, code: str
+) -> None:
+    async with control(certificates, Handler()) as (_, port, _):
+        former = client_context(certificates(peer_dns_name("gpt-9-r0", JOB)))
+        status, refused = await ask(
+            port,
+            former,
+            "/v1/report",
+            body=b"not even JSON",
+            headers={"Holdfast-Round": said},
+        )
+        assert (status, refused["code"]) == (400 if said == "x" else 409, code)

@@ -1,0 +1,116 @@
+"""The port of metrics and probes under attack: tests count connections and renderings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.support.servers.ports import silent_connections
+
+from holdfast_core.clock import ManualClock
+from holdfast_sidecar.wire.server import PlainServer
+
+
+class Handler:
+    """The part of the sidecar behind the port; counts renderings and records every other call."""
+
+    def __init__(self) -> None:
+        self.rendered = 0
+        self.called: list[str] = []
+
+    def metrics(self) -> bytes:
+        self.rendered += 1
+        return b"holdfast_something 1.0\n"
+
+    def __getattr__(self, name: str) -> Any:
+        self.called.append(name)
+        raise AssertionError(name)
+
+
+@asynccontextmanager
+async def plain(
+    handler: Handler, **options: Any
+) -> AsyncIterator[tuple[PlainServer, int, Counter[str]]]:
+    dropped: Counter[str] = Counter()
+    server = PlainServer(
+        handler.metrics,
+        dropped=lambda port, reason: dropped.update([f"{port} {reason}"]),
+        **options,
+    )
+    port = await server.start("127.0.0.1", 0)
+    try:
+        yield server, port, dropped
+    finally:
+        await server.close()
+
+
+async def scrape(port: int) -> str:
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
+            return await response.text()
+
+
+async def test_half_requests_hold_few_descriptors_and_little_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with plain(Handler()) as (server, port, dropped):
+            with ExitStack() as stack:
+                for _ in range(10):
+                    await asyncio.to_thread(
+                        silent_connections, stack, port, 50, b"GET /metrics HTTP/1.1\r\n"
+                    )
+                    assert "holdfast_something" in await scrape(port)
+                    assert server.connections <= 33
+            assert dropped["metrics room"] >= 500 - 33
+    assert len(caplog.records) <= 3
+
+
+async def test_a_half_request_ends_after_its_time() -> None:
+    async with plain(Handler()) as (_, port, _):
+        loop = asyncio.get_running_loop()
+        with ExitStack() as stack:
+            (sock,) = silent_connections(stack, port, 1, b"GET /metrics HTTP/1.1\r\nX: ")
+            assert await loop.sock_recv(sock, 1) == b""
+
+
+async def test_a_flood_of_scrapes_renders_little() -> None:
+    """Each answer is of a moment after its request, and most share one."""
+    handler, clock = Handler(), ManualClock()
+    async with plain(handler, clock=clock) as (_, port, _):
+        await scrape(port)
+        await scrape_with(clock, port)
+        assert handler.rendered == 2
+        asked = [asyncio.create_task(scrape(port)) for _ in range(16)]
+        advanced = 0
+        while not all(task.done() for task in asked):
+            clock.advance(1.0)
+            advanced += 1
+            await asyncio.sleep(0.05)
+        assert handler.rendered <= 2 + advanced
+        assert handler.rendered < 2 + 16
+
+
+async def scrape_with(clock: ManualClock, port: int) -> None:
+    asked = asyncio.create_task(scrape(port))
+    while not asked.done():
+        clock.advance(1.0)
+        await asyncio.sleep(0)
+    await asked
+
+
+async def test_no_request_on_the_open_port_changes_anything() -> None:
+    handler = Handler()
+    async with plain(handler) as (_, port, _), aiohttp.ClientSession() as session:
+        for path in ("/flushed", "/v1/inventory", "/v1/seal", "/"):
+            for method in ("GET", "POST"):
+                url = f"http://127.0.0.1:{port}{path}"
+                async with session.request(method, url) as response:
+                    assert response.status == 404
+    assert handler.called == []
