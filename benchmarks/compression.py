@@ -114,7 +114,7 @@ def decode(chunks: list[bytes], stored: list[bytes | None], width: int) -> float
         decoder.decode(memoryview(data), how, place[: len(chunk)])
         seconds += time.thread_time() - begun
         if place[: len(chunk)] != chunk:
-            raise ValueError("a chunk did not come back")
+            raise ValueError("a decoded chunk differs from its input")
     return seconds
 
 

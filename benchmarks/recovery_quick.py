@@ -109,7 +109,7 @@ def measure_memory(kube: Kube) -> Figure:
     for job in jobs:
         job.delete()
     if not values:
-        raise RuntimeError("the operator's /metrics holds no process_resident_memory_bytes")
+        raise RuntimeError("the operator's /metrics has no process_resident_memory_bytes")
     return at_most("R5", values, "MiB", 150, what="operator resident memory, four jobs running")
 
 

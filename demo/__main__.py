@@ -18,11 +18,16 @@ INTERRUPTED = 130
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("stage", choices=["cluster", "local"])
-    parser.add_argument("--picture", type=Path, default=None, help="where the PNG goes")
+    parser.add_argument("--picture", type=Path, default=None, help="path of the PNG")
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "build/demo-local", help="files of `local`"
+        "--folder",
+        type=Path,
+        default=ROOT / "build/demo-local",
+        help="folder for the files of `local`",
     )
-    parser.add_argument("--steps", type=int, default=None, help="steps of training of `local`")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="number of training steps of `local`"
+    )
     arguments = parser.parse_args()
     picture = arguments.picture or Path("build") / f"demo-{arguments.stage}.png"
     # SIGTERM interrupts the demo as Ctrl-C does. SIGINT needs a handler too, because a shell starts
@@ -35,7 +40,7 @@ def main() -> int:
             return _cluster(picture)
         return _local(picture, arguments.folder.resolve(), arguments.steps)
     except KeyboardInterrupt:
-        print("The demo was interrupted; what it had started is ended.", file=sys.stderr)
+        print("The demo was interrupted. All of its processes have ended.", file=sys.stderr)
         return INTERRUPTED
     except DemoFailed as failure:
         print(f"The demo stopped. {failure}", file=sys.stderr)

@@ -49,7 +49,7 @@ class ClusterStage:
             known = json.loads(REFERENCE.read_text())
             if known["key"] == key:
                 return {int(rank): digest for rank, digest in known["digests"].items()}
-        say("an uninterrupted run first, to compare with (once, then remembered)")
+        say("first an uninterrupted run to compare with (its result is kept for later demos)")
         job = self._fresh("reference")
         job.start(self._manifest("reference"))
         self.job = job
@@ -134,7 +134,7 @@ class ClusterStage:
             log.write_text(self.job.describe())
             seen = self.sample().words()
         except self.transient as error:
-            seen = f"the cluster does not answer: {error}".partition("\n")[0]
+            seen = f"the cluster does not respond: {error}".partition("\n")[0]
         return DemoFailed(happened, seen, f"{log}; {pods}")
 
     def delete_jobs(self) -> None:

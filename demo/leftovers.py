@@ -58,9 +58,9 @@ class Claim:
         if self._folder.exists() and not (self._folder / MADE_BY_DEMO).exists():
             self._lock.close()
             raise DemoFailed(
-                f"{self._folder} is not of a demo, and would be deleted.",
-                f"it exists and holds no file {MADE_BY_DEMO}",
-                "none yet; delete the folder, or name another with --folder",
+                f"{self._folder} was not created by a demo, and the demo would delete it.",
+                f"it exists and has no file {MADE_BY_DEMO}",
+                "none yet; delete the folder, or choose another with --folder",
             )
         clear(self._folder, self._memory)
         shutil.rmtree(self._folder, ignore_errors=True)

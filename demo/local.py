@@ -172,7 +172,7 @@ class LocalStage:
         self.run = Run(self.base, memory_of(base), "gpt", training_command(steps))
 
     def reference_digests(self, say: Callable[[str], None]) -> dict[int, str]:
-        say("an uninterrupted run first, to compare with: one launcher, no pods")
+        say("first an uninterrupted run to compare with: one launcher, no pods")
         folder = self.base / "reference"
         progress = folder / "progress"
         progress.mkdir(parents=True)
@@ -215,7 +215,7 @@ class LocalStage:
 
     def sample(self) -> Sample:
         if self.run.failed:
-            raise self.failed("The part of the demo that plays the operator ended.")
+            raise self.failed("The part of the demo that simulates the operator ended.")
         return self._sample()
 
     def _sample(self) -> Sample:
@@ -248,7 +248,10 @@ class LocalStage:
         return [
             (Act("pod deleted", "worker 2's pod with memory and node tier", "peer"), self._pod),
             (Act("rank killed", "the process of rank 1 (SIGKILL)", "memory"), self._rank),
-            (Act("node killed", "worker 3's processes and volumes, at once", "peer"), self._node),
+            (
+                Act("node killed", "worker 3's processes and volumes, simultaneously", "peer"),
+                self._node,
+            ),
             (
                 Act(
                     "all copies removed",

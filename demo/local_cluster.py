@@ -208,7 +208,10 @@ class LocalCluster:
         self._wake.set()
 
     async def delete_job(self, job: JobView) -> None:
-        raise AssertionError("the demo's job has no time to live")
+        raise AssertionError(
+            "expected no action that deletes the job: the demo's job sets no "
+            "ttlSecondsAfterFinished"
+        )
 
     async def pod_is_gone(self, job: JobView, name: str) -> bool:
         return name not in self.pods
@@ -430,5 +433,5 @@ class LocalCluster:
 def _identity(job: JobView, pod: str) -> tuple[Worker, RestartRound]:
     found = parse_pod_name(job.name, job.uid, pod)
     if found is None:
-        raise ValueError(f"{pod} is no name of a pod of job {job.name} with uid {job.uid}")
+        raise ValueError(f"{pod} is not the name of a pod of job {job.name} with uid {job.uid}")
     return found

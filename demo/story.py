@@ -120,7 +120,7 @@ class Teller:
         cause()
         self._until(
             screen,
-            f"training to go on after: {act.title}",
+            f"training to continue after: {act.title}",
             lambda: self._trains_in_later_round(round_before),
         )
         recovery = self._until(

@@ -62,5 +62,7 @@ def wait_while_moving(
             known.add(shown)
             moved_at = now
         elif now - moved_at >= stall_seconds:
-            raise failed(f"It waited for {what}, and nothing moved for {stall_seconds:.0f} s.")
+            raise failed(
+                f"It waited for {what}, and there was no progress for {stall_seconds:.0f} s."
+            )
         clock.sleep(clock.between_seconds)

@@ -46,16 +46,18 @@ def decide_cluster(
         api_answers: Whether the API server is ready.
     """
     if not containers:
-        return ClusterAction.CREATE, "there is none"
+        return ClusterAction.CREATE, "there is no cluster"
     if set(containers) != set(expected):
-        return ClusterAction.RECREATE, "its nodes are not those that are wanted"
+        return ClusterAction.RECREATE, "its nodes differ from the configuration"
     if not same_inputs:
-        return ClusterAction.RECREATE, "it was made from other inputs, or not to its end"
+        return ClusterAction.RECREATE, (
+            "it was created from other inputs, or its creation was interrupted"
+        )
     stopped = sorted(name for name, state in containers.items() if state != "running")
     if stopped:
         return ClusterAction.START, f"stopped: {', '.join(stopped)}"
     if not api_answers:
-        return ClusterAction.START, "its API server does not answer"
+        return ClusterAction.START, "its API server does not respond"
     return ClusterAction.USE, "it works"
 
 
@@ -143,7 +145,10 @@ def up(bed: Bed, log: Path, preload: Collection[str] = ()) -> str:
         if refused:
             action, reason = ClusterAction.RECREATE, f"{reason}; {refused}"
         elif not wait_for_api(bed, 60):
-            action, reason = ClusterAction.RECREATE, f"{reason}; no API 60 s after a start"
+            action, reason = (
+                ClusterAction.RECREATE,
+                (f"{reason}; no API server responds 60 s after a start"),
+            )
     if action in (ClusterAction.CREATE, ClusterAction.RECREATE):
         create(bed, log, preload)
     if action is not ClusterAction.USE:
@@ -238,7 +243,7 @@ def pin_addresses(bed: Bed) -> None:
         words = ["docker", "network", "connect", "--ip", address, "kind", node]
         run(words, env=bed.environment())
     if not wait_for_api(bed, 60):
-        raise BedError("no API server 60 s after its node's address was fixed")
+        raise BedError("no API server responds 60 s after the address of its node was corrected")
 
 
 def pod_networks(bed: Bed) -> dict[str, str]:

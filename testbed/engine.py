@@ -71,9 +71,12 @@ def detect(root: Path) -> Bed:
                 run(["docker", "pull", "-q", kindest_node()], env=env, timeout_seconds=600)
                 mode = "registry"
             except BedError as error:  # warn, to explain why Kubernetes is compiled
-                warn(f"this machine's Docker engine cannot pull, so all is built here: {error}")
+                warn(
+                    "this machine's Docker engine cannot pull images, so the test bed builds all "
+                    f"images itself: {error}"
+                )
     if mode not in ("registry", "local"):
-        raise BedError(f"HOLDFAST_TESTBED_MODE={mode}", "say registry or local, or unset it")
+        raise BedError(f"HOLDFAST_TESTBED_MODE={mode}", "set it to registry or local, or unset it")
     root.mkdir(parents=True, exist_ok=True)
     kept.write_text(mode)
     return Bed(bed_root(), local=mode == "local")
@@ -215,7 +218,7 @@ def launch(
         if time.monotonic() > deadline:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
             raise BedError(
-                f"{name} is not up after {within_seconds:.0f} s; {log} ends with:\n{tail}",
+                f"{name} did not start within {within_seconds:.0f} s; {log} ends with:\n{tail}",
                 "python3 -m testbed down, then up again",
             )
         time.sleep(0.1)

@@ -56,7 +56,7 @@ def start_node(name: str, *, ready_within_seconds: float = 120) -> None:
     before = cluster.addresses(bed).get(name)
     _docker("start", name)
     if name == CONTROL_PLANE and not cluster.wait_for_api(bed, ready_within_seconds):
-        raise BedError(f"no API server {ready_within_seconds} s after a start of {name}")
+        raise BedError(f"no API server responds {ready_within_seconds} s after a start of {name}")
     if before != cluster.addresses(bed).get(name):
         cluster.connect_nodes(bed)  # the other nodes' routes to it are stale
     wait_node_ready(name, since=began, within_seconds=ready_within_seconds)

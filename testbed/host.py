@@ -37,7 +37,8 @@ def check_prerequisites(bed: Bed) -> None:
         return
     if os.geteuid() != 0:
         raise BedError(
-            "no Docker engine with a registry answers, and starting one of our own needs root",
+            "no Docker engine that can pull images responds, and starting the test bed's own "
+            "engine requires root",
             "start a Docker engine that can pull images, or run as root: sudo -E python3 -m testbed up",
         )
     missing = [package for tool, package in PACKAGES.items() if shutil.which(tool) is None]

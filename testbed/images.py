@@ -87,7 +87,7 @@ def own_wheels(folder: Path) -> dict[str, Path]:
 def uv(*words: str | Path) -> str:
     program = os.environ.get("UV") or shutil.which("uv")
     if not program:
-        raise BedError("uv is not on this machine", "python3 -m pip install uv")
+        raise BedError("uv is not installed on this machine", "python3 -m pip install uv")
     return run([program, *words, "--quiet"], cwd=REPOSITORY)
 
 

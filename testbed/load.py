@@ -29,7 +29,7 @@ def load(bed: Bed, log: Path, tags: Collection[str] = ()) -> str:
     try:
         return send(bed, running, changed, set.intersection(*known))
     except BedError as error:  # a node may have garbage-collected a blob in the meantime
-        log.write_text(f"{error}\nonce more, with all blobs\n")
+        log.write_text(f"{error}\nloading again, with all blobs\n")
         return send(bed, running, changed, ())
 
 
@@ -90,4 +90,4 @@ def send(bed: Bed, nodes: Collection[str], tags: Collection[str], known: Collect
     each(take, nodes)
     size = file.stat().st_size / 1e6
     file.unlink()
-    return f"loaded {', '.join(tag.split('/')[1] for tag in tags)}: {size:.1f} MB a node"
+    return f"loaded {', '.join(tag.split('/')[1] for tag in tags)}: {size:.1f} MB per node"

@@ -31,17 +31,12 @@ STRIPPED = (
     "usr/lib/python3/dist-packages/torch/bin/*",
 )
 _PATH = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_ROUTES_UNIT = """\
-[Unit]
-Description=Pod routes to the other nodes, again after every start of the node
-Before=kubelet.service
-ConditionPathExists=/etc/holdfast/routes
-[Service]
-Type=oneshot
-ExecStart=/bin/sh /etc/holdfast/routes
-[Install]
-WantedBy=multi-user.target
-"""
+_ROUTES_UNIT = (
+    "[Unit]\nDescription=Pod routes to the other nodes, set again after every start of "
+    "the node\nBefore=kubelet.service\nConditionPathExists=/etc/holdfast/routes\n"
+    "[Service]\nType=oneshot\nExecStart=/bin/sh /etc/holdfast/routes\n[Install]\n"
+    "WantedBy=multi-user.target\n"
+)
 NODE_BINARIES = {
     "usr/local/bin": ("containerd", "containerd-shim-runc-v2", "ctr", "crictl"),
     "usr/local/sbin": ("runc",),

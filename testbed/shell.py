@@ -50,10 +50,12 @@ def run(
         )
     except FileNotFoundError as error:
         raise BedError(
-            f"{words[0]} is not on this machine", "run: python3 -m testbed up"
+            f"{words[0]} is not installed on this machine", "run: python3 -m testbed up"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise BedError(f"{' '.join(words)[:300]}: no end after {timeout_seconds} s") from error
+        raise BedError(
+            f"{' '.join(words)[:300]}: did not end within {timeout_seconds} s"
+        ) from error
     out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     if log is not None:
         with log.open("a") as file:

@@ -75,7 +75,7 @@ def failure(step: Step, log: Path, error: Exception) -> BedError:
     advice = (error.advice if isinstance(error, BedError) else "") or step.advice
     parts = [f"step '{step.name}' failed: {error}", f"  log: {log}"]
     if tail:
-        parts.append(f"  it ends with:\n{tail}")
+        parts.append(f"  the log ends with:\n{tail}")
     return BedError(
         "\n".join(parts), advice or "run the same command again: finished steps are kept"
     )

@@ -52,7 +52,7 @@ def _containerd(bed: Bed, log: Path) -> Iterator[list[str]]:
         deadline = time.monotonic() + 30
         while not socket.exists():
             if time.monotonic() > deadline or daemon.poll() is not None:
-                raise BedError("the containerd that fills the nodes' image store did not start")
+                raise BedError("containerd, which fills the nodes' image store, did not start")
             time.sleep(0.1)
         yield [str(bed.bin / "ctr"), "-a", str(socket), "-n", "k8s.io"]
     finally:

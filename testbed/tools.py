@@ -164,7 +164,7 @@ def build_step(bed: Bed, tools: ToolSet) -> Step:
         lambda log: build(bed, tools, log),
         inputs=(tools.folder, repr(tools)),
         outputs=[bed.bin / name for name in tools.packages],
-        advice="needs Go >= 1.26 with a module proxy (runc also gcc); is the disk full?",
+        advice="requires Go >= 1.26 with a module proxy (runc also gcc), and free disk space",
     )
 
 

@@ -26,8 +26,11 @@ REASONS = {
     "peer's chain. The standard library cannot issue certificates.",
     "kopf": "The operator's process: signals, login, leader peering off, and events of our kinds.",
     "kubernetes": "The client of `kubectl holdfast`, which reads the kubeconfig as kubectl does.",
-    "minio": "Signatures (SigV4) and credential providers for S3. Requests are sent by our own client "
-    "because it streams from a file by sendfile and verifies checksums of parts.",
+    "minio": (
+        "Signatures (SigV4) and credential providers for S3. Holdfast's own client sends the "
+        "requests, because it streams from a file with sendfile and verifies checksums of "
+        "parts."
+    ),
     "numpy": "Arrays in a training state, and copies into shared memory that release the GIL.",
     "prometheus-client": "Metrics of operator and sidecar in the Prometheus text format.",
     "pydantic": "The models of TrainingJob, Checkpoint and CheckpointStore, from which the CRDs are "
@@ -96,10 +99,12 @@ def page(root: Path) -> str:
             "",
             f"<!-- {HEADER} -->",
             "",
-            "The packages that Holdfast imports, the versions that `uv.lock` pins for images and "
-            "tests, and the reason for each. `pip install holdfast` brings those of the SDK and of "
-            "core without extras: blake3, crc32c and numpy. Operator and sidecar ask for the extras "
-            "of core that they use.",
+            (
+                "The packages that Holdfast imports, the versions that `uv.lock` pins for images and "
+                "tests, and the reason for each. `pip install holdfast` brings those of the SDK and "
+                "of core without extras: blake3, crc32c and numpy. Operator and sidecar require the "
+                "extras of core that they use."
+            ),
             "",
             "| package | version | used by | why |",
             "|---|---|---|---|",

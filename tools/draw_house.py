@@ -46,7 +46,7 @@ class House:
         @cache
         def floor(folder: str) -> int:
             if folder in underway:
-                sys.exit(f"{self.package}: {folder} is in a circle of imports")
+                sys.exit(f"{self.package}: {folder} is part of a circle of imports")
             underway.add(folder)
             found = 1 + max((floor(other) for other in self.arrows[folder]), default=0)
             underway.discard(folder)
@@ -219,13 +219,14 @@ def documents() -> dict[Path, str]:
         for folder, files in house.files.items():
             if files > MOST_FILES:
                 sys.exit(
-                    f"{house.package}: {folder} holds {files} files, more than {MOST_FILES}: divide it"
+                    f"{house.package}: {folder} has {files} files, more than {MOST_FILES}: divide "
+                    "it"
                 )
     page = (ROOT / PAGE).read_text()
     head, found, rest = page.partition(BEGIN)
     _, closed, tail = rest.partition(END)
     if not (found and closed):
-        sys.exit(f"{PAGE} lacks the marks {BEGIN} and {END}")
+        sys.exit(f"{PAGE} does not contain the marks {BEGIN} and {END}")
     tables = "\n\n".join(table(house) for house in houses)
     return {
         PAGE: f"{head}{BEGIN}\n\n{tables}\n\n{END}{tail}",

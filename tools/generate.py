@@ -61,7 +61,9 @@ def chart_template(document: dict[str, Any]) -> str:
     head = _yaml({key: document[key] for key in ("apiVersion", "kind")})
     spec = _yaml({"spec": document["spec"]})
     if "{{" in spec:
-        raise SystemExit("a CRD's text holds '{{', which Helm would execute: reword it")
+        raise SystemExit(
+            "the text of a CRD contains '{{', which Helm would execute: change the text"
+        )
     return "\n".join(
         (
             f"{{{{- /* {HEADER} */}}}}",
@@ -127,8 +129,10 @@ def reference() -> str:
         "",
         f"# API reference: `{API_VERSION}`",
         "",
-        "The same words are in `kubectl explain`. Objects are named within the same namespace; "
-        "times are RFC 3339 in UTC.",
+        (
+            "`kubectl explain` shows the same text. Objects are named within the same namespace; "
+            "times are RFC 3339 in UTC."
+        ),
     ]
     for kind in KINDS:
         document = crd(kind)
@@ -182,8 +186,10 @@ def metrics_reference() -> str:
         "",
         "# Metrics",
         "",
-        "What Prometheus finds at `/metrics`, besides the `process_` metrics of each process. Times are in "
-        "seconds, sizes in bytes.",
+        (
+            "The metrics at `/metrics`. Each process also has the `process_` metrics of the "
+            "Prometheus client. Times are in seconds, sizes in bytes."
+        ),
     ]
     pages: tuple[tuple[str, int, object], ...] = (
         ("Sidecar", METRICS_PORT, SidecarMetrics()),
@@ -356,7 +362,9 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     different = stale(root, files)
     if options.check:
         for name in different:
-            print(f"{name} is not what the code says: run `make generate`", file=sys.stderr)
+            print(
+                f"{name} differs from what the code generates: run `make generate`", file=sys.stderr
+            )
         return 1 if different else 0
     for name in different:
         path = root / name

@@ -51,7 +51,7 @@ def by_download(folder: Path, index: str) -> None:
     """Raises NotInstalledError, or OSError if the index cannot be reached."""
     tag = TAGS.get((platform.system(), platform.machine()))
     if tag is None:
-        raise NotInstalledError(f"no wheel is known for {platform.system()} {platform.machine()}")
+        raise NotInstalledError(f"there is no wheel for {platform.system()} {platform.machine()}")
     page = f"{index.rstrip('/')}/uv/"
     request = urllib.request.Request(
         page, headers={"Accept": "application/vnd.pypi.simple.v1+json"}
@@ -66,7 +66,7 @@ def by_download(folder: Path, index: str) -> None:
         data = reply.read()
     wanted = found[0]["hashes"]["sha256"]
     if hashlib.sha256(data).hexdigest() != wanted:
-        raise NotInstalledError(f"{found[0]['filename']} is not the file with SHA-256 {wanted}")
+        raise NotInstalledError(f"{found[0]['filename']} does not have the SHA-256 {wanted}")
     with zipfile.ZipFile(io.BytesIO(data)) as wheel:
         name = next(n for n in wheel.namelist() if n.endswith(".data/scripts/uv"))
         binary = folder / "bin" / "uv"

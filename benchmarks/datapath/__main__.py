@@ -63,7 +63,9 @@ def main() -> int:
 
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.datapath")
-    parser.add_argument("--quick", action="store_true", help="ours and torch DCP: A1, A2, A3, A8")
+    parser.add_argument(
+        "--quick", action="store_true", help="Holdfast and torch DCP: A1, A2, A3, A8"
+    )
     parser.add_argument("--only", default="", help="ids, for example A1,A2")
     parser.add_argument("--mib", type=int, help="of the state; 1024, with --quick 256")
     parser.add_argument("--rounds", type=int, help="visits of each participant; 5, --quick 3")

@@ -108,7 +108,7 @@ class Memory:
             case "GET" if path.count("/") < 2 or path.endswith("/"):
                 return Reply(body=f"{_XML}<ListBucketResult></ListBucketResult>")
             case _:
-                words = f"{request.method} of {path}: this server only takes uploads"
+                words = f"{request.method} of {path}: this server accepts only uploads"
                 return Reply(
                     "501 Not Implemented",
                     body=f"{_XML}<Error><Code>NotImplemented</Code><Message>{words}</Message></Error>",

@@ -217,8 +217,9 @@ def of_loops(records: Sequence[Record]) -> list[Figure]:
         }
         if peer <= scatter:
             why = (
-                f"DCP's extra {peer:.3f} s is no more than what loops scatter by, "
-                f"{scatter:.3f} s: this machine is too noisy now, or the state too small"
+                f"DCP's extra {peer:.3f} s is not more than the scatter of the loops, "
+                f"{scatter:.3f} s: the load on this machine varies too much, or the state is too "
+                "small"
             )
             found.append(not_measured(id_, why, unit=words, target=0.25, **details))
             continue
@@ -287,7 +288,7 @@ def of_loads(records: Sequence[Record]) -> list[Figure]:
             "of O_DIRECT read",
             0.9,
             rounds.error(OURS) or rounds.error("disk"),
-            what="restore from a disk that the page cache knows nothing of, into touched tensors",
+            what="restore from disk without page cache, into prefaulted tensors",
         ),
         _compare(
             at_least,
@@ -405,7 +406,7 @@ def of_copies(records: Sequence[Record], mib: int) -> list[Figure]:
             "of loopback sendfile",
             0.85,
             rounds.error(OURS_PLAIN) or rounds.error("loopback"),
-            what="verified, not encrypted, into touched memory of another process",
+            what="verified, not encrypted, into prefaulted memory of another process",
         ),
         _compare(
             at_least,
@@ -414,7 +415,7 @@ def of_copies(records: Sequence[Record], mib: int) -> list[Figure]:
             "times torchft's HTTP transport, which does not verify",
             2,
             rounds.error(OURS_PLAIN) or rounds.error("torchft"),
-            what="verified, not encrypted, into touched memory of another process",
+            what="verified, not encrypted, into prefaulted memory of another process",
         ),
     ]
     tls = ratios(pulled, rounds.values("loopback", lambda x: x["loopback TLS"]))
@@ -565,4 +566,4 @@ def of_part(name: str, records: Sequence[Record], mib: int) -> list[Figure]:
         case "every-step":
             return of_every_step(records)
         case _:
-            raise ValueError(f"no figures are known of part {name!r}")
+            raise ValueError(f"there are no figures for part {name!r}")

@@ -136,7 +136,7 @@ def _in_threads(
     for thread in threads:
         thread.join()
     if short:
-        raise OSError(f"direct I/O of {_BLOCK_BYTES} bytes at {short[0]} moved less than that")
+        raise OSError(f"direct I/O of {_BLOCK_BYTES} bytes at {short[0]} transferred fewer bytes")
 
 
 def _send(size_bytes: int, files: TlsFiles | None) -> float:

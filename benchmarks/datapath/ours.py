@@ -102,7 +102,7 @@ class Restoring:
         try:
             step = self._checkpointer.restore({"model": into})
             if step is None:
-                raise FileNotFoundError("there was nothing to restore")
+                raise FileNotFoundError("found no checkpoint to restore")
             self._step = step
         finally:
             logger.removeHandler(heard)
@@ -155,7 +155,7 @@ def persist(arguments: Sequence[str], *, digests: bool) -> int:
             (shard_file, "crc32c", _no_crc),
         ):
             if not hasattr(module, name):
-                raise AttributeError(f"{module.__name__} has no {name} any more: A8 must follow")
+                raise AttributeError(f"{module.__name__} no longer has {name}: adapt A8")
             setattr(module, name, instead)
     return holdfast.directory.persister.main(arguments)
 

@@ -145,7 +145,7 @@ QUICK = (
 )
 
 UNMEASURED = {
-    "A9": "needs injected kills on a cluster: no part of the data path's run",
+    "A9": "needs injected kills on a cluster: not part of the run of the data path",
 }
 
 
@@ -156,7 +156,7 @@ def chosen(parts: Sequence[Part], only: Iterable[str]) -> list[Part]:
     known = {id_ for part in parts for id_ in part.ids}
     unknown = sorted(wanted - known - set(UNMEASURED))
     if unknown:
-        raise ValueError(f"--only {','.join(unknown)}: known are {', '.join(sorted(known))}")
+        raise ValueError(f"--only {','.join(unknown)}: expected some of {', '.join(sorted(known))}")
     return [part for part in parts if not wanted or wanted & set(part.ids)]
 
 

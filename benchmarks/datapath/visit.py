@@ -163,7 +163,7 @@ def load(options: Options) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
         wrong = states.differences(state, target)
         if wrong:
-            raise ValueError(f"loaded, but {wrong[:3]} differ from what was saved")
+            raise ValueError(f"loaded, but {wrong[:3]} differ from the saved values")
     return {"bytes": states.size_bytes(state), "disk": seconds, "memory": memory}
 
 
@@ -234,7 +234,7 @@ def limit(options: Options) -> dict[str, Any]:
         case "loopback":
             return dict(limits.loopback(size))
         case _:
-            raise ValueError(f"limit {options.name!r} is not known")
+            raise ValueError(f"limit {options.name!r} is unknown")
 
 
 def fewer_bytes(options: Options) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def copy(options: Options) -> dict[str, Any]:
         received = receiver.receive()
         rows.append({"pull": time.perf_counter() - began, "cpu": cpu_seconds() - cpu})
         if expected and states.differences(expected, received):
-            raise ValueError("received something else than was sent")
+            raise ValueError("the received bytes differ from the sent bytes")
         del received
     receiver.close()
     return {"copies": rows[1:]}
@@ -327,7 +327,7 @@ def _check(saver: Saver, path: Path, state: dict[str, Any]) -> None:
     saver.load(path, target)
     wrong = states.differences(state, target)
     if wrong:
-        raise ValueError(f"saved, but {wrong[:3]} read back differently")
+        raise ValueError(f"saved, but {wrong[:3]} differ when they are read back")
 
 
 KINDS = {

@@ -109,7 +109,8 @@ class VisitError(Exception):
 def _call(python: str, options: Options, log: Path, timeout_seconds: float) -> dict[str, Any]:
     if not Path(python).exists():
         raise VisitError(
-            f"there is no {python}: `make bench-peers` makes the peers' environment from its lock"
+            f"{python} does not exist: `make bench-peers` creates the environment of the peers "
+            "from its lock"
         )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": options.directory}
     # A file and no pipe: what a participant leaves behind would hold a pipe open.
@@ -144,4 +145,4 @@ def parse_result(output: str, errors: str) -> dict[str, Any]:
             result: dict[str, Any] = json.loads(line.removeprefix(RESULT))
             return result
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    raise VisitError(lines[-1][:400] if lines else "it ended without a result and without a word")
+    raise VisitError(lines[-1][:400] if lines else "it ended without a result and without output")

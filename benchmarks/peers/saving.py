@@ -165,7 +165,9 @@ def dlrover(state: dict[str, Any], directory: Path) -> Saver:
         deadline = time.monotonic() + _COMMIT_SECONDS
         while not committed(step):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{tracker} did not name step {step} in {_COMMIT_SECONDS:g} s")
+                raise TimeoutError(
+                    f"{tracker} did not report step {step} within {_COMMIT_SECONDS:g} s"
+                )
             time.sleep(0.002)
 
     def start(step: int) -> Started:

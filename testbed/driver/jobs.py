@@ -205,7 +205,7 @@ class Job:
     def read(self) -> Object:
         found = self.kube.get("TrainingJob", self.namespace, self.name)
         if found is None:
-            raise AssertionError(f"TrainingJob {self.namespace}/{self.name} is gone")
+            raise AssertionError(f"TrainingJob {self.namespace}/{self.name} no longer exists")
         return found
 
     @property
@@ -349,7 +349,7 @@ class Job:
         self.close()
         self.kube.delete("TrainingJob", self.namespace, self.name)
         wait_for(
-            f"pods of {self.namespace}/{self.name} to go",
+            f"pods of {self.namespace}/{self.name} to be deleted",
             lambda: not self.pods(),
             timeout_seconds=timeout_seconds,
             describe=lambda: show([p["metadata"]["name"] for p in self.pods()]),

@@ -55,7 +55,7 @@ def _status_history(history: Sequence[Object]) -> Iterable[str]:
     for status in history:
         round_ = int(status.get("restartRound", 0))
         if round_ < previous_round:
-            yield f"I5: restartRound went back from {previous_round} to {round_}"
+            yield f"I5: restartRound decreased from {previous_round} to {round_}"
         previous_round = max(previous_round, round_)
         persisted = status.get("lastPersisted") or {}
         if persisted:
@@ -124,7 +124,10 @@ def compare_digests(reference: Mapping[int, str], found: Mapping[int, str]) -> l
     if not reference:
         return ["I2: the uninterrupted run printed no final digest"]
     problems = [
-        f"I2: rank {rank} ended with {found.get(rank, 'nothing')}, an uninterrupted run with {want}"
+        (
+            f"I2: rank {rank} ended with {found.get(rank, 'nothing')}, expected {want} as in an "
+            "uninterrupted run"
+        )
         for rank, want in sorted(reference.items())
         if found.get(rank) != want
     ]

@@ -76,7 +76,7 @@ def test_a_result_is_found_below_what_a_library_prints() -> None:
         pytest.param(
             "Traceback\n  line\nImportError: no grpc\n\n", "ImportError: no grpc", id="why"
         ),
-        pytest.param("", "without a word", id="silent"),
+        pytest.param("", "without output", id="silent"),
     ],
 )
 def test_a_visit_without_a_result_names_the_reason(errors: str, words: str) -> None:

@@ -78,7 +78,7 @@ def test_a_participant_that_reads_back_something_else_has_no_figure(
         def close(self) -> None: ...
 
     monkeypatch.setitem(SAVERS, "forgetful", Forgetful)
-    with pytest.raises(ValueError, match="read back differently"):
+    with pytest.raises(ValueError, match="differ when they are read back"):
         visit.save(Options("save", "forgetful", OURS, str(tmp_path), 1, 1, check=True))
 
 

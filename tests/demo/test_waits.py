@@ -57,7 +57,7 @@ def test_a_stall_ends_the_wait_with_three_lines(sign: object) -> None:
     with pytest.raises(DemoFailed) as stalled:
         wait(clock, (sign(clock.now) for _ in iter(int, 1)), 10_000.0)  # type: ignore[operator]
     assert str(stalled.value).splitlines() == [
-        "It waited for step 9, and nothing moved for 60 s.",
+        "It waited for step 9, and there was no progress for 60 s.",
         "Seen: step 3",
         "Logs: build/x.log",
     ]

@@ -72,7 +72,7 @@ def interrupt_in_the_middle(folder: Path, with_signal: signal.Signals) -> int:
 
 def test_it_completes_after_it_was_interrupted_and_after_it_was_killed(folder: Path) -> None:
     assert interrupt_in_the_middle(folder, signal.SIGINT) == 130, text_of(folder)
-    assert text_of(folder).rstrip().endswith("what it had started is ended.")
+    assert text_of(folder).rstrip().endswith("All of its processes have ended.")
     assert marked(folder) == []
     assert not memory_of(folder).exists()
 

@@ -37,23 +37,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", help="context of the kubeconfig (default: the active one)")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    status = verbs.add_parser("status", help="one screen about a job: levels, tiers, last recovery")
+    status = verbs.add_parser("status", help="show levels, tiers and the last recovery of a job")
     status.add_argument("job")
     status.add_argument("-w", "--watch", action="store_true")
     status.add_argument("-o", "--output", choices=["table", "json"], default="table")
     status.set_defaults(run=_status)
 
-    checkpoints = verbs.add_parser("checkpoints", help="the checkpoints of a job, or of all")
+    checkpoints = verbs.add_parser(
+        "checkpoints", help=("list the checkpoints of one job or of all jobs")
+    )
     checkpoints.add_argument("job", nargs="?")
     checkpoints.add_argument("-o", "--output", choices=["table", "json"], default="table")
     checkpoints.set_defaults(run=_checkpoints)
 
-    save = verbs.add_parser("save", help="save now; the object created is the record")
+    save = verbs.add_parser("save", help="request a save now; creates a Checkpoint object")
     save.add_argument("job")
     save.add_argument(
-        "--name", default=None, help="of the Checkpoint (default: <job>-manual-<step>)"
+        "--name", default=None, help="name of the Checkpoint (default: <job>-manual-<step>)"
     )
-    save.add_argument("--wait", action="store_true", help="until it is committed")
+    save.add_argument("--wait", action="store_true", help="wait until it is committed")
     save.set_defaults(run=_save)
     return parser
 
