@@ -20,7 +20,6 @@ import traceback
 import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 from testbed.driver import metrics
@@ -30,11 +29,11 @@ from tests.support.servers.pki import Authority
 from demo.local_cluster import LocalCluster, Place
 from demo.recorder import Act, Recovery, Sample
 from demo.waits import DemoFailed, wait_while_moving
+from holdfast_core.api import ObjectMeta, TrainingJob, TrainingJobSpec, changed
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import StoreConfig
-from holdfast_core.ids import JobUid
 from holdfast_core.names import pod_name
-from holdfast_operator.model.job import JobSpecView, JobStatusView, JobView, StoreView
+from holdfast_operator.model.job import StoreView
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 4
@@ -95,19 +94,27 @@ class Run:
                 ]
             }
         }
-        spec = JobSpecView(
-            workers=WORKERS,
-            procs_per_worker=1,
-            template=template,
-            interval_steps=INTERVAL,
-            store="main",
-            object_every_steps=OBJECT_EVERY,
-            suspect_after=timedelta(seconds=2),
-            max_restarts=100,
+        raw_spec = {
+            "workers": WORKERS,
+            "template": template,
+            "checkpoint": {
+                "interval": {"steps": INTERVAL},
+                "object": {"storeRef": {"name": "main"}, "every": {"steps": OBJECT_EVERY}},
+            },
+            "failurePolicy": {"maxRestarts": 100},
+        }
+        spec = TrainingJobSpec.from_dict(raw_spec)
+        # The lower limit of the CRD is for leases of kubelets; processes are seen to be gone at once.
+        spec = changed(spec, node_loss=changed(spec.node_loss, suspect_after_seconds=2))
+        metadata = ObjectMeta(
+            namespace="demo",
+            name=name,
+            uid=str(uuid.uuid4()),
+            resource_version="1",
+            generation=1,
+            creation_timestamp=clock.utc_now(),
         )
-        job = JobView(
-            "demo", name, JobUid(str(uuid.uuid4())), "1", 1, spec, JobStatusView(), clock.utc_now()
-        )
+        job = TrainingJob(metadata=metadata, spec=spec)
         place = Place(
             self.memory,
             self.base / "node",

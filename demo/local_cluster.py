@@ -19,6 +19,7 @@ import aiohttp
 from tests.support.servers.pki import Authority
 
 from demo.local_pods import LocalPod, PodSpec
+from holdfast_core.api import TrainingJob, TrainingJobStatus, changed
 from holdfast_core.clock import SystemClock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import Digest, RestartRound, Worker
@@ -51,8 +52,6 @@ from holdfast_operator.model.job import (
     AckedRound,
     CheckpointView,
     JobMemory,
-    JobStatusView,
-    JobView,
     NodeView,
     Now,
     Observed,
@@ -83,7 +82,7 @@ class Place:
 class LocalCluster:
     """Implementation of holdfast_operator.model.effects.Effects that also observes the cluster."""
 
-    job: JobView
+    job: TrainingJob
     place: Place
     command: tuple[str, ...]
     store: StoreView | None
@@ -199,24 +198,25 @@ class LocalCluster:
     # ------------------------------------------------------------ effects on Kubernetes
 
     async def write_job_status(
-        self, job: JobView, resource_version: str, status: JobStatusView
+        self, job: TrainingJob, resource_version: str, status: TrainingJobStatus
     ) -> None:
         if resource_version != self.job.resource_version:
             raise ConflictError(f"status of {job.name}: {resource_version} is not the newest")
         version = str(int(self.job.resource_version) + 1)
-        self.job = replace(self.job, status=status, resource_version=version)
+        metadata = changed(self.job.metadata, resource_version=version)
+        self.job = changed(self.job, metadata=metadata, status=status)
         self._wake.set()
 
-    async def delete_job(self, job: JobView) -> None:
+    async def delete_job(self, job: TrainingJob) -> None:
         raise AssertionError(
             "expected no action that deletes the job: the demo's job sets no "
             "ttlSecondsAfterFinished"
         )
 
-    async def pod_is_gone(self, job: JobView, name: str) -> bool:
+    async def pod_is_gone(self, job: TrainingJob, name: str) -> bool:
         return name not in self.pods
 
-    async def create_pod(self, job: JobView, body: Mapping[str, Any]) -> None:
+    async def create_pod(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
         name = body["metadata"]["name"]
         if name in self.pods:
             return
@@ -246,29 +246,29 @@ class LocalCluster:
         await asyncio.to_thread(pod.start)
         self._wake.set()
 
-    async def delete_pod(self, job: JobView, name: str, uid: str, *, force: bool) -> None:
+    async def delete_pod(self, job: TrainingJob, name: str, uid: str, *, force: bool) -> None:
         pod = self.pods.get(name)
         if pod is not None and pod.spec.uid == uid:
             self._forget(name)
             await asyncio.to_thread(pod.delete)
 
-    async def create_network_policy(self, job: JobView, body: Mapping[str, Any]) -> None:
+    async def create_network_policy(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
         """Do nothing: there is no network between processes of one machine."""
 
-    async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
+    async def create_service(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
         self.services.add(body["metadata"]["name"])
 
-    async def create_certificates(self, job: JobView, action: CreateCertificates) -> None:
+    async def create_certificates(self, job: TrainingJob, action: CreateCertificates) -> None:
         for pod in action.pods:
             self.authority.write_leaf(self.place.certs_root / pod, peer_dns_name(pod, job.uid))
         self.secrets.add(action.secret)
         self._wake.set()
 
-    async def delete_certificates(self, job: JobView, secret: str) -> None:
+    async def delete_certificates(self, job: TrainingJob, secret: str) -> None:
         self.secrets.discard(secret)
 
     async def create_checkpoint(
-        self, job: JobView, body: Mapping[str, Any], record: CheckpointRecord
+        self, job: TrainingJob, body: Mapping[str, Any], record: CheckpointRecord
     ) -> None:
         name = body["metadata"]["name"]
         self.checkpoints.setdefault(
@@ -278,7 +278,7 @@ class LocalCluster:
         await self.update_checkpoint(job, name, self.checkpoints[name].resource_version, record)
 
     async def update_checkpoint(
-        self, job: JobView, name: str, resource_version: str, record: CheckpointRecord
+        self, job: TrainingJob, name: str, resource_version: str, record: CheckpointRecord
     ) -> None:
         known = self.checkpoints[name]
         checkpoint = record.checkpoint
@@ -296,15 +296,15 @@ class LocalCluster:
         )
         self._wake.set()
 
-    async def delete_checkpoint(self, job: JobView, name: str, uid: str) -> None:
+    async def delete_checkpoint(self, job: TrainingJob, name: str, uid: str) -> None:
         self.checkpoints.pop(name, None)
 
-    async def emit(self, job: JobView, event: EmitEvent) -> None:
+    async def emit(self, job: TrainingJob, event: EmitEvent) -> None:
         self.events.append(f"{event.reason}: {event.message}")
 
     # ------------------------------------------------------------ effects on sidecars
 
-    async def seal(self, job: JobView, action: SealWorker) -> None:
+    async def seal(self, job: TrainingJob, action: SealWorker) -> None:
         async def call() -> None:
             found = await self._post(
                 action.address, action.pod, "/v1/seal", Seal(action.round), Inventory
@@ -313,7 +313,7 @@ class LocalCluster:
 
         self._start(f"seal {action.pod} {action.round}", action.worker, action.pod_uid, call())
 
-    async def send_round(self, job: JobView, action: SendRound) -> None:
+    async def send_round(self, job: TrainingJob, action: SendRound) -> None:
         async def call() -> None:
             message = action.message
             found = await self._post(action.address, action.pod, "/v1/round", message, Inventory)
@@ -329,17 +329,17 @@ class LocalCluster:
 
         self._start(f"round {action.pod}", action.worker, action.pod_uid, call())
 
-    async def ask_save(self, job: JobView, action: AskSave) -> None:
+    async def ask_save(self, job: TrainingJob, action: AskSave) -> None:
         await self._post(
             action.address, action.pod, "/v1/save-now", Ask(action.round, action.token), Ok
         )
 
-    async def ask_stop(self, job: JobView, action: AskStop) -> None:
+    async def ask_stop(self, job: TrainingJob, action: AskStop) -> None:
         await self._post(
             action.address, action.pod, "/v1/stop", Ask(action.round, action.token), Ok
         )
 
-    async def prune(self, job: JobView, action: PruneObject) -> PruneReply:
+    async def prune(self, job: TrainingJob, action: PruneObject) -> PruneReply:
         message = Prune(action.round, (action.checkpoint,))
         return await self._post(action.address, action.pod, "/v1/prune", message, PruneReply)
 
@@ -430,7 +430,7 @@ class LocalCluster:
                 await asyncio.sleep(0.2)
 
 
-def _identity(job: JobView, pod: str) -> tuple[Worker, RestartRound]:
+def _identity(job: TrainingJob, pod: str) -> tuple[Worker, RestartRound]:
     found = parse_pod_name(job.name, job.uid, pod)
     if found is None:
         raise ValueError(f"{pod} is not the name of a pod of job {job.name} with uid {job.uid}")

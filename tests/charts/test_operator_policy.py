@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.support.api_objects import merged
-from tests.support.operator.builders import job
+from tests.support.operator.builders import job, metadata
 from tests.support.servers.control_plane import ControlPlane
 
+from holdfast_core.api import TrainingJob
 from holdfast_core.ids import RestartRound, Worker
-from holdfast_operator.model.job import JobView
 from holdfast_operator.render.metadata import job_labels, owner_reference
 from holdfast_operator.render.network_policy import WorkerNetwork, render_network_policy
 from holdfast_operator.render.pod import SidecarSettings, render_pod
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.integration
 OPERATOR = "system:serviceaccount:holdfast-system:holdfast"
 
 
-def worker(of: JobView | None = None, **spec: Any) -> dict[str, Any]:
+def worker(of: TrainingJob | None = None, **spec: Any) -> dict[str, Any]:
     """A worker's pod as the operator renders it, with these fields of its spec."""
     sidecar = SidecarSettings("example/sidecar:1")
     body = render_pod(of or job(2), Worker(0), RestartRound(0), None, sidecar)
@@ -57,7 +56,7 @@ def avoiding() -> dict[str, Any]:
     ]
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     spec = {**of.spec.template["spec"], "affinity": {"nodeAffinity": required}}
-    of = replace(of, spec=replace(of.spec, template={"spec": spec}))
+    of = job(2, template={"spec": spec})
     sidecar = SidecarSettings("example/sidecar:1")
     return render_pod(of, Worker(0), RestartRound(0), None, sidecar, ("node-a", "node-b"))
 
@@ -92,7 +91,7 @@ DENIED: dict[str, tuple[dict[str, Any], str]] = {
     "a pod without an owner": (without_owner(worker()), "no TrainingJob or CheckpointStore"),
     "a pod of a ReplicaSet": (of_another(worker()), "no TrainingJob or CheckpointStore"),
     "a pod in kube-system": (
-        worker(replace(job(2), namespace="kube-system")),
+        worker(metadata(job(2), namespace="kube-system")),
         "a namespace of Kubernetes",
     ),
     "another service account": (

@@ -19,6 +19,7 @@ from tests.support.api_objects import checkpoint_object, job_object, store_objec
 from tests.support.operator.builders import raw_job
 
 from holdfast.launcher.record import RoundRecord
+from holdfast_core.api import CheckpointStore, TrainingJob
 from holdfast_core.contract import StoreConfig
 from holdfast_core.errors import (
     ConfigError,
@@ -59,8 +60,6 @@ from holdfast_core.shm.slot_header import SlotHeader, SlotState
 from holdfast_operator.loop.stores_probe import parse_message
 from holdfast_operator.watch.records import (
     read_checkpoint,
-    read_job,
-    read_store,
 )
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -311,7 +310,7 @@ def _api() -> Iterator[Target]:
     # As the reflectors do: what is refused like this is left alone and said once.
     refuses = (ValueError, HoldfastError)
     jobs = (stored(job_object()), stored(job_object(), status=status), stored(raw_job()))
-    yield Target("TrainingJob", _object(read_job), jobs, refuses)
+    yield Target("TrainingJob", _object(TrainingJob.from_dict), jobs, refuses)
     saved = {"phase": "Committed", "round": 3, "manifest": "b3:00", "worldSize": 2, "bytes": 9}
     yield Target(
         "Checkpoint",
@@ -322,7 +321,7 @@ def _api() -> Iterator[Target]:
     features = {"observedGeneration": 1, "features": {"conditionalPut": True}}
     yield Target(
         "CheckpointStore",
-        _object(read_store),
+        _object(CheckpointStore.from_dict),
         (stored(store_object()), stored(store_object(), status=features)),
         refuses,
     )

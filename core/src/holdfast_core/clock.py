@@ -65,3 +65,12 @@ class ManualClock:
 def stamp(moment: datetime) -> str:
     """Format `moment` as RFC 3339 in UTC with whole seconds, as Kubernetes does."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def parse_stamp(text: str) -> datetime:
+    """Return an RFC 3339 time stamp as an aware datetime in UTC. Raises ValueError."""
+    try:
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError as error:
+        raise ValueError(f"time stamp {text!r} is not RFC 3339: {error}") from error
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)

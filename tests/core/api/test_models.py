@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from holdfast_core.api import (
     TrainingJob,
     TrainingJobStatus,
     WorkersStatus,
-    condition,
+    changed,
     strict,
 )
 from holdfast_core.errors import ConfigError
@@ -112,7 +113,7 @@ def test_template_is_kept_whole() -> None:
     ],
 )
 def test_peer_copies(changes: dict[str, Any], expected: int) -> None:
-    assert TrainingJob.from_dict(job_object(**changes)).spec.peer_copies == expected
+    assert TrainingJob.from_dict(job_object(**changes)).spec.peer.copies == expected
 
 
 def test_world_size() -> None:
@@ -153,7 +154,7 @@ def test_restore_point_absent_empty_and_chosen_differ(
 def test_summaries_follow_their_numbers() -> None:
     workers = WorkersStatus(ready=3, total=4)
     assert workers.to_dict()["summary"] == "3/4"
-    assert workers.model_copy(update={"ready": 4}).to_dict()["summary"] == "4/4"
+    assert changed(workers, ready=4).to_dict()["summary"] == "4/4"
     assert (
         WorkersStatus.from_dict({"ready": 1, "total": 4, "summary": "9/9"}).to_dict()["summary"]
         == "1/4"
@@ -176,11 +177,11 @@ def test_condition_is_found_by_its_type() -> None:
         type=JobCondition.RUNNING,
         status=ConditionStatus.TRUE,
         reason="RanksTrain",
-        last_transition_time="2026-01-01T00:00:00Z",
+        last_transition_time=datetime(2026, 1, 1, tzinfo=UTC),
     )
     status = TrainingJobStatus(conditions=(running,))
-    assert condition(status.conditions, JobCondition.RUNNING) == running
-    assert condition(status.conditions, JobCondition.FAILED) is None
+    assert status.condition(JobCondition.RUNNING) == running
+    assert status.condition(JobCondition.FAILED) is None
 
 
 def test_models_do_not_change_under_their_readers() -> None:

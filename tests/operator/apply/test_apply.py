@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import job
 
+from holdfast_core.api import TrainingJobStatus
 from holdfast_core.errors import HoldfastError, UnavailableError
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.messages.schema import PruneReply, RestorePoint
@@ -31,11 +32,11 @@ from holdfast_operator.model.actions import (
     WriteStatus,
 )
 from holdfast_operator.model.effects import ConflictError
-from holdfast_operator.model.job import AskedSave, JobMemory, JobStatusView, Observed
+from holdfast_operator.model.job import AskedSave, JobMemory, Observed
 from holdfast_operator.render.pod import SidecarSettings
 
-WRITE = WriteStatus("7", JobStatusView())
-BEGIN = BeginRound("7", JobStatusView(), confirm_gone=("job-l2msg4-1-r0",))
+WRITE = WriteStatus("7", TrainingJobStatus())
+BEGIN = BeginRound("7", TrainingJobStatus(), confirm_gone=("job-l2msg4-1-r0",))
 SERVICE = CreateService("job-l2msg4-gang")
 CERTIFICATES = CreateCertificates("job-l2msg4-certs-r0", RestartRound(0), ("job-l2msg4-0-r0",))
 POD = CreatePod("job-l2msg4-0-r0", Worker(0), RestartRound(0))

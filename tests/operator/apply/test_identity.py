@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import UID, manifest_digest, raw_job, raw_store
+from tests.support.operator.builders import UID, manifest_digest, metadata, raw_job, raw_store
 from tests.support.operator.fake_api import FakeApi, Raw
 
+from holdfast_core.api import TrainingJob
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import HoldfastError
-from holdfast_core.ids import CheckpointId, JobUid, RestartRound, Step, Worker
+from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_core.names import checkpoint_name, pod_name
 from holdfast_operator.apply.job_effects import JobEffects
 from holdfast_operator.apply.unreadable_reports import UnreadableReports
@@ -25,7 +25,7 @@ from holdfast_operator.loop.stores_probe import probe_name
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import CheckpointRecord, CreateCheckpointObject
 from holdfast_operator.model.effects import NameTakenError
-from holdfast_operator.model.job import JobView, Unreadable
+from holdfast_operator.model.job import Unreadable
 from holdfast_operator.model.keys import Key
 from holdfast_operator.render.checkpoint import render_checkpoint
 from holdfast_operator.render.pod import SidecarSettings, render_pod
@@ -35,7 +35,6 @@ from holdfast_operator.sidecars.certificates import Certificates, JobGoneError, 
 from holdfast_operator.sidecars.client import SidecarClient
 from holdfast_operator.watch.cache import ClusterCache
 from holdfast_operator.watch.expectations import Expectations
-from holdfast_operator.watch.views import job_view
 
 NAMESPACE = "team-a"
 OTHER_UID = "99999999-2222-3333-4444-555555555555"
@@ -43,7 +42,7 @@ POD = pod_name("job", UID, 0, 0)
 COMMIT = CheckpointId(Step(100), RestartRound(0))
 
 
-def rendered(job: JobView) -> Raw:
+def rendered(job: TrainingJob) -> Raw:
     return render_pod(job, Worker(0), RestartRound(0), None, SidecarSettings("i"))
 
 
@@ -53,7 +52,7 @@ class Edge:
     def __init__(self) -> None:
         self.api = FakeApi()
         self.raw = self.api.put("trainingjobs", raw_job())
-        self.job = job_view(self.raw)
+        self.job = TrainingJob.from_dict(self.raw)
         self.clock = ManualClock()
         self.keys: list[Key] = []
         self.gone: list[str] = []
@@ -223,7 +222,7 @@ def record() -> CheckpointRecord:
     )
 
 
-def checkpoint_body(job: JobView, name: str) -> Raw:
+def checkpoint_body(job: TrainingJob, name: str) -> Raw:
     return render_checkpoint(job, CreateCheckpointObject(name, COMMIT, "Retain", record()))
 
 
@@ -364,7 +363,7 @@ AGAIN = {"name": "job", "namespace": NAMESPACE, "uid": OTHER_UID}
 
 async def test_an_authority_whose_job_went_meanwhile_is_deleted_again() -> None:
     api = DeletedMeanwhile()
-    job = job_view(api.put("trainingjobs", raw_job()))
+    job = TrainingJob.from_dict(api.put("trainingjobs", raw_job()))
     certificates = Certificates(Cluster(api), "holdfast-system", ManualClock())
     with pytest.raises(JobGoneError):
         await certificates.round_data(job, [POD])
@@ -374,11 +373,11 @@ async def test_an_authority_whose_job_went_meanwhile_is_deleted_again() -> None:
 async def test_the_sweep_finds_what_is_left_and_spares_what_a_stale_watch_misses() -> None:
     edge = Edge()
     await edge.certificates.round_data(edge.job, [POD])
-    vanished = replace(edge.job, uid=JobUid(OTHER_UID))
+    vanished = metadata(edge.job, uid=OTHER_UID)
     edge.api.put("trainingjobs", {**raw_job(), "metadata": {**AGAIN, "name": "gone"}})
-    await edge.certificates.round_data(replace(vanished, name="gone"), [POD])
+    await edge.certificates.round_data(metadata(vanished, name="gone"), [POD])
     edge.api.remove("trainingjobs", NAMESPACE, "gone")
-    refused = replace(edge.job, namespace="closed", name="kept", uid=JobUid("0" * 36))
+    refused = metadata(edge.job, namespace="closed", name="kept", uid="0" * 36)
     meta = {"name": "kept", "namespace": "closed", "uid": refused.uid}
     edge.api.put("trainingjobs", {**raw_job(), "metadata": meta})
     await edge.certificates.round_data(refused, [POD])

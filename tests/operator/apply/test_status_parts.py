@@ -5,34 +5,43 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from tests.support.operator.builders import START, job
+from tests.support.operator.builders import START, condition, job
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import (
+    GoodputStatus,
+    JobCondition,
+    RecoveryStatus,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_core.ids import RestartRound, Step
 from holdfast_operator.apply.status_parts import write_status
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.model.job import Condition, GoodputView, JobStatusView, RecoveryView
 
-BEFORE = JobStatusView(
+BEFORE = TrainingJobStatus(
     restart_round=RestartRound(3),
     step=Step(7),
-    goodput=GoodputView(),
-    conditions=(Condition(JobCondition.RUNNING, True, "Training", "fine", START, 1),),
+    goodput=GoodputStatus(ratio=1.0),
+    conditions=(condition(JobCondition.RUNNING, True, "Training", "fine", START, 1),),
 )
-AFTER = replace(
+AFTER = changed(
     BEFORE,
     restart_round=RestartRound(4),
     step=Step(9),
-    goodput=GoodputView(checkpoint_seconds=-1.0),
-    last_recovery=RecoveryView(RestartRound(4), "RankDied", rehydrate_seconds=-5.0),
+    goodput=changed(GoodputStatus(ratio=1.0), checkpoint_seconds=-1.0),
+    last_recovery=changed(
+        RecoveryStatus(round=RestartRound(4), reason="RankDied"), rehydrate_seconds=-5.0
+    ),
     conditions=(
-        Condition(JobCondition.RUNNING, False, "RankDied", "words", START, 1),
-        Condition(JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, "x" * 200, "words", START, 1),
+        condition(JobCondition.RUNNING, False, "RankDied", "words", START, 1),
+        changed(
+            condition(JobCondition.LAST_CHECKPOINT_SUCCEEDED, False, "R", "words", START, 1),
+            reason="x" * 200,
+        ),
     ),
 )
 
@@ -64,7 +73,7 @@ def test_a_refused_detail_is_left_as_it_was(refused: str) -> None:
     )
     assert version == "2"
     assert written.restart_round == 4
-    assert (written.step, written.goodput) == (7, GoodputView())
+    assert (written.step, written.goodput) == (7, GoodputStatus(ratio=1.0))
     assert written.is_true(JobCondition.RUNNING) is False
     assert written.condition(JobCondition.LAST_CHECKPOINT_SUCCEEDED) is None
     assert [s["restartRound"] for s in server.written] == [4]

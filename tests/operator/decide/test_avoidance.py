@@ -9,20 +9,13 @@ from typing import Any
 import pytest
 from tests.support.operator.builders import job, now, pod, sidecar, status
 
+from holdfast_core.api import RestorePointStatus, changed
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.decide.avoidance import MAX_AVOIDED
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.model.actions import CreatePod, DeletePod
-from holdfast_operator.model.job import (
-    JobMemory,
-    NodeView,
-    Observed,
-    PodPhase,
-    PodView,
-    RestorePointView,
-    Taint,
-)
+from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView, Taint
 
 GONE = "job-l2msg4-1-r1"
 NEVER_STARTED = JobMemory(round=RestartRound(1), round_seen_at=1.0, unstarted=frozenset({GONE}))
@@ -55,7 +48,7 @@ def observe(
 ) -> Observed:
     """Nodes `lost` and `tainted` are lost, the newest loss first. Kubernetes has tainted the second."""
     survivor = pod(0)
-    chosen = RestorePointView()
+    chosen = RestorePointStatus()
     pods = (survivor,) if replacement is None else (survivor, replacement)
     bound = {p.node for p in pods if p.node is not None}
     base = {
@@ -152,7 +145,7 @@ def test_a_template_that_tolerates_the_taint_excludes_the_node_while_it_is_lost(
     observed = observe(None, [], "a", memory=NEVER_STARTED)
     spec = observed.job.spec
     pod_spec = {**spec.template["spec"], "tolerations": [toleration]}
-    of = replace(observed.job, spec=replace(spec, template={**spec.template, "spec": pod_spec}))
+    of = changed(observed.job, spec=changed(spec, template={**spec.template, "spec": pod_spec}))
     (create,) = creates(replace(observed, job=of))
     assert create.avoided_nodes == excluded, name
     again = replace(observed, job=of, pods=(observed.pods[0], waiting(None, *excluded)))

@@ -8,28 +8,26 @@ from datetime import timedelta
 import pytest
 from tests.support.operator.builders import START, job, now, pod, sidecar, status
 
+from holdfast_core.api import FailureAction, FailureRule, RestartRecord, RestorePointStatus, changed
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, DeadRank
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import BeginRound
-from holdfast_operator.model.job import (
-    ExitCodeRule,
-    JobMemory,
-    NodeView,
-    Observed,
-    RestartRecord,
-    RestorePointView,
-)
+from holdfast_operator.model.job import JobMemory, NodeView, Observed
 from holdfast_operator.model.reasons import Reason
 
 ROUND = RestartRound(6)
-BASE = RestorePointView(Step(10), RestartRound(1), Digest("b3:m"))
+BASE = RestorePointStatus(step=Step(10), round=RestartRound(1), manifest=Digest("b3:m"))
 
 
 def failing(futile: int, *, committed: int | None = 10, **spec: object) -> Observed:
     """Rank 1 is dead in round 6; `futile` counted restarts lie after the round of the base."""
     records = tuple(
-        RestartRecord(RestartRound(ROUND - i), START + timedelta(seconds=900), Reason.RANK_FAILED)
+        RestartRecord(
+            round=RestartRound(ROUND - i),
+            at=START + timedelta(seconds=900),
+            reason=Reason.RANK_FAILED,
+        )
         for i in range(futile)
     )
     pods = (pod(0), pod(1))
@@ -76,12 +74,13 @@ def test_each_futile_restart_waits_longer(futile: int, waits_seconds: float) -> 
 def test_the_wait_is_bounded() -> None:
     observed = failing(4)
     many = tuple(
-        RestartRecord(RestartRound(2 + i), START + timedelta(seconds=900), Reason.RANK_FAILED)
+        RestartRecord(
+            round=RestartRound(2 + i), at=START + timedelta(seconds=900), reason=Reason.RANK_FAILED
+        )
         for i in range(40)
     )
-    begun = replace(observed.job.status, recent_restarts=many)
-    spec = replace(observed.job.spec, max_restarts=100)
-    observed = replace(observed, job=replace(observed.job, status=begun, spec=spec))
+    begun = changed(observed.job.status, recent_restarts=many)
+    observed = replace(observed, job=job(2, begun, max_restarts=100))
     assert not begins(observed, 59.0)
     assert begins(observed, 60.0)
 
@@ -96,7 +95,7 @@ def test_a_disruption_never_waits() -> None:
 
 
 def test_a_rule_that_ends_the_job_does_not_wait() -> None:
-    rule = ExitCodeRule((1,))
+    rule = FailureRule(on_exit_codes=(1,), action=FailureAction.FAIL_JOB)
     decision = decide(failing(4, rules=(rule,)), now(1000.0))
     assert "FailJob" in decision.reason
 

@@ -16,13 +16,13 @@ from tests.support.operator.fake_cluster import FakeCluster, FakeNode, is_ancest
 from tests.support.operator.fake_operator import OPERATOR_NAMESPACE, FakeOperator, Trouble, calm
 from tests.support.operator.oracle import bases_of, broken_rules, holds
 
+from holdfast_core.api import TrainingJob
 from holdfast_core.ids import Rank, Worker
 from holdfast_core.messages.schema import DeadRank
 from holdfast_core.names import pod_name
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.job import PodPhase
 from holdfast_operator.sidecars.certificates import ca_secret_name
-from holdfast_operator.watch.views import job_view
 
 KINDS = (
     "lose pod",
@@ -215,7 +215,7 @@ class Simulation:
         self.trouble = calm()
 
     def settled(self) -> bool:
-        status = job_view(self.cluster.job).status
+        status = TrainingJob.from_dict(self.cluster.job).status
         run = self.cluster.gang.run
         members = enumerate(status.members)
         names = {pod_name("job", self.cluster.uid, w, b) for w, b in members}
@@ -230,7 +230,7 @@ class Simulation:
 
     def waits_rightly(self, copies: int) -> bool:
         """A job may wait for ever only if no committed step can be read any more."""
-        status = job_view(self.cluster.job).status
+        status = TrainingJob.from_dict(self.cluster.job).status
         running = status.condition("Running")
         if running is None or running.reason != "RestorePointUnavailable":
             return False

@@ -19,6 +19,7 @@ from tests.support.operator.builders import (
     store,
 )
 
+from holdfast_core.api import LineageEntry, PersistedStep, RestorePointStatus, changed
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
@@ -40,18 +41,13 @@ from holdfast_operator.model.actions import (
     UpdateCheckpointStatus,
     WriteStatus,
 )
-from holdfast_operator.model.job import (
-    CheckpointView,
-    JobMemory,
-    LineageEntry,
-    Observed,
-    PersistedView,
-    RestorePointView,
-)
+from holdfast_operator.model.job import CheckpointView, JobMemory, Observed
 
 
-def persisted(step: int, round_: int = 2) -> PersistedView:
-    return PersistedView(Step(step), RestartRound(round_), manifest_digest(step, round_))
+def persisted(step: int, round_: int = 2) -> PersistedStep:
+    return PersistedStep(
+        step=Step(step), round=RestartRound(round_), manifest=manifest_digest(step, round_)
+    )
 
 
 def point(step: int, round_: int = 2) -> RestorePoint:
@@ -60,7 +56,7 @@ def point(step: int, round_: int = 2) -> RestorePoint:
 
 def world(
     *,
-    committed: PersistedView | None = None,
+    committed: PersistedStep | None = None,
     reported: RestorePoint | None = None,
     checkpoints: tuple[CheckpointView, ...] = (),
     coordinator: dict[str, Any] | None = None,
@@ -74,9 +70,15 @@ def world(
             status(
                 2,
                 (0, 0),
-                restore_point=RestorePointView(Step(30), RestartRound(1), manifest_digest(30, 1)),
+                restore_point=RestorePointStatus(
+                    step=Step(30), round=RestartRound(1), manifest=manifest_digest(30, 1)
+                ),
                 coordinator=Worker(0),
-                lineage=(LineageEntry(RestartRound(2), Step(30), RestartRound(1)),),
+                lineage=(
+                    LineageEntry(
+                        round=RestartRound(2), base_step=Step(30), base_round=RestartRound(1)
+                    ),
+                ),
                 last_persisted=committed,
             ),
             **{"store": "main", "object_every_steps": 10, **spec},
@@ -128,7 +130,7 @@ def only(decision: Decision, kind: type[Any]) -> list[Any]:
     ],
 )
 def test_commit(
-    committed: PersistedView | None,
+    committed: PersistedStep | None,
     reported: RestorePoint,
     objects: tuple[CheckpointView, ...],
     expected: int | None,
@@ -249,7 +251,7 @@ def test_retention_marks_first_and_prunes_in_a_later_pass() -> None:
     [
         pytest.param(FOUR, {"keep_last": 4}, [], id="few enough"),
         pytest.param(
-            FOUR, {"keep_last": 1}, ["job-l2msg4-s40-r2", "job-l2msg4-s50-r2"], id="never below two"
+            FOUR, {"keep_last": 2}, ["job-l2msg4-s40-r2", "job-l2msg4-s50-r2"], id="two are kept"
         ),
         pytest.param((replace(FOUR[0], hold=True), *FOUR[1:]), {}, [], id="held"),
         pytest.param((checkpoint(30, 1), *FOUR[1:]), {}, [], id="the restore point"),
@@ -328,7 +330,7 @@ def test_levels_are_written_at_most_every_10_seconds() -> None:
     assert (write.status.step, write.status.last_replicated_step) == (43, 40)
     assert write.status.is_true("Running")
     later = world(memory=first.memory)
-    later = replace(later, job=replace(later.job, status=write.status))
+    later = replace(later, job=changed(later.job, status=write.status))
     assert later.coordinator is not None
     moved = replace(
         later,
@@ -348,17 +350,17 @@ def test_a_changed_truth_is_written_at_once() -> None:
             "failures": (Failure(Step(50), TierName.OBJECT, "AccessDenied", "403 from the store"),)
         },
     )
-    broken = replace(broken, job=replace(broken.job, status=write.status))
+    broken = replace(broken, job=changed(broken.job, status=write.status))
     (second,) = only(decide(broken, now(1001.0)), WriteStatus)
     healthy = second.status.condition("RemoteTierHealthy")
-    assert (healthy.status, healthy.reason) == (False, "AccessDenied")
+    assert (healthy.status, healthy.reason) == ("False", "AccessDenied")
 
 
 def test_time_goes_to_training_and_recovery() -> None:
     first = decide(world(), now())
     (write,) = only(first, WriteStatus)
     later = world(memory=first.memory)
-    later = replace(later, job=replace(later.job, status=write.status))
+    later = replace(later, job=changed(later.job, status=write.status))
     (second,) = only(decide(later, now(1020.0)), WriteStatus)
     assert second.status.goodput.training_seconds == 20.0
     assert second.status.goodput.recovery_seconds == 0.0

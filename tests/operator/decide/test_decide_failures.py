@@ -7,9 +7,17 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.support.operator.builders import START, job, now, pod, sidecar, silent, status
+from tests.support.operator.builders import START, condition, job, now, pod, sidecar, silent, status
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import (
+    FailureAction,
+    FailureRule,
+    JobCondition,
+    RestartRecord,
+    RestorePointStatus,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_core.ids import Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
@@ -20,27 +28,16 @@ from holdfast_core.messages.schema import (
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.failure import DRAIN_SECONDS
 from holdfast_operator.model.actions import BeginRound, Decision, WriteStatus
-from holdfast_operator.model.job import (
-    Condition,
-    ExitCodeRule,
-    JobMemory,
-    JobStatusView,
-    NodeView,
-    Observed,
-    PodPhase,
-    PodView,
-    RestartRecord,
-    RestorePointView,
-)
+from holdfast_operator.model.job import JobMemory, NodeView, Observed, PodPhase, PodView
 from holdfast_operator.model.reasons import Reason
 
 
-def running_status(**changes: Any) -> JobStatusView:
-    true = Condition(JobCondition.RUNNING, True, Reason.TRAINING, "", START)
+def running_status(**changes: Any) -> TrainingJobStatus:
+    true = condition(JobCondition.RUNNING, True, Reason.TRAINING, "", START)
     base = status(
-        3, (0, 0), restore_point=RestorePointView(), coordinator=Worker(0), conditions=(true,)
+        3, (0, 0), restore_point=RestorePointStatus(), coordinator=Worker(0), conditions=(true,)
     )
-    return replace(base, **changes)
+    return changed(base, **changes)
 
 
 def state(**changes: Any) -> CoordinatorState:
@@ -196,7 +193,7 @@ def test_failures(
     assert (new.last_recovery.reason, new.last_recovery.round) == (reason, expected)
     restarting = new.condition(JobCondition.RESTARTING)
     assert restarting is not None
-    assert (restarting.status, restarting.reason) == (True, reason)
+    assert (restarting.status, restarting.reason) == ("True", reason)
     assert not new.is_true(JobCondition.RUNNING)
     assert new.phase == "Restarting"
     assert new.last_committed_step == 40
@@ -255,14 +252,21 @@ def test_exit_code_rules_end_the_job() -> None:
     decision = decide(
         world(
             coordinator=state(dead=(DeadRank(Rank(0), Worker(0), 3),)),
-            spec={"rules": (ExitCodeRule((3,)),)},
+            spec={
+                "rules": (
+                    FailureRule(
+                        on_exit_codes=(3,),
+                        action=FailureAction.FAIL_JOB,
+                    ),
+                )
+            },
         ),
         now(),
     )
     assert isinstance(decision.actions[0], WriteStatus)
     failed = decision.actions[0].status.condition(JobCondition.FAILED)
     assert failed is not None
-    assert (failed.status, failed.reason) == (True, Reason.EXIT_CODE_RULE)
+    assert (failed.status, failed.reason) == ("True", Reason.EXIT_CODE_RULE)
     assert decision.actions[0].status.phase == "Failed"
 
 
@@ -271,7 +275,14 @@ def test_a_disruption_is_looked_at_before_exit_codes() -> None:
         world(
             pods=(pod(0),),
             coordinator=state(dead=(DeadRank(Rank(0), Worker(0), 3),)),
-            spec={"rules": (ExitCodeRule((3,)),)},
+            spec={
+                "rules": (
+                    FailureRule(
+                        on_exit_codes=(3,),
+                        action=FailureAction.FAIL_JOB,
+                    ),
+                )
+            },
         ),
         now(),
     )
@@ -280,7 +291,7 @@ def test_a_disruption_is_looked_at_before_exit_codes() -> None:
 
 def restarted(seconds: float, count: int) -> tuple[RestartRecord, ...]:
     at = START + timedelta(seconds=seconds)
-    return (RestartRecord(RestartRound(1), at, Reason.RANK_FAILED),) * count
+    return (RestartRecord(round=RestartRound(1), at=at, reason=Reason.RANK_FAILED),) * count
 
 
 @pytest.mark.parametrize(
@@ -292,7 +303,7 @@ def restarted(seconds: float, count: int) -> tuple[RestartRecord, ...]:
     ],
 )
 def test_restart_budget(recent: tuple[RestartRecord, ...], ends: bool) -> None:
-    spec = {"max_restarts": 2, "restart_window": timedelta(seconds=60)}
+    spec = {"max_restarts": 2, "window": "60s"}
     decision = decide(
         world(
             coordinator=state(dead=DEAD),
@@ -313,7 +324,7 @@ def test_restart_budget(recent: tuple[RestartRecord, ...], ends: bool) -> None:
 
 def test_a_budget_above_128_is_spent_as_well() -> None:
     """Each restart of a long budget is remembered until the limit is reached."""
-    spec = {"max_restarts": 1000, "restart_window": timedelta(hours=24)}
+    spec = {"max_restarts": 1000, "window": "24h"}
     many = running_status(recent_restarts=restarted(990, 999))
     seen = JobMemory(round=RestartRound(3), round_seen_at=900.0, failure_seen_at=1000.0)
     dead = state(dead=DEAD)

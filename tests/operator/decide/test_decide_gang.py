@@ -21,6 +21,7 @@ from tests.support.operator.builders import (
     status,
 )
 
+from holdfast_core.api import Compression, LineageEntry, PeerEncryption, RestorePointStatus
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.facts.world import World
@@ -41,16 +42,14 @@ from holdfast_operator.model.actions import (
 from holdfast_operator.model.job import (
     AckedRound,
     JobMemory,
-    LineageEntry,
     NodeView,
     Observed,
     PodView,
-    RestorePointView,
     SidecarView,
 )
 
 MEMORY = JobMemory(round=RestartRound(1), round_seen_at=999.0)
-CHOSEN = status(1, (0, 1), restore_point=RestorePointView(), coordinator=Worker(0))
+CHOSEN = status(1, (0, 1), restore_point=RestorePointStatus(), coordinator=Worker(0))
 
 
 def of_kind(actions: tuple[Any, ...], *kinds: type) -> list[Any]:
@@ -130,7 +129,7 @@ def test_recovery_seals_survivors_creates_the_missing_and_deletes_the_obsolete()
 def test_obsolete_pods(lost: bool, terminating: bool, expected: list[bool]) -> None:
     old = pod(1, 0, terminating=terminating)
     observed = Observed(
-        job=job(2, status(1, (0, 1), lineage=(LineageEntry(RestartRound(0)),))),
+        job=job(2, status(1, (0, 1), lineage=(LineageEntry(round=RestartRound(0)),))),
         pods=(pod(0), old, pod(1, 1, node="node-9")),
         sidecars=(silent(old, 900.0), silent(pod(0))),
         nodes={"node-1": NodeView("node-1", lost=lost)},
@@ -188,23 +187,17 @@ def test_round_goes_to_every_member() -> None:
     assert message.policy.interval_steps == 10
 
 
-@pytest.mark.parametrize(
-    ("field", "word"),
-    [
-        ("peer_encryption", "TLS"),
-        ("peer_encryption", "None"),
-        ("object_compression", "None"),
-        ("object_compression", "Zstd"),
-    ],
-)
+@pytest.mark.parametrize("encryption", PeerEncryption)
+@pytest.mark.parametrize("compression", Compression)
 def test_a_round_message_names_the_encryption_of_copies_and_the_compression_of_uploads(
-    field: str, word: str
+    encryption: PeerEncryption, compression: Compression
 ) -> None:
-    observed = gang()
-    spec = replace(observed.job.spec, **{field: word})
-    observed = replace(observed, job=replace(observed.job, spec=spec))
-    sent = of_kind(decide(observed, now()).actions, SendRound)
-    assert [getattr(a.message.policy, field) for a in sent] == [word, word]
+    of = job(2, CHOSEN, store="main", encryption=encryption, compression=compression)
+    sent = of_kind(decide(gang(job=of), now()).actions, SendRound)
+    policies = [
+        (a.message.policy.peer_encryption, a.message.policy.object_compression) for a in sent
+    ]
+    assert policies == [(encryption.value, compression.value)] * 2
 
 
 def test_a_sidecar_that_has_the_round_receives_it_once() -> None:
@@ -340,7 +333,7 @@ def test_a_large_gang_receives_the_round_in_one_pass() -> None:
     workers = 512
     pods: tuple[PodView, ...] = tuple(pod(w) for w in range(workers))
     observed = Observed(
-        job=job(workers, status(0, (0,) * workers, restore_point=RestorePointView())),
+        job=job(workers, status(0, (0,) * workers, restore_point=RestorePointStatus())),
         pods=pods,
         sidecars=tuple(sidecar(p, 0) for p in pods),
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from tests.support.operator.builders import (
     START,
     checkpoint,
+    condition,
     job,
     manifest_digest,
+    metadata,
     now,
     pod,
     sidecar,
@@ -20,7 +21,15 @@ from tests.support.operator.builders import (
     template,
 )
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import (
+    Condition,
+    ConditionStatus,
+    JobCondition,
+    PersistedStep,
+    RestorePointStatus,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, RankProgress, RestorePoint
 from holdfast_operator.decide.acceptance import template_problem, uses_launcher
@@ -35,22 +44,15 @@ from holdfast_operator.model.actions import (
     DeletePod,
     WriteStatus,
 )
-from holdfast_operator.model.job import (
-    Condition,
-    JobStatusView,
-    Observed,
-    PersistedView,
-    PodPhase,
-    RestorePointView,
-)
+from holdfast_operator.model.job import Observed, PodPhase
 from holdfast_operator.model.reasons import Reason
 
 
 def true(kind: JobCondition) -> Condition:
-    return Condition(kind, True, "Because", "", START)
+    return condition(kind, True, "Because", "", START)
 
 
-def writes(decision: Decision) -> list[JobStatusView]:
+def writes(decision: Decision) -> list[TrainingJobStatus]:
     return [a.status for a in decision.actions if isinstance(a, WriteStatus)]
 
 
@@ -108,7 +110,7 @@ def test_problems_keep_the_first_round_from_beginning(
     (written,) = writes(decision)
     accepted = written.condition(JobCondition.ACCEPTED)
     assert accepted is not None
-    assert (accepted.status, accepted.reason) == (value, reason)
+    assert (accepted.status, accepted.reason) == (ConditionStatus.of(value), reason)
     assert written.phase == "Pending"
     assert not any(isinstance(a, BeginRound | CreatePod) for a in decision.actions)
     again = decide(Observed(job=job(2, written, **spec), **observed), now(1001.0))
@@ -122,7 +124,7 @@ def test_a_checkpoint_of_any_number_of_ranks_is_accepted(ranks: int) -> None:
     decision = decide(Observed(job=given, store=store(), checkpoints=(source,)), now())
     (begun,) = (action for action in decision.actions if isinstance(action, BeginRound))
     accepted = begun.status.condition(JobCondition.ACCEPTED)
-    assert accepted is not None and accepted.status is True
+    assert accepted is not None and accepted.is_true
 
 
 def test_the_message_of_the_server_is_in_the_condition() -> None:
@@ -200,7 +202,7 @@ def finishing(**changes: Any) -> Observed:
     state = status(
         0,
         (0, 0),
-        restore_point=RestorePointView(),
+        restore_point=RestorePointStatus(),
         coordinator=Worker(0),
         conditions=(true(JobCondition.RUNNING),),
         step=Step(99),
@@ -245,11 +247,11 @@ def test_complete_only_after_the_last_commit_and_its_object() -> None:
     observed = replace(observed, coordinator=replace(observed.coordinator, last_persisted=point))
     decision = decide(observed, now())
     (commit,) = [a for a in decision.actions if isinstance(a, CommitPersisted)]
-    assert commit.status.last_persisted == PersistedView(
-        Step(100), RestartRound(0), manifest_digest(100, 0)
+    assert commit.status.last_persisted == PersistedStep(
+        step=Step(100), round=RestartRound(0), manifest=manifest_digest(100, 0)
     )
     assert not commit.status.is_true(JobCondition.COMPLETE)
-    after = replace(observed, job=replace(observed.job, status=commit.status))
+    after = replace(observed, job=changed(observed.job, status=commit.status))
     assert not any(w.is_true(JobCondition.COMPLETE) for w in writes(decide(after, now())))
     recorded = replace(after, checkpoints=(checkpoint(100, 0),))
     assert writes(decide(recorded, now()))[0].is_true(JobCondition.COMPLETE)
@@ -284,14 +286,14 @@ def test_pods_after_the_end(kind: JobCondition, seconds: float, deleted: list[st
 @pytest.mark.parametrize(("seconds", "gone"), [(59.0, False), (60.0, True)])
 def test_ttl(seconds: float, gone: bool) -> None:
     over = status(0, (0, 0), conditions=(true(JobCondition.COMPLETE),), completion_time=START)
-    observed = Observed(job=job(2, over, ttl_after_finished=timedelta(seconds=60)))
+    observed = Observed(job=job(2, over, ttl_seconds_after_finished=60))
     actions = decide(observed, now(seconds)).actions
     assert any(isinstance(a, DeleteJob) for a in actions) is gone
 
 
 def test_deadline() -> None:
     late = status(0, (0, 0), start_time=START)
-    observed = Observed(job=job(2, late, active_deadline=timedelta(seconds=100)))
+    observed = Observed(job=job(2, late, active_deadline_seconds=100))
     (written,) = writes(decide(observed, now(100.0)))
     failed = written.condition(JobCondition.FAILED)
     assert failed is not None
@@ -300,7 +302,7 @@ def test_deadline() -> None:
 
 def test_a_job_that_is_being_deleted_is_left_alone() -> None:
     observed = finishing()
-    gone = replace(observed, job=replace(observed.job, deleting=True))
+    gone = replace(observed, job=metadata(observed.job, deletion_timestamp=START))
     assert decide(gone, now()).actions == ()
 
 
@@ -335,16 +337,16 @@ def test_suspending_asks_the_gang_to_save_first() -> None:
 
 
 def test_stopped_and_saved_is_suspended_not_complete() -> None:
-    stored = PersistedView(Step(90), RestartRound(0), manifest_digest(90, 0))
+    stored = PersistedStep(step=Step(90), round=RestartRound(0), manifest=manifest_digest(90, 0))
     observed = finishing(
         spec={"suspend": True, "store": "main"}, store=store(), checkpoints=(checkpoint(90, 0),)
     )
-    recorded = replace(observed.job.status, last_persisted=stored)
-    observed = replace(observed, job=replace(observed.job, status=recorded))
+    recorded = changed(observed.job.status, last_persisted=stored)
+    observed = replace(observed, job=changed(observed.job, status=recorded))
     (written,) = writes(decide(observed, now()))
     assert written.is_true(JobCondition.SUSPENDED)
     assert not written.is_true(JobCondition.COMPLETE)
-    after = replace(observed, job=replace(observed.job, status=written))
+    after = replace(observed, job=changed(observed.job, status=written))
     decision = decide(after, now())
     assert len([a for a in decision.actions if isinstance(a, DeletePod)]) == 2
     assert decision.acted_version == 9
@@ -366,4 +368,4 @@ def test_without_a_store_a_job_that_has_trained_is_not_suspended() -> None:
     (written,) = writes(decision)
     suspended = written.condition(JobCondition.SUSPENDED)
     assert suspended is not None
-    assert (suspended.status, suspended.reason) == (False, Reason.NO_OBJECT_TIER)
+    assert (suspended.status, suspended.reason) == ("False", Reason.NO_OBJECT_TIER)

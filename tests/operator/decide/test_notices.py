@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.operator.builders import START, job, now, pod, status
+from tests.support.operator.builders import START, condition, job, now, pod, status
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import JobCondition, RestorePointStatus, TrainingJobStatus
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.report.notices import notices
 from holdfast_operator.model.actions import EmitEvent, EventKind, WriteStatus
-from holdfast_operator.model.job import Condition, JobStatusView, Observed, RestorePointView
+from holdfast_operator.model.job import Observed
 from holdfast_operator.model.reasons import Reason
 
 REMOTE, SAVED = JobCondition.REMOTE_TIER_HEALTHY, JobCondition.LAST_CHECKPOINT_SUCCEEDED
 RUNNING = JobCondition.RUNNING
 
 
-def said(kind: JobCondition, value: bool | None, reason: str) -> JobStatusView:
+def said(kind: JobCondition, value: bool | None, reason: str) -> TrainingJobStatus:
     if value is None:
-        return JobStatusView()
-    return JobStatusView(conditions=(Condition(kind, value, reason, "words", START),))
+        return TrainingJobStatus()
+    return TrainingJobStatus(conditions=(condition(kind, value, reason, "words", START),))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_notices(
 def test_image_that_cannot_be_pulled_is_an_event_once() -> None:
     stuck = pod(0, waiting_reason="ErrImagePull", waiting_message="no such image")
     observed = Observed(
-        job=job(workers=1, status=status(members=(0,), restore_point=RestorePointView())),
+        job=job(workers=1, status=status(members=(0,), restore_point=RestorePointStatus())),
         pods=(stuck,),
     )
     decision = decide(observed, now())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from tests.support.operator.builders import (
     START,
     UID,
+    condition,
     job,
     manifest_digest,
     now,
@@ -19,7 +19,14 @@ from tests.support.operator.builders import (
     store,
 )
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import (
+    JobCondition,
+    PersistedStep,
+    RestorePointStatus,
+    TrainingJob,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_core.ids import CheckpointId, RestartRound, Step
 from holdfast_core.names import checkpoint_name
 from holdfast_operator.decide.decide import decide
@@ -32,16 +39,7 @@ from holdfast_operator.model.actions import (
     EmitEvent,
     WriteStatus,
 )
-from holdfast_operator.model.job import (
-    Condition,
-    JobStatusView,
-    JobView,
-    Observed,
-    PersistedView,
-    PodPhase,
-    RestorePointView,
-    Unreadable,
-)
+from holdfast_operator.model.job import Observed, PodPhase, Unreadable
 
 COMMIT = CheckpointId(Step(40), RestartRound(0))
 
@@ -50,13 +48,9 @@ def hidden(kind: str, name: str) -> Unreadable:
     return Unreadable(kind, "team-a", name, f"uid-{name}", "status.phase: unknown")
 
 
-def condition(kind: JobCondition, value: bool) -> Condition:
-    return Condition(kind, value, "R", "", START)
-
-
-def over(kind: JobCondition) -> JobView:
-    ended = status(0, (0, 0), completion_time=START, conditions=(condition(kind, True),))
-    return job(2, ended, ttl_after_finished=timedelta(0))
+def over(kind: JobCondition) -> TrainingJob:
+    ended = status(0, (0, 0), completion_time=START, conditions=(condition(kind, True, "R"),))
+    return job(2, ended, ttl_seconds_after_finished=0)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +61,16 @@ def over(kind: JobCondition) -> JobView:
         pytest.param(over(JobCondition.FAILED), id="failed"),
         pytest.param(over(JobCondition.COMPLETE), id="complete"),
         pytest.param(
-            job(2, status(0, conditions=(condition(JobCondition.SUSPENDED, True),)), suspend=True),
+            job(
+                2,
+                status(0, conditions=(condition(JobCondition.SUSPENDED, True, "R"),)),
+                suspend=True,
+            ),
             id="suspended",
         ),
     ],
 )
-def test_nothing_is_done_while_a_pod_cannot_be_read(of: JobView) -> None:
+def test_nothing_is_done_while_a_pod_cannot_be_read(of: TrainingJob) -> None:
     name = pod(1).name
     seen = Observed(job=of, pods=(pod(0), pod(0, 7)), unreadable=(hidden("Pod", name),))
     decision = decide(seen, now(10_000_000.0))
@@ -80,39 +78,41 @@ def test_nothing_is_done_while_a_pod_cannot_be_read(of: JobView) -> None:
     (write,) = [a for a in decision.actions if isinstance(a, WriteStatus)]
     said = write.status.condition(JobCondition.READABLE)
     assert said is not None
-    assert (said.status, said.reason) == (False, "CannotRead")
+    assert (said.status, said.reason) == ("False", "CannotRead")
     assert name in said.message
     assert "status.phase: unknown" in said.message
-    assert replace(write.status, conditions=()) == replace(of.status, conditions=())
-    again = replace(seen, job=replace(of, status=write.status))
+    assert changed(write.status, conditions=()) == changed(of.status, conditions=())
+    again = replace(seen, job=changed(of, status=write.status))
     assert decide(again, now(10_000_010.0)).actions == (), "said once"
 
 
 def test_the_job_goes_on_when_everything_can_be_read() -> None:
-    of = job(2, status(0, conditions=(condition(JobCondition.READABLE, False),)))
+    of = job(2, status(0, conditions=(condition(JobCondition.READABLE, False, "R"),)))
     first = decide(Observed(job=of), now())
     (write,) = first.actions
     assert isinstance(write, WriteStatus)
     assert write.status.is_true(JobCondition.READABLE)
     assert first.requeue_after_seconds == 0
-    second = decide(Observed(job=replace(of, status=write.status)), now())
+    second = decide(Observed(job=changed(of, status=write.status)), now())
     assert any(isinstance(a, CreatePod) for a in second.actions)
 
 
-def running(last: PersistedView | None, **changes: Any) -> JobView:
+def running(last: PersistedStep | None, **changes: Any) -> TrainingJob:
     begun = status(
         0,
         (0, 0),
-        restore_point=RestorePointView(),
+        restore_point=RestorePointStatus(),
         coordinator=0,
         last_persisted=last,
-        conditions=(condition(JobCondition.RUNNING, True),),
+        conditions=(condition(JobCondition.RUNNING, True, "R"),),
     )
     return job(2, begun, store="main", object_every_steps=10, **changes)
 
 
 def test_a_record_that_cannot_be_read_is_neither_missing_nor_written() -> None:
-    of = running(PersistedView(COMMIT.step, COMMIT.round, manifest_digest(40, 0)))
+    of = running(
+        PersistedStep(step=COMMIT.step, round=COMMIT.round, manifest=manifest_digest(40, 0))
+    )
     pods = (pod(0), pod(1))
     sidecars = tuple(sidecar(p, 0) for p in pods)
     name = checkpoint_name("job", UID, COMMIT)
@@ -147,18 +147,18 @@ def test_no_first_round_on_what_cannot_be_read(
 @pytest.mark.parametrize(
     "of",
     [
-        pytest.param(status(1, (0, 1), restore_point=RestorePointView()), id="running"),
+        pytest.param(status(1, (0, 1), restore_point=RestorePointStatus()), id="running"),
         pytest.param(status(1, (0, 1)), id="starting"),
         pytest.param(over(JobCondition.FAILED).status, id="failed"),
         pytest.param(over(JobCondition.COMPLETE).status, id="complete"),
-        pytest.param(status(1, (0, 1), conditions=(condition(JobCondition.SUSPENDED, True),))),
-        pytest.param(JobStatusView(), id="no round yet"),
+        pytest.param(status(1, (0, 1), conditions=(condition(JobCondition.SUSPENDED, True, "R"),))),
+        pytest.param(TrainingJobStatus(), id="no round yet"),
     ],
 )
 @pytest.mark.parametrize("suspend", [False, True])
 @pytest.mark.parametrize("phase", [PodPhase.RUNNING, PodPhase.FAILED])
 def test_a_pod_of_a_higher_round_is_never_deleted(
-    of: JobStatusView, suspend: bool, phase: PodPhase
+    of: TrainingJobStatus, suspend: bool, phase: PodPhase
 ) -> None:
     newer = pod(1, 3, phase=phase)
     seen = Observed(job=job(2, of, suspend=suspend), pods=(pod(0), pod(1, 1), newer))

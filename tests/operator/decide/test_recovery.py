@@ -19,7 +19,7 @@ from tests.support.operator.builders import (
     status,
 )
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJobStatus, changed
 from holdfast_core.ids import Digest, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
     CoordinatorState,
@@ -35,13 +35,11 @@ from holdfast_operator.decide.report import recovery
 from holdfast_operator.model.actions import StatusWrite
 from holdfast_operator.model.job import (
     JobMemory,
-    JobStatusView,
     NodeView,
     Now,
     Observed,
     PodPhase,
     Reachable,
-    RecoveryView,
     SidecarView,
 )
 from holdfast_operator.model.reasons import Reason
@@ -71,7 +69,7 @@ class Timeline:
     observed: Observed
     memory: JobMemory = field(default_factory=JobMemory)
 
-    def at(self, seconds: float, **seen: object) -> JobStatusView:
+    def at(self, seconds: float, **seen: object) -> TrainingJobStatus:
         """What is `seen` from now on, and passes until the status rests."""
         self.observed = replace(self.observed, **seen)  # type: ignore[arg-type]
         for _ in range(4):
@@ -81,7 +79,7 @@ class Timeline:
             if not writes:
                 break
             known = self.observed.job
-            self.observed = replace(self.observed, job=replace(known, status=writes[0].status))
+            self.observed = replace(self.observed, job=changed(known, status=writes[0].status))
         return self.observed.job.status
 
     def restart_operator(self) -> None:
@@ -110,13 +108,13 @@ DEAD = DeadRank(Rank(1), Worker(1), -9, "")
 TIMES = RoundTimes(rehydrate_seconds=0.5, rendezvous_seconds=1.2, first_step_seconds=0.25)
 
 
-def restarted(timeline: Timeline, seen_at: float) -> JobStatusView:
+def restarted(timeline: Timeline, seen_at: float) -> TrainingJobStatus:
     """From the pass that sees the fault on: sealed after 2 s, and trained again 3 s later."""
     timeline.at(seen_at + 2.0, sidecars=holders(1), coordinator=None)
     return timeline.at(seen_at + 5.0, coordinator=state(1, 11, times=TIMES))
 
 
-def assert_adds_up(record: RecoveryView | None) -> RecoveryView:
+def assert_adds_up(record: RecoveryStatus | None) -> RecoveryStatus:
     assert record is not None
     assert record.total_seconds == pytest.approx(sum(record.phases().values()), abs=1e-6)
     assert all(seconds >= 0.0 for seconds in record.phases().values())
@@ -210,7 +208,7 @@ def test_back_off_is_a_separate_phase() -> None:
     timeline = trained()
     timeline.observed = replace(
         timeline.observed,
-        job=replace(timeline.observed.job, spec=job(2, interval_steps=0).spec),
+        job=changed(timeline.observed.job, spec=job(2).spec),
         coordinator=state(0, 12, last_local=None),
     )
     base = 121.0
@@ -307,9 +305,9 @@ def test_the_phases_add_up_for_all_measurements(
         scheduled_at=scheduled,
         chosen_seen_at=chosen,
     )
-    begun = RecoveryView(
-        RestartRound(1),
-        "RankFailed",
+    begun = RecoveryStatus(
+        round=RestartRound(1),
+        reason="RankFailed",
         begun_at=now(begin).utc,
         detect_seconds=before[0],
         back_off_seconds=before[1],

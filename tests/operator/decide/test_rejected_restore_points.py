@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.support.operator.life import Life
 
+from holdfast_core.api import TrainingJob, merge_patch
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step, Worker
 from holdfast_core.messages.schema import DeadRank
 from holdfast_operator.model.reasons import Reason
-from holdfast_operator.watch.views import job_view, status_to_dict
 
 
 def poisoned(life: Life) -> CheckpointId:
@@ -110,7 +110,7 @@ def test_the_record_is_kept_in_the_status() -> None:
     life.run(40)
     bad = poisoned(life)
     life.run(60, until=lambda s: any(r.failed_from == bad for r in s.recent_restarts))
-    read = job_view({**life.cluster.job, "status": status_to_dict(life.status)}).status
+    read = TrainingJob.from_dict({**life.cluster.job, "status": merge_patch(life.status)}).status
     assert read.recent_restarts == life.status.recent_restarts
     assert CheckpointId(Step(bad.step), RestartRound(bad.round)) in {
         r.failed_from for r in read.recent_restarts

@@ -9,8 +9,10 @@ import pytest
 from tests.support.operator.builders import (
     START,
     checkpoint,
+    condition,
     job,
     manifest_digest,
+    metadata,
     now,
     pod,
     sidecar,
@@ -18,22 +20,22 @@ from tests.support.operator.builders import (
     store,
 )
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import Condition, JobCondition, PersistedStep, RestorePointStatus, changed
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.releases import RELEASE_SECONDS
 from holdfast_operator.model.actions import DeleteCheckpoint, EmitEvent
-from holdfast_operator.model.job import Condition, Observed, PersistedView, RestorePointView
+from holdfast_operator.model.job import Observed
 from holdfast_operator.model.reasons import Reason
 
 DELETED = checkpoint(
     10, 0, deleting=True, has_finalizer=True, deletion_policy="DeleteData", job_namespace="team-a"
 )
-PERSISTED = PersistedView(Step(10), RestartRound(0), manifest_digest(10, 0))
+PERSISTED = PersistedStep(step=Step(10), round=RestartRound(0), manifest=manifest_digest(10, 0))
 
 
 def true(kind: JobCondition) -> Condition:
-    return Condition(kind, True, "Because", "", START)
+    return condition(kind, True, "Because", "", START)
 
 
 def observed(**changes: Any) -> Observed:
@@ -41,7 +43,9 @@ def observed(**changes: Any) -> Observed:
     state = status(
         1,
         (0, 0),
-        restore_point=RestorePointView(Step(10), RestartRound(0), manifest_digest(10, 0)),
+        restore_point=RestorePointStatus(
+            step=Step(10), round=RestartRound(0), manifest=manifest_digest(10, 0)
+        ),
         coordinator=Worker(0),
         last_persisted=PERSISTED,
         last_committed_step=Step(10),
@@ -102,7 +106,7 @@ def test_at_once_where_no_sidecar_will_delete_the_data(given: dict[str, Any], wh
 
 def test_a_job_that_is_being_deleted_lets_go() -> None:
     given = observed()
-    names, _ = released(replace(given, job=replace(given.job, deleting=True)))
+    names, _ = released(replace(given, job=metadata(given.job, deletion_timestamp=START)))
     assert names == [DELETED.name]
 
 
@@ -121,8 +125,8 @@ def test_the_wait_outlives_a_round() -> None:
     """A gang that fails every minute must not start the wait again each time."""
     given = observed()
     first = decide(given, now(1000.0))
-    later = replace(given.job.status, restart_round=RestartRound(2), restore_point=None)
-    second = replace(given, job=replace(given.job, status=later), memory=first.memory)
+    later = changed(given.job.status, restart_round=RestartRound(2), restore_point=None)
+    second = replace(given, job=changed(given.job, status=later), memory=first.memory)
     assert released(second, 1000.0 + RELEASE_SECONDS)[0] == [DELETED.name]
 
 

@@ -20,6 +20,7 @@ from tests.support.operator.builders import (
     store,
 )
 
+from holdfast_core.api import LineageEntry, PersistedStep, TierCounts, TrainingJobStatus, changed
 from holdfast_core.ids import CheckpointId, RestartRound, Step, TierName
 from holdfast_operator.decide.facts.world import World, on_lineage
 from holdfast_operator.decide.restore_point import (
@@ -30,23 +31,14 @@ from holdfast_operator.decide.restore_point import (
     choose,
     extend_lineage,
 )
-from holdfast_operator.model.job import (
-    JobMemory,
-    JobStatusView,
-    LineageEntry,
-    Observed,
-    PersistedView,
-    PodView,
-    SidecarView,
-    Sources,
-)
+from holdfast_operator.model.job import JobMemory, Observed, PodView, SidecarView
 from holdfast_operator.model.reasons import Reason
 
 JUST_BEGUN = JobMemory(round=RestartRound(1), round_seen_at=1000.0, answering_since=1000.0)
 
 
 def pick(
-    state: JobStatusView,
+    state: TrainingJobStatus,
     pods: list[PodView],
     sidecars: list[SidecarView],
     *,
@@ -63,7 +55,7 @@ def chosen_step(choice: Choice) -> int | None:
 
 
 A, B, NEW_B = pod(0), pod(1), pod(1, birth=1)
-FROM_THE_BEGINNING = (LineageEntry(RestartRound(0)),)
+FROM_THE_BEGINNING = (LineageEntry(round=RestartRound(0)),)
 """Round 0 chose its restore point, so that its gang may have trained."""
 SURVIVOR_AND_NEW = status(1, (0, 1), lineage=FROM_THE_BEGINNING)
 """Round 1: worker 0 survived, worker 1's pod is new."""
@@ -93,14 +85,14 @@ def test_newest_complete_step_with_its_sources() -> None:
     assert isinstance(choice, Chosen)
     assert (choice.point.step, choice.point.round) == (20, 0)
     assert choice.point.manifest == manifest_digest(20, 0)
-    assert choice.point.sources == Sources(memory=1, peer=1)
+    assert choice.point.sources == TierCounts(memory=1, peer=1)
     assert choice.reason is Reason.RESTORE_POINT_CHOSEN
 
 
 def test_a_shard_with_another_digest_does_not_complete_a_step() -> None:
     wrong = replace(held(20, 0, 1), blake3=held(19, 0, 1).blake3)
     seen = sidecar(A, 1, manifests=[manifest(20, 0)], shards=[held(20, 0, 0), wrong])
-    choice = pick(replace(SURVIVOR_AND_NEW, last_committed_step=Step(20)), [A, NEW_B], [seen])
+    choice = pick(changed(SURVIVOR_AND_NEW, last_committed_step=Step(20)), [A, NEW_B], [seen])
     assert isinstance(choice, Wait)
     assert choice.note.reason == Reason.RESTORE_POINT_UNAVAILABLE
 
@@ -164,7 +156,7 @@ def test_a_committed_step_is_never_given_up_for_silence(recorded: int | None) ->
         manifests=[manifest(10, 0), manifest(20, 0)],
         shards=[held(20, 0, 0), held(10, 0, 0), held(10, 0, 1)],
     )
-    state = replace(BOTH_SURVIVED, last_committed_step=None if recorded is None else Step(recorded))
+    state = changed(BOTH_SURVIVED, last_committed_step=None if recorded is None else Step(recorded))
     choice = pick(state, [A, B], [seen, silent(B, 990.0)], waited=1e6)
     assert isinstance(choice, Wait)
     assert choice.note.reason == Reason.WAITING_FOR_HOLDERS
@@ -173,8 +165,8 @@ def test_a_committed_step_is_never_given_up_for_silence(recorded: int | None) ->
 
 def test_the_store_is_no_reason_to_give_up_what_silent_survivors_may_hold() -> None:
     """Nobody who was there answers, so the status may be hours behind the gang."""
-    persisted = PersistedView(Step(10), RestartRound(0), manifest_digest(10, 0))
-    state = replace(SURVIVOR_AND_NEW, last_persisted=persisted, last_committed_step=Step(10))
+    persisted = PersistedStep(step=Step(10), round=RestartRound(0), manifest=manifest_digest(10, 0))
+    state = changed(SURVIVOR_AND_NEW, last_persisted=persisted, last_committed_step=Step(10))
     answering = sidecar(NEW_B, 1)
     choice = pick(state, [A, NEW_B], [silent(A, 100.0), answering], waited=1e6)
     assert isinstance(choice, Wait)
@@ -206,7 +198,7 @@ def test_one_answer_with_a_complete_newest_step_is_enough() -> None:
 
 def test_the_status_knows_of_a_newer_step_than_the_answers() -> None:
     seen = sidecar(A, 1, manifests=[manifest(10, 0)], shards=COPIED)
-    state = replace(BOTH_SURVIVED, last_committed_step=Step(20))
+    state = changed(BOTH_SURVIVED, last_committed_step=Step(20))
     assert isinstance(pick(state, [A, B], [seen, silent(B)]), Wait)
 
 
@@ -216,12 +208,16 @@ def test_no_survivor_has_answered_yet() -> None:
 
 def test_the_persisted_commit_is_always_complete() -> None:
     state = status(
-        1, (1, 1), last_persisted=PersistedView(Step(10), RestartRound(0), manifest_digest(10, 0))
+        1,
+        (1, 1),
+        last_persisted=PersistedStep(
+            step=Step(10), round=RestartRound(0), manifest=manifest_digest(10, 0)
+        ),
     )
     choice = pick(state, [pod(0, 1), NEW_B], [])
     assert isinstance(choice, Chosen)
     assert choice.point.step == 10
-    assert choice.point.sources == Sources(object=2)
+    assert choice.point.sources == TierCounts(object=2)
 
 
 def test_committed_and_unreadable_waits_and_never_starts_over() -> None:
@@ -263,7 +259,13 @@ def test_another_world_size_is_no_candidate() -> None:
 
 
 def test_steps_that_were_trained_again_are_off_the_lineage() -> None:
-    state = status(2, (0, 0), lineage=(LineageEntry(RestartRound(1), Step(10), RestartRound(0)),))
+    state = status(
+        2,
+        (0, 0),
+        lineage=(
+            LineageEntry(round=RestartRound(1), base_step=Step(10), base_round=RestartRound(0)),
+        ),
+    )
     seen = sidecar(
         A, 2, manifests=[manifest(20, 0), manifest(10, 0), manifest(15, 1)], shards=[
             *COPIED, held(15, 1, 0), held(15, 1, 1)
@@ -291,12 +293,12 @@ def test_the_sources_are_the_ranks_that_saved() -> None:
     observed = Observed(job=base, pods=(A, B), checkpoints=(other,), store=store())
     choice = choose(World(observed), JUST_BEGUN, now())
     assert isinstance(choice, Chosen)
-    assert choice.point.sources == Sources(object=6)
+    assert choice.point.sources == TierCounts(object=6)
 
 
 def test_own_commits_win_over_restore_from() -> None:
     source = checkpoint(1200, 2, name="other-s1200-r2", job="other", job_uid="other-uid")
-    state = replace(SURVIVOR_AND_NEW)
+    state = SURVIVOR_AND_NEW
     seen = sidecar(A, 1, manifests=[manifest(20, 0)], shards=COPIED)
     observed = Observed(
         job=job(2, state, restore_from="other-s1200-r2"),
@@ -320,7 +322,11 @@ def test_a_manifest_whose_commit_was_cut_off_does_not_block_the_beginning() -> N
 
 def entry(round_: int, step: int | None) -> LineageEntry:
     base = None if step is None else Step(step)
-    return LineageEntry(RestartRound(round_), base, None if step is None else RestartRound(0))
+    return LineageEntry(
+        round=RestartRound(round_),
+        base_step=base,
+        base_round=None if step is None else RestartRound(0),
+    )
 
 
 @pytest.mark.parametrize(

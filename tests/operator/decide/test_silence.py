@@ -8,8 +8,7 @@ import pytest
 from tests.support.operator.life import WORKERS, Life
 from tests.support.operator.oracle import broken_rules
 
-from holdfast_core.api import JobCondition
-from holdfast_operator.model.job import JobStatusView
+from holdfast_core.api import JobCondition, TrainingJobStatus
 from holdfast_operator.model.reasons import Reason
 
 LONG = 700
@@ -31,27 +30,27 @@ def test_training_goes_on_through_total_silence() -> None:
     assert life.status.restart_round == round_, "no round begins because of silence alone"
     assert life.nothing_was_deleted()
     assert life.newest() > trained + 400
-    assert life.silent_condition() == (True, Reason.NO_SIDECAR_ANSWERS)
+    assert life.silent_condition() == ("True", Reason.NO_SIDECAR_ANSWERS)
     assert life.status.is_true("Running")
     life.end_silence()
     life.run(10)
-    assert life.silent_condition() == (False, Reason.SIDECARS_ANSWER)
+    assert life.silent_condition() == ("False", Reason.SIDECARS_ANSWER)
     assert life.status.last_committed_step is not None
     assert life.status.last_committed_step > trained + 400
 
 
-def begun(status: JobStatusView) -> bool:
+def begun(status: TrainingJobStatus) -> bool:
     return status.restart_round == 1
 
 
-def chosen(status: JobStatusView) -> bool:
+def chosen(status: TrainingJobStatus) -> bool:
     return status.restart_round == 1 and status.restore_point is not None
 
 
 @pytest.mark.parametrize("reached", [begun, chosen], ids=["before the seal", "before ROUND"])
 @pytest.mark.parametrize("restarts", [False, True], ids=["same operator", "operator restarts"])
 def test_silence_that_begins_in_a_round_loses_nothing(
-    reached: Callable[[JobStatusView], bool], restarts: bool
+    reached: Callable[[TrainingJobStatus], bool], restarts: bool
 ) -> None:
     life = training()
     life.rank_dies()
@@ -64,7 +63,7 @@ def test_silence_that_begins_in_a_round_loses_nothing(
     life.run(LONG // 2)
     assert life.status.restart_round == 1
     assert life.nothing_was_deleted()
-    assert life.silent_condition() == (True, Reason.NO_SIDECAR_ANSWERS)
+    assert life.silent_condition() == ("True", Reason.NO_SIDECAR_ANSWERS)
     life.end_silence()
     life.run(60)
     assert life.status.is_true("Running")
@@ -87,7 +86,7 @@ def test_a_subset_that_holds_the_only_copies_is_waited_for(workers: tuple[int, .
     life.run(LONG)
     assert life.nothing_was_deleted()
     assert life.status.restore_point is None
-    assert life.silent_condition() == (True, Reason.SOME_SIDECARS_SILENT)
+    assert life.silent_condition() == ("True", Reason.SOME_SIDECARS_SILENT)
     life.end_silence()
     life.recovers_from(newest)
 
@@ -171,7 +170,7 @@ def test_every_node_looks_lost_when_the_control_plane_is_cut_off(store: bool) ->
 
 @pytest.mark.parametrize("reached", [begun, chosen], ids=["before the choice", "before ROUND"])
 def test_the_control_plane_is_cut_off_in_the_middle_of_a_round(
-    reached: Callable[[JobStatusView], bool],
+    reached: Callable[[TrainingJobStatus], bool],
 ) -> None:
     """What the store holds is older than what the nodes hold: they are waited for."""
     life = Life(store=True, every=20)
@@ -248,7 +247,7 @@ def test_a_first_round_without_an_answer_of_a_sidecar_reports_it() -> None:
     life.silence()
     life.run(LONG)
     assert life.nothing_was_deleted()
-    assert life.silent_condition() == (True, Reason.NO_SIDECAR_ANSWERS)
+    assert life.silent_condition() == ("True", Reason.NO_SIDECAR_ANSWERS)
     life.end_silence()
     life.run(30)
     assert life.status.is_true("Running")
@@ -285,7 +284,7 @@ def test_the_condition_names_what_was_tried_and_since_when() -> None:
     first = found.message
     assert "connection timed out" in first
     assert "TCP port 7070 in namespace team-a" in first
-    assert found.last_transition.strftime("%Y-%m-%dT%H:%M:%S") in first
+    assert found.last_transition_time.strftime("%Y-%m-%dT%H:%M:%S") in first
     events = [e for e in life.operator.events if e.reason == Reason.NO_SIDECAR_ANSWERS]
     assert len(events) == 1
     writes = len(life.cluster.statuses)

@@ -150,7 +150,7 @@ def test_without_a_store_no_pod_is_created_while_suspend_is_refused() -> None:
     life.run(5)
     refused = life.status.condition(JobCondition.SUSPENDED)
     assert refused is not None
-    assert (refused.status, refused.reason) == (False, Reason.NO_OBJECT_TIER)
+    assert (refused.status, refused.reason) == ("False", Reason.NO_OBJECT_TIER)
     assert len(life.cluster.pods) == 4
     life.cluster.lose_pod(life.pod(2))
     for _ in range(60):

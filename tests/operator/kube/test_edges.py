@@ -11,7 +11,15 @@ from typing import Any, cast
 import pytest
 import yaml
 from prometheus_client import generate_latest
+from tests.support.operator import builders
+from tests.support.operator.builders import metadata
 
+from holdfast_core.api import (
+    GoodputStatus,
+    RecoveryStatus,
+    TrainingJob,
+    TrainingJobStatus,
+)
 from holdfast_core.clock import ManualClock
 from holdfast_core.errors import ConfigError
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step
@@ -24,30 +32,14 @@ from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.model.actions import CheckpointRecord
-from holdfast_operator.model.job import (
-    GoodputView,
-    JobSpecView,
-    JobStatusView,
-    JobView,
-    RecoveryView,
-)
 from holdfast_operator.watch.expectations import Expectations, is_at_least
 
 NEEDED = {"HOLDFAST_SIDECAR_IMAGE": "i", "HOLDFAST_OPERATOR_NAMESPACE": "n"}
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 
 
-def job(status: JobStatusView | None = None) -> JobView:
-    return JobView(
-        namespace="team",
-        name="gpt",
-        uid=JobUid("u"),
-        resource_version="1",
-        generation=1,
-        spec=JobSpecView(workers=2, procs_per_worker=1, template={}),
-        status=status or JobStatusView(),
-        created_at=NOW,
-    )
+def job(status: TrainingJobStatus | None = None) -> TrainingJob:
+    return metadata(builders.job(2, status), namespace="team", name="gpt", uid="u")
 
 
 # --------------------------------------------------------------------------- settings, access
@@ -243,12 +235,14 @@ def test_request_under_way_as_status() -> None:
 
 def test_metrics_count_what_a_status_write_adds() -> None:
     metrics = Metrics()
-    first = JobStatusView(restart_round=RestartRound(0), goodput=GoodputView(ratio=0.5))
+    first = TrainingJobStatus(restart_round=RestartRound(0), goodput=GoodputStatus(ratio=0.5))
     metrics.status_written(job(), first)
-    second = JobStatusView(
+    second = TrainingJobStatus(
         restart_round=RestartRound(1),
-        last_recovery=RecoveryView(RestartRound(1), "PodLost", detect_seconds=0.5, lost_steps=3),
-        goodput=GoodputView(ratio=0.25),
+        last_recovery=RecoveryStatus(
+            round=RestartRound(1), reason="PodLost", detect_seconds=0.5, lost_steps=3
+        ),
+        goodput=GoodputStatus(ratio=0.25),
     )
     metrics.status_written(job(first), second)
     metrics.status_written(job(second), second)

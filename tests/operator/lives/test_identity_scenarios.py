@@ -14,10 +14,9 @@ from tests.support.operator.fake_cluster import FakeCluster, FakeNode
 from tests.support.operator.fake_operator import OPERATOR_NAMESPACE, FakeOperator, Trouble
 from tests.support.operator.oracle import broken_rules
 
+from holdfast_core.api import TrainingJob, TrainingJobStatus
 from holdfast_core.names import pod_name
-from holdfast_operator.model.job import JobStatusView
 from holdfast_operator.sidecars.certificates import ca_secret_name
-from holdfast_operator.watch.views import job_view
 
 OBJECT = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
 UNKNOWN = "Hibernating"
@@ -29,11 +28,11 @@ def build(total_steps: int = 100_000, **checkpoint: Any) -> FakeCluster:
     return FakeCluster(job=job, nodes=nodes, total_steps=total_steps)
 
 
-async def advance(cluster: FakeCluster, operator: FakeOperator, seconds: int) -> JobStatusView:
+async def advance(cluster: FakeCluster, operator: FakeOperator, seconds: int) -> TrainingJobStatus:
     for _ in range(seconds):
         await operator.run_pass()
         cluster.tick()
-    return job_view(cluster.job).status
+    return TrainingJob.from_dict(cluster.job).status
 
 
 def changes_of_job(cluster: FakeCluster) -> list[tuple[str, str]]:
@@ -176,7 +175,7 @@ async def test_a_job_with_an_unreadable_pod_is_left_as_it_is() -> None:
     assert held.restart_round == 0
     said = held.condition("Readable")
     assert said is not None
-    assert said.status is False
+    assert said.is_false
     assert pod_name("job", UID, 2, 0) in said.message
     cluster.pods[pod_name("job", UID, 2, 0)].unreadable = False
     after = await advance(cluster, operator, 25)
@@ -235,7 +234,7 @@ async def test_an_operator_that_is_behind_deletes_no_pod_of_a_higher_round() -> 
     await advance(cluster, behind, 20)
     assert set(cluster.pods) == pods
     assert "DELETE" not in [method for method, _ in cluster.api.requests]
-    assert job_view(cluster.job).status.restart_round == 1
+    assert TrainingJob.from_dict(cluster.job).status.restart_round == 1
     behind.stuck.clear()
     after = await advance(cluster, behind, 20)
     assert after.is_true("Running")
@@ -338,7 +337,7 @@ async def test_a_job_reports_that_it_waits_for_a_name_in_use() -> None:
     waiting = await advance(cluster, operator, 30)
     running = waiting.condition("Running")
     assert running is not None
-    assert running.status is False
+    assert running.is_false
     assert taken in running.message
     assert "it has no controller" in running.message
     assert taken in cluster.api.names("pods", NAMESPACE), "it is left alone"

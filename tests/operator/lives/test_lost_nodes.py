@@ -11,8 +11,8 @@ from tests.support.operator.fake_cluster import LEASE_SECONDS, TAINT_SECONDS, Fa
 from tests.support.operator.life import Life
 from tests.support.operator.oracle import broken_rules
 
-from holdfast_core.api import JobCondition
-from holdfast_operator.model.job import JobStatusView, PodView
+from holdfast_core.api import JobCondition, TrainingJobStatus
+from holdfast_operator.model.job import PodView
 from holdfast_operator.model.ownership import worker_identity
 from holdfast_operator.watch.views import pod_view
 
@@ -60,11 +60,11 @@ def writes_of_pods(life: Life) -> int:
     return sum("/pods" in path for _, path in life.cluster.api.requests)
 
 
-def begun(status: JobStatusView) -> bool:
+def begun(status: TrainingJobStatus) -> bool:
     return status.restart_round == 1
 
 
-def chosen(status: JobStatusView) -> bool:
+def chosen(status: TrainingJobStatus) -> bool:
     return begun(status) and status.restore_point is not None
 
 
@@ -156,7 +156,7 @@ def test_a_pod_that_was_bound_before_the_loss_was_noticed(restarts: bool) -> Non
 
 @pytest.mark.parametrize("reached", [begun, chosen], ids=["before the pod", "after the choice"])
 def test_an_operator_that_restarts_in_the_round_forgets_no_lost_node(
-    reached: Callable[[JobStatusView], bool],
+    reached: Callable[[TrainingJobStatus], bool],
 ) -> None:
     life = training()
     node = node_of(life, 2)

@@ -9,10 +9,10 @@ from tests.support.operator.fake_cluster import FakeCluster, FakeNode
 from tests.support.operator.fake_operator import FakeOperator
 from tests.support.operator.oracle import broken_rules
 
+from holdfast_core.api import TrainingJob, TrainingJobStatus
 from holdfast_core.ids import Rank, Worker
 from holdfast_core.messages.schema import DeadRank
-from holdfast_operator.model.job import JobStatusView, PodPhase
-from holdfast_operator.watch.views import job_view
+from holdfast_operator.model.job import PodPhase
 
 OBJECT = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
 
@@ -23,11 +23,11 @@ def build(workers: int = 3, total_steps: int = 100_000, **checkpoint: Any) -> Fa
     return FakeCluster(job=job, nodes=nodes, total_steps=total_steps)
 
 
-async def advance(cluster: FakeCluster, operator: FakeOperator, seconds: int) -> JobStatusView:
+async def advance(cluster: FakeCluster, operator: FakeOperator, seconds: int) -> TrainingJobStatus:
     for _ in range(seconds):
         await operator.run_pass()
         cluster.tick()
-    return job_view(cluster.job).status
+    return TrainingJob.from_dict(cluster.job).status
 
 
 async def test_a_job_runs_to_its_end_and_keeps_its_last_checkpoints() -> None:
@@ -125,7 +125,7 @@ async def test_a_restored_backup_of_an_old_status_is_replaced() -> None:
         assert cluster.gang.run is not None
         cluster.gang.run.dead = (DeadRank(Rank(0), Worker(0), 1),)
         await advance(cluster, operator, 15)
-    assert job_view(cluster.job).status.restart_round == 2
+    assert TrainingJob.from_dict(cluster.job).status.restart_round == 2
     cluster.job["status"] = old
     cluster.touch_job()
     after = await advance(cluster, FakeOperator(cluster), 15)

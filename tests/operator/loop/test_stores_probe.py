@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast_core.api import CheckpointStore
+from holdfast_core.api import CheckpointStore, StoreFeatures, changed
 from holdfast_core.contract import StoreConfig
 from holdfast_operator.loop.observe import store_config, store_view
 from holdfast_operator.loop.stores_probe import (
@@ -21,7 +21,7 @@ from holdfast_operator.loop.stores_probe import (
     store_status,
 )
 from holdfast_operator.render.pod import SidecarSettings
-from holdfast_operator.watch.records import ProbePod, StoreRecord, read_store
+from holdfast_operator.watch.records import ProbePod
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 PROBED = "2026-05-01T11:55:00Z"
@@ -34,7 +34,7 @@ def store(
     observed: int | None = 1,
     ca: str | None = None,
     since: str = "2026-05-01T10:00:00Z",
-) -> StoreRecord:
+) -> CheckpointStore:
     status: dict[str, Any] = {"observedGeneration": observed}
     if last_probe is not None:
         status["lastProbe"] = last_probe
@@ -56,7 +56,7 @@ def store(
     }
     if ca is not None:
         s3["caSecretRef"] = {"name": ca}
-    return read_store(
+    return CheckpointStore.from_dict(
         {
             "apiVersion": "holdfast.dev/v1alpha1",
             "kind": CheckpointStore.KIND,
@@ -107,7 +107,7 @@ def pod(**changes: Any) -> ProbePod:
         ),
     ],
 )
-def test_due(name: str, record: StoreRecord, job_start: datetime | None, due: bool) -> None:
+def test_due(name: str, record: CheckpointStore, job_start: datetime | None, due: bool) -> None:
     assert probe_due(record, job_start, NOW) is due
 
 
@@ -206,11 +206,17 @@ def test_a_hostile_termination_message_is_a_failed_probe(text: str) -> None:
 def test_status_keeps_the_transition_time() -> None:
     record = store(False, "AccessDenied", PROBED)
     status = store_status(record, parse_message(ANSWER), NOW)
-    assert status["conditions"][0]["lastTransitionTime"] == "2026-05-01T10:00:00Z"
-    assert status["features"] == {"conditionalPut": True, "checksum": False}
-    assert status["lastProbe"] == "2026-05-01T12:00:00Z"
+    assert status.conditions[0].last_transition_time == NOW - timedelta(hours=2)
+    assert status.features == StoreFeatures(conditional_put=True, checksum=False)
+    assert status.last_probe == NOW
     now_well = store_status(record, parse_message('{"available": true}'), NOW)
-    assert now_well["conditions"][0]["lastTransitionTime"] == "2026-05-01T12:00:00Z"
+    assert now_well.conditions[0].last_transition_time == NOW
+
+
+def test_a_probe_that_fails_early_keeps_the_known_features() -> None:
+    seen = store_status(store(True), parse_message(ANSWER), NOW)
+    again = changed(store(True), status=seen)
+    assert store_status(again, parse_message("no answer"), NOW).features == seen.features
 
 
 def test_what_a_job_sees_of_a_store() -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.support.operator.builders import UID, job, store
 
+from holdfast_core.api import TrainingJob, changed
 from holdfast_core.contract import PodContract, SidecarContract
 from holdfast_core.ids import CheckpointId, RestartRound, Step, Worker
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import CheckpointRecord, CreateCheckpointObject
-from holdfast_operator.model.job import JobView, StoreView
+from holdfast_operator.model.job import StoreView
 from holdfast_operator.render.checkpoint import render_checkpoint
 from holdfast_operator.render.network_policy import WorkerNetwork, render_network_policy
 from holdfast_operator.render.pod import SidecarSettings, render_pod
@@ -21,7 +21,7 @@ from holdfast_operator.render.service import render_service
 SIDECAR = SidecarSettings("example/sidecar:1", "Always")
 
 
-def render(of: JobView, with_store: StoreView | None = None) -> dict[str, Any]:
+def render(of: TrainingJob, with_store: StoreView | None = None) -> dict[str, Any]:
     return render_pod(of, Worker(1), RestartRound(3), with_store, SIDECAR)
 
 
@@ -36,13 +36,13 @@ def plain_env(of: dict[str, Any]) -> dict[str, str]:
     return {e["name"]: e["value"] for e in of["env"] if "value" in e}
 
 
-def with_spec(changes: dict[str, Any], trainer: dict[str, Any] | None = None) -> JobView:
+def with_spec(changes: dict[str, Any], trainer: dict[str, Any] | None = None) -> TrainingJob:
     base = job(2)
     template: dict[str, Any] = {"spec": {**base.spec.template["spec"], **changes}}
     if trainer is not None:
         old = template["spec"]["containers"][0]
         template["spec"]["containers"] = [{**old, **trainer}]
-    return replace(base, spec=replace(base.spec, template=template))
+    return changed(base, spec=changed(base.spec, template=template))
 
 
 def test_identity_and_owner() -> None:
@@ -119,13 +119,13 @@ def test_no_store_no_store_volume() -> None:
     ("shared", "trainer", "expected"),
     [
         pytest.param(None, {"resources": {"limits": {"memory": "4Gi"}}}, str(4 << 30), id="limit"),
-        pytest.param(1 << 30, {}, str(1 << 30), id="the spec says"),
+        pytest.param("1Gi", {}, str(1 << 30), id="the spec says"),
         pytest.param(None, {"resources": {}}, None, id="none"),
     ],
 )
-def test_shared_memory(shared: int | None, trainer: dict[str, Any], expected: str | None) -> None:
+def test_shared_memory(shared: str | None, trainer: dict[str, Any], expected: str | None) -> None:
     of = with_spec({}, trainer)
-    of = replace(of, spec=replace(of.spec, shared_memory_bytes=shared))
+    of = job(2, template=of.spec.template, size_limit=shared)
     volumes = {v["name"]: v for v in render(of)["spec"]["volumes"]}
     empty_dir = volumes["holdfast-shared"]["emptyDir"]
     assert empty_dir["medium"] == "Memory"
@@ -234,7 +234,7 @@ def test_a_template_cannot_forge_the_nodes_that_the_operator_avoided() -> None:
     of = job(2)
     annotations = {"annotations": {labels.AVOIDED_NODES: "node-a", "team": "x"}}
     template = {**of.spec.template, "metadata": annotations}
-    pod = render(replace(of, spec=replace(of.spec, template=template)))
+    pod = render(job(2, template=template))
     assert pod["metadata"]["annotations"] == {"team": "x"}
     assert "nodeAffinity" not in pod["spec"]["affinity"]
 

@@ -7,6 +7,28 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from holdfast_core.api import (
+    CheckpointPolicySpec,
+    Compression,
+    Condition,
+    ConditionStatus,
+    FailureRule,
+    NameRef,
+    ObjectMeta,
+    PeerEncryption,
+    TrainingJob,
+    TrainingJobSpec,
+    TrainingJobStatus,
+    changed,
+)
+from holdfast_core.api.checkpoint_policy import (
+    MemorySpec,
+    ObjectTierSpec,
+    PeerTierSpec,
+    RetentionSpec,
+    StepInterval,
+)
+from holdfast_core.api.training_job import FailurePolicySpec, RestoreFromSpec
 from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import (
     CheckpointId,
@@ -22,9 +44,6 @@ from holdfast_core.messages.schema import HeldShard, Inventory, ManifestInfo, Sh
 from holdfast_core.names import checkpoint_name, pod_name
 from holdfast_operator.model.job import (
     CheckpointView,
-    JobSpecView,
-    JobStatusView,
-    JobView,
     Now,
     PodPhase,
     PodView,
@@ -58,24 +77,97 @@ def template() -> dict[str, Any]:
     }
 
 
-def spec(workers: int = 2, **changes: Any) -> JobSpecView:
-    base = JobSpecView(workers=workers, procs_per_worker=1, template=template(), interval_steps=10)
-    return replace(base, **changes)
+def spec(
+    workers: int = 2,
+    *,
+    procs_per_worker: int = 1,
+    interval_steps: int = 10,
+    size_limit: str | None = None,
+    peer_copies: int | None = None,
+    topology_key: str = "kubernetes.io/hostname",
+    encryption: PeerEncryption = PeerEncryption.TLS,
+    store: str | None = None,
+    object_every_steps: int = 100,
+    compression: Compression = Compression.NONE,
+    keep_last: int = 3,
+    restore_from: str | None = None,
+    max_restarts: int = 10,
+    window: str = "1h",
+    rules: tuple[FailureRule, ...] = (),
+    **changes: Any,
+) -> TrainingJobSpec:
+    """Return a spec, with short names for nested fields; `changes` are fields of TrainingJobSpec."""
+    copies = (1 if workers > 1 else 0) if peer_copies is None else peer_copies
+    base = TrainingJobSpec(
+        workers=workers,
+        procs_per_worker=procs_per_worker,
+        template=template(),
+        checkpoint=CheckpointPolicySpec(
+            interval=StepInterval(steps=interval_steps),
+            memory=MemorySpec(size_limit=size_limit),
+            peer=PeerTierSpec(copies=copies, topology_key=topology_key, encryption=encryption),
+            object=None
+            if store is None
+            else ObjectTierSpec(
+                store_ref=NameRef(name=store),
+                every=StepInterval(steps=object_every_steps),
+                compression=compression,
+            ),
+            retention=RetentionSpec(keep_last=keep_last),
+        ),
+        restore_from=None
+        if restore_from is None
+        else RestoreFromSpec(checkpoint_ref=NameRef(name=restore_from)),
+        failure_policy=FailurePolicySpec(max_restarts=max_restarts, window=window, rules=rules),
+    )
+    return changed(base, **changes)
 
 
 def job(
-    workers: int = 2, status: JobStatusView | None = None, *, generation: int = 1, **changes: Any
-) -> JobView:
-    """Return a job named `job`; `changes` are fields of its spec."""
-    return JobView(
-        namespace=NAMESPACE,
-        name="job",
-        uid=UID,
-        resource_version="7",
-        generation=generation,
+    workers: int = 2,
+    status: TrainingJobStatus | None = None,
+    *,
+    generation: int = 1,
+    deleting: bool = False,
+    **changes: Any,
+) -> TrainingJob:
+    """Return a job named `job`; `changes` are arguments of `spec`."""
+    return TrainingJob(
+        metadata=ObjectMeta(
+            namespace=NAMESPACE,
+            name="job",
+            uid=UID,
+            resource_version="7",
+            generation=generation,
+            creation_timestamp=START,
+            deletion_timestamp=START if deleting else None,
+        ),
         spec=spec(workers, **changes),
-        status=JobStatusView() if status is None else status,
-        created_at=START,
+        status=TrainingJobStatus() if status is None else status,
+    )
+
+
+def metadata(of: TrainingJob, **changes: Any) -> TrainingJob:
+    """Return the job with other metadata."""
+    return changed(of, metadata=changed(of.metadata, **changes))
+
+
+def condition(
+    kind: str,
+    value: bool | None,
+    reason: str,
+    message: str = "",
+    at: datetime = START,
+    generation: int | None = None,
+) -> Condition:
+    """Return a condition; a `value` of None stands for Unknown."""
+    return Condition(
+        type=kind,
+        status=ConditionStatus.of(value),
+        reason=reason,
+        message=message,
+        last_transition_time=at,
+        observed_generation=generation,
     )
 
 
@@ -133,12 +225,11 @@ def raw_store(name: str) -> dict[str, Any]:
     }
 
 
-def status(round_: int = 0, members: Iterable[int] = (0, 0), **changes: Any) -> JobStatusView:
+def status(round_: int = 0, members: Iterable[int] = (0, 0), **changes: Any) -> TrainingJobStatus:
     """Return the status of a job whose round was begun."""
-    return replace(
-        JobStatusView(
-            restart_round=RestartRound(round_), members=tuple(RestartRound(m) for m in members)
-        ),
+    return TrainingJobStatus(
+        restart_round=RestartRound(round_),
+        members=tuple(RestartRound(m) for m in members),
         **changes,
     )
 

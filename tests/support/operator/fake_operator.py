@@ -31,12 +31,11 @@ from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.loop.observe import Observer
 from holdfast_operator.model.actions import Decision, EmitEvent, EventKind
-from holdfast_operator.model.job import JobMemory, JobView, Observed, PodView, Unreadable
+from holdfast_operator.model.job import JobMemory, Observed, PodView, Unreadable
 from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.sidecars.certificates import Certificates
 from holdfast_operator.watch.cache import LEASES_PATH, ClusterCache
 from holdfast_operator.watch.expectations import Expectations
-from holdfast_operator.watch.views import job_view
 
 __all__ = ["OPERATOR_NAMESPACE", "FakeOperator", "Trouble", "calm"]
 
@@ -72,7 +71,7 @@ class FakeOperator:
         self._reports = UnreadableReports(kube, events, clock)
         self.stuck: set[str] = set()
         """Plurals whose watch delivers no further events."""
-        self._gone: list[JobView | Unreadable] = []
+        self._gone: list[TrainingJob | Unreadable] = []
         self._listed: dict[str, int] = {}
         """The change counter of each plural at its last list."""
 
@@ -154,14 +153,14 @@ class FakeOperator:
 
     def worker_pod(self, worker: int) -> PodView | None:
         """Return the worker's current pod by the job's status, or None if the cluster does not run it."""
-        job = job_view(self.cluster.job)
+        job = TrainingJob.from_dict(self.cluster.job)
         if worker >= len(job.status.members):
             return None
         name = pod_name(job.name, job.uid, worker, job.status.members[worker])
         pod = self.cluster.pods.get(name)
         return None if pod is None else pod.view
 
-    def _job_gone(self, job: JobView | Unreadable) -> None:
+    def _job_gone(self, job: TrainingJob | Unreadable) -> None:
         self._gone.append(job)
 
     async def _forget_gone(self) -> None:

@@ -10,11 +10,9 @@ from tests.support.operator.fake_cluster import FakeCluster, FakeNode
 from tests.support.operator.fake_operator import FakeOperator
 from tests.support.operator.oracle import broken_rules
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import JobCondition, TrainingJob, TrainingJobStatus
 from holdfast_core.ids import Rank, Worker
 from holdfast_core.messages.schema import DeadRank
-from holdfast_operator.model.job import JobStatusView
-from holdfast_operator.watch.views import job_view
 
 WORKERS = 4
 
@@ -44,7 +42,7 @@ class Life:
     def restart(self) -> None:
         self.operator = FakeOperator(self.cluster)
 
-    def run(self, seconds: int, until: Callable[[JobStatusView], bool] | None = None) -> None:
+    def run(self, seconds: int, until: Callable[[TrainingJobStatus], bool] | None = None) -> None:
         async def passes() -> None:
             for _ in range(seconds):
                 await self.operator.run_pass()
@@ -55,8 +53,8 @@ class Life:
         asyncio.run(passes())
 
     @property
-    def status(self) -> JobStatusView:
-        return job_view(self.cluster.job).status
+    def status(self) -> TrainingJobStatus:
+        return TrainingJob.from_dict(self.cluster.job).status
 
     def pod(self, worker: int) -> str:
         pod = self.operator.worker_pod(worker)
@@ -92,7 +90,7 @@ class Life:
     def nothing_was_deleted(self) -> bool:
         return self.cluster.deletions == []
 
-    def silent_condition(self) -> tuple[bool | None, str]:
+    def silent_condition(self) -> tuple[str, str]:
         found = self.status.condition(JobCondition.SIDECARS_UNREACHABLE)
         assert found is not None
         return found.status, found.reason

@@ -1,11 +1,19 @@
 """The API `holdfast.dev/v1alpha1` as pydantic models: the one source of CRDs, chart and reference.
 
-May import ids, errors and pydantic only; knows neither tiers nor Kubernetes clients.
+May import ids, errors, clock and pydantic only; knows neither tiers nor Kubernetes clients.
 """
 
 from __future__ import annotations
 
-from holdfast_core.api.base import API_VERSION, CATEGORY, GROUP, VERSION, ApiModel
+from holdfast_core.api.base import (
+    API_VERSION,
+    CATEGORY,
+    GROUP,
+    VERSION,
+    ApiModel,
+    changed,
+    merge_patch,
+)
 from holdfast_core.api.checkpoint import (
     Checkpoint,
     CheckpointCondition,
@@ -29,7 +37,13 @@ from holdfast_core.api.checkpoint_store import (
     StoreCondition,
     StoreFeatures,
 )
-from holdfast_core.api.meta import Condition, ConditionStatus, NameRef, ObjectMeta, condition
+from holdfast_core.api.meta import (
+    Condition,
+    ConditionStatus,
+    NameRef,
+    ObjectMeta,
+    WithConditions,
+)
 from holdfast_core.api.quantities import parse_duration, parse_quantity_bytes
 from holdfast_core.api.strict import strict
 from holdfast_core.api.training_job import (
@@ -97,8 +111,10 @@ __all__ = [
     "TrainingJobSpec",
     "TrainingJobStatus",
     "WhenDeleted",
+    "WithConditions",
     "WorkersStatus",
-    "condition",
+    "changed",
+    "merge_patch",
     "parse_duration",
     "parse_quantity_bytes",
     "strict",

@@ -13,9 +13,9 @@ from pydantic import ConfigDict, Field, field_serializer, field_validator
 
 from holdfast_core.api.base import ApiModel, Timestamp
 from holdfast_core.api.cel import cel_rules, remedy, rule
-from holdfast_core.api.meta import Conditions, NameRef, ObjectMeta
+from holdfast_core.api.meta import ApiObject, Conditions, NameRef, WithConditions
 from holdfast_core.api.training_job_status import DigestField, RoundField
-from holdfast_core.ids import JobUid, Step
+from holdfast_core.ids import CheckpointId, JobUid, Step
 
 
 class DeletionPolicy(StrEnum):
@@ -117,7 +117,7 @@ class ShardCounts(ApiModel):
         return f"{self.memory}/{self.node}/{self.peer}/{self.object}"
 
 
-class CheckpointStatus(ApiModel):
+class CheckpointStatus(WithConditions):
     """What is known of the checkpoint."""
 
     phase: Annotated[
@@ -163,7 +163,7 @@ class CheckpointStatus(ApiModel):
     ] = None
 
 
-class Checkpoint(ApiModel):
+class Checkpoint(ApiObject):
     """One committed step of a job; or, created with jobRef alone, a request to save now."""
 
     KIND: ClassVar[str] = "Checkpoint"
@@ -172,6 +172,17 @@ class Checkpoint(ApiModel):
 
     api_version: Literal["holdfast.dev/v1alpha1"] = "holdfast.dev/v1alpha1"
     kind: Literal["Checkpoint"] = "Checkpoint"
-    metadata: ObjectMeta = ObjectMeta()
     spec: CheckpointSpec
     status: CheckpointStatus = CheckpointStatus()
+
+    @property
+    def job(self) -> str:
+        """Name of the job that saved it, or that the request to save is for."""
+        return self.spec.job_ref.name
+
+    @property
+    def id(self) -> CheckpointId | None:
+        """Step and round of the commit; None: a request to save that no commit has fulfilled yet."""
+        if self.spec.step is None or self.status.round is None:
+            return None
+        return CheckpointId(self.spec.step, self.status.round)

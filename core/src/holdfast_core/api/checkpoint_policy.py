@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from holdfast_core.api.base import ApiModel
 from holdfast_core.api.cel import cel_rules, remedy, rule
 from holdfast_core.api.meta import NameRef
-from holdfast_core.api.quantities import quantity_rule
+from holdfast_core.api.quantities import QUANTITY, parse_quantity_bytes, quantity_rule
 
 
 class PeerEncryption(StrEnum):
@@ -63,7 +63,7 @@ class MemorySpec(ApiModel):
         ),
     ] = 2
     size_limit: Annotated[
-        str | None,
+        Annotated[str, QUANTITY] | None,
         Field(
             max_length=32,
             description=(
@@ -74,12 +74,17 @@ class MemorySpec(ApiModel):
         ),
     ] = None
 
+    @property
+    def size_limit_bytes(self) -> int | None:
+        return None if self.size_limit is None else parse_quantity_bytes(self.size_limit)
+
 
 class EmptyDirSpec(ApiModel):
     """Storage of the node that lives as long as the pod."""
 
     size_limit: Annotated[
         str,
+        QUANTITY,
         Field(
             max_length=32,
             description=(
@@ -108,6 +113,10 @@ class NodeTierSpec(ApiModel):
     volume: Annotated[NodeVolumeSpec, Field(description="Volume that stores the shards.")] = (
         NodeVolumeSpec()
     )
+
+    @property
+    def size_limit_bytes(self) -> int:
+        return parse_quantity_bytes(self.volume.empty_dir.size_limit)
 
 
 class PeerTierSpec(ApiModel):

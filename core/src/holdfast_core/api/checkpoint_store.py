@@ -12,7 +12,13 @@ from pydantic import Field
 
 from holdfast_core.api.base import ApiModel, Timestamp
 from holdfast_core.api.cel import cel_rules, remedy, rule
-from holdfast_core.api.meta import Conditions, NameRef, ObjectMeta
+from holdfast_core.api.meta import (
+    ApiObject,
+    Conditions,
+    ConditionStatus,
+    NameRef,
+    WithConditions,
+)
 
 
 class StoreCondition(StrEnum):
@@ -140,7 +146,7 @@ class StoreFeatures(ApiModel):
     range_get: Annotated[bool | None, Field(description="Ranged reads work.")] = None
 
 
-class CheckpointStoreStatus(ApiModel):
+class CheckpointStoreStatus(WithConditions):
     """What the newest probe saw."""
 
     conditions: Conditions = ()
@@ -155,7 +161,7 @@ class CheckpointStoreStatus(ApiModel):
     ] = None
 
 
-class CheckpointStore(ApiModel):
+class CheckpointStore(ApiObject):
     """An S3-compatible object store that jobs of the same namespace upload checkpoints to."""
 
     KIND: ClassVar[str] = "CheckpointStore"
@@ -164,6 +170,13 @@ class CheckpointStore(ApiModel):
 
     api_version: Literal["holdfast.dev/v1alpha1"] = "holdfast.dev/v1alpha1"
     kind: Literal["CheckpointStore"] = "CheckpointStore"
-    metadata: ObjectMeta = ObjectMeta()
     spec: CheckpointStoreSpec
     status: CheckpointStoreStatus = CheckpointStoreStatus()
+
+    @property
+    def available(self) -> bool | None:
+        """Result of the newest probe; None: the store was not probed yet."""
+        found = self.status.condition(StoreCondition.AVAILABLE)
+        if found is None or found.status is ConditionStatus.UNKNOWN:
+            return None
+        return found.is_true

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
 
-from holdfast_core.api.base import ApiModel, Timestamp
+from holdfast_core.api.base import ApiModel, Timestamp, changed
+
+_NEVER = datetime.fromtimestamp(0, UTC)
 
 
 class ObjectMeta(ApiModel):
@@ -15,16 +18,51 @@ class ObjectMeta(ApiModel):
 
     name: str = ""
     generate_name: str | None = None
-    namespace: str | None = None
-    uid: str | None = None
-    resource_version: str | None = None
-    generation: int | None = None
-    creation_timestamp: str | None = None
-    deletion_timestamp: str | None = None
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    generation: int = 0
+    creation_timestamp: Timestamp = _NEVER
+    """1970 in an object that the API server has not stored."""
+    deletion_timestamp: Timestamp | None = None
     labels: dict[str, str] | None = None
     annotations: dict[str, str] | None = None
-    finalizers: list[str] | None = None
+    finalizers: tuple[str, ...] = ()
     owner_references: list[dict[str, Any]] | None = None
+
+
+class ApiObject(ApiModel):
+    """What the kinds have in common: metadata, and short names for the parts of it that rules read."""
+
+    metadata: ObjectMeta = ObjectMeta()
+
+    @property
+    def namespace(self) -> str:
+        return self.metadata.namespace
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+    @property
+    def uid(self) -> str:
+        return self.metadata.uid
+
+    @property
+    def resource_version(self) -> str:
+        return self.metadata.resource_version
+
+    @property
+    def generation(self) -> int:
+        return self.metadata.generation
+
+    @property
+    def created_at(self) -> datetime:
+        return self.metadata.creation_timestamp
+
+    @property
+    def deleting(self) -> bool:
+        return self.metadata.deletion_timestamp is not None
 
 
 class NameRef(ApiModel):
@@ -39,6 +77,13 @@ class ConditionStatus(StrEnum):
     TRUE = "True"
     FALSE = "False"
     UNKNOWN = "Unknown"
+
+    @classmethod
+    def of(cls, value: bool | None) -> ConditionStatus:
+        """Return the status of a condition whose named state is true, false or not known (None)."""
+        if value is None:
+            return cls.UNKNOWN
+        return cls.TRUE if value else cls.FALSE
 
 
 class Condition(ApiModel):
@@ -61,6 +106,14 @@ class Condition(ApiModel):
         int | None, Field(ge=0, description="metadata.generation that the condition describes.")
     ] = None
 
+    @property
+    def is_true(self) -> bool:
+        return self.status is ConditionStatus.TRUE
+
+    @property
+    def is_false(self) -> bool:
+        return self.status is ConditionStatus.FALSE
+
 
 Conditions = Annotated[
     tuple[Condition, ...],
@@ -76,6 +129,42 @@ Conditions = Annotated[
 """A list-map by type."""
 
 
-def condition(conditions: tuple[Condition, ...], type_: str) -> Condition | None:
-    """The entry of that type, None where it was never set."""
-    return next((c for c in conditions if c.type == type_), None)
+class WithConditions(ApiModel):
+    """A status that holds conditions."""
+
+    if TYPE_CHECKING:  # each status declares the field itself, at its place in the CRD
+        conditions: Conditions
+
+    def condition(self, kind: str) -> Condition | None:
+        """Return the condition of that type, or None if it was never set."""
+        return next((c for c in self.conditions if c.type == kind), None)
+
+    def is_true(self, kind: str) -> bool:
+        found = self.condition(kind)
+        return found is not None and found.is_true
+
+    def with_condition(
+        self,
+        kind: str,
+        value: bool | None,
+        reason: str,
+        message: str,
+        now: datetime,
+        generation: int | None = None,
+    ) -> Self:
+        """Return the status with that condition. Its transition time changes only if its value changes."""
+        old, status = self.condition(kind), ConditionStatus.of(value)
+        # Not validated: a sidecar may have reported the reason and the message (ApiModel.changed).
+        new = Condition.model_construct(
+            type=kind,
+            status=status,
+            reason=reason,
+            message=message,
+            last_transition_time=now
+            if old is None or old.status is not status
+            else old.last_transition_time,
+            observed_generation=generation,
+        )
+        if old is None:
+            return changed(self, conditions=(*self.conditions, new))
+        return changed(self, conditions=tuple(new if c is old else c for c in self.conditions))

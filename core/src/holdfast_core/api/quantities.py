@@ -6,9 +6,12 @@ Pure. The rules of CEL take the same text, above zero.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
+
+from pydantic import AfterValidator
 
 from holdfast_core.api.cel import rule
 from holdfast_core.errors import ConfigError
@@ -63,6 +66,23 @@ def parse_duration(text: str) -> timedelta:
         return timedelta(microseconds=int(seconds * 1_000_000))
     except OverflowError as error:
         raise ConfigError(f"duration {text!r} is too long for a timedelta") from error
+
+
+def _checked(parse: Callable[[str], object]) -> AfterValidator:
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return text
+
+    return AfterValidator(check)
+
+
+QUANTITY = _checked(parse_quantity_bytes)
+"""Refuses text that `parse_quantity_bytes` cannot read. The model keeps the text as the user wrote it."""
+DURATION = _checked(parse_duration)
+"""Refuses text that `parse_duration` cannot read. The model keeps the text as the user wrote it."""
 
 
 def quantity_rule(field: str, example: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ input is refused at `kubectl apply`. status is training_job_status.py.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,11 +14,12 @@ from pydantic import ConfigDict, Field
 
 from holdfast_core.api.base import ApiModel
 from holdfast_core.api.cel import RULES, cel_rules, remedy, rule
-from holdfast_core.api.checkpoint_policy import CheckpointPolicySpec
-from holdfast_core.api.meta import NameRef, ObjectMeta
-from holdfast_core.api.quantities import duration_rule
+from holdfast_core.api.checkpoint_policy import CheckpointPolicySpec, PeerTierSpec
+from holdfast_core.api.meta import ApiObject, NameRef
+from holdfast_core.api.quantities import DURATION, duration_rule, parse_duration
 from holdfast_core.api.template import PodTemplate
 from holdfast_core.api.training_job_status import TrainingJobStatus
+from holdfast_core.ids import JobUid
 
 
 class FailureAction(StrEnum):
@@ -88,6 +90,7 @@ class FailurePolicySpec(ApiModel):
     ] = 10
     window: Annotated[
         str,
+        DURATION,
         Field(
             max_length=32,
             description="Length of the window in which restarts count, a duration such as 1h or "
@@ -101,6 +104,10 @@ class FailurePolicySpec(ApiModel):
             max_length=16, description=("Exceptions by exit code; the first matching rule applies.")
         ),
     ] = ()
+
+    @property
+    def window_length(self) -> timedelta:
+        return parse_duration(self.window)
 
 
 class NodeLossSpec(ApiModel):
@@ -232,14 +239,22 @@ class TrainingJobSpec(ApiModel):
         return self.workers * self.procs_per_worker
 
     @property
-    def peer_copies(self) -> int:
-        """Copies of a shard on other workers, with the default for an absent `peer`."""
-        if self.checkpoint.peer is not None:
-            return self.checkpoint.peer.copies
-        return 1 if self.workers > 1 else 0
+    def peer(self) -> PeerTierSpec:
+        """Copies of a shard on other workers, with the default for an absent `checkpoint.peer`."""
+        return self.checkpoint.peer or PeerTierSpec(copies=1 if self.workers > 1 else 0)
+
+    @property
+    def store(self) -> str | None:
+        """Name of the CheckpointStore; None: the job has no object tier."""
+        return None if self.checkpoint.object is None else self.checkpoint.object.store_ref.name
+
+    @property
+    def source_checkpoint(self) -> str | None:
+        """Name of the Checkpoint that restoreFrom names; None: the job starts from the beginning."""
+        return None if self.restore_from is None else self.restore_from.checkpoint_ref.name
 
 
-class TrainingJob(ApiModel):
+class TrainingJob(ApiObject):
     """A gang of worker pods that trains one model.
 
     It goes on from the newest readable checkpoint after the loss of a process, a pod or a node.
@@ -266,6 +281,9 @@ class TrainingJob(ApiModel):
 
     api_version: Literal["holdfast.dev/v1alpha1"] = "holdfast.dev/v1alpha1"
     kind: Literal["TrainingJob"] = "TrainingJob"
-    metadata: ObjectMeta = ObjectMeta()
     spec: TrainingJobSpec
     status: TrainingJobStatus = TrainingJobStatus()
+
+    @property
+    def uid(self) -> JobUid:
+        return JobUid(self.metadata.uid)

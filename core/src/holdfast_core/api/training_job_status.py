@@ -8,11 +8,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import Field, field_serializer, field_validator
+from pydantic import Field, PlainSerializer, field_serializer, field_validator
 
 from holdfast_core.api.base import ApiModel, Timestamp
-from holdfast_core.api.meta import Conditions
-from holdfast_core.ids import Digest, JobUid, RestartRound, Step, Worker
+from holdfast_core.api.meta import Conditions, WithConditions
+from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step, Worker
 
 MAX_WORKERS = 4096
 MAX_LINEAGE = 256
@@ -52,6 +52,8 @@ StepField = Annotated[Step, Field(ge=0)]
 RoundField = Annotated[RestartRound, Field(ge=0)]
 DigestField = Annotated[Digest, Field(max_length=128)]
 WorkerField = Annotated[Worker, Field(ge=0)]
+Seconds = Annotated[float, PlainSerializer(lambda value: round(value, 3), return_type=float)]
+Share = Annotated[float, PlainSerializer(lambda value: round(value, 4), return_type=float)]
 
 
 class PersistedStep(ApiModel):
@@ -60,6 +62,10 @@ class PersistedStep(ApiModel):
     step: Annotated[StepField, Field(description="Optimizer step.")]
     round: Annotated[RoundField, Field(description="Restart round that saved it.")]
     manifest: Annotated[DigestField, Field(description="BLAKE3 of the manifest, b3:<hex>.")]
+
+    @property
+    def id(self) -> CheckpointId:
+        return CheckpointId(self.step, self.round)
 
 
 class TierCounts(ApiModel):
@@ -99,6 +105,13 @@ class RestorePointStatus(ApiModel):
     def from_beginning(self) -> bool:
         """True: chosen, and there is nothing to restore."""
         return self.step is None
+
+    @property
+    def id(self) -> CheckpointId | None:
+        """Step and round to restore; None: from the beginning."""
+        if self.step is None or self.round is None:
+            return None
+        return CheckpointId(self.step, self.round)
 
 
 class LineageEntry(ApiModel):
@@ -170,27 +183,40 @@ class RecoveryStatus(ApiModel):
         int | None, Field(ge=0, description="Last trained step minus the restore point.")
     ] = None
 
+    def phases(self) -> dict[str, float]:
+        """Return the seconds of each phase that was measured, in the order of the phases."""
+        named = {
+            "detect": self.detect_seconds,
+            "back_off": self.back_off_seconds,
+            "seal": self.seal_seconds,
+            "schedule": self.schedule_seconds,
+            "rehydrate": self.rehydrate_seconds,
+            "rendezvous": self.rendezvous_seconds,
+            "first_step": self.first_step_seconds,
+        }
+        return {name: seconds for name, seconds in named.items() if seconds is not None}
+
 
 class GoodputStatus(ApiModel):
     """Where the job's time went."""
 
     ratio: Annotated[
-        float,
+        Share,
         Field(
             ge=0,
             le=1,
             description=("Share of the time that was spent on training that no failure undid."),
         ),
     ]
-    training_seconds: Annotated[float, Field(ge=0, description="Training, seconds.")] = 0
+    training_seconds: Annotated[Seconds, Field(ge=0, description="Training, seconds.")] = 0
     checkpoint_seconds: Annotated[
-        float, Field(ge=0, description="Time for which saves blocked training, seconds.")
+        Seconds, Field(ge=0, description="Time for which saves blocked training, seconds.")
     ] = 0
     recovery_seconds: Annotated[
-        float, Field(ge=0, description="Time spent in recoveries, seconds.")
+        Seconds, Field(ge=0, description="Time spent in recoveries, seconds.")
     ] = 0
     lost_work_seconds: Annotated[
-        float,
+        Seconds,
         Field(
             ge=0, description=("Time of training that was lost and had to be repeated, seconds.")
         ),
@@ -237,8 +263,15 @@ class RestartRecord(ApiModel):
         RoundField | None, Field(description="Restart round that had saved that step.")
     ] = None
 
+    @property
+    def failed_from(self) -> CheckpointId | None:
+        """Checkpoint that the failed round had restored; None: its ranks had finished a step."""
+        if self.failed_step is None or self.failed_round is None:
+            return None
+        return CheckpointId(self.failed_step, self.failed_round)
 
-class TrainingJobStatus(ApiModel):
+
+class TrainingJobStatus(WithConditions):
     """What the operator decided and saw. Step, levels, goodput: at most every 10 s."""
 
     phase: Annotated[

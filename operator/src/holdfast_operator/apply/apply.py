@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from holdfast_core.api import TrainingJob
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.model.actions import (
     Action,
@@ -43,7 +44,7 @@ from holdfast_operator.model.actions import (
     WriteStatus,
 )
 from holdfast_operator.model.effects import ConflictError, Effects
-from holdfast_operator.model.job import JobMemory, JobView, Observed
+from holdfast_operator.model.job import JobMemory, Observed
 from holdfast_operator.render.checkpoint import render_checkpoint
 from holdfast_operator.render.network_policy import render_network_policy
 from holdfast_operator.render.pod import SidecarSettings, render_pod
@@ -182,7 +183,7 @@ class _Interpreter:
         self._slots = asyncio.Semaphore(CONCURRENT_CALLS)
 
     @property
-    def _job(self) -> JobView:
+    def _job(self) -> TrainingJob:
         return self._observed.job
 
     async def write(self, action: StatusWrite) -> Applied:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast_core.api import API_VERSION, TrainingJob
+from holdfast_core.api import API_VERSION, TrainingJob, TrainingJobStatus
 from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
 from holdfast_core.messages.schema import Ask, Prune, PruneReply
@@ -31,7 +31,6 @@ from holdfast_operator.model.actions import (
     SendRound,
 )
 from holdfast_operator.model.effects import ConflictError, NameTakenError
-from holdfast_operator.model.job import JobStatusView, JobView
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.metadata import job_labels, owner_reference
 from holdfast_operator.sidecars.calls import Sidecars
@@ -95,33 +94,33 @@ class JobEffects:
     # ------------------------------------------------------------------ the job
 
     async def write_job_status(
-        self, job: JobView, resource_version: str, status: JobStatusView
+        self, job: TrainingJob, resource_version: str, status: TrainingJobStatus
     ) -> None:
         version, written = await write_status(self._cluster, job, resource_version, status)
         self._cache.expect_written(job, version)
         self._metrics.status_written(job, written)
 
-    async def delete_job(self, job: JobView) -> None:
+    async def delete_job(self, job: TrainingJob) -> None:
         await self._cluster.delete_job(job.namespace, job.name, job.uid)
 
     # ------------------------------------------------------------------ pods and what they need
 
-    async def pod_is_gone(self, job: JobView, name: str) -> bool:
+    async def pod_is_gone(self, job: TrainingJob, name: str) -> bool:
         return await self._cluster.pod_is_gone(job.namespace, name, job.uid)
 
-    async def create_pod(self, job: JobView, body: Mapping[str, Any]) -> None:
+    async def create_pod(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
         created = await self._cluster.create_pod(job.namespace, body)
         if not created.existed:
             self._cache.expect_created(job, created.uid)
 
-    async def delete_pod(self, job: JobView, name: str, uid: str, *, force: bool) -> None:
+    async def delete_pod(self, job: TrainingJob, name: str, uid: str, *, force: bool) -> None:
         await self._cluster.delete_pod(job.namespace, name, uid, force=force)
         self._cache.expect_deleted(job, uid)
 
-    async def create_network_policy(self, job: JobView, body: Mapping[str, Any]) -> None:
+    async def create_network_policy(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
         await self._cluster.create_network_policy(job.namespace, body)
 
-    async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None:
+    async def create_service(self, job: TrainingJob, body: Mapping[str, Any]) -> None:
         """Create the Service. If another owner has the name, only emit an Event.
 
         The job can run without the Service: its DNS names are for users, and the gang gets its addresses in
@@ -134,20 +133,20 @@ class JobEffects:
             await self._warn(job, Reason.NAME_TAKEN, str(error))
         self._services.setdefault(job.uid, {})[name] = self._clock.monotonic()
 
-    async def create_certificates(self, job: JobView, action: CreateCertificates) -> None:
+    async def create_certificates(self, job: TrainingJob, action: CreateCertificates) -> None:
         data = await self._certificates.round_data(job, action.pods)
         metadata = {"labels": job_labels(job), "ownerReferences": [owner_reference(job)]}
         await self._cluster.create_secret(job.namespace, action.secret, data, metadata)
         self._secrets.setdefault(job.uid, {})[action.secret] = self._clock.monotonic()
 
-    async def delete_certificates(self, job: JobView, secret: str) -> None:
+    async def delete_certificates(self, job: TrainingJob, secret: str) -> None:
         await self._cluster.delete_secret(job.namespace, secret)
         self._secrets.get(job.uid, {}).pop(secret, None)
 
     # ------------------------------------------------------------------ Checkpoint objects
 
     async def create_checkpoint(
-        self, job: JobView, body: Mapping[str, Any], record: CheckpointRecord
+        self, job: TrainingJob, body: Mapping[str, Any], record: CheckpointRecord
     ) -> None:
         """Create the object, then write its status.
 
@@ -166,12 +165,12 @@ class JobEffects:
             raise
 
     async def update_checkpoint(
-        self, job: JobView, name: str, resource_version: str, record: CheckpointRecord
+        self, job: TrainingJob, name: str, resource_version: str, record: CheckpointRecord
     ) -> None:
         await self._write_record(job, name, resource_version, record)
 
     async def _write_record(
-        self, job: JobView, name: str, expected: str | None, record: CheckpointRecord
+        self, job: TrainingJob, name: str, expected: str | None, record: CheckpointRecord
     ) -> None:
         """Write spec.step and our finalizer if the object lacks them, then the status.
 
@@ -209,7 +208,7 @@ class JobEffects:
         status = checkpoint_status(job, record, self._clock.utc_now(), previous)
         await self._cluster.patch_checkpoint_status(job.namespace, name, version, status)
 
-    async def delete_checkpoint(self, job: JobView, name: str, uid: str) -> None:
+    async def delete_checkpoint(self, job: TrainingJob, name: str, uid: str) -> None:
         await self.release_checkpoint(job.namespace, name, uid)
 
     async def release_checkpoint(self, namespace: str, name: str, uid: str) -> None:
@@ -230,20 +229,20 @@ class JobEffects:
 
     # ------------------------------------------------------------------ sidecars
 
-    async def seal(self, job: JobView, action: SealWorker) -> None:
+    async def seal(self, job: TrainingJob, action: SealWorker) -> None:
         self._sidecars.seal(job.uid, action.pod_uid, action.round)
 
-    async def send_round(self, job: JobView, action: SendRound) -> None:
+    async def send_round(self, job: TrainingJob, action: SendRound) -> None:
         self._sidecars.send_round(job.uid, action.pod_uid, action.message, action.sidecar_restarts)
 
-    async def ask_save(self, job: JobView, action: AskSave) -> None:
+    async def ask_save(self, job: TrainingJob, action: AskSave) -> None:
         ask = Ask(action.round, action.token)
         self._sidecars.ask(job.uid, action.pod, "/v1/save-now", ask)
 
-    async def ask_stop(self, job: JobView, action: AskStop) -> None:
+    async def ask_stop(self, job: TrainingJob, action: AskStop) -> None:
         self._sidecars.ask(job.uid, action.pod, "/v1/stop", Ask(action.round, action.token))
 
-    async def prune(self, job: JobView, action: PruneObject) -> PruneReply:
+    async def prune(self, job: TrainingJob, action: PruneObject) -> PruneReply:
         """Start the delete in the object store, or return the reply of a delete that has ended.
 
         The reply is empty while the delete runs. Its end causes another pass, which calls this method again.
@@ -251,15 +250,15 @@ class JobEffects:
         message = Prune(action.round, (action.checkpoint,))
         return self._sidecars.prune(job.uid, action.pod, action.name, message)
 
-    async def _warn(self, job: JobView, reason: Reason, message: str) -> None:
+    async def _warn(self, job: TrainingJob, reason: Reason, message: str) -> None:
         await self.emit(job, EmitEvent(EventKind.WARNING, reason, message))
 
-    async def emit(self, job: JobView, event: EmitEvent) -> None:
+    async def emit(self, job: TrainingJob, event: EmitEvent) -> None:
         subject = Subject(API_VERSION, TrainingJob.KIND, job.namespace, job.name, job.uid)
         await self._events.emit(subject, event.kind, event.reason, event.message)
 
 
-def _is_record_of(raw: Mapping[str, Any], job: JobView, record: CheckpointRecord) -> bool:
+def _is_record_of(raw: Mapping[str, Any], job: TrainingJob, record: CheckpointRecord) -> bool:
     """Return whether an existing Checkpoint is the record of this commit of this job.
 
     It must have the job's uid as a label, the job's name and the step in its spec, and a status that is empty

@@ -7,22 +7,18 @@ and the job would never recover.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from holdfast_core.api import JobCondition
+from holdfast_core.api import JobCondition, TrainingJob, TrainingJobStatus, changed, merge_patch
 from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
-from holdfast_operator.model.job import Condition, JobStatusView, JobView
-from holdfast_operator.watch.views import status_to_dict
 
 _INVALID = 422
 _DETAILS = frozenset({JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOTE_TIER_HEALTHY})
 
 
 async def write_status(
-    cluster: Cluster, job: JobView, resource_version: str, status: JobStatusView
-) -> tuple[str, JobStatusView]:
+    cluster: Cluster, job: TrainingJob, resource_version: str, status: TrainingJobStatus
+) -> tuple[str, TrainingJobStatus]:
     """Write the status. If the API server refuses it as invalid, write it again with the present details.
 
     Returns:
@@ -33,9 +29,9 @@ async def write_status(
         ApiError: The API server refused the write for another reason, or refused the second one as well.
     """
 
-    async def write(wanted: JobStatusView) -> str:
+    async def write(wanted: TrainingJobStatus) -> str:
         return await cluster.patch_job_status(
-            job.namespace, job.name, resource_version, status_to_dict(wanted)
+            job.namespace, job.name, resource_version, merge_patch(wanted)
         )
 
     try:
@@ -53,17 +49,17 @@ async def write_status(
     return await write(kept), kept
 
 
-def with_known_details(new: JobStatusView, known: JobStatusView) -> JobStatusView:
+def with_known_details(new: TrainingJobStatus, known: TrainingJobStatus) -> TrainingJobStatus:
     """Return `new` with the details of `known`, the status that the API server has.
 
     A detail is a part on which no decision of a later pass depends. The messages of all other conditions
     become empty.
     """
     conditions = (
-        (known.condition(c.type) if c.type in _DETAILS else _without_words(c))
+        (known.condition(c.type) if c.type in _DETAILS else changed(c, message=""))
         for c in new.conditions
     )
-    return replace(
+    return changed(
         new,
         step=known.step,
         last_memory_step=known.last_memory_step,
@@ -72,7 +68,3 @@ def with_known_details(new: JobStatusView, known: JobStatusView) -> JobStatusVie
         goodput=known.goodput,
         conditions=tuple(c for c in conditions if c is not None),
     )
-
-
-def _without_words(condition: Condition) -> Condition:
-    return replace(condition, message="")

@@ -5,17 +5,16 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from holdfast_core.api import CheckpointCondition, CheckpointPhase
+from holdfast_core.api import CheckpointCondition, CheckpointPhase, TrainingJob
 from holdfast_core.clock import stamp
 from holdfast_operator.model.actions import CheckpointRecord
-from holdfast_operator.model.job import JobView
 from holdfast_operator.model.reasons import Reason
 
 FORMAT_VERSION = 1
 
 
 def checkpoint_status(
-    job: JobView, record: CheckpointRecord, now: datetime, previous: dict[str, Any]
+    job: TrainingJob, record: CheckpointRecord, now: datetime, previous: dict[str, Any]
 ) -> dict[str, Any]:
     """Return a merge patch of `.status`.
 

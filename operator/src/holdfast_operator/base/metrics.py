@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from holdfast_core.api import JobCondition
-from holdfast_operator.model.job import JobStatusView, JobView, RecoveryView
+from holdfast_core.api import JobCondition, RecoveryStatus, TrainingJob, TrainingJobStatus
 from holdfast_operator.model.reasons import Reason
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30, 60, 120, 300, 600)
@@ -132,7 +131,7 @@ class Metrics:
     def watch_age(self, watch: str, seconds: float) -> None:
         self._watch_age.labels(watch).set(seconds)
 
-    def status_written(self, job: JobView, new: JobStatusView) -> None:
+    def status_written(self, job: TrainingJob, new: TrainingJobStatus) -> None:
         """Count what is new in a status that was written: a round, phases of a recovery, lost steps.
 
         Args:
@@ -170,10 +169,10 @@ class Metrics:
             except KeyError:
                 continue  # the job never had this series
 
-    def _count_recovery(self, job: JobView, new: RecoveryView) -> None:
+    def _count_recovery(self, job: TrainingJob, new: RecoveryStatus) -> None:
         old = job.status.last_recovery
         if old is None or old.round != new.round:
-            old = RecoveryView(new.round, new.reason)
+            old = RecoveryStatus(round=new.round, reason=new.reason)
         known = old.phases()
         for phase, seconds in new.phases().items():
             if phase not in known:

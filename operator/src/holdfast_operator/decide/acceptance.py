@@ -105,7 +105,7 @@ def birth_problem(world: World) -> Note | None:
 
 def _restore_from_problem(world: World) -> Note | None:
     job = world.observed.job
-    name = job.spec.restore_from
+    name = job.spec.source_checkpoint
     if name is None:
         return None
     source = next((c for c in world.observed.checkpoints if c.name == name), None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import Checkpoint, CheckpointPhase
+from holdfast_core.api import Checkpoint, CheckpointPhase, PersistedStep
 from holdfast_core.ids import CheckpointId, Step
 from holdfast_core.messages.schema import RestorePoint
 from holdfast_core.names import checkpoint_name
@@ -28,16 +28,8 @@ from holdfast_operator.model.actions import (
     PruneObject,
     UpdateCheckpointStatus,
 )
-from holdfast_operator.model.job import (
-    AskedSave,
-    CheckpointView,
-    JobMemory,
-    Now,
-    PersistedView,
-)
+from holdfast_operator.model.job import AskedSave, CheckpointView, JobMemory, Now
 
-MIN_KEPT = 2
-"""Smallest number of checkpoints that retention keeps, in case the newest proves to be unreadable (R16)."""
 PRUNES_PER_PASS = 4
 
 
@@ -55,7 +47,7 @@ def own_checkpoints(world: World) -> tuple[CheckpointView, ...]:
     )
 
 
-def pending_commit(world: World) -> PersistedView | None:
+def pending_commit(world: World) -> PersistedStep | None:
     """Return the newest checkpoint that the coordinator persisted if the status does not record it yet."""
     state = world.coordinator
     status = world.status
@@ -66,7 +58,7 @@ def pending_commit(world: World) -> PersistedView | None:
         return None
     if point.job_uid not in (None, world.observed.job.uid):
         return None
-    found = PersistedView(point.step, point.round, point.manifest)
+    found = PersistedStep(step=point.step, round=point.round, manifest=point.manifest)
     last = world.last_persisted
     if last is not None and (found.step, found.round) <= (last.step, last.round):
         return None
@@ -86,7 +78,7 @@ def has_object(world: World, checkpoint: CheckpointId) -> bool:
     return any(c.id == checkpoint for c in own_checkpoints(world))
 
 
-def committable(world: World) -> PersistedView | None:
+def committable(world: World) -> PersistedStep | None:
     """Return the pending commit if the previous one has its Checkpoint object, else None."""
     last = world.status.last_persisted
     if last is not None and not has_object(world, last.id):
@@ -143,7 +135,7 @@ def _projection(world: World, now: Now, requests: list[Action]) -> list[Action]:
     ]
 
 
-def _record(world: World, last: PersistedView, now: Now) -> CheckpointRecord:
+def _record(world: World, last: PersistedStep, now: Now) -> CheckpointRecord:
     job = world.observed.job
     state = world.coordinator
     size = 0
@@ -227,7 +219,7 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
     return actions, replace(memory, asked=tuple(asked.values()))
 
 
-def _fulfilled(world: World, asked: AskedSave) -> PersistedView | None:
+def _fulfilled(world: World, asked: AskedSave) -> PersistedStep | None:
     """Return the commit that fulfils a request, or None.
 
     It is persisted if the job has a store, else replicated.
@@ -240,7 +232,7 @@ def _fulfilled(world: World, asked: AskedSave) -> PersistedView | None:
         point = None if state is None else state.last_replicated
         if point is None or point.step is None or point.round is None or point.manifest is None:
             return None
-        found = PersistedView(point.step, point.round, point.manifest)
+        found = PersistedStep(step=point.step, round=point.round, manifest=point.manifest)
     if found is None or found.round != world.round:
         return None
     return found if asked.after_step is None or found.step > asked.after_step else None
@@ -332,7 +324,7 @@ def _retention(world: World, now: Now) -> list[Action]:
     doomed = [c for _, c in records if c.phase == CheckpointPhase.DELETING]
     committed = [(i, c) for i, c in records if c.phase == CheckpointPhase.COMMITTED]
     on = sorted({i for i, _ in committed if on_lineage(i, status.lineage)}, reverse=True)
-    kept = set(on[: max(MIN_KEPT, world.observed.job.spec.keep_last)]) | protected
+    kept = set(on[: world.observed.job.spec.checkpoint.retention.keep_last]) | protected
     kept |= {i for i, c in committed if c.hold}  # an id may have two objects, one of them pinned
     actions: list[Action] = []
     for checkpoint in doomed[:PRUNES_PER_PASS]:

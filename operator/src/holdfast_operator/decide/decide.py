@@ -19,7 +19,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import (
+    GoodputStatus,
+    JobCondition,
+    LineageEntry,
+    PersistedStep,
+    RestorePointStatus,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_operator.decide import (
     acceptance,
     avoidance,
@@ -54,17 +62,7 @@ from holdfast_operator.model.actions import (
     EventKind,
     WriteStatus,
 )
-from holdfast_operator.model.job import (
-    GoodputView,
-    JobMemory,
-    JobStatusView,
-    LineageEntry,
-    Now,
-    Observed,
-    PersistedView,
-    PodPhase,
-    RestorePointView,
-)
+from holdfast_operator.model.job import JobMemory, Now, Observed, PodPhase
 from holdfast_operator.model.reasons import Reason
 
 __all__ = ["decide"]
@@ -207,7 +205,7 @@ def _restart(world: World, memory: JobMemory, now: Now, failures: tuple[Failure,
     fault = recovery.fault_at(world, failures, memory)
     if status.last_recovery is not None:
         begun = recovery.begun(status.last_recovery, fault, memory, now)
-        status = replace(status, last_recovery=begun)
+        status = changed(status, last_recovery=begun)
     gone = tuple(f.confirm_gone for f in failures if f.confirm_gone is not None)
     cause = failures[0]
     text = f"round {status.restart_round} begins: {cause.message}"
@@ -254,7 +252,7 @@ def _begun(
     world: World,
     memory: JobMemory,
     now: Now,
-    status: JobStatusView,
+    status: TrainingJobStatus,
     gone: tuple[str, ...],
     event: EmitEvent,
 ) -> Decision:
@@ -264,10 +262,12 @@ def _begun(
     return Decision((action, event), 0.0, event.message, after_write(memory, world, now))
 
 
-def _stamped(world: World, memory: JobMemory, now: Now, status: JobStatusView) -> JobStatusView:
+def _stamped(
+    world: World, memory: JobMemory, now: Now, status: TrainingJobStatus
+) -> TrainingJobStatus:
     """Bring the status of a new round up to date, without the state of the old round's coordinator."""
     fresh = refresh(World(replace(world.observed, coordinator=None)), now, memory, status)
-    return replace(fresh, phase=compute_phase(fresh))
+    return changed(fresh, phase=compute_phase(fresh))
 
 
 def _fail(world: World, memory: JobMemory, now: Now, note: Note) -> Decision:
@@ -296,23 +296,28 @@ def _choose(world: World, memory: JobMemory, now: Now) -> Decision:
     return Decision(tuple(actions), 0.0, choice.message, memory)
 
 
-def _with_choice(world: World, choice: restore_point.Chosen) -> JobStatusView:
+def _with_choice(world: World, choice: restore_point.Chosen) -> TrainingJobStatus:
     """Return the status of CAS 2 with restore point, lineage and coordinator.
 
     The step and the levels in the status go down to the restore point.
     """
     status = world.status
-    point: RestorePointView = choice.point
-    entry = LineageEntry(world.round, point.step, point.round, point.manifest)
+    point: RestorePointStatus = choice.point
+    entry = LineageEntry(
+        round=world.round,
+        base_step=point.step,
+        base_round=point.round,
+        base_manifest=point.manifest,
+    )
     own = point.step if point.job_uid is None else None
     lost = None
     if status.step is not None:
         lost = max(0, status.step - (own or 0))
     record = status.last_recovery
     if record is not None and record.round == world.round:
-        record = replace(record, lost_steps=lost)
+        record = changed(record, lost_steps=lost)
     replicated = status.last_replicated_step
-    return replace(
+    return changed(
         status,
         restore_point=point,
         lineage=restore_point.extend_lineage(status.lineage, entry),
@@ -328,14 +333,14 @@ def _with_choice(world: World, choice: restore_point.Chosen) -> JobStatusView:
 
 
 def _less_lost_work(
-    goodput: GoodputView | None, lost: int | None, trained: int | None
-) -> GoodputView | None:
+    goodput: GoodputStatus | None, lost: int | None, trained: int | None
+) -> GoodputStatus | None:
     """Add the lost steps to the lost work, at the mean training time of a step so far."""
     if goodput is None or not lost or not trained:
         return goodput
     seconds = goodput.training_seconds * lost / trained
     return with_ratio(
-        replace(
+        changed(
             goodput,
             lost_work_seconds=min(goodput.lost_work_seconds + seconds, goodput.training_seconds),
         )
@@ -372,13 +377,13 @@ def _committed(
     world: World,
     memory: JobMemory,
     now: Now,
-    commit: PersistedView,
+    commit: PersistedStep,
     actions: list[Action],
     note: Note | None,
 ) -> Decision:
     """Return a decision that commits in the object tier and then takes these actions."""
     job = world.observed.job
-    status = replace(job.status, last_persisted=commit)
+    status = changed(job.status, last_persisted=commit)
     status = refresh(world, now, memory, _with_suspend_words(world, now, status), note)
     text = f"step {commit.step} of round {commit.round} is persisted"
     first: list[Action] = [CommitPersisted(job.resource_version, status)]
@@ -387,7 +392,7 @@ def _committed(
     return Decision((*first, *actions, event), 0.0, text, memory, _acted(world))
 
 
-def _with_suspend_words(world: World, now: Now, status: JobStatusView) -> JobStatusView:
+def _with_suspend_words(world: World, now: Now, status: TrainingJobStatus) -> TrainingJobStatus:
     """Return the status with condition Suspended=False, whose message is what a suspension waits for.
 
     A job that was never asked to suspend does not get the condition.
@@ -463,17 +468,17 @@ def _with_status_write(
     return Decision(tuple(actions), requeue_seconds, reason, memory, _acted(world))
 
 
-def _renamed(world: World, now: Now, status: JobStatusView) -> JobStatusView:
+def _renamed(world: World, now: Now, status: TrainingJobStatus) -> TrainingJobStatus:
     """Return the status with another coordinator if the present one does not answer."""
     other = gang.renamed_coordinator(world, now)
-    return status if other is None else replace(status, coordinator=other)
+    return status if other is None else changed(status, coordinator=other)
 
 
 def _written(
     world: World,
     memory: JobMemory,
     now: Now,
-    status: JobStatusView,
+    status: TrainingJobStatus,
     others: list[Action],
     reason: str,
 ) -> Decision:
@@ -484,8 +489,8 @@ def _written(
     return Decision((write, *others), 0.0, reason, memory, _acted(world))
 
 
-def _with_status(world: World, status: JobStatusView) -> Observed:
-    return replace(world.observed, job=replace(world.observed.job, status=status))
+def _with_status(world: World, status: TrainingJobStatus) -> Observed:
+    return replace(world.observed, job=changed(world.observed.job, status=status))
 
 
 def _acted(world: World) -> int | None:

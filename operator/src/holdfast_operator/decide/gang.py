@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import (
+    Compression,
+    JobCondition,
+    PersistedStep,
+    RecoveryStatus,
+    RestartRecord,
+    RestorePointStatus,
+    TrainingJobStatus,
+    changed,
+)
 from holdfast_core.api.training_job_status import MAX_RECENT_RESTARTS
 from holdfast_core.ids import RestartRound, Step, Worker
 from holdfast_core.messages.schema import Member, Policy, RestorePoint, Round
@@ -40,15 +49,7 @@ from holdfast_operator.model.actions import (
     SendRound,
     round_digest,
 )
-from holdfast_operator.model.job import (
-    JobMemory,
-    JobStatusView,
-    Now,
-    PersistedView,
-    RecoveryView,
-    RestartRecord,
-    RestorePointView,
-)
+from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 
 COORDINATOR_SILENT_SECONDS = 10.0
@@ -61,12 +62,12 @@ that start one after another would cause 4,096 times 4,096 calls."""
 # --------------------------------------------------------------------------- CAS 1
 
 
-def first_round(world: World, now: Now) -> JobStatusView:
+def first_round(world: World, now: Now) -> TrainingJobStatus:
     """Return the status that begins the first round: round 0, or a round above those of sidecars and pods."""
     round_ = world.next_round
     newer = world.pods_ahead
     workers = range(world.observed.job.spec.workers)
-    return replace(
+    return changed(
         world.status,
         restart_round=round_,
         members=tuple(newer.get(Worker(w), round_) for w in workers),
@@ -76,7 +77,7 @@ def first_round(world: World, now: Now) -> JobStatusView:
     )
 
 
-def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStatusView:
+def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> TrainingJobStatus:
     """Return the status that begins the next round after these failures, of which there is at least one."""
     job = world.observed.job
     status = with_levels(world.status, world)
@@ -92,12 +93,18 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
     recent = counted_restarts(world, now)
     if not is_disruption(failures):
         failed_from = failed_from_restore_point(world, failures)
-        record = RestartRecord(round_, now.utc, cause.reason, failed_from)
+        record = RestartRecord(
+            round=round_,
+            at=now.utc,
+            reason=cause.reason,
+            failed_step=None if failed_from is None else failed_from.step,
+            failed_round=None if failed_from is None else failed_from.round,
+        )
         recent = (*recent, record)[-MAX_RECENT_RESTARTS:]
     note = Note(cause.reason, f"round {round_}: {cause.message}")
     if asked_to_stop(status):  # the gang of the new round was not asked
         status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
-    status = replace(
+    status = changed(
         status,
         restart_round=round_,
         members=members,
@@ -106,7 +113,7 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> JobStat
         restarts=status.restarts + 1,
         recent_restarts=recent,
         restarts_count_towards_max=len(recent),
-        last_recovery=RecoveryView(round=round_, reason=cause.reason),
+        last_recovery=RecoveryStatus(round=round_, reason=cause.reason),
     )
     status = set_condition(status, JobCondition.RESTARTING, True, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
@@ -121,19 +128,19 @@ def _stays(member: MemberState) -> bool:
     return member.pod is not None and member.pod.alive and member.pod.node is not None
 
 
-def resumed_round(world: World, now: Now) -> JobStatusView:
+def resumed_round(world: World, now: Now) -> TrainingJobStatus:
     """Return the status that begins the round after a suspension. All of its pods are new."""
     round_ = world.next_round
     job = world.observed.job
     note = Note(Reason.RESUMED, f"round {round_}: spec.suspend is false again")
-    status = replace(
+    status = changed(
         world.status,
         restart_round=round_,
         members=(round_,) * job.spec.workers,
         restore_point=None,
         coordinator=None,
         start_time=now.utc,
-        last_recovery=RecoveryView(round_, Reason.RESUMED, begun_at=now.utc),
+        last_recovery=RecoveryStatus(round=round_, reason=Reason.RESUMED, begun_at=now.utc),
     )
     status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
     return set_condition(status, JobCondition.RUNNING, False, note, now, job.generation)
@@ -362,33 +369,34 @@ def round_message(world: World) -> Round:
         store_host=store_host(world),
         workers=len(members),
         members=members,
-        copies=place_copies(_domains(world), job.spec.peer_copies),
+        copies=place_copies(_domains(world), job.spec.peer.copies),
         policy=_policy(world),
         holds=_holds_of_job(world),
         last_persisted=_persisted_message(world.last_persisted),
     )
 
 
-def restore_point_message(view: RestorePointView | None) -> RestorePoint:
+def restore_point_message(view: RestorePointStatus | None) -> RestorePoint:
     if view is None:
         return RestorePoint()
     return RestorePoint(view.step, view.round, view.manifest, view.job_uid, view.job_namespace)
 
 
-def _persisted_message(view: PersistedView | None) -> RestorePoint | None:
+def _persisted_message(view: PersistedStep | None) -> RestorePoint | None:
     return None if view is None else RestorePoint(view.step, view.round, view.manifest)
 
 
 def _policy(world: World) -> Policy:
     spec = world.observed.job.spec
+    checkpoint, object_ = spec.checkpoint, spec.checkpoint.object
     return Policy(
-        interval_steps=spec.interval_steps,
-        slots=spec.slots,
-        keep_last=spec.keep_last,
-        peer_copies=min(spec.peer_copies, len(world.members) - 1),
-        peer_encryption=spec.peer_encryption,
-        object_every_steps=spec.object_every_steps if spec.store is not None else None,
-        object_compression=spec.object_compression,
+        interval_steps=checkpoint.interval.steps,
+        slots=checkpoint.memory.slots,
+        keep_last=checkpoint.retention.keep_last,
+        peer_copies=min(spec.peer.copies, len(world.members) - 1),
+        peer_encryption=spec.peer.encryption.value,
+        object_every_steps=None if object_ is None else object_.every.steps,
+        object_compression=(Compression.NONE if object_ is None else object_.compression).value,
     )
 
 
@@ -407,7 +415,7 @@ def _domains(world: World) -> tuple[str, ...]:
 
     A worker without a node gets a domain of its own, and a node without the label is a domain of its own.
     """
-    key = world.observed.job.spec.topology_key
+    key = world.observed.job.spec.peer.topology_key
     found = []
     for member in world.members:
         node_name = None if member.pod is None else member.pod.node

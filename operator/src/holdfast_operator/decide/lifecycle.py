@@ -8,25 +8,25 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import JobCondition, TrainingJobStatus, changed
 from holdfast_operator.decide.checkpoints import has_object, pending_commit
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.failure import Failure, budget_spent, failing_rule
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report.status import Note, set_condition
 from holdfast_operator.model.actions import Action, AskStop, DeleteJob, DeletePod
-from holdfast_operator.model.job import JobStatusView, Now, PodPhase
+from holdfast_operator.model.job import Now, PodPhase
 from holdfast_operator.model.reasons import Reason
 
 EXIT_GRACE = timedelta(seconds=60)
 """Time after the end of a complete job for its launchers to exit. Pods that still run then are deleted."""
 
 
-def is_over(status: JobStatusView) -> bool:
+def is_over(status: TrainingJobStatus) -> bool:
     return status.is_true(JobCondition.COMPLETE) or status.is_true(JobCondition.FAILED)
 
 
-def accepted(world: World, now: Now, problem: Note | None) -> JobStatusView:
+def accepted(world: World, now: Now, problem: Note | None) -> TrainingJobStatus:
     """Return the status with condition Accepted: False for a problem, Unknown while the store is probed."""
     note = problem or Note(Reason.ACCEPTED, "the spec can be run")
     waiting = problem is not None and problem.reason == Reason.STORE_NOT_PROBED
@@ -38,10 +38,10 @@ def accepted(world: World, now: Now, problem: Note | None) -> JobStatusView:
 # --------------------------------------------------------------------------- the end
 
 
-def failed(world: World, now: Now, note: Note) -> JobStatusView:
+def failed(world: World, now: Now, note: Note) -> TrainingJobStatus:
     """Return the status that ends the job as failed."""
     generation = world.observed.job.generation
-    status = replace(world.status, completion_time=now.utc)
+    status = changed(world.status, completion_time=now.utc)
     for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
         if status.condition(kind) is not None:
             status = set_condition(status, kind, False, note, now, generation)
@@ -54,11 +54,11 @@ def failure_of_job(world: World, failures: tuple[Failure, ...], now: Now) -> Not
     if rule is not None:
         return Note(Reason.EXIT_CODE_RULE, f"failurePolicy.rules require FailJob: {rule.message}")
     if budget_spent(world, failures, now):
-        spec = world.observed.job.spec
-        window = int(spec.restart_window.total_seconds())
+        policy = world.observed.job.spec.failure_policy
+        window = int(policy.window_length.total_seconds())
         return Note(
             Reason.BACKOFF_LIMIT_EXCEEDED,
-            f"more than {spec.max_restarts} restarts within {window} s; the newest: "
+            f"more than {policy.max_restarts} restarts within {window} s; the newest: "
             f"{failures[0].message}",
         )
     return None
@@ -68,15 +68,13 @@ def deadline_passed(world: World, now: Now) -> Note | None:
     """Return the reason for failure if activeDeadlineSeconds has passed, else None."""
     job = world.observed.job
     start = world.status.start_time
-    if job.spec.active_deadline is None or start is None:
+    seconds = job.spec.active_deadline_seconds
+    if seconds is None or start is None or (now.utc - start).total_seconds() < seconds:
         return None
-    if now.utc - start < job.spec.active_deadline:
-        return None
-    seconds = int(job.spec.active_deadline.total_seconds())
     return Note(Reason.DEADLINE_EXCEEDED, f"activeDeadlineSeconds {seconds} has passed")
 
 
-def completed(world: World, now: Now) -> JobStatusView | None:
+def completed(world: World, now: Now) -> TrainingJobStatus | None:
     """Return the status that completes the job, or None if it is not complete.
 
     A job is complete when every rank returned 0 or every pod succeeded, and every commit in the store is
@@ -99,7 +97,7 @@ def completed(world: World, now: Now) -> JobStatusView | None:
     if not (finished or _all_ended(world)) or not everything_recorded(world):
         return None
     note = Note(Reason.COMPLETED, "every rank returned 0")
-    status = replace(status, completion_time=now.utc)
+    status = changed(status, completion_time=now.utc)
     for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
         if status.condition(kind) is not None:
             status = set_condition(status, kind, False, note, now, job.generation)
@@ -133,8 +131,8 @@ def after_the_end(world: World, now: Now) -> list[Action]:
         unwanted = pod.uid not in members or (running and overdue) or lost
         if unwanted and (lost or not pod.terminating):
             actions.append(DeletePod(pod.name, pod.uid, force=lost))
-    ttl = world.observed.job.spec.ttl_after_finished
-    if ttl is not None and now.utc - ended >= ttl:
+    ttl_seconds = world.observed.job.spec.ttl_seconds_after_finished
+    if ttl_seconds is not None and (now.utc - ended).total_seconds() >= ttl_seconds:
         actions.append(DeleteJob(world.observed.job.uid))
     return actions
 
@@ -142,7 +140,7 @@ def after_the_end(world: World, now: Now) -> list[Action]:
 # --------------------------------------------------------------------------- suspension
 
 
-def suspended(world: World, now: Now) -> JobStatusView:
+def suspended(world: World, now: Now) -> TrainingJobStatus:
     """Return the status of a suspended job."""
     job = world.observed.job
     note = Note(
@@ -150,7 +148,7 @@ def suspended(world: World, now: Now) -> JobStatusView:
         ("spec.suspend is true, and no committed step would be lost with the pods"),
     )
     # As for a Job of batch/v1, activeDeadlineSeconds counts from zero again when the job resumes.
-    status = replace(world.status, start_time=None)
+    status = changed(world.status, start_time=None)
     for kind in (JobCondition.RUNNING, JobCondition.RESTARTING):
         if status.condition(kind) is not None:
             status = set_condition(status, kind, False, note, now, job.generation)
@@ -182,14 +180,14 @@ def must_take_back(world: World) -> bool:
     return readable.lost_with_all_pods(world) is not None
 
 
-def taken_back(world: World, now: Now) -> JobStatusView:
+def taken_back(world: World, now: Now) -> TrainingJobStatus:
     """Return the status that withdraws a suspension before a pod was deleted. The round continues."""
     job = world.observed.job
     note = suspend_note(world)
     if job.spec.store is not None:
         # The gang may have been asked to stop before it was suspended: this reason records it.
         note = replace(note, reason=Reason.STOPPING)
-    status = replace(world.status, start_time=now.utc)
+    status = changed(world.status, start_time=now.utc)
     return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
 
 
@@ -234,7 +232,7 @@ def suspend_note(world: World) -> Note:
     )
 
 
-def asked_to_stop(status: JobStatusView) -> bool:
+def asked_to_stop(status: TrainingJobStatus) -> bool:
     """Return whether the gang of this round may have been asked to save and stop.
 
     The record, reason Stopping of condition Suspended, is written before the gang is asked. It stays until

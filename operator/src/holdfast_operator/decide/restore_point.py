@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from holdfast_core.api import LineageEntry, RestorePointStatus, TierCounts, changed
 from holdfast_core.ids import Step, TierName, Worker, worker_of
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.failure import counted_restarts
@@ -26,13 +27,7 @@ from holdfast_operator.decide.facts.readable import Candidate, Holders
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.report.status import Note
-from holdfast_operator.model.job import (
-    JobMemory,
-    LineageEntry,
-    Now,
-    RestorePointView,
-    Sources,
-)
+from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 
 HOLDERS_SECONDS = 60.0
@@ -44,7 +39,7 @@ MAX_LINEAGE = 64
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    point: RestorePointView
+    point: RestorePointStatus
     reason: Reason
     message: str
 
@@ -166,8 +161,8 @@ def _chosen(
     return Chosen(point, reason, text)
 
 
-def _point(world: World, best: Candidate, holders: Holders) -> RestorePointView:
-    return RestorePointView(
+def _point(world: World, best: Candidate, holders: Holders) -> RestorePointStatus:
+    return RestorePointStatus(
         step=best.id.step,
         round=best.id.round,
         manifest=best.manifest,
@@ -195,12 +190,12 @@ def _rejected(world: World, rejected: Candidate, chosen: Candidate, holders: Hol
     return Chosen(_point(world, chosen, holders), Reason.RESTORE_POINT_REJECTED, text)
 
 
-def _sources(world: World, best: Candidate, holders: Holders) -> Sources:
+def _sources(world: World, best: Candidate, holders: Holders) -> TierCounts:
     """Count the ranks by the nearest tier that holds their shard."""
     per_worker = world.observed.job.spec.procs_per_worker
     counts = dict.fromkeys(TierName, 0)
     if best.info is None:
-        return Sources(object=per_worker * len(world.members))
+        return TierCounts(object=per_worker * len(world.members))
     for shard in best.info.shards:
         held = holders.get((best.id, shard.rank, shard.blake3), [])
         own = {tier for worker, tier in held if worker == worker_of(shard.rank, per_worker)}
@@ -212,7 +207,7 @@ def _sources(world: World, best: Candidate, holders: Holders) -> Sources:
             counts[TierName.PEER] += 1
         else:
             counts[TierName.OBJECT] += 1
-    return Sources(
+    return TierCounts(
         memory=counts[TierName.MEMORY],
         node=counts[TierName.NODE],
         peer=counts[TierName.PEER],
@@ -223,25 +218,26 @@ def _sources(world: World, best: Candidate, holders: Holders) -> Sources:
 def _from_spec(world: World, unfinished: Step | None) -> Choice:
     """Choose the start of a job that has no committed step: spec.restoreFrom, or no checkpoint at all."""
     job = world.observed.job
-    name = job.spec.restore_from
+    name = job.spec.source_checkpoint
     if name is None:
+        beginning = RestorePointStatus(sources=TierCounts())
         text = f"round {world.round} starts without a checkpoint"
         if unfinished is not None:
             text += (
                 f": the commit of step {unfinished} was interrupted, and one of its shards is lost"
             )
-            return Chosen(RestorePointView(), Reason.SHARDS_LOST, text)
-        return Chosen(RestorePointView(), Reason.RESTORE_POINT_CHOSEN, text)
+            return Chosen(beginning, Reason.SHARDS_LOST, text)
+        return Chosen(beginning, Reason.RESTORE_POINT_CHOSEN, text)
     source = next((c for c in world.observed.checkpoints if c.name == name), None)
     if source is None or source.step is None or source.manifest is None or source.job_uid is None:
         text = f"Checkpoint {name} of spec.restoreFrom does not exist, or is not committed"
         return Wait(Note(Reason.RESTORE_POINT_UNAVAILABLE, text))
-    point = RestorePointView(
+    point = RestorePointStatus(
         step=source.step,
         round=source.round,
         manifest=source.manifest,
         # Ranks of the source, whose number may differ: this job's ranks read any shard from the store.
-        sources=Sources(object=source.world_size or job.spec.world_size),
+        sources=TierCounts(object=source.world_size or job.spec.world_size),
         job_uid=source.job_uid,
         job_namespace=source.job_namespace or job.namespace,
     )
@@ -262,9 +258,7 @@ def extend_lineage(
     kept.append(entry)
     while len(kept) > MAX_LINEAGE:
         first, second = kept[0], kept[1]
-        kept[:2] = [
-            LineageEntry(second.round, first.base_step, first.base_round, first.base_manifest)
-        ]
+        kept[:2] = [changed(first, round=second.round)]
     return tuple(kept)
 
 

@@ -35,7 +35,7 @@ from holdfast_operator.loop.observe import Observer
 from holdfast_operator.loop.stores import Stores
 from holdfast_operator.loop.workqueue import WorkQueue
 from holdfast_operator.model.actions import EventKind
-from holdfast_operator.model.job import JobMemory, JobView, Now, Unreadable
+from holdfast_operator.model.job import JobMemory, Now, Unreadable
 from holdfast_operator.model.keys import Key, KeyKind, job_key, store_key
 from holdfast_operator.model.reasons import Reason
 from holdfast_operator.render.pod import SidecarSettings, render_pod
@@ -225,7 +225,7 @@ class Controller:
                 await self._events.emit(subject, EventKind.WARNING, Reason.DATA_KEPT, text)
                 logs.warning(text, namespace=key.namespace)
 
-    def _incomplete(self, key: Key, job: JobView, applied: Applied) -> IncompletePass:
+    def _incomplete(self, key: Key, job: TrainingJob, applied: Applied) -> IncompletePass:
         """Log what was not carried out and return the error that the caller raises.
 
         The error makes the queue retry the key after a growing, jittered delay. A complete pass resets
@@ -243,7 +243,7 @@ class Controller:
             self._said.warning(f"{key} {name}", text, **_fields(job))
         return IncompletePass(failed=bool(applied.failed))
 
-    async def _template_refusal(self, key: Key, job: JobView) -> str | None:
+    async def _template_refusal(self, key: Key, job: TrainingJob) -> str | None:
         """Return why the API server would refuse the job's pod, or None.
 
         The server is asked only before the first round: once for each generation of the job, and again
@@ -308,7 +308,7 @@ class Controller:
             for node in sorted(unproven):
                 await self._confirm(node)
 
-    def _look_after(self, job: JobView, silent: set[str], unproven: set[str]) -> None:
+    def _look_after(self, job: TrainingJob, silent: set[str], unproven: set[str]) -> None:
         """Start the sidecar calls that no decision requests, and collect the job's late nodes.
 
         Adds the job's key to the queue where a node has become silent since the last tick.
@@ -357,7 +357,7 @@ class Controller:
                 self._queue.add(store_key(store.namespace, store.name))
             await self._clock.sleep(SWEEP_SECONDS)
 
-    def _job_gone(self, job: JobView | Unreadable) -> None:
+    def _job_gone(self, job: TrainingJob | Unreadable) -> None:
         uid = JobUid(job.uid)
         for known in (self._memory, self._refusals):
             known.pop(uid, None)
@@ -384,5 +384,5 @@ class Controller:
         task.add_done_callback(self._tasks.discard)
 
 
-def _fields(job: JobView) -> dict[str, Any]:
+def _fields(job: TrainingJob) -> dict[str, Any]:
     return {"namespace": job.namespace, "job": job.name, "round": job.status.restart_round}

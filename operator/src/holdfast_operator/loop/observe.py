@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from holdfast_core.api import CheckpointStore
+from holdfast_core.api import CheckpointStore, StoreCondition, TrainingJob
 from holdfast_core.clock import Clock
 from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import Worker
@@ -18,7 +18,6 @@ from holdfast_operator.apply.job_effects import JobEffects
 from holdfast_operator.model.job import (
     CheckpointView,
     JobMemory,
-    JobView,
     NodeView,
     Observed,
     PodView,
@@ -28,7 +27,6 @@ from holdfast_operator.model.job import (
 from holdfast_operator.model.keys import job_key
 from holdfast_operator.sidecars.calls import Sidecars
 from holdfast_operator.watch.cache import ClusterCache
-from holdfast_operator.watch.records import StoreRecord
 
 SUSPECT_SHARE = 0.6
 """Share of nodeLoss.suspectAfterSeconds after which the sidecars of a node with a late lease are called
@@ -48,7 +46,7 @@ class Observer:
         self._clock = clock
 
     def observe(
-        self, job: JobView, memory: JobMemory, template_refusal: str | None = None
+        self, job: TrainingJob, memory: JobMemory, template_refusal: str | None = None
     ) -> Observed:
         pods = self._cache.pods(job)
         self.follow_sidecars(job, pods)
@@ -69,7 +67,7 @@ class Observer:
             template_refusal=template_refusal,
         )
 
-    def follow_sidecars(self, job: JobView, pods: tuple[PodView, ...]) -> None:
+    def follow_sidecars(self, job: TrainingJob, pods: tuple[PodView, ...]) -> None:
         """Pass the job's current pods and coordinator to `Sidecars`, which may start calls to them.
 
         The controller's tick calls this between passes as well.
@@ -91,7 +89,7 @@ class Observer:
             ranks=job.spec.workers * job.spec.procs_per_worker,
         )
 
-    def suspects(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+    def suspects(self, job: TrainingJob, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Return the nodes of the job's pods whose leases are late or whose Node objects are gone.
 
         Where ranks of the current round are dead, return all nodes: a node may be lost before its lease
@@ -102,7 +100,7 @@ class Observer:
         state = self._sidecars.coordinator_state(job.uid)
         if state is not None and state.dead and state.round == job.status.restart_round:
             return frozenset(p.node for p in pods if p.node is not None)
-        limit = job.spec.suspect_after.total_seconds() * SUSPECT_SHARE
+        limit = job.spec.node_loss.suspect_after_seconds * SUSPECT_SHARE
         found = set()
         for pod in pods:
             stale = None if pod.node is None else self._cache.leases.stale_seconds(pod.node, now)
@@ -122,25 +120,25 @@ class Observer:
         missing = self._cache.leases.is_missing(node)
         return self._cache.node_contact if missing else self._cache.lease_contact
 
-    def silent_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+    def silent_nodes(self, job: TrainingJob, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Return the nodes of the job's pods that are proven to be silent for suspect_after."""
         now = self._clock.monotonic()
-        threshold = job.spec.suspect_after.total_seconds()
+        threshold = job.spec.node_loss.suspect_after_seconds
         nodes = {p.node for p in pods if p.node is not None}
         leases = self._cache.leases
         return frozenset(n for n in nodes if leases.is_silent(n, threshold, now, self._contact(n)))
 
-    def unproven_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> frozenset[str]:
+    def unproven_nodes(self, job: TrainingJob, pods: tuple[PodView, ...]) -> frozenset[str]:
         """Return the nodes whose leases are stale but where the watch of leases may be late itself."""
         now = self._clock.monotonic()
-        threshold = job.spec.suspect_after.total_seconds()
+        threshold = job.spec.node_loss.suspect_after_seconds
         nodes = {p.node for p in pods if p.node is not None}
         leases = self._cache.leases
         return frozenset(
             n for n in nodes if leases.needs_confirmation(n, threshold, now, self._contact(n))
         )
 
-    def _nodes(self, job: JobView, pods: tuple[PodView, ...]) -> dict[str, NodeView]:
+    def _nodes(self, job: TrainingJob, pods: tuple[PodView, ...]) -> dict[str, NodeView]:
         silent = self.silent_nodes(job, pods)
         nodes: dict[str, NodeView] = {}
         for name in {p.node for p in pods if p.node is not None}:
@@ -152,7 +150,7 @@ class Observer:
                 nodes[name] = replace(node, lost=name in silent, renewed_at=renewed_at)
         return nodes
 
-    def _lost_nodes(self, job: JobView, pods: tuple[PodView, ...]) -> tuple[NodeView, ...]:
+    def _lost_nodes(self, job: TrainingJob, pods: tuple[PodView, ...]) -> tuple[NodeView, ...]:
         """Return the lost nodes of the whole cluster, the newest loss first.
 
         The nodes of the job's own pods are not enough: the pod that ran on a lost node may be deleted by
@@ -162,7 +160,7 @@ class Observer:
         started = {(p.worker, p.birth_round) for p in pods if p.started}
         if started.issuperset(enumerate(job.status.members)):
             return ()  # every member has started, so the search of all leases is saved
-        cache, threshold = self._cache, job.spec.suspect_after.total_seconds()
+        cache, threshold = self._cache, job.spec.node_loss.suspect_after_seconds
         lost = cache.leases.silent(threshold, self._clock.monotonic(), cache.lease_contact)
         avoided = {n for p in pods for n in p.avoided_nodes if cache.leases.is_undated(n)}
         nodes = [
@@ -176,22 +174,22 @@ class Observer:
         ]
         return tuple(sorted(nodes, key=lambda n: n.renewed_at or 0.0, reverse=True))
 
-    def _checkpoints(self, job: JobView) -> tuple[CheckpointView, ...]:
+    def _checkpoints(self, job: TrainingJob) -> tuple[CheckpointView, ...]:
         own = self._cache.checkpoints(job.namespace, job.name)
-        source = job.spec.restore_from
+        source = job.spec.source_checkpoint
         if source is None or any(c.name == source for c in own):
             return own
         found = self._cache.checkpoint(job.namespace, source)
         return own if found is None else (*own, found)
 
-    def _unreadable(self, job: JobView) -> tuple[Unreadable, ...]:
+    def _unreadable(self, job: TrainingJob) -> tuple[Unreadable, ...]:
         """Return the objects that exist, concern this job and cannot be parsed."""
         found = list(self._cache.unreadable_pods(job.namespace, job.uid))
         prefix = f"{job_prefix(job.name, job.uid)}-"
         found.extend(
             c
             for c in self._cache.unreadable_checkpoints(job.namespace)
-            if c.name == job.spec.restore_from or c.name.startswith(prefix)
+            if c.name == job.spec.source_checkpoint or c.name.startswith(prefix)
         )
         if job.spec.store is not None:
             kind = CheckpointStore.KIND
@@ -199,16 +197,16 @@ class Observer:
             found.extend(() if store is None else (store,))
         return tuple(found)
 
-    def _store(self, job: JobView) -> StoreView | None:
+    def _store(self, job: TrainingJob) -> StoreView | None:
         if job.spec.store is None:
             return None
-        record = self._cache.store(job.namespace, job.spec.store)
-        return None if record is None or record.deleting else store_view(record)
+        store = self._cache.store(job.namespace, job.spec.store)
+        return None if store is None or store.deleting else store_view(store)
 
 
-def store_config(record: StoreRecord) -> StoreConfig:
+def store_config(store: CheckpointStore) -> StoreConfig:
     """Return the store's configuration as sidecars receive it. The CRD has validated the endpoint."""
-    s3, features = record.store.spec.s3, record.store.status.features
+    s3, features = store.spec.s3, store.status.features
     url = urlsplit(s3.endpoint)
     return StoreConfig(
         endpoint=url.netloc,
@@ -222,19 +220,20 @@ def store_config(record: StoreRecord) -> StoreConfig:
     )
 
 
-def store_view(record: StoreRecord) -> StoreView:
-    s3 = record.store.spec.s3
-    answered = record.store.status.observed_generation == record.generation
+def store_view(store: CheckpointStore) -> StoreView:
+    s3 = store.spec.s3
+    answered = store.status.observed_generation == store.generation
+    condition = store.status.condition(StoreCondition.AVAILABLE)
     return StoreView(
-        name=record.name,
-        config=store_config(record),
+        name=store.name,
+        config=store_config(store),
         credentials_secret=s3.credentials_secret_ref.name,
         ca_secret=None if s3.ca_secret_ref is None else s3.ca_secret_ref.name,
-        available=record.available if answered else None,
-        message=record.message,
+        available=store.available if answered else None,
+        message="" if condition is None else condition.message,
     )
 
 
-def _is_member(job: JobView, pod: PodView) -> bool:
+def _is_member(job: TrainingJob, pod: PodView) -> bool:
     members = job.status.members
     return pod.worker < len(members) and members[pod.worker] == pod.birth_round

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from holdfast_core.api import API_VERSION, CheckpointStore
+from holdfast_core.api import API_VERSION, CheckpointStore, merge_patch
 from holdfast_core.clock import Clock
 from holdfast_operator.base import logs
 from holdfast_operator.kube.cluster import Cluster
@@ -26,7 +26,7 @@ from holdfast_operator.loop.stores_probe import (
 from holdfast_operator.model.effects import NameTakenError
 from holdfast_operator.render.pod import SidecarSettings
 from holdfast_operator.watch.cache import ClusterCache
-from holdfast_operator.watch.records import ProbePod, StoreRecord
+from holdfast_operator.watch.records import ProbePod
 
 LOOK_AGAIN_SECONDS = 2.0
 
@@ -92,7 +92,7 @@ class Stores:
             await self._write(store, ProbeResult(False, PROBE_REFUSED, str(error), None))
         return LOOK_AGAIN_SECONDS
 
-    async def _look_at(self, store: StoreRecord, pod: ProbePod) -> float:
+    async def _look_at(self, store: CheckpointStore, pod: ProbePod) -> float:
         now = self._clock.monotonic()
         age = now - self._first_seen.setdefault(pod.uid, now)
         result = result_of(store, pod, age)
@@ -106,10 +106,10 @@ class Stores:
         if not pod.terminating:
             await self._cluster.delete_pod(pod.namespace, pod.name, pod.uid, force=False)
 
-    async def _write(self, store: StoreRecord, result: ProbeResult) -> None:
+    async def _write(self, store: CheckpointStore, result: ProbeResult) -> None:
         status = store_status(store, result, self._clock.utc_now())
         await self._cluster.patch_store_status(
-            store.namespace, store.name, store.resource_version, status
+            store.namespace, store.name, store.resource_version, merge_patch(status)
         )
         if store.available is result.available:
             return
@@ -120,7 +120,7 @@ class Stores:
         kind = "Normal" if result.available else "Warning"
         await self._events.emit(subject, kind, result.reason, result.message)
 
-    def _newest_start(self, store: StoreRecord) -> datetime | None:
+    def _newest_start(self, store: CheckpointStore) -> datetime | None:
         starts = [
             j.created_at
             for j in self._cache.jobs_of_store(store.namespace, store.name)

@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from holdfast_core.api import API_VERSION, CheckpointStore, StoreCondition
-from holdfast_core.clock import stamp
+from holdfast_core.api import (
+    API_VERSION,
+    CheckpointStore,
+    CheckpointStoreStatus,
+    StoreCondition,
+    StoreFeatures,
+    changed,
+)
 from holdfast_core.contract import STORE_DIR, StoreConfig
 from holdfast_operator.model import labels
 from holdfast_operator.model.ownership import PROBE_PREFIX
 from holdfast_operator.render.pod import HOLDFAST_GROUP, SidecarSettings
-from holdfast_operator.watch.records import ProbePod, StoreRecord
+from holdfast_operator.watch.records import ProbePod
 
 STUCK_SECONDS = 20.0
 """Age from which a probe pod that has not started counts as failed. A pod whose Secret is missing stays in
@@ -45,7 +51,7 @@ class ProbeResult:
     features: dict[str, bool] | None
 
 
-def probe_due(store: StoreRecord, newest_job_start: datetime | None, now: datetime) -> bool:
+def probe_due(store: CheckpointStore, newest_job_start: datetime | None, now: datetime) -> bool:
     """Return whether the store must be probed now.
 
     A probe is due after creation or a change of the spec, when a new job uses the store, and from time to
@@ -54,45 +60,47 @@ def probe_due(store: StoreRecord, newest_job_start: datetime | None, now: dateti
     Args:
         newest_job_start: Creation of the newest job that uses the store and has no round yet.
     """
-    status = store.store.status
-    if store.last_probe is None or status.observed_generation != store.generation:
+    last_probe = store.status.last_probe
+    if last_probe is None or store.status.observed_generation != store.generation:
         return True
-    if newest_job_start is not None and newest_job_start > store.last_probe:
+    if newest_job_start is not None and newest_job_start > last_probe:
         return True
-    return store.available is not True and now - store.last_probe >= _again(store)
+    return store.available is not True and now - last_probe >= _again(store)
 
 
-def next_look_seconds(store: StoreRecord, now: datetime) -> float | None:
+def next_look_seconds(store: CheckpointStore, now: datetime) -> float | None:
     """Return the seconds until the next probe is due, or None if only an event can make one due."""
-    if store.last_probe is None or store.available is True:
+    last_probe = store.status.last_probe
+    if last_probe is None or store.available is True:
         return None
-    return max(1.0, (store.last_probe + _again(store) - now).total_seconds())
+    return max(1.0, (last_probe + _again(store) - now).total_seconds())
 
 
-def _again(store: StoreRecord) -> timedelta:
-    if store.last_probe is None or store.since is None:
+def _again(store: CheckpointStore) -> timedelta:
+    known, last_probe = store.status.condition(StoreCondition.AVAILABLE), store.status.last_probe
+    if last_probe is None or known is None:
         return AGAIN_SOONEST
-    return min(max(store.last_probe - store.since, AGAIN_SOONEST), AGAIN_LATEST)
+    return min(max(last_probe - known.last_transition_time, AGAIN_SOONEST), AGAIN_LATEST)
 
 
-def probe_name(store: StoreRecord) -> str:
+def probe_name(store: CheckpointStore) -> str:
     """Return the name of the probe's pod.
 
     The name changes only when a probe has ended, so that two operators create the same pod.
     """
-    seed = f"{store.uid} {store.generation} {store.store.status.last_probe}"
+    seed = f"{store.uid} {store.generation} {store.status.last_probe}"
     digest = hashlib.blake2b(seed.encode(), digest_size=5).hexdigest()
     return f"{PROBE_PREFIX}{store.name[:40].rstrip('-.')}-{digest}"
 
 
 def render_probe(
-    store: StoreRecord, config: StoreConfig, sidecar: SidecarSettings
+    store: CheckpointStore, config: StoreConfig, sidecar: SidecarSettings
 ) -> dict[str, Any]:
     """Return the probe's pod, which runs the sidecar image once with the store's keys mounted.
 
     The pod complies with the Pod Security profile `restricted`.
     """
-    s3 = store.store.spec.s3
+    s3 = store.spec.s3
     sources: list[dict[str, Any]] = [{"secret": {"name": s3.credentials_secret_ref.name}}]
     if s3.ca_secret_ref is not None:
         items = [{"key": "ca.crt", "path": "ca.crt"}]
@@ -160,7 +168,7 @@ def render_probe(
     }
 
 
-def result_of(store: StoreRecord, pod: ProbePod, age_seconds: float) -> ProbeResult | None:
+def result_of(store: CheckpointStore, pod: ProbePod, age_seconds: float) -> ProbeResult | None:
     """Return the result that the pod's state means, or None while the probe is under way.
 
     Args:
@@ -215,34 +223,29 @@ def parse_message(text: str) -> ProbeResult:
         return ProbeResult(False, PROBE_FAILED, f"the probe's pod failed: {words}", None)
 
 
-def store_status(store: StoreRecord, result: ProbeResult, now: datetime) -> dict[str, Any]:
-    """Return the merge patch of `.status` for this result."""
-    changed = store.available is not result.available
-    old = next(
-        (c for c in store.store.status.conditions if c.type == StoreCondition.AVAILABLE), None
+def store_status(
+    store: CheckpointStore, result: ProbeResult, now: datetime
+) -> CheckpointStoreStatus:
+    """Return the status for this result. Features on which the probe did not report stay as they are."""
+    known = store.status.features or StoreFeatures()
+    status = store.status.with_condition(
+        StoreCondition.AVAILABLE,
+        result.available,
+        result.reason,
+        result.message,
+        now,
+        store.generation,
     )
-    since = stamp(now) if changed or old is None else old.last_transition_time
-    status: dict[str, Any] = {
-        "conditions": [
-            {
-                "type": StoreCondition.AVAILABLE.value,
-                "status": "True" if result.available else "False",
-                "reason": result.reason,
-                "message": result.message,
-                "lastTransitionTime": since,
-                "observedGeneration": store.generation,
-            }
-        ],
-        "lastProbe": stamp(now),
-        "observedGeneration": store.generation,
-    }
-    if result.features is not None:
-        status["features"] = result.features
-    return status
+    return changed(
+        status,
+        features=StoreFeatures.from_dict({**known.to_dict(), **(result.features or {})}),
+        last_probe=now,
+        observed_generation=store.generation,
+    )
 
 
-def _missing_secret(store: StoreRecord, pod: ProbePod) -> str:
-    s3 = store.store.spec.s3
+def _missing_secret(store: CheckpointStore, pod: ProbePod) -> str:
+    s3 = store.spec.s3
     wanted = [f"{s3.credentials_secret_ref.name} with keys accessKey and secretKey"]
     if s3.ca_secret_ref is not None:
         wanted.append(f"{s3.ca_secret_ref.name} with key ca.crt")

@@ -13,10 +13,11 @@ from enum import StrEnum
 
 from blake3 import blake3
 
+from holdfast_core.api import TrainingJobStatus
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Worker
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import RestorePoint, Round
-from holdfast_operator.model.job import JobMemory, JobStatusView
+from holdfast_operator.model.job import JobMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class BeginRound:
     """Compare-and-swap 1 (CAS 1), the fence of a new round. Only Events may accompany it in a decision."""
 
     resource_version: str
-    status: JobStatusView
+    status: TrainingJobStatus
     confirm_gone: tuple[str, ...] = ()
     """Names of pods that the decision treats as gone. A direct GET must confirm it before the write:
     otherwise a cache that lags would cost a restart."""
@@ -35,7 +36,7 @@ class ChooseRestorePoint:
     """Compare-and-swap 2 (CAS 2), once per round. Only Events may accompany it in a decision."""
 
     resource_version: str
-    status: JobStatusView
+    status: TrainingJobStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class CommitPersisted:
     """Compare-and-swap of status.lastPersisted, which commits a step in the object tier."""
 
     resource_version: str
-    status: JobStatusView
+    status: TrainingJobStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class WriteStatus:
     """Write of every other status change, such as conditions, levels and counters."""
 
     resource_version: str
-    status: JobStatusView
+    status: TrainingJobStatus
 
 
 @dataclass(frozen=True, slots=True)

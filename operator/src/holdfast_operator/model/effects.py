@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from holdfast_core.api import TrainingJob, TrainingJobStatus
 from holdfast_core.errors import HoldfastError
 from holdfast_core.messages.schema import PruneReply
 from holdfast_operator.model.actions import (
@@ -25,7 +26,6 @@ from holdfast_operator.model.actions import (
     SealWorker,
     SendRound,
 )
-from holdfast_operator.model.job import JobStatusView, JobView
 
 
 class ConflictError(HoldfastError):
@@ -41,45 +41,45 @@ class NameTakenError(HoldfastError):
 
 class Effects(Protocol):
     async def write_job_status(
-        self, job: JobView, resource_version: str, status: JobStatusView
+        self, job: TrainingJob, resource_version: str, status: TrainingJobStatus
     ) -> None:
-        """Replace the whole status (watch.views.status_to_dict).
+        """Replace the whole status (core.api.merge_patch).
 
         Raises:
             ConflictError: The job is no longer at `resource_version`.
         """
         ...
 
-    async def delete_job(self, job: JobView) -> None: ...
+    async def delete_job(self, job: TrainingJob) -> None: ...
 
-    async def pod_is_gone(self, job: JobView, name: str) -> bool:
+    async def pod_is_gone(self, job: TrainingJob, name: str) -> bool:
         """Return whether the job has no pod of this name, or the pod is being deleted.
 
         The answer comes from a direct GET and not from the cache.
         """
         ...
 
-    async def create_pod(self, job: JobView, body: Mapping[str, Any]) -> None: ...
+    async def create_pod(self, job: TrainingJob, body: Mapping[str, Any]) -> None: ...
 
-    async def delete_pod(self, job: JobView, name: str, uid: str, *, force: bool) -> None:
+    async def delete_pod(self, job: TrainingJob, name: str, uid: str, *, force: bool) -> None:
         """Delete the pod if it has this uid. With `force`, the grace period is 0."""
         ...
 
-    async def create_network_policy(self, job: JobView, body: Mapping[str, Any]) -> None: ...
+    async def create_network_policy(self, job: TrainingJob, body: Mapping[str, Any]) -> None: ...
 
-    async def create_service(self, job: JobView, body: Mapping[str, Any]) -> None: ...
+    async def create_service(self, job: TrainingJob, body: Mapping[str, Any]) -> None: ...
 
-    async def create_certificates(self, job: JobView, action: CreateCertificates) -> None:
+    async def create_certificates(self, job: TrainingJob, action: CreateCertificates) -> None:
         """Issue one leaf certificate per pod, and create the Secret that holds them.
 
         `render.names.certificate_items` gives the keys of the Secret.
         """
         ...
 
-    async def delete_certificates(self, job: JobView, secret: str) -> None: ...
+    async def delete_certificates(self, job: TrainingJob, secret: str) -> None: ...
 
     async def create_checkpoint(
-        self, job: JobView, body: Mapping[str, Any], record: CheckpointRecord
+        self, job: TrainingJob, body: Mapping[str, Any], record: CheckpointRecord
     ) -> None:
         """Create the object if it does not exist, then write its status.
 
@@ -89,7 +89,7 @@ class Effects(Protocol):
         ...
 
     async def update_checkpoint(
-        self, job: JobView, name: str, resource_version: str, record: CheckpointRecord
+        self, job: TrainingJob, name: str, resource_version: str, record: CheckpointRecord
     ) -> None:
         """Write the status, and spec.step if it is not set and `record` names a checkpoint.
 
@@ -98,22 +98,22 @@ class Effects(Protocol):
         """
         ...
 
-    async def delete_checkpoint(self, job: JobView, name: str, uid: str) -> None:
+    async def delete_checkpoint(self, job: TrainingJob, name: str, uid: str) -> None:
         """Delete the object, and remove our finalizer if it has one. Do not delete its data."""
         ...
 
-    async def seal(self, job: JobView, action: SealWorker) -> None: ...
+    async def seal(self, job: TrainingJob, action: SealWorker) -> None: ...
 
-    async def send_round(self, job: JobView, action: SendRound) -> None: ...
+    async def send_round(self, job: TrainingJob, action: SendRound) -> None: ...
 
-    async def ask_save(self, job: JobView, action: AskSave) -> None: ...
+    async def ask_save(self, job: TrainingJob, action: AskSave) -> None: ...
 
-    async def ask_stop(self, job: JobView, action: AskStop) -> None: ...
+    async def ask_stop(self, job: TrainingJob, action: AskStop) -> None: ...
 
-    async def prune(self, job: JobView, action: PruneObject) -> PruneReply:
+    async def prune(self, job: TrainingJob, action: PruneObject) -> PruneReply:
         """Return what the coordinator deleted in the object store, or an empty reply while it deletes."""
         ...
 
-    async def emit(self, job: JobView, event: EmitEvent) -> None:
+    async def emit(self, job: TrainingJob, event: EmitEvent) -> None:
         """Emit a Kubernetes Event about the job, best effort: it is rate-limited and never raises."""
         ...

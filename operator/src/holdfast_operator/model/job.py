@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
-from typing import Any
 
+from holdfast_core.api import TrainingJob
 from holdfast_core.contract import StoreConfig
 from holdfast_core.ids import CheckpointId, Digest, JobUid, RestartRound, Step, Worker
 from holdfast_core.messages.schema import CoordinatorState, Inventory
@@ -26,226 +26,6 @@ class Now:
 
     monotonic: float
     utc: datetime
-
-
-# --------------------------------------------------------------------------- TrainingJob
-
-
-@dataclass(frozen=True, slots=True)
-class ExitCodeRule:
-    """A rule of failurePolicy.rules: a rank that ends with one of its codes fails the job."""
-
-    on_exit_codes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JobSpecView:
-    """Spec of a TrainingJob with every default filled in."""
-
-    workers: int
-    procs_per_worker: int
-    template: Mapping[str, Any]
-    """PodTemplateSpec as the user wrote it."""
-    interval_steps: int = 100
-    slots: int = 2
-    shared_memory_bytes: int | None = None
-    """spec.checkpoint.memory.sizeLimit in bytes. None: the memory limit of the trainer container is used."""
-    node_size_limit_bytes: int = 20 << 30
-    peer_copies: int = 1
-    topology_key: str = "kubernetes.io/hostname"
-    peer_encryption: str = "TLS"
-    store: str | None = None
-    """Name of the CheckpointStore. None: the job has no object tier."""
-    object_every_steps: int | None = None
-    object_compression: str = "None"
-    keep_last: int = 3
-    restore_from: str | None = None
-    """Name of a Checkpoint in the same namespace."""
-    max_restarts: int = 10
-    restart_window: timedelta = timedelta(hours=1)
-    rules: tuple[ExitCodeRule, ...] = ()
-    suspect_after: timedelta = timedelta(seconds=20)
-    suspend: bool = False
-    active_deadline: timedelta | None = None
-    ttl_after_finished: timedelta | None = None
-
-    @property
-    def world_size(self) -> int:
-        return self.workers * self.procs_per_worker
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    type: str
-    """A JobCondition of core.api."""
-    status: bool | None
-    """None stands for Unknown."""
-    reason: str
-    message: str
-    last_transition: datetime
-    observed_generation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Number of ranks whose shard of the restore point comes from each tier."""
-
-    memory: int = 0
-    node: int = 0
-    peer: int = 0
-    object: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RestorePointView:
-    """Value of status.restorePoint. If `step` is None, the round starts without a checkpoint."""
-
-    step: Step | None = None
-    round: RestartRound | None = None
-    manifest: Digest | None = None
-    sources: Sources = Sources()
-    job_uid: JobUid | None = None
-    """Uid of the job that saved the checkpoint, if it is another one (spec.restoreFrom)."""
-    job_namespace: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PersistedView:
-    """Value of status.lastPersisted, the newest commit in the object tier."""
-
-    step: Step
-    round: RestartRound
-    manifest: Digest
-
-    @property
-    def id(self) -> CheckpointId:
-        return CheckpointId(self.step, self.round)
-
-
-@dataclass(frozen=True, slots=True)
-class LineageEntry:
-    """The checkpoint that `round` restored. If `base_step` is None, the round started without one."""
-
-    round: RestartRound
-    base_step: Step | None = None
-    base_round: RestartRound | None = None
-    base_manifest: Digest | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveryView:
-    """Value of status.lastRecovery. A duration that was not measured is None.
-
-    decide/report/recovery.py defines the phases.
-    """
-
-    round: RestartRound
-    """Round that the recovery began."""
-    reason: str
-    begun_at: datetime | None = None
-    """When the round began (UTC)."""
-    detect_seconds: float | None = None
-    back_off_seconds: float | None = None
-    seal_seconds: float | None = None
-    schedule_seconds: float | None = None
-    rehydrate_seconds: float | None = None
-    rendezvous_seconds: float | None = None
-    first_step_seconds: float | None = None
-    total_seconds: float | None = None
-    """Seconds from the fault until every rank has finished a step of the round. None until then."""
-    lost_steps: int | None = None
-
-    def phases(self) -> dict[str, float]:
-        """Return the seconds of each phase that was measured, in the order of the phases."""
-        named = {
-            "detect": self.detect_seconds,
-            "back_off": self.back_off_seconds,
-            "seal": self.seal_seconds,
-            "schedule": self.schedule_seconds,
-            "rehydrate": self.rehydrate_seconds,
-            "rendezvous": self.rendezvous_seconds,
-            "first_step": self.first_step_seconds,
-        }
-        return {name: seconds for name, seconds in named.items() if seconds is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class RestartRecord:
-    """One restart that counts towards failurePolicy.maxRestarts."""
-
-    round: RestartRound
-    at: datetime
-    reason: str
-    failed_from: CheckpointId | None = None
-    """Checkpoint that the failed round had restored, if its ranks failed by themselves before they had
-    finished a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class GoodputView:
-    ratio: float = 1.0
-    training_seconds: float = 0.0
-    checkpoint_seconds: float = 0.0
-    recovery_seconds: float = 0.0
-    lost_work_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class JobStatusView:
-    """Status of a TrainingJob. Before the first write it equals `JobStatusView()`."""
-
-    restart_round: RestartRound | None = None
-    """Current round. None: no round has begun yet."""
-    members: tuple[RestartRound, ...] = ()
-    """Birth round of each worker's pod, by worker index."""
-    coordinator: Worker | None = None
-    """Worker whose sidecar is the coordinator. It is set with the restore point, and replaced within a round
-    if its sidecar stops answering."""
-    restore_point: RestorePointView | None = None
-    """None: the restore point of `restart_round` is not chosen yet."""
-    lineage: tuple[LineageEntry, ...] = ()
-    """Oldest first."""
-    last_persisted: PersistedView | None = None
-    step: Step | None = None
-    last_committed_step: Step | None = None
-    last_replicated_step: Step | None = None
-    last_memory_step: Step | None = None
-    steps_dropped: int | None = None
-    restarts: int = 0
-    restarts_count_towards_max: int = 0
-    recent_restarts: tuple[RestartRecord, ...] = ()
-    """Restarts that count towards failurePolicy.maxRestarts and were inside failurePolicy.window when the
-    last round began, oldest first, at most MAX_RECENT_RESTARTS."""
-    last_recovery: RecoveryView | None = None
-    goodput: GoodputView | None = None
-    workers_ready: int = 0
-    workers_total: int = 0
-    start_time: datetime | None = None
-    completion_time: datetime | None = None
-    conditions: tuple[Condition, ...] = ()
-    phase: str = ""
-    """Summary of the conditions for users. No decision reads it."""
-    observed_generation: int = 0
-
-    def condition(self, kind: str) -> Condition | None:
-        return next((c for c in self.conditions if c.type == kind), None)
-
-    def is_true(self, kind: str) -> bool:
-        condition = self.condition(kind)
-        return condition is not None and condition.status is True
-
-
-@dataclass(frozen=True, slots=True)
-class JobView:
-    namespace: str
-    name: str
-    uid: JobUid
-    resource_version: str
-    generation: int
-    spec: JobSpecView
-    status: JobStatusView
-    created_at: datetime
-    deleting: bool = False
 
 
 # --------------------------------------------------------------------------- cluster
@@ -516,7 +296,7 @@ class JobMemory:
 class Observed:
     """Input of a decision about one job."""
 
-    job: JobView
+    job: TrainingJob
     pods: tuple[PodView, ...] = ()
     """All worker pods that the job controls, including those of replaced workers."""
     sidecars: tuple[SidecarView, ...] = ()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast_core.api import API_VERSION, Checkpoint
+from holdfast_core.api import API_VERSION, Checkpoint, TrainingJob
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import CreateCheckpointObject
-from holdfast_operator.model.job import JobView
 from holdfast_operator.render.metadata import job_labels
 
 
-def render_checkpoint(job: JobView, action: CreateCheckpointObject) -> dict[str, Any]:
+def render_checkpoint(job: TrainingJob, action: CreateCheckpointObject) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "name": action.name,
         "namespace": job.namespace,

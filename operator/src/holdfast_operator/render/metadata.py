@@ -7,10 +7,9 @@ from typing import Any
 from holdfast_core.api import API_VERSION, TrainingJob
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import JobView
 
 
-def job_labels(job: JobView) -> dict[str, str]:
+def job_labels(job: TrainingJob) -> dict[str, str]:
     return {
         labels.MANAGED_BY: labels.MANAGED_BY_VALUE,
         labels.JOB_NAME: job.name,
@@ -18,7 +17,7 @@ def job_labels(job: JobView) -> dict[str, str]:
     }
 
 
-def worker_labels(job: JobView, worker: Worker, birth_round: RestartRound) -> dict[str, str]:
+def worker_labels(job: TrainingJob, worker: Worker, birth_round: RestartRound) -> dict[str, str]:
     return {
         **job_labels(job),
         labels.COMPONENT: labels.COMPONENT_WORKER,
@@ -27,7 +26,7 @@ def worker_labels(job: JobView, worker: Worker, birth_round: RestartRound) -> di
     }
 
 
-def owner_reference(job: JobView) -> dict[str, Any]:
+def owner_reference(job: TrainingJob) -> dict[str, Any]:
     """Return the controller reference by which the object is deleted with its job."""
     return {
         "apiVersion": API_VERSION,

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast_core.api import TrainingJob
 from holdfast_core.contract import CONTROL_PORT, METRICS_PORT
 from holdfast_core.names import service_name
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import JobView
 from holdfast_operator.render.metadata import job_labels, owner_reference
 
 
@@ -28,7 +28,7 @@ class WorkerNetwork:
     """NetworkPolicyPeers that may read metrics. Empty: any client may read them."""
 
 
-def render_network_policy(job: JobView, network: WorkerNetwork) -> dict[str, Any]:
+def render_network_policy(job: TrainingJob, network: WorkerNetwork) -> dict[str, Any]:
     workers = {"matchLabels": {labels.JOB_UID: job.uid}}
     operator = {
         "namespaceSelector": {

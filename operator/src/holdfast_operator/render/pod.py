@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast_core.api import parse_quantity_bytes
+from holdfast_core.api import TrainingJob, parse_quantity_bytes
 from holdfast_core.contract import (
     CERTS_DIR,
     CONTROL_PORT,
@@ -30,7 +30,7 @@ from holdfast_core.contract import (
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.names import certificates_secret_name, pod_name, service_name
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import JobView, StoreView
+from holdfast_operator.model.job import StoreView
 from holdfast_operator.render.metadata import owner_reference, worker_labels
 from holdfast_operator.render.names import certificate_items
 from holdfast_operator.render.network_policy import WorkerNetwork
@@ -68,7 +68,7 @@ class SidecarSettings:
 
 
 def render_pod(
-    job: JobView,
+    job: TrainingJob,
     worker: Worker,
     birth_round: RestartRound,
     store: StoreView | None,
@@ -128,7 +128,7 @@ def render_pod(
 
 
 def _complete_trainer(
-    trainer: dict[str, Any], job: JobView, worker: Worker, birth_round: RestartRound
+    trainer: dict[str, Any], job: TrainingJob, worker: Worker, birth_round: RestartRound
 ) -> None:
     contract = PodContract(
         job_uid=job.uid,
@@ -138,7 +138,7 @@ def _complete_trainer(
         birth_round=birth_round,
         procs_per_worker=job.spec.procs_per_worker,
         shared_dir=SHARED_DIR,
-        slots=job.spec.slots,
+        slots=job.spec.checkpoint.memory.slots,
     )
     ours = contract.to_env()
     trainer["env"] = [
@@ -164,7 +164,7 @@ def _env(values: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _sidecar_container(
-    job: JobView,
+    job: TrainingJob,
     worker: Worker,
     birth_round: RestartRound,
     store: StoreView | None,
@@ -182,7 +182,7 @@ def _sidecar_container(
         pod_name=name,
         pod_ip="",
         node_dir=NODE_DIR,
-        node_capacity_bytes=job.spec.node_size_limit_bytes,
+        node_capacity_bytes=job.spec.checkpoint.node.size_limit_bytes,
         certs_dir=CERTS_DIR,
         store_dir=STORE_DIR,
         store="" if store is None else store.config.to_json(),
@@ -238,20 +238,23 @@ def _sidecar_container(
 
 
 def _volumes(
-    job: JobView,
+    job: TrainingJob,
     name: str,
     birth_round: RestartRound,
     store: StoreView | None,
     trainer: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     shared: dict[str, Any] = {"medium": "Memory"}
-    limit = job.spec.shared_memory_bytes or _memory_limit_bytes(trainer)
+    limit = job.spec.checkpoint.memory.size_limit_bytes or _memory_limit_bytes(trainer)
     if limit is not None:
         shared["sizeLimit"] = str(limit)
     items = [{"key": k, "path": path} for k, path in certificate_items(name)]
     volumes: list[dict[str, Any]] = [
         {"name": SHARED_VOLUME, "emptyDir": shared},
-        {"name": NODE_VOLUME, "emptyDir": {"sizeLimit": str(job.spec.node_size_limit_bytes)}},
+        {
+            "name": NODE_VOLUME,
+            "emptyDir": {"sizeLimit": str(job.spec.checkpoint.node.size_limit_bytes)},
+        },
         {
             "name": CERTS_VOLUME,
             "secret": {
@@ -301,7 +304,7 @@ def _pod_security(user: Mapping[str, Any]) -> dict[str, Any]:
     return {**context, **copy.deepcopy(dict(user))}
 
 
-def _spread(user: Mapping[str, Any], job: JobView) -> dict[str, Any]:
+def _spread(user: Mapping[str, Any], job: TrainingJob) -> dict[str, Any]:
     """Return the affinity with a preference for nodes that run no other worker of the job.
 
     A lost node then costs only one worker, and every peer copy can be on another node.

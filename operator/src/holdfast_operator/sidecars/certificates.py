@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from holdfast_core.api import TrainingJob
 from holdfast_core.clock import Clock
 from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.errors import HoldfastError
@@ -36,7 +37,6 @@ from holdfast_operator.base import logs
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import JobView
 from holdfast_operator.render.names import certificate_items
 
 LEAF_LIFE = timedelta(hours=24)
@@ -182,7 +182,7 @@ class Certificates:
         self._clients: dict[str, _Client] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def round_data(self, job: JobView, pods: Iterable[str]) -> dict[str, str]:
+    async def round_data(self, job: TrainingJob, pods: Iterable[str]) -> dict[str, str]:
         """Return the data of the Secret with the leaves of these pods.
 
         The first call for a job creates its authority. Raises JobGoneError, ApiError or HoldfastError.
@@ -301,7 +301,7 @@ class Certificates:
             )
         return Authority(data["ca.crt"], data["ca.key"])
 
-    async def _create(self, job: JobView) -> Authority:
+    async def _create(self, job: TrainingJob) -> Authority:
         """Create the job's authority, if the job exists both before and after the creation.
 
         The end of the job is what causes the deletion of its authority. A Secret that is created after the
@@ -316,13 +316,13 @@ class Certificates:
             raise
         return authority
 
-    async def _require(self, job: JobView) -> None:
+    async def _require(self, job: TrainingJob) -> None:
         if not await self._cluster.job_exists(job.namespace, job.name, job.uid):
             raise JobGoneError(
                 f"job {job.namespace}/{job.name} (uid {job.uid}) was deleted: no authority is created"
             )
 
-    async def _create_secret(self, job: JobView) -> Authority:
+    async def _create_secret(self, job: TrainingJob) -> Authority:
         name = ca_secret_name(job.uid)
         fresh = await asyncio.to_thread(new_authority, job.uid)
         metadata = {

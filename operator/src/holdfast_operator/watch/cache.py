@@ -15,7 +15,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
 from holdfast_operator.kube.api import KubeApi
 from holdfast_operator.model import labels
-from holdfast_operator.model.job import CheckpointView, JobView, NodeView, PodView, Unreadable
+from holdfast_operator.model.job import CheckpointView, NodeView, PodView, Unreadable
 from holdfast_operator.model.keys import Key, job_key, store_key
 from holdfast_operator.watch.expectations import (
     Expectations,
@@ -31,19 +31,16 @@ from holdfast_operator.watch.records import (
     Lease,
     ManagedPod,
     ProbePod,
-    StoreRecord,
     WorkerPod,
     read_checkpoint,
-    read_job,
     read_lease,
     read_node,
     read_pod,
-    read_store,
 )
 from holdfast_operator.watch.reflector import Collection, Reflector
 
 T = TypeVar("T")
-_NamedT = TypeVar("_NamedT", JobView, StoreRecord)
+_NamedT = TypeVar("_NamedT", TrainingJob, CheckpointStore)
 
 LEASES_PATH = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
@@ -61,20 +58,20 @@ class ClusterCache:
         namespaces: tuple[str, ...],
         expectations: Expectations,
         enqueue: Callable[[Key], None],
-        on_job_gone: Callable[[JobView | Unreadable], None],
+        on_job_gone: Callable[[TrainingJob | Unreadable], None],
     ) -> None:
         self._clock = clock
         self._expectations = expectations
         self._enqueue = enqueue
         self._on_job_gone = on_job_gone
-        self._jobs: dict[tuple[str, str], JobView] = {}
+        self._jobs: dict[tuple[str, str], TrainingJob] = {}
         self._written: dict[JobUid, str] = {}
         self._pods = PodCache()
         self._unreadable: dict[tuple[str, str, str], Unreadable] = {}
         """Objects of our own kinds that cannot be parsed, by kind, namespace and name."""
         self._checkpoints: dict[tuple[str, str], CheckpointView] = {}
         self._checkpoints_of: dict[tuple[str, str], dict[str, CheckpointView]] = {}
-        self._stores: dict[tuple[str, str], StoreRecord] = {}
+        self._stores: dict[tuple[str, str], CheckpointStore] = {}
         self._nodes: dict[str, NodeView] = {}
         self._hidden_nodes: set[str] = set()
         """Names of Node objects that cannot be parsed."""
@@ -93,9 +90,9 @@ class ClusterCache:
                     ("stores", CheckpointStore),
                 )
             )
-            watch(api, jobs, read_job, self._job)
+            watch(api, jobs, TrainingJob.from_dict, self._job)
             watch(api, checkpoints, read_checkpoint, self._ckpt)
-            watch(api, stores, read_store, self._store)
+            watch(api, stores, CheckpointStore.from_dict, self._store)
             watch(api, Collection("pods", f"/api/v1{scope}/pods", mine, "Pod"), read_pod, self._pod)
         nodes = Collection("nodes", "/api/v1/nodes", kind="Node")
         self._node_watch = watch(api, nodes, read_node, self._node)
@@ -125,10 +122,10 @@ class ClusterCache:
 
     # ------------------------------------------------------------------ look-ups
 
-    def job(self, namespace: str, name: str) -> JobView | None:
+    def job(self, namespace: str, name: str) -> TrainingJob | None:
         return self._jobs.get((namespace, name))
 
-    def jobs(self) -> Iterable[JobView]:
+    def jobs(self) -> Iterable[TrainingJob]:
         return tuple(self._jobs.values())
 
     def job_uids(self) -> set[JobUid]:
@@ -151,7 +148,7 @@ class ClusterCache:
             if u.kind == Checkpoint.KIND and u.namespace == namespace
         )
 
-    def pods(self, job: JobView) -> tuple[PodView, ...]:
+    def pods(self, job: TrainingJob) -> tuple[PodView, ...]:
         """Return the worker pods whose controller is this job by uid, not another one of its name."""
         return self._pods.workers(job.namespace, job.uid)
 
@@ -173,18 +170,18 @@ class ClusterCache:
     def checkpoint(self, namespace: str, name: str) -> CheckpointView | None:
         return self._checkpoints.get((namespace, name))
 
-    def store(self, namespace: str, name: str) -> StoreRecord | None:
+    def store(self, namespace: str, name: str) -> CheckpointStore | None:
         return self._stores.get((namespace, name))
 
-    def stores(self) -> tuple[StoreRecord, ...]:
+    def stores(self) -> tuple[CheckpointStore, ...]:
         return tuple(self._stores.values())
 
-    def jobs_of_store(self, namespace: str, store: str) -> tuple[JobView, ...]:
+    def jobs_of_store(self, namespace: str, store: str) -> tuple[TrainingJob, ...]:
         return tuple(
             j for j in self._jobs.values() if j.namespace == namespace and j.spec.store == store
         )
 
-    def probe_pods(self, store: StoreRecord) -> tuple[ProbePod, ...]:
+    def probe_pods(self, store: CheckpointStore) -> tuple[ProbePod, ...]:
         """Return the probe pods whose controller is this store by uid."""
         return self._pods.probes(store.namespace, store.uid)
 
@@ -207,16 +204,16 @@ class ClusterCache:
 
     # ------------------------------------------------------------------ our own writes
 
-    def expect_created(self, job: JobView, uid: str) -> None:
+    def expect_created(self, job: TrainingJob, uid: str) -> None:
         if self._pods.worker(job.namespace, job.uid, uid) is None:
             self._expectations.expect(job.uid, created(uid), self._clock.monotonic())
 
-    def expect_deleted(self, job: JobView, uid: str) -> None:
+    def expect_deleted(self, job: TrainingJob, uid: str) -> None:
         pod = self._pods.worker(job.namespace, job.uid, uid)
         if pod is not None and not pod.view.terminating:
             self._expectations.expect(job.uid, deleted(uid), self._clock.monotonic())
 
-    def expect_written(self, job: JobView, resource_version: str) -> None:
+    def expect_written(self, job: TrainingJob, resource_version: str) -> None:
         seen = self._jobs.get((job.namespace, job.name))
         if seen is None or is_at_least(seen.resource_version, resource_version):
             return
@@ -225,15 +222,17 @@ class ClusterCache:
 
     # ------------------------------------------------------------------ changes
 
-    def _job(self, old: JobView | Unreadable | None, new: JobView | Unreadable | None) -> None:
+    def _job(
+        self, old: TrainingJob | Unreadable | None, new: TrainingJob | Unreadable | None
+    ) -> None:
         job = new or old
         if job is None:
             return
         name = (job.namespace, job.name)
-        if isinstance(old, JobView) and self._is_known(self._jobs, old):
+        if isinstance(old, TrainingJob) and self._is_known(self._jobs, old):
             del self._jobs[name]
         self._note_unreadable(old, new)
-        if isinstance(new, JobView):
+        if isinstance(new, TrainingJob):
             self._jobs[name] = new
             expected = self._written.get(new.uid)
             if expected is not None and is_at_least(new.resource_version, expected):
@@ -246,15 +245,15 @@ class ClusterCache:
         self._enqueue_stores_of(old, new)
 
     def _enqueue_stores_of(
-        self, old: JobView | Unreadable | None, new: JobView | Unreadable | None
+        self, old: TrainingJob | Unreadable | None, new: TrainingJob | Unreadable | None
     ) -> None:
         """Queue the store of a job that appeared or was deleted: a new job makes a probe due."""
         stores = {
             (j.namespace, j.spec.store)
             for j in (old, new)
-            if isinstance(j, JobView) and j.spec.store is not None
+            if isinstance(j, TrainingJob) and j.spec.store is not None
         }
-        if isinstance(old, JobView) and isinstance(new, JobView):
+        if isinstance(old, TrainingJob) and isinstance(new, TrainingJob):
             return
         for namespace, store in stores:
             self._enqueue(store_key(namespace, store))
@@ -299,7 +298,7 @@ class ClusterCache:
             return
         name = subject.view.name if isinstance(subject, CheckpointRecordItem) else subject.name
         for job in self._jobs.values():
-            if job.namespace == subject.namespace and job.spec.restore_from == name:
+            if job.namespace == subject.namespace and job.spec.source_checkpoint == name:
                 jobs.add(job.name)
         for wanted in jobs:
             if wanted is not None:
@@ -318,16 +317,16 @@ class ClusterCache:
             self._checkpoints_of.pop((item.namespace, view.job), None)
 
     def _store(
-        self, old: StoreRecord | Unreadable | None, new: StoreRecord | Unreadable | None
+        self, old: CheckpointStore | Unreadable | None, new: CheckpointStore | Unreadable | None
     ) -> None:
         store = new or old
         if store is None:
             return
         name = (store.namespace, store.name)
-        if isinstance(old, StoreRecord) and self._is_known(self._stores, old):
+        if isinstance(old, CheckpointStore) and self._is_known(self._stores, old):
             del self._stores[name]
         self._note_unreadable(old, new)
-        if isinstance(new, StoreRecord):
+        if isinstance(new, CheckpointStore):
             self._stores[name] = new
         self._enqueue(store_key(*name))
         for job in self.jobs_of_store(*name):

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any
 
-from holdfast_core.api import CheckpointStore, StoreCondition
-from holdfast_core.api import condition as find_condition
-from holdfast_core.api.meta import ConditionStatus
+from holdfast_core.clock import parse_stamp
 from holdfast_core.ids import JobUid
-from holdfast_operator.model.job import CheckpointView, JobView, NodeView, Owner, PodView
+from holdfast_operator.model.job import CheckpointView, NodeView, Owner, PodView
 from holdfast_operator.model.ownership import probed_store, whose, worker_identity
 from holdfast_operator.watch.views import (
     checkpoint_view,
-    job_view,
     node_view,
-    parse_stamp,
     pod_view,
 )
 
@@ -78,49 +73,6 @@ class ProbePod(ManagedPod):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreRecord:
-    """A CheckpointStore, with its condition Available in parsed form."""
-
-    namespace: str
-    name: str
-    uid: str
-    resource_version: str
-    generation: int
-    deleting: bool
-    store: CheckpointStore
-    """The parsed object, of which `loop` reads spec, features and conditions."""
-
-    @property
-    def available(self) -> bool | None:
-        """Condition Available; None where it is missing or Unknown."""
-        found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
-        if found is None or found.status is ConditionStatus.UNKNOWN:
-            return None
-        return found.status is ConditionStatus.TRUE
-
-    @property
-    def since(self) -> datetime | None:
-        """When condition Available last changed its status; None where it is missing."""
-        found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
-        return None if found is None else parse_stamp(found.last_transition_time)
-
-    @property
-    def message(self) -> str:
-        found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
-        return "" if found is None else found.message
-
-    @property
-    def reason(self) -> str:
-        found = find_condition(self.store.status.conditions, StoreCondition.AVAILABLE)
-        return "" if found is None else found.reason
-
-    @property
-    def last_probe(self) -> datetime | None:
-        stamp = self.store.status.last_probe
-        return None if stamp is None else parse_stamp(stamp)
-
-
-@dataclass(frozen=True, slots=True)
 class Lease:
     """The lease of a node."""
 
@@ -129,26 +81,8 @@ class Lease:
     """renewTime by the node's own clock, therefore compared for equality only."""
 
 
-def read_job(raw: Mapping[str, Any]) -> JobView:
-    return job_view(raw)
-
-
 def read_checkpoint(raw: Mapping[str, Any]) -> CheckpointRecordItem:
     return CheckpointRecordItem(str(raw["metadata"].get("namespace")), checkpoint_view(raw))
-
-
-def read_store(raw: Mapping[str, Any]) -> StoreRecord:
-    store = CheckpointStore.from_dict(raw)
-    meta = store.metadata
-    return StoreRecord(
-        namespace=meta.namespace or "",
-        name=meta.name,
-        uid=meta.uid or "",
-        resource_version=meta.resource_version or "",
-        generation=meta.generation or 0,
-        deleting=meta.deletion_timestamp is not None,
-        store=store,
-    )
 
 
 def read_pod(raw: Mapping[str, Any]) -> ManagedPod:

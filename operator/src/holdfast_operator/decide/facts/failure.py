@@ -17,14 +17,14 @@ import re
 import signal
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import JobCondition, RestartRecord
 from holdfast_core.ids import CheckpointId, Worker
 from holdfast_core.messages.schema import DeadRank
 from holdfast_core.names import pod_name
 from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
-from holdfast_operator.model.job import JobMemory, Now, PodPhase, PodView, RestartRecord
+from holdfast_operator.model.job import JobMemory, Now, PodPhase, PodView
 from holdfast_operator.model.reasons import Reason
 
 DRAIN_SECONDS = 15.0
@@ -343,13 +343,15 @@ def failing_rule(world: World, failures: tuple[Failure, ...]) -> Failure | None:
     """Return the failure for which failurePolicy.rules demand the end of the job, or None."""
     if is_disruption(failures):
         return None
-    codes = {code for rule in world.observed.job.spec.rules for code in rule.on_exit_codes}
+    codes = {
+        code for rule in world.observed.job.spec.failure_policy.rules for code in rule.on_exit_codes
+    }
     return next((f for f in failures if f.exit_code in codes), None)
 
 
 def counted_restarts(world: World, now: Now) -> tuple[RestartRecord, ...]:
     """Return the entries of status.recentRestarts that are inside failurePolicy.window."""
-    start = now.utc - world.observed.job.spec.restart_window
+    start = now.utc - world.observed.job.spec.failure_policy.window_length
     return tuple(r for r in world.status.recent_restarts if r.at > start)
 
 
@@ -401,4 +403,4 @@ def budget_spent(world: World, failures: tuple[Failure, ...], now: Now) -> bool:
     """Return whether a restart for these failures would exceed failurePolicy.maxRestarts."""
     if is_disruption(failures):
         return False
-    return len(counted_restarts(world, now)) >= world.observed.job.spec.max_restarts
+    return len(counted_restarts(world, now)) >= world.observed.job.spec.failure_policy.max_restarts

@@ -329,7 +329,7 @@ def _survives_by_copies(world: World, without: Collection[Worker]) -> bool:
     if state.last_replicated.round != world.round:
         return False
     away = {m.worker for m in world.members if not (m.alive and m.reachable)} | set(without)
-    return len(away) <= min(world.observed.job.spec.peer_copies, len(world.members) - 1)
+    return len(away) <= min(world.observed.job.spec.peer.copies, len(world.members) - 1)
 
 
 def _untouched_since_chosen(world: World, answered: list[MemberState]) -> bool:

@@ -5,18 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from holdfast_core.api import LineageEntry, PersistedStep, TrainingJobStatus
 from holdfast_core.ids import CheckpointId, RestartRound, Worker
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_core.names import pod_name
-from holdfast_operator.model.job import (
-    JobStatusView,
-    LineageEntry,
-    Observed,
-    PersistedView,
-    PodView,
-    Reachable,
-    SidecarView,
-)
+from holdfast_operator.model.job import Observed, PodView, Reachable, SidecarView
 
 MAX_ROUNDS_AHEAD = 10_000
 """How far above the status the round of a pod or a sidecar may be and still count as evidence."""
@@ -65,7 +58,7 @@ class World:
     observed: Observed
 
     @property
-    def status(self) -> JobStatusView:
+    def status(self) -> TrainingJobStatus:
         return self.observed.job.status
 
     @property
@@ -170,7 +163,7 @@ class World:
         return state
 
     @property
-    def last_persisted(self) -> PersistedView | None:
+    def last_persisted(self) -> PersistedStep | None:
         """Return status.lastPersisted if it is on the lineage, else None."""
         last = self.status.last_persisted
         return None if last is None or not on_lineage(last.id, self.status.lineage) else last

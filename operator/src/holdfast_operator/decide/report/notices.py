@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import JobCondition, TrainingJobStatus
 from holdfast_operator.model.actions import (
     BeginRound,
     ChooseRestorePoint,
@@ -17,7 +17,6 @@ from holdfast_operator.model.actions import (
     EventKind,
     WriteStatus,
 )
-from holdfast_operator.model.job import JobStatusView
 from holdfast_operator.model.reasons import Reason
 
 _HEALTH = (JobCondition.LAST_CHECKPOINT_SUCCEEDED, JobCondition.REMOTE_TIER_HEALTHY)
@@ -25,7 +24,7 @@ _TROUBLE = frozenset({Reason.CONTAINER_CANNOT_START, Reason.CREATE_REFUSED})
 """Reasons of Running=False for which no other code emits an Event on the job."""
 
 
-def with_notices(decision: Decision, before: JobStatusView) -> Decision:
+def with_notices(decision: Decision, before: TrainingJobStatus) -> Decision:
     """Return the decision with Events for the conditions that its status write changes."""
     for action in decision.actions:
         match action:
@@ -37,35 +36,35 @@ def with_notices(decision: Decision, before: JobStatusView) -> Decision:
     return decision
 
 
-def notices(before: JobStatusView, after: JobStatusView) -> list[EmitEvent]:
+def notices(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
     """Return a Warning for each condition that is bad for a new reason, a Normal Event for each recovery."""
     events = []
     for kind in _HEALTH:
         old, new = before.condition(kind), after.condition(kind)
         if new is None:
             continue
-        was_bad = old is not None and not old.status
-        if new.status and was_bad:
+        was_bad = old is not None and not old.is_true
+        if new.is_true and was_bad:
             events.append(EmitEvent(EventKind.NORMAL, new.reason, new.message))
-        elif not new.status and (old is None or old.status or old.reason != new.reason):
+        elif not new.is_true and (old is None or old.is_true or old.reason != new.reason):
             events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
     events.extend(_silence(before, after))
     old, new = before.condition(JobCondition.RUNNING), after.condition(JobCondition.RUNNING)
-    trouble = new is not None and not new.status and new.reason in _TROUBLE
+    trouble = new is not None and not new.is_true and new.reason in _TROUBLE
     if new is not None and trouble and (old is None or old.reason != new.reason):
         events.append(EmitEvent(EventKind.WARNING, new.reason, new.message))
     return events
 
 
-def _silence(before: JobStatusView, after: JobStatusView) -> list[EmitEvent]:
+def _silence(before: TrainingJobStatus, after: TrainingJobStatus) -> list[EmitEvent]:
     """Return the Events for condition SidecarsUnreachable, which is bad when it is true."""
     old = before.condition(JobCondition.SIDECARS_UNREACHABLE)
     new = after.condition(JobCondition.SIDECARS_UNREACHABLE)
     if new is None:
         return []
-    was_bad = old is not None and bool(old.status)
-    if new.status and (not was_bad or old is None or old.reason != new.reason):
+    was_bad = old is not None and old.is_true
+    if new.is_true and (not was_bad or old is None or old.reason != new.reason):
         return [EmitEvent(EventKind.WARNING, new.reason, new.message)]
-    if not new.status and was_bad:
+    if not new.is_true and was_bad:
         return [EmitEvent(EventKind.NORMAL, new.reason, new.message)]
     return []

@@ -25,12 +25,12 @@ def plan(world: World, memory: JobMemory, now: Now) -> Decision | None:
     hidden = [u for u in world.observed.unreadable if u.kind == POD_KIND]
     known = job.status.condition(JobCondition.READABLE)
     if not hidden:
-        if known is None or known.status is not False:
+        if known is None or not known.is_false:
             return None
         note = Note(Reason.READ_AGAIN, "the job and its pods can be read")
         return _written(world, memory, now, True, note, ())
     note = Note(Reason.CANNOT_READ, _text(hidden))
-    if known is not None and (known.status, known.message) == (False, note.message):
+    if known is not None and known.is_false and known.message == note.message:
         return Decision((), WAITING_SECONDS, note.message, memory)
     event = EmitEvent(EventKind.WARNING, note.reason, note.message)
     return _written(world, memory, now, False, note, (event,))

@@ -18,12 +18,11 @@ the rest.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from holdfast_core.api import RecoveryStatus, changed
 from holdfast_core.messages.schema import CoordinatorState
 from holdfast_operator.decide.facts.failure import Failure
 from holdfast_operator.decide.facts.world import World
-from holdfast_operator.model.job import JobMemory, Now, PodView, RecoveryView
+from holdfast_operator.model.job import JobMemory, Now, PodView
 from holdfast_operator.model.reasons import Reason
 
 _SILENT = frozenset({Reason.NODE_LOST, Reason.SIDECAR_UNREACHABLE})
@@ -75,10 +74,12 @@ def _on_our_clock(pod: PodView, memory: JobMemory) -> float | None:
     return memory.failure_seen_at - max(0.0, age_seconds)
 
 
-def begun(recovery: RecoveryView, fault: float | None, memory: JobMemory, now: Now) -> RecoveryView:
+def begun(
+    recovery: RecoveryStatus, fault: float | None, memory: JobMemory, now: Now
+) -> RecoveryStatus:
     """Return the record of a round that begins now, with the phases before the round."""
     seen = now.monotonic if memory.failure_seen_at is None else memory.failure_seen_at
-    return replace(
+    return changed(
         recovery,
         detect_seconds=None if fault is None else _between(fault, seen),
         back_off_seconds=_between(seen, now.monotonic),
@@ -87,8 +88,8 @@ def begun(recovery: RecoveryView, fault: float | None, memory: JobMemory, now: N
 
 
 def closed(
-    recovery: RecoveryView, state: CoordinatorState, memory: JobMemory, now: Now
-) -> RecoveryView:
+    recovery: RecoveryStatus, state: CoordinatorState, memory: JobMemory, now: Now
+) -> RecoveryStatus:
     """Return the complete record of a round in which every rank has finished a step or returned 0."""
     times = state.times
     before = (recovery.detect_seconds or 0.0) + (recovery.back_off_seconds or 0.0)
@@ -100,7 +101,7 @@ def closed(
     rehydrate = min(left, times.rehydrate_seconds or 0.0)
     first_step = min(left - rehydrate, times.first_step_seconds or 0.0)
     return _with_total(
-        replace(
+        changed(
             recovery,
             seal_seconds=_between(begin, sealed),
             schedule_seconds=_between(sealed, scheduled),
@@ -112,7 +113,7 @@ def closed(
 
 
 def _milestones(
-    recovery: RecoveryView, memory: JobMemory
+    recovery: RecoveryStatus, memory: JobMemory
 ) -> tuple[float | None, float | None, float | None]:
     """Return when the survivors were sealed, when the pods had started, and when the round began.
 
@@ -128,8 +129,8 @@ def _milestones(
 
 
 def _closed_by_another(
-    recovery: RecoveryView, state: CoordinatorState, now: Now, before: float
-) -> RecoveryView:
+    recovery: RecoveryStatus, state: CoordinatorState, now: Now, before: float
+) -> RecoveryStatus:
     """Return the complete record of a round that another operator process began.
 
     The times that the other process measured are lost. The total is computed from the UTC stamp of the
@@ -144,7 +145,7 @@ def _closed_by_another(
     total = None
     if recovery.begun_at is not None:
         total = max(known, before + (now.utc - recovery.begun_at).total_seconds())
-    return replace(
+    return changed(
         recovery,
         rehydrate_seconds=rehydrate,
         rendezvous_seconds=rendezvous,
@@ -167,8 +168,8 @@ def started_training_at(state: CoordinatorState, memory: JobMemory, now: Now) ->
     return min(now.monotonic, since + took)
 
 
-def _with_total(recovery: RecoveryView) -> RecoveryView:
-    return replace(recovery, total_seconds=round(sum(recovery.phases().values()), 3))
+def _with_total(recovery: RecoveryStatus) -> RecoveryStatus:
+    return changed(recovery, total_seconds=round(sum(recovery.phases().values()), 3))
 
 
 def _between(start: float, end: float) -> float:

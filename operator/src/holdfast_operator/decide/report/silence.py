@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast_core.api import JobCondition
+from holdfast_core.api import JobCondition, TrainingJobStatus
 from holdfast_core.clock import stamp
 from holdfast_core.contract import CONTROL_PORT, SIDECAR_CONTAINER
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
 from holdfast_operator.decide.report.status import Note, set_condition
-from holdfast_operator.model.job import JobMemory, JobStatusView, Now, PodPhase, Reachable
+from holdfast_operator.model.job import JobMemory, Now, PodPhase, Reachable
 from holdfast_operator.model.reasons import Reason
 
 SAID_AFTER_SECONDS = 30.0
@@ -29,7 +29,7 @@ def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
     failed_at, state = memory.failure_seen_at, world.coordinator
     if failed_at is None or state is None or not state.dead:
         return None
-    seconds = world.observed.job.spec.suspect_after.total_seconds() + LEASE_MARGIN_SECONDS
+    seconds = world.observed.job.spec.node_loss.suspect_after_seconds + LEASE_MARGIN_SECONDS
     for member in world.members:
         heard_at = None if member.sidecar is None else member.sidecar.heard_at
         if member.pod is None or not _may_answer(member) or heard_at is None:
@@ -43,7 +43,7 @@ def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
     return None
 
 
-def with_silence(status: JobStatusView, world: World, now: Now) -> JobStatusView:
+def with_silence(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
     """Return the status with the present condition SidecarsUnreachable.
 
     The condition turns False only when every sidecar has answered, or the job has ended or is suspended. An
@@ -57,10 +57,10 @@ def with_silence(status: JobStatusView, world: World, now: Now) -> JobStatusView
     else:
         settled = all(m.reachable for m in world.members if _may_answer(m))
     if silent:
-        since = now.utc if old is None or not old.status else old.last_transition
+        since = now.utc if old is None or not old.is_true else old.last_transition_time
         note = Note(_reason(world), _text(world, silent, stamp(since)))
         return set_condition(status, JobCondition.SIDECARS_UNREACHABLE, True, note, now, generation)
-    if old is None or not old.status or not settled:
+    if old is None or not old.is_true or not settled:
         return status
     note = Note(Reason.SIDECARS_ANSWER, "every sidecar whose pod runs answers the operator")
     return set_condition(status, JobCondition.SIDECARS_UNREACHABLE, False, note, now, generation)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from holdfast_core.api import CheckpointStore, JobCondition, JobPhase
+from holdfast_core.api import (
+    CheckpointStore,
+    GoodputStatus,
+    JobCondition,
+    JobPhase,
+    TrainingJobStatus,
+    WorkersStatus,
+    changed,
+)
 from holdfast_core.ids import Step, TierName
 from holdfast_core.messages.schema import Failure, RestorePoint
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report import recovery
-from holdfast_operator.model.job import (
-    Condition,
-    GoodputView,
-    JobMemory,
-    JobStatusView,
-    Now,
-)
+from holdfast_operator.model.job import JobMemory, Now
 from holdfast_operator.model.reasons import Reason
 
 LEVELS_EVERY_SECONDS = 10.0
@@ -37,35 +39,22 @@ class Note:
 
 
 def set_condition(
-    status: JobStatusView,
+    status: TrainingJobStatus,
     kind: JobCondition,
     value: bool | None,
     note: Note,
     now: Now,
     generation: int,
-) -> JobStatusView:
+) -> TrainingJobStatus:
     """Return the status with that condition. Its transition time changes only if its value changes.
 
     The message is cut to MAX_MESSAGE_CHARACTERS.
     """
-    old = status.condition(kind)
-    moved = old is None or old.status is not value
-    new = Condition(
-        type=kind,
-        status=value,
-        reason=note.reason,
-        message=note.message[:MAX_MESSAGE_CHARACTERS],
-        last_transition=now.utc if moved or old is None else old.last_transition,
-        observed_generation=generation,
-    )
-    if old is None:
-        return replace(status, conditions=(*status.conditions, new))
-    return replace(
-        status, conditions=tuple(new if c.type == kind else c for c in status.conditions)
-    )
+    message = note.message[:MAX_MESSAGE_CHARACTERS]
+    return status.with_condition(kind, value, note.reason, message, now.utc, generation)
 
 
-def compute_phase(status: JobStatusView) -> str:
+def compute_phase(status: TrainingJobStatus) -> JobPhase:
     """Return the phase, a summary of the conditions for users. No decision reads it."""
     if status.is_true(JobCondition.FAILED):
         return JobPhase.FAILED
@@ -81,8 +70,8 @@ def compute_phase(status: JobStatusView) -> str:
 
 
 def refresh(
-    world: World, now: Now, memory: JobMemory, status: JobStatusView, note: Note | None = None
-) -> JobStatusView:
+    world: World, now: Now, memory: JobMemory, status: TrainingJobStatus, note: Note | None = None
+) -> TrainingJobStatus:
     """Return `status` with everything that follows from the observation brought up to date.
 
     `note` is the reason and message of Running=False. Without it a running job stays Running.
@@ -94,16 +83,16 @@ def refresh(
     status = _with_running(status, world, memory, now, note)
     status = _with_tier_conditions(status, world, now)
     ready = sum(1 for m in world.members if m.pod is not None and m.pod.ready and m.alive)
-    return replace(
+    begun = status.restart_round is not None
+    return changed(
         status,
-        workers_ready=ready if status.restart_round is not None else 0,
-        workers_total=job.spec.workers,
+        workers=WorkersStatus(ready=ready if begun else 0, total=job.spec.workers),
         phase=compute_phase(status),
         observed_generation=job.generation,
     )
 
 
-def with_levels(status: JobStatusView, world: World) -> JobStatusView:
+def with_levels(status: TrainingJobStatus, world: World) -> TrainingJobStatus:
     """Return `status` with the step and the levels that the coordinator of its round reports.
 
     Committed levels and the step never go down here.
@@ -113,7 +102,7 @@ def with_levels(status: JobStatusView, world: World) -> JobStatusView:
         return status
     trained = [p.step for p in state.progress]
     step = min(trained) if trained else None
-    return replace(
+    return changed(
         status,
         step=_higher(status.step, step),
         last_committed_step=_higher(status.last_committed_step, _step(state.last_local)),
@@ -137,8 +126,8 @@ def _higher(old: Step | None, new: Step | None) -> Step | None:
 
 
 def _with_running(
-    status: JobStatusView, world: World, memory: JobMemory, now: Now, note: Note | None
-) -> JobStatusView:
+    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now, note: Note | None
+) -> TrainingJobStatus:
     generation = world.observed.job.generation
     if (
         status.restart_round is None
@@ -166,8 +155,8 @@ def _with_running(
 
 
 def _with_recovery_closed(
-    status: JobStatusView, world: World, memory: JobMemory, now: Now
-) -> JobStatusView:
+    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
+) -> TrainingJobStatus:
     """Complete the record of the recovery once every rank has finished a step or returned 0.
 
     The first round has no such record.
@@ -180,30 +169,30 @@ def _with_recovery_closed(
         return status
     if not (state.running or state.finished):
         return status
-    return replace(status, last_recovery=recovery.closed(begun, state, memory, now))
+    return changed(status, last_recovery=recovery.closed(begun, state, memory, now))
 
 
 def _with_goodput(
-    status: JobStatusView, world: World, memory: JobMemory, now: Now
-) -> JobStatusView:
+    status: TrainingJobStatus, world: World, memory: JobMemory, now: Now
+) -> TrainingJobStatus:
     """Add the time since the last count to training if the gang trained, else to recovery.
 
     The write that ends the job counts as well, because a job of a few seconds may have no other.
     """
     if status.restart_round is None or world.status.completion_time is not None:
         return status
-    old = status.goodput or GoodputView()
+    old = status.goodput or GoodputStatus(ratio=1.0)
     elapsed = 0.0 if memory.counted_at is None else max(0.0, now.monotonic - memory.counted_at)
     trained = min(elapsed, _training_seconds(world, memory, now))
     blocked = blocked_seconds(world)
-    new = replace(
+    new = changed(
         old,
         training_seconds=old.training_seconds + trained,
         recovery_seconds=old.recovery_seconds + elapsed - trained,
         checkpoint_seconds=old.checkpoint_seconds
         + (0.0 if blocked is None else max(0.0, blocked - memory.blocked_counted_seconds)),
     )
-    return replace(status, goodput=with_ratio(new))
+    return changed(status, goodput=with_ratio(new))
 
 
 def _training_seconds(world: World, memory: JobMemory, now: Now) -> float:
@@ -216,11 +205,11 @@ def _training_seconds(world: World, memory: JobMemory, now: Now) -> float:
     return now.monotonic - recovery.started_training_at(state, memory, now)
 
 
-def with_ratio(goodput: GoodputView) -> GoodputView:
+def with_ratio(goodput: GoodputStatus) -> GoodputStatus:
     """Set the ratio, the share of all time that was training, without lost work and blocking saves."""
     total = goodput.training_seconds + goodput.recovery_seconds
     kept = goodput.training_seconds - goodput.checkpoint_seconds - goodput.lost_work_seconds
-    return replace(goodput, ratio=1.0 if total <= 0 else min(1.0, max(0.0, kept / total)))
+    return changed(goodput, ratio=1.0 if total <= 0 else min(1.0, max(0.0, kept / total)))
 
 
 def blocked_seconds(world: World) -> float | None:
@@ -234,7 +223,7 @@ def blocked_seconds(world: World) -> float | None:
     return max(p.blocked_seconds for p in state.progress)
 
 
-def _with_tier_conditions(status: JobStatusView, world: World, now: Now) -> JobStatusView:
+def _with_tier_conditions(status: TrainingJobStatus, world: World, now: Now) -> TrainingJobStatus:
     job = world.observed.job
     state = world.coordinator
     failures = () if state is None else state.failures
@@ -286,7 +275,7 @@ def _located(world: World, failure: Failure) -> str:
     return f"worker {failure.worker}{node}: {failure.message}"
 
 
-def must_write(old: JobStatusView, new: JobStatusView, memory: JobMemory, now: Now) -> bool:
+def must_write(old: TrainingJobStatus, new: TrainingJobStatus, memory: JobMemory, now: Now) -> bool:
     """Return whether the new status must be written now.
 
     Changes of levels, goodput and messages wait until the last write is LEVELS_EVERY_SECONDS old. All other
@@ -296,15 +285,18 @@ def must_write(old: JobStatusView, new: JobStatusView, memory: JobMemory, now: N
     if _durable(old) != _durable(new):
         return True
     running = new.is_true(JobCondition.RUNNING)
-    if old == (new if running else replace(new, goodput=old.goodput)):
+    if old == (new if running else changed(new, goodput=old.goodput)):
         return False
     last = memory.levels_written_at
     return last is None or now.monotonic - last >= LEVELS_EVERY_SECONDS
 
 
-def _durable(status: JobStatusView) -> JobStatusView:
-    """Return the status without the parts whose changes may wait for LEVELS_EVERY_SECONDS."""
-    return replace(
+def _durable(status: TrainingJobStatus) -> tuple[object, ...]:
+    """Return the parts of the status whose changes may not wait for LEVELS_EVERY_SECONDS."""
+    conditions = tuple(
+        (c.type, c.status, c.reason, c.last_transition_time) for c in status.conditions
+    )
+    rest = changed(
         status,
         step=None,
         # The first commit must not wait: once it is recorded, the job never starts without a checkpoint.
@@ -313,8 +305,9 @@ def _durable(status: JobStatusView) -> JobStatusView:
         last_memory_step=None,
         steps_dropped=None,
         goodput=None,
-        conditions=tuple(replace(c, message="", observed_generation=0) for c in status.conditions),
+        conditions=(),
     )
+    return rest, conditions
 
 
 def after_write(memory: JobMemory, world: World, now: Now) -> JobMemory:
