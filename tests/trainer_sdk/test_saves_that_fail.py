@@ -270,6 +270,31 @@ def test_a_step_that_is_saved_twice_is_durable_for_both(
     assert ckpt.saves_failed == 0
 
 
+def test_a_step_that_is_saved_again_with_other_bytes_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path
+) -> None:
+    """While the first save is written, and when it is durable: levels name the step alone."""
+    in_writers(monkeypatch, tmp_path, f"directory.write_shard=wait:{go}")
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        first = ckpt.save(1, {"t": torch.ones(4)})
+        others = [ckpt.save(1, {"t": torch.zeros(4)})]
+        go.touch()
+        first.wait(timeout=60)
+        others.append(ckpt.save(1, {"t": torch.zeros(4)}))
+        for other in others:
+            with pytest.raises(SaveFailedError, match="has saved step 1 with other bytes before"):
+                other.wait(timeout=60)
+            assert not other.durable
+        again = ckpt.save(1, {"t": torch.ones(4)})
+        again.wait(timeout=60)
+        for step in (2, 3, 4):  # the slots are free again
+            ckpt.save(step, {"t": torch.ones(4)}).wait(timeout=60)
+    with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
+        state = {"t": torch.zeros(4)}
+        assert ckpt.restore(state, step=1) == 1
+        assert state["t"].tolist() == [1.0] * 4
+
+
 def test_a_save_that_is_still_written_when_an_exception_ends_the_script_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,10 +18,10 @@ from tests.support.sidecar.contracts import CONTRACT
 from tests.support.sidecar.rounds import first_round
 
 from holdfast_core.clock import SystemClock
-from holdfast_core.errors import UnavailableError
+from holdfast_core.errors import RefusedError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
-from holdfast_core.messages.schema import RankHolding, Stage
+from holdfast_core.messages.schema import RankHolding, Refusal, Stage
 from holdfast_core.node.tier import DiskNodeTier
 from holdfast_core.pacing.background import Pacing
 from holdfast_core.shards.record import ShardHeader, ShardRecord
@@ -111,17 +111,26 @@ class World:
         self.outcomes.append(outcome)
         self._changed.set()
 
-    async def save(self, index: int, step: int) -> None:
-        """The rank fills a slot and hands it over."""
-        data = bytes([step]) * 1000
+    def fill(self, index: int, step: int, data: bytes | None = None) -> Stage:
+        """The rank fills a slot. Returns the message that hands it over."""
+        data = data or bytes([step]) * 1000
         name = slot_name(RANK, index)
         slot = SlotFile.open(self.settings.slots_dir, name)
         assert slot.header().state is SlotState.FREE
         slot.write_payload(0, memoryview(data))
         slot.write_header(SlotHeader(SlotState.FULL, RANK, CAPACITY, ROUND, Step(step), len(data)))
         slot.close()
-        stage = Stage(ROUND, Step(step), RANK, name, len(data), LAYOUT)
-        await self.stager.stage(lambda: self.state, stage)
+        return Stage(ROUND, Step(step), RANK, name, len(data), LAYOUT)
+
+    async def save(self, index: int, step: int, data: bytes | None = None) -> None:
+        """The rank fills a slot and hands it over."""
+        await self.stager.stage(lambda: self.state, self.fill(index, step, data))
+
+    def clear(self, index: int) -> None:
+        """The rank frees its slot, as it does after a refusal."""
+        slot = SlotFile.open(self.settings.slots_dir, slot_name(RANK, index))
+        slot.set_state(SlotState.FREE)
+        slot.close()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -449,3 +458,81 @@ async def test_a_trainer_that_truncates_its_slot_and_fills_the_volume_ends_no_ta
         world.node.let(2)
         await world.until(lambda: len(world.outcomes) == 2)
         assert world.stored() == [2]
+
+
+OTHER = bytes(1000)
+
+
+@pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "waits in memory"])
+async def test_a_step_that_is_saved_again_is_acknowledged_when_its_bytes_are_the_same(
+    tmp_path: Path, slots: int
+) -> None:
+    """While the earlier save is written, while it waits in memory, and when it is durable."""
+    async with running(tmp_path, slots) as world:
+        await world.save(0, 1)
+        again = asyncio.create_task(world.save(1, 1))
+        await asyncio.sleep(0)  # the request runs up to its first wait
+        assert not again.done(), "the bytes of the first save are not known yet"
+        world.node.let(1)
+        await again
+        await world.until(lambda: world.slots() == [FREE] * slots)
+        await world.save(0, 1)
+        assert world.slots() == [FREE] * slots
+        assert world.node.begun == [1], "it is compared, not written"
+
+
+@pytest.mark.parametrize("slots", [2, 3], ids=["written at once", "waits in memory"])
+async def test_a_step_that_is_saved_again_with_other_bytes_is_refused(
+    tmp_path: Path, slots: int
+) -> None:
+    async with running(tmp_path, slots) as world:
+        await world.save(0, 1)
+        again = asyncio.create_task(world.save(1, 1, OTHER))
+        world.node.let(1)
+        with pytest.raises(RefusedError, match="saved step 1 with other bytes before") as refused:
+            await again
+        assert refused.value.code == Refusal.CONFLICT
+        assert world.slots()[1] is SlotState.FULL, "the rank frees it"
+        assert world.stored() == [1]
+        (record,) = world.node.list_shards()
+        world.clear(1)
+        await world.save(1, 1)
+        with pytest.raises(RefusedError, match=f"1000 bytes with {record.blake3}"):
+            await world.save(1, 1, OTHER + b"1")
+
+
+async def test_a_step_in_memory_that_is_saved_again_is_compared_in_memory(tmp_path: Path) -> None:
+    async with running(tmp_path, 4) as world:
+        await world.save(0, 1)
+        await world.save(1, 2)
+        await world.digested(2)
+        await world.save(2, 2)
+        with pytest.raises(RefusedError, match="saved step 2 with other bytes before"):
+            await world.save(3, 2, OTHER)
+        assert world.slots() == [OWNED, OWNED, FREE, SlotState.FULL]
+        assert [shard.step for shard in world.holding().shards] == [2]
+
+
+async def test_a_step_whose_save_has_failed_can_be_saved_again(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as world:
+        world.node.fails.add(1)
+        await world.save(0, 1)
+        world.node.let(1)
+        await world.until(lambda: bool(world.outcomes))
+        world.node.fails.clear()
+        await world.save(1, 1, OTHER)
+        await world.until(lambda: world.stored() == [1])
+
+
+async def test_a_repeated_save_that_is_sent_again_has_the_result_of_the_first_request(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, 2) as world:
+        await world.save(0, 1)
+        stage = world.fill(1, 1)
+        requests = [
+            asyncio.create_task(world.stager.stage(lambda: world.state, stage)) for _ in range(2)
+        ]
+        world.node.let(1)
+        await asyncio.gather(*requests)
+        await world.until(lambda: world.slots() == [FREE, FREE])

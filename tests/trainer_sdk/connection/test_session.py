@@ -11,7 +11,7 @@ import pytest
 from holdfast.base.handle import SaveHandle
 from holdfast.connection.session import Session
 from holdfast.slots.staging import Slot, SlotRing
-from holdfast_core.errors import FormatError, RefusedError
+from holdfast_core.errors import FormatError, RefusedError, UnavailableError
 from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import JobUid, Level, Rank, RestartRound, Step
 from holdfast_core.messages.schema import (
@@ -136,3 +136,57 @@ def test_a_step_that_was_saved_twice_is_handed_over_twice_again(tmp_path: Path) 
     session.connected()
     names = [message.slot for message, _ in link.sent]
     assert names == [slot.name for slot in ring.slots] * 2
+
+
+def test_levels_of_a_step_count_for_a_second_save_only_when_it_is_taken(tmp_path: Path) -> None:
+    """Its bytes may differ from those of the first save, and levels name the step alone."""
+    ring = SlotRing(tmp_path, RANK, 3)
+    ring.ensure(4096, ROUND)
+    link = Words()
+    session = session_with(link)
+    first, same, other = (save(session, slot, 10) for slot in ring.slots)
+    link.sent[0][1].set_result(Staged(Step(10)))
+    session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
+    session.push(SaveFailed(Step(10), ROUND, Level.PERSISTED, "NoObjectTier", "there is none"))
+    assert (first.level, same.level, other.level) == (Level.LOCAL, None, None)
+    link.sent[1][1].set_result(Staged(Step(10)))
+    link.sent[2][1].set_exception(RefusedError(Refusal.CONFLICT, "other bytes"))
+    assert (first.level, same.level, other.level) == (Level.LOCAL, Level.LOCAL, None)
+    assert same.failure == first.failure == "NoObjectTier: there is none"
+    assert other.failure == "other bytes"
+    assert ring.slots[2].header().state is SlotState.FREE
+
+
+def test_a_step_that_is_saved_again_after_a_failure_does_not_make_the_first_save_durable(
+    tmp_path: Path,
+) -> None:
+    ring = SlotRing(tmp_path, RANK, 2)
+    ring.ensure(4096, ROUND)
+    link = Words()
+    session = session_with(link)
+    first, second = (save(session, slot, 10) for slot in ring.slots)
+    link.sent[0][1].set_result(Staged(Step(10)))
+    session.push(SaveFailed(Step(10), ROUND, Level.LOCAL, "NodeVolumeError", "the disk failed"))
+    link.sent[1][1].set_result(Staged(Step(10)))
+    session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
+    assert not first.durable
+    assert second.durable
+    assert second.failure is None
+
+
+def test_a_repeated_save_whose_slot_was_freed_while_the_connection_was_away_is_taken(
+    tmp_path: Path,
+) -> None:
+    ring = SlotRing(tmp_path, RANK, 2)
+    ring.ensure(4096, ROUND)
+    link = Words()
+    session = session_with(link)
+    first, second = (save(session, slot, 10) for slot in ring.slots)
+    link.sent[0][1].set_result(Staged(Step(10)))
+    session.push(LevelReached(Step(10), ROUND, Level.LOCAL))
+    link.sent[1][1].set_exception(UnavailableError("the connection ended"))
+    ring.slots[1].abandon()  # as the sidecar frees it when its bytes are those of the first save
+    session.greeted(HelloReply(ROUND))
+    session.connected()
+    assert first.durable
+    assert second.durable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast_core.errors import (
+    AlreadyExistsError,
     CorruptionError,
     FormatError,
     NotFoundError,
@@ -22,7 +23,7 @@ def refusal_of(error: BaseException) -> Refusal:
             return Refusal(error.code)
         case NotFoundError():
             return Refusal.NOT_FOUND
-        case CorruptionError():
+        case CorruptionError() | AlreadyExistsError():
             return Refusal.CONFLICT
         case FormatError() | StateMismatchError():
             return Refusal.BAD_REQUEST

@@ -6,10 +6,10 @@ it FREE. They differ in when they write and in what commits the step (ADR 0061).
 
 from __future__ import annotations
 
-from holdfast_core.errors import FormatError
+from holdfast_core.errors import FormatError, RefusedError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import JobUid
-from holdfast_core.messages.schema import Stage
+from holdfast_core.messages.schema import Refusal, Stage
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shards.stream import PayloadDigester
 from holdfast_core.shm.slot_file import SlotFile
@@ -58,3 +58,12 @@ def digest_slot(header: ShardHeader, slot: SlotFile) -> ShardRecord:
     failpoint("memory.after_digest")
     record, _ = digester.finish()
     return record
+
+
+def saved_before(message: Stage, detail: object) -> RefusedError:
+    """Return the refusal of a repeated save whose bytes are not those of the earlier one."""
+    return RefusedError(
+        Refusal.CONFLICT,
+        f"rank {message.rank} has saved step {message.step} with other bytes before, and those are kept: "
+        f"{detail}; save a step again only with the same state",
+    )

@@ -9,8 +9,9 @@ Nothing here does I/O.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
@@ -40,6 +41,8 @@ class OwnedSlot:
     coordinator."""
     record: ShardRecord | None = None
     """Digest and header of a held slot; None until it is digested, and for a slot that was not held."""
+    digested: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the record is known, or when the slot is freed."""
     committed: bool = False
     """Whether the step's manifest is on this node."""
     failed: bool = False

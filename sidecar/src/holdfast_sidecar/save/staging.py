@@ -46,6 +46,7 @@ from holdfast_sidecar.save.held import (
     to_seal,
 )
 from holdfast_sidecar.save.layouts import RankLayouts
+from holdfast_sidecar.save.repeated import RepeatedSaves
 from holdfast_sidecar.save.room import Room
 from holdfast_sidecar.save.slot_notes import SlotNotes, left_in_memory, take_or_free
 from holdfast_sidecar.save.slot_writes import Outcome, SlotWrites
@@ -84,6 +85,7 @@ class Stager:
         self._on_held = on_held
         self._notes = SlotNotes(settings.staged_dir)
         self._owned: dict[str, OwnedSlot] = {}
+        self._repeated = RepeatedSaves(settings, node, pools, self._owned)
         self._stored: dict[tuple[Rank, Step], ShardRecord] = {}
         """Shards that were held and are durable now, until the coordinator has acknowledged that."""
         self._newest: dict[Rank, Step] = {}
@@ -171,14 +173,16 @@ class Stager:
     async def stage(self, current: Callable[[], RoundState], message: Stage) -> Staged:
         """Take ownership of a full slot and begin to write or digest it. If it raises, the slot is unchanged.
 
-        Sending the same message again has no effect while the slot is owned.
+        Sending the same message again has no effect while the slot is owned. If the rank has saved the step
+        before in this round, the slot's bytes are compared with those of that save, and the slot is freed.
 
         Args:
             current: Returns the present round. It is called again after each wait.
             message: What the rank sent.
 
         Raises:
-            RefusedError: The round does not match or is sealed, or the slot is owned (BUSY).
+            RefusedError: The round does not match or is sealed, the slot is owned (BUSY), or the step was
+                saved before with other bytes (CONFLICT).
             FormatError: The slot is not of a rank of this pod, or its header contradicts the message.
             HoldfastError: The layout cannot be stored, the slot not opened, or its note not written.
         """
@@ -191,7 +195,10 @@ class Stager:
         if self._is_owned(message):
             return Staged(message.step)
         await self._layouts.ensure(message.layout)
-        state = _fenced(current(), message)  # a SEAL may have arrived while the layout was read
+        _fenced(current(), message)  # a SEAL may have arrived while the layout was read
+        if await self._repeated.compare(lambda: _fenced(current(), message), message):
+            return Staged(message.step)
+        state = _fenced(current(), message)
         slot = SlotFile.open(self._settings.slots_dir, message.slot)
         try:
             check_slot(slot.header(), message, SlotState.FULL)
@@ -440,6 +447,7 @@ class Stager:
         """
         name = owned.stage.slot
         self._owned.pop(name, None)
+        owned.digested.set()
         self._notes.remove(name)
         failpoint("memory.before_free")
         try:
@@ -453,6 +461,7 @@ class Stager:
         outcome = await self._writes.digest(owned)
         record = outcome.record
         owned.record, owned.where = record, Where.HELD
+        owned.digested.set()
         is_done = outcome.failed is not None
         if record is not None and not owned.dropped and self._node.find(record.ref) is not None:
             is_done = True  # an earlier process wrote it and ended before it freed the slot

@@ -91,6 +91,17 @@ class SaveHandle:
             self._failures.setdefault(level, why)
             self._condition.notify_all()
 
+    def adopt(self, other: SaveHandle) -> None:
+        """For the connection: take over the levels of another save of the same step and the same bytes."""
+        if other is self:
+            return
+        with other._condition:
+            level, failures = other._level, dict(other._failures)
+        if level is not None:
+            self.reach(level)
+        for failed, why in failures.items():
+            self.fail(failed, why)
+
     def _reached(self, level: Level) -> bool:
         return self._level is not None and self._level.includes(level)
 

@@ -38,7 +38,7 @@ from holdfast_core.shm.slot_header import SlotState
 logger = logging.getLogger(__name__)
 
 _MAX_HANDLES = 64
-"""Number of handles to keep. Levels of older saves may be reached very late, or never."""
+"""Number of saves to keep. Levels of older saves may be reached very late, or never."""
 _LOSSES_AT_THE_END = 5
 """Lost or failed connections in a row, after which `wait_settled` stops waiting."""
 
@@ -50,10 +50,14 @@ class _Staged:
     stage: Stage
     slot: Slot
     handle: SaveHandle
+    is_repeated: bool = False
+    """Whether the step was handed over before in this round. The other side acknowledges it only when its
+    bytes are known to be those of the earlier save, or when no shard of the earlier save is left."""
     acknowledged: bool = False
-    before: _Staged | None = None
-    """An earlier unfinished save of the same step and round. Messages name only step and round, so that
-    they apply to both."""
+
+    @property
+    def has_failed(self) -> bool:
+        return self.handle.settled and not self.handle.durable
 
 
 class Session:
@@ -84,7 +88,8 @@ class Session:
         self._knows_what_is_durable = knows_what_is_durable
         self._rank = rank
         self._lock = threading.Condition()
-        self._saves: dict[tuple[int, int], _Staged] = {}
+        self._saves: dict[tuple[int, int], list[_Staged]] = {}
+        """The saves of each step and round, oldest first. A step may be saved more than once."""
         self._tokens: set[str] = set()
         self._save_wanted = False
         self._stop_wanted = False
@@ -123,8 +128,7 @@ class Session:
 
     def connected(self) -> None:
         with self._lock:
-            handed_over = [s for newest in self._saves.values() for s in _chain(newest)[::-1]]
-            again = [s for s in handed_over if not s.handle.settled]
+            again = [s for s in self._all() if not s.handle.settled]
             if self._said_lost:
                 logger.warning("connected to %s again: saves continue", self.peer)
                 self._said_lost = False
@@ -136,6 +140,8 @@ class Session:
             # be reported. A slot that holds a newer save by now must not be staged for the old one.
             if self._knows_what_is_durable or _state_of(save) not in (None, SlotState.FREE):
                 self._submit(save)
+            else:
+                self._acknowledge(save)
 
     def disconnected(self, reason: str) -> None:
         with self._lock:
@@ -161,13 +167,13 @@ class Session:
     def push(self, message: Any) -> None:
         match message:
             case LevelReached():
-                for handle in self._handles(message.step, message.round):
-                    handle.reach(message.level)
+                for save in self._meant(message.step, message.round):
+                    save.handle.reach(message.level)
                 self._settled()
             case SaveFailed():
-                for handle in self._handles(message.step, message.round):
-                    handle.overtaken |= message.reason == OVERTAKEN
-                    handle.fail(message.level, f"{message.reason}: {message.message}")
+                for save in self._meant(message.step, message.round):
+                    save.handle.overtaken |= message.reason == OVERTAKEN
+                    save.handle.fail(message.level, f"{message.reason}: {message.message}")
                 self._settled()
             case SaveRequested():
                 self._want(message.token, stop=False)
@@ -254,7 +260,7 @@ class Session:
         """Wait until every save is acknowledged or settled. Return False at the time-out."""
         with self._lock:
             return self._lock.wait_for(
-                lambda: all(s.acknowledged or s.handle.settled for s in self._saves.values()),
+                lambda: all(s.acknowledged or s.handle.settled for s in self._all()),
                 timeout_seconds,
             )
 
@@ -272,17 +278,15 @@ class Session:
     def was_taken(self, handle: SaveHandle) -> bool:
         """Return whether the other side has acknowledged this save."""
         with self._lock:
-            return any(s.handle is handle and s.acknowledged for s in self._saves.values())
+            return any(s.handle is handle and s.acknowledged for s in self._all())
 
     # ------------------------------------------------------------------ inside
 
     def _take(self, save: _Staged) -> None:
         with self._lock:
-            key = (save.stage.step, save.stage.round)
-            before = self._saves.get(key)
-            if before is not None and not before.handle.settled:
-                save.before = before
-            self._saves[key] = save
+            same = self._saves.setdefault((save.stage.step, save.stage.round), [])
+            save.is_repeated = bool(same)
+            same.append(save)
             self._forget_old()
         self._submit(save)
 
@@ -292,7 +296,36 @@ class Session:
         self.link.submit(save.stage).add_done_callback(partial(self._answered, save))
 
     def _all_settled(self) -> bool:
-        return all(s.handle.settled for s in self._saves.values())
+        return all(s.handle.settled for s in self._all())
+
+    def _all(self) -> list[_Staged]:
+        with self._lock:
+            return [save for same in self._saves.values() for save in same]
+
+    def _meant(self, step: int, round_: int) -> list[_Staged]:
+        """Return the saves that a message about this step means.
+
+        These are the saves whose bytes are those of the step's shard. A save that failed before a later one
+        of its step was handed over is not among them.
+        """
+        with self._lock:
+            same = self._saves.get((step, round_), [])
+            return [
+                save
+                for save in same
+                if (save.acknowledged or not save.is_repeated)
+                and (save is same[-1] or not save.has_failed)
+            ]
+
+    def _acknowledge(self, save: _Staged) -> None:
+        """Record that the other side has taken the save.
+
+        A repeated save then has the levels of the earlier saves of its step. They were reported before.
+        """
+        save.acknowledged = True
+        if save.is_repeated:
+            for other in self._meant(save.stage.step, save.stage.round):
+                save.handle.adopt(other.handle)
 
     def _forget_old(self) -> None:
         """Drop the oldest saves above the limit, settled ones first.
@@ -300,15 +333,17 @@ class Session:
         An unsettled save that is dropped has failed: its outcome did not arrive before that of many later
         saves.
         """
-        while len(self._saves) > _MAX_HANDLES:
-            settled = (key for key, save in self._saves.items() if save.handle.settled)
-            forgotten = self._saves.pop(next(settled, next(iter(self._saves))))
-            why = (
+        while len(kept := self._all()) > _MAX_HANDLES:
+            save = next((s for s in kept if s.handle.settled), kept[0])
+            key = (save.stage.step, save.stage.round)
+            self._saves[key].remove(save)
+            if not self._saves[key]:
+                del self._saves[key]
+            save.handle.fail(
+                Level.LOCAL,
                 f"{self.peer} did not report the outcome of this save, nor of {_MAX_HANDLES} "
-                "later saves"
+                "later saves",
             )
-            for save in _chain(forgotten):
-                save.handle.fail(Level.LOCAL, why)
 
     def _answered(self, save: _Staged, future: Future[Any]) -> None:
         try:
@@ -329,21 +364,18 @@ class Session:
             is_left = state is SlotState.OWNED and not self._knows_what_is_durable
             if is_left and not save.slot.is_lost():
                 # The sidecar took it before it restarted. The new process continues or frees it.
-                save.acknowledged = True
+                self._acknowledge(save)
             else:
                 if state is not None:
                     save.slot.abandon()  # the other side refused it and will not free the slot
                 save.handle.fail(Level.LOCAL, str(error))
         else:
-            save.acknowledged = isinstance(reply, Staged)
+            if isinstance(reply, Staged):
+                self._acknowledge(save)
 
     def _settled(self) -> None:
         with self._lock:
             self._lock.notify_all()
-
-    def _handles(self, step: int, round_: int) -> list[SaveHandle]:
-        with self._lock:
-            return [save.handle for save in _chain(self._saves.get((step, round_)))]
 
     def _want(self, token: str, *, stop: bool) -> None:
         with self._lock:
@@ -354,15 +386,6 @@ class Session:
                 self._stop_wanted = True
             else:
                 self._save_wanted = True
-
-
-def _chain(newest: _Staged | None) -> list[_Staged]:
-    """Return the saves of one step and round, the newest first."""
-    found = []
-    while newest is not None:
-        found.append(newest)
-        newest = newest.before
-    return found
 
 
 def _state_of(save: _Staged) -> SlotState | None:

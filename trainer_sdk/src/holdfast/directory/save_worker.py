@@ -6,6 +6,9 @@
    ranks, and prunes older checkpoints.
 
 An exception during a save fails that save and is reported to its rank. It does not end the thread.
+
+A rank may save a step again. Levels name only the step, so that the rank has to know before that its bytes
+are those of the earlier save: the reply to such a Stage waits until the thread has compared them.
 """
 
 from __future__ import annotations
@@ -14,21 +17,28 @@ import collections
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.base.layouts import LayoutFiles
 from holdfast.directory.choice import JOB_UID
 from holdfast.directory.connection import describe
 from holdfast.directory.open_folder import OpenFolder
-from holdfast_core.errors import FormatError, HoldfastError, RefusedError, UnavailableError
+from holdfast_core.errors import (
+    AlreadyExistsError,
+    FormatError,
+    HoldfastError,
+    RefusedError,
+    UnavailableError,
+)
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Level
 from holdfast_core.messages.schema import LevelReached, Refusal, SaveFailed, Stage, Staged
 from holdfast_core.pacing.background import Pacing, bytes_each_step
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import SlotState
-from holdfast_core.shm.slot_save import check_slot, shard_header
+from holdfast_core.shm.slot_save import check_slot, saved_before, shard_header
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +62,16 @@ class _Job:
     stage: Stage
     slot: SlotFile
     push: Push
+    written: Future[None] | None = None
+    """For a step that the rank has saved before: the end of this save, for which the reply waits."""
 
     @property
     def checkpoint(self) -> CheckpointId:
         return CheckpointId(self.stage.step, self.stage.round)
+
+    def is_of(self, stage: Stage) -> bool:
+        """Return whether this is a save of the same rank and step."""
+        return (self.stage.rank, self.stage.step) == (stage.rank, stage.step)
 
 
 class SaveWorker:
@@ -83,7 +99,8 @@ class SaveWorker:
         self._lock = threading.Condition()
         self._queue: collections.deque[_Job] = collections.deque()
         self._pending: dict[CheckpointId, _Pending] = {}
-        self._busy = False
+        self._current: _Job | None = None
+        """The save that is being written."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="holdfast-write", daemon=True)
 
@@ -91,10 +108,16 @@ class SaveWorker:
         self._thread.start()
 
     def stage(self, message: Stage, push: Push) -> Staged:
-        """Take ownership of a full slot and queue its save. `push` sends later messages to the rank.
+        """Take ownership of a full slot and queue its save. Return when the rank may rely on the levels.
 
-        Raises RefusedError if nothing can be written, FormatError if the slot contradicts the message, and
-        HoldfastError if the layout cannot be stored. The slot is then unchanged.
+        Args:
+            message: What the rank sent.
+            push: Sends later messages about the save to the rank.
+
+        Raises:
+            RefusedError: Nothing can be written, or the step was saved before with other bytes.
+            FormatError: The slot contradicts the message.
+            HoldfastError: The layout cannot be stored, or a repeated save cannot be written.
         """
         with self._lock:
             if self._error is not None:
@@ -127,15 +150,19 @@ class SaveWorker:
             slot.close()
             raise
         with self._lock:
+            if self._is_repeated(message):
+                job = replace(job, written=Future())
             self._queue.append(job)
             self._lock.notify_all()
+        if job.written is not None:
+            job.written.result()
         return Staged(message.step)
 
     def write_out(self) -> None:
         """Wait until every staged save is durable on this rank or has failed."""
         self._pacing.hurry()
         with self._lock:
-            self._lock.wait_for(lambda: not self._queue and not self._busy)
+            self._lock.wait_for(lambda: not self._queue and self._current is None)
 
     def finish(self, commit_seconds: float) -> bool:
         """Write what is staged, wait up to `commit_seconds` for the other ranks' shards, then stop.
@@ -156,6 +183,8 @@ class SaveWorker:
             self._closing = True
             for job in self._queue:
                 job.slot.close()
+                if job.written is not None:
+                    job.written.set_exception(UnavailableError("the service has ended"))
             self._queue.clear()
             self._pending.clear()
             self._lock.notify_all()
@@ -174,6 +203,15 @@ class SaveWorker:
             # that the next persister creates.
             self._end_if_lost(error)
             raise
+
+    def _is_repeated(self, message: Stage) -> bool:
+        """Return whether a save of this rank and step is queued, being written or durable."""
+        jobs = self._queue if self._current is None else (*self._queue, self._current)
+        identity = (message.rank, message.step, message.round)
+        return any(job.is_of(message) for job in jobs) or any(
+            (found.header.rank, found.header.step, found.header.round) == identity
+            for found in self._folder.tier.list_shards()
+        )
 
     def _was_made_durable(self, message: Stage, push: Push) -> bool:
         """Return whether an earlier persister has already made this save durable.
@@ -213,13 +251,12 @@ class SaveWorker:
                 self._lock.wait(_POLL_SECONDS if self._pending else None)
             if self._closing:
                 return False
-            job = self._queue.popleft() if self._queue else None
-            self._busy = job is not None
-        if job is not None:
-            self._save(job)
+            self._current = self._queue.popleft() if self._queue else None
+        if self._current is not None:
+            self._save(self._current)
         self._commit_pending()
         with self._lock:
-            self._busy = False
+            self._current = None
             self._lock.notify_all()
         return True
 
@@ -228,17 +265,24 @@ class SaveWorker:
         try:
             try:
                 self._write(job)
-            finally:
+            except BaseException:
+                if job.written is None:
+                    job.slot.set_state(SlotState.FREE)
+                raise
+            else:
                 # The record is written first, so that a FREE slot without a record means a failed save.
                 job.slot.set_state(SlotState.FREE)
+            finally:
                 job.slot.close()
             failpoint("directory.slot_freed")
         except BaseException as error:  # noqa: BLE001 - it is logged, and the rank receives it
             _warn(error, "save of step %d failed: %s", job.stage.step)
-            self._fail(_Pending(job.checkpoint, [job.push]), type(error).__name__, describe(error))
+            self._report_failed(job, error)
             self._end_if_lost(error)
         else:
             self._await_commit(job.checkpoint, job.push)
+            if job.written is not None:
+                job.written.set_result(None)
 
     def _write(self, job: _Job) -> None:
         folder, stage = self._folder, job.stage
@@ -249,9 +293,12 @@ class SaveWorker:
         )
         failpoint("directory.write_shard")
         deleted = self._deleted_for(job)
-        record = folder.write(
-            job.checkpoint, lambda: folder.tier.write_shard(header, job.slot), deleted
-        )
+        try:
+            record = folder.write(
+                job.checkpoint, lambda: folder.tier.write_shard(header, job.slot), deleted
+            )
+        except AlreadyExistsError as error:
+            raise saved_before(stage, error) from error
         folder.write(job.checkpoint, lambda: folder.committer.prepare(record), deleted)
 
     def _commit_pending(self) -> None:
@@ -320,6 +367,15 @@ class SaveWorker:
             self._lock.notify_all()
         return pending
 
+    def _report_failed(self, job: _Job, error: BaseException) -> None:
+        """Report a failed save by a message, or by the reply that waits: the rank then frees the slot."""
+        if job.written is None:
+            reason = type(error).__name__
+            self._fail(_Pending(job.checkpoint, [job.push]), reason, describe(error))
+        else:
+            self._failures += 1
+            job.written.set_exception(error)
+
     def _fail(self, pending: _Pending, reason: str, text: str) -> None:
         self._failures += 1
         _push_all(pending, [_failed(pending.checkpoint, Level.LOCAL, reason, text)])
@@ -328,12 +384,15 @@ class SaveWorker:
         text = f"the writer has ended: {type(error).__name__}: {error}"
         with self._lock:
             self._error = error
-            self._busy = False
+            self._current = None
             queue, pending = tuple(self._queue), tuple(self._pending)
             self._queue.clear()
         for job in queue:
             job.slot.close()
-            self._fail(_Pending(job.checkpoint, [job.push]), "WriterEnded", text)
+            if job.written is None:
+                self._fail(_Pending(job.checkpoint, [job.push]), "WriterEnded", text)
+            else:
+                job.written.set_exception(RefusedError(Refusal.BUSY, text))
         for checkpoint in pending:
             self._give_up(checkpoint, "WriterEnded", text)
 

@@ -1,0 +1,97 @@
+"""Compare a step that a rank saves again in the same round with its earlier save.
+
+Levels and failures name only the step. A rank may rely on them for the second save only if both saves have
+the same bytes, and the shard of the first one is the only one that can be committed. The second slot is
+therefore not written but compared, and Stage is replied to after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from holdfast_core.ids import CheckpointId
+from holdfast_core.messages.schema import Stage
+from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shm.slot_file import SlotFile
+from holdfast_core.shm.slot_header import SlotState
+from holdfast_core.shm.slot_save import check_slot, digest_slot, saved_before, shard_header
+from holdfast_core.tiers.base import NodeTier
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.save.held import OwnedSlot
+
+
+class RepeatedSaves:
+    """Comparisons of repeated saves, on the event loop. `owned` are the slots that the stager owns."""
+
+    def __init__(
+        self, settings: Settings, node: NodeTier, pools: Pools, owned: Mapping[str, OwnedSlot]
+    ) -> None:
+        self._settings = settings
+        self._node = node
+        self._pools = pools
+        self._owned = owned
+        self._comparing: dict[Stage, asyncio.Future[bool]] = {}
+
+    async def compare(self, check: Callable[[], object], message: Stage) -> bool:
+        """Return whether the rank has saved the step before. The slot is then FREE again.
+
+        A Stage that is sent again after a reconnect has the result of the first one.
+
+        Args:
+            check: Raises RefusedError if the round of the message has ended. Called after each wait.
+            message: The Stage of a slot that the sidecar does not own.
+
+        Raises:
+            RefusedError: The earlier save has other bytes (CONFLICT), or `check` raised.
+            FormatError: The slot's header contradicts the message.
+        """
+        comparing = self._comparing.get(message)
+        if comparing is None:
+            if self._earlier(message) is None:
+                return False
+            comparing = asyncio.ensure_future(self._compare(check, message))
+            self._comparing[message] = comparing
+            comparing.add_done_callback(lambda done: self._ended(message, done))
+        # The comparison frees the slot, so that it must not end with the connection.
+        return await asyncio.shield(comparing)
+
+    def _ended(self, message: Stage, done: asyncio.Future[bool]) -> None:
+        del self._comparing[message]
+        if not done.cancelled():
+            done.exception()  # if no request waits any more, asyncio would warn
+
+    async def _compare(self, check: Callable[[], object], message: Stage) -> bool:
+        while isinstance(earlier := self._earlier(message), OwnedSlot):
+            await earlier.digested.wait()
+            check()
+        if earlier is None:
+            return False  # the earlier save has failed: this one is the first that can be durable
+        slot = SlotFile.open(self._settings.slots_dir, message.slot)
+        try:
+            check_slot(slot.header(), message, SlotState.FULL)
+            kept = earlier.header
+            header = shard_header(message, kept.job_uid, kept.world_size)
+            found = await self._pools.digest.run(digest_slot, header, slot)
+            check()
+            check_slot(slot.header(), message, SlotState.FULL)
+            if found != earlier:
+                raise saved_before(message, f"{kept.payload_bytes} bytes with {earlier.blake3}")
+            slot.set_state(SlotState.FREE)
+        finally:
+            slot.close()
+        return True
+
+    def _earlier(self, message: Stage) -> OwnedSlot | ShardRecord | None:
+        """Return the record of the earlier save, its slot if that is not digested yet, or None."""
+        checkpoint = CheckpointId(message.step, message.round)
+        for owned in self._owned.values():
+            if (owned.stage.rank, owned.checkpoint) == (message.rank, checkpoint):
+                return owned.record or owned
+        job_uid = self._settings.contract.job_uid
+        for record in self._node.list_shards():
+            found = (record.header.job_uid, record.header.rank, record.checkpoint)
+            if found == (job_uid, message.rank, checkpoint):
+                return record
+        return None
