@@ -287,7 +287,7 @@ def test_a_step_that_is_saved_again_with_other_bytes_is_not_saved(
             assert not other.durable
         again = ckpt.save(1, {"t": torch.ones(4)})
         again.wait(timeout=60)
-        for step in (2, 3, 4):  # the slots are free again
+        for step in (2, 3):  # the slots are free again
             ckpt.save(step, {"t": torch.ones(4)}).wait(timeout=60)
     with holdfast.Checkpointer(dir=tmp_path / "ckpt") as ckpt:
         state = {"t": torch.zeros(4)}
