@@ -194,6 +194,9 @@ class _Source:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         buffer[:] = self._data[offset : offset + len(buffer)]
 
+    def verified(self, byte_count: int) -> None:
+        return
+
 
 class _Shards:
     """One shard at a time in a node tier of its own."""

@@ -301,3 +301,13 @@ def test_a_shard_whose_directory_is_gone_can_be_deleted(root: Path) -> None:
     shutil.rmtree(tier.shard_path(record.ref).parent)
     tier.delete_shard(record.ref)
     assert (tier.find(record.ref), tier.free_bytes()) == (None, free)
+
+
+def test_a_write_notes_what_it_reads_back(tmp_path: Path) -> None:
+    """A watch of the write would else report a disk that hangs, while the first write is read back."""
+    tier = DiskNodeTier(tmp_path, capacity_bytes=64 << 20)
+    tier.open()
+    data = payload(10 * 4096 + 5)
+    first = BytesSource(data)
+    tier.write_shard(shard_header(len(data), chunk_bytes=4096), first)
+    assert first.verified_bytes == len(data), "all chunks of a rank's first write"

@@ -122,3 +122,45 @@ def test_an_error_of_the_call_is_raised() -> None:
         asyncio.run(
             until_done(broken(), lambda: 0, quiet_seconds=30, stalled=print, moving=lambda: None)
         )
+
+
+class HangingReadBack(MemoryTier):
+    """Reads the whole payload and half of its file back, and the rest when the test sets `go_on`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def write_shard(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        record = super().write_shard(header, source)
+        source.verified(header.payload_bytes // 2)
+        assert self.go_on.wait(30)
+        return record
+
+
+async def test_the_read_back_of_a_write_counts_as_progress(tmp_path: Path) -> None:
+    """The first write of a rank is read back whole, which takes as long as the write itself."""
+    reported, written = asyncio.Event(), asyncio.Event()
+    node, pools = HangingReadBack(), Pools(disk=1, copy=1, store=1)
+    failures, settings = Failures(reported.set), settings_in(tmp_path)
+    stager = Stager(
+        settings,
+        node,
+        RankLayouts(settings.layouts_dir, node, pools),
+        pools,
+        failures,
+        Metrics(),
+        SystemClock(),
+        Pacing(settings.slots_dir),
+        lambda outcome: written.set(),
+    )
+    state = accepted(round_message(workers=1))
+    await stager.stage(lambda: state, FakeRank(tmp_path, JOB, 0, 0).fill(7, PAYLOAD))
+    await asyncio.wait_for(reported.wait(), 120)
+    (failure,) = failures.current
+    size = len(PAYLOAD)
+    assert f"{size} of {size} bytes were written" in failure.message
+    assert f"{size // 2} of them read back" in failure.message
+    node.go_on.set()
+    await asyncio.wait_for(written.wait(), 120)
+    pools.close()

@@ -23,15 +23,19 @@ JOB = JobIdentity("team-a", "gpt-small", JOB_UID)
 
 
 class BytesSource:
-    """PayloadSource over bytes that counts its reads."""
+    """PayloadSource over bytes that counts its reads, and the bytes of its file that were read back."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.reads = 0
+        self.verified_bytes = 0
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self.reads += 1
         buffer[:] = self._data[offset : offset + len(buffer)]
+
+    def verified(self, byte_count: int) -> None:
+        self.verified_bytes += byte_count
 
 
 def payload(size_bytes: int, *, seed: int = 0) -> bytes:

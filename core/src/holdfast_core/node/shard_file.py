@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -92,11 +92,25 @@ def write_payload(
 
 
 def read_back(
-    fd: int, record: ShardRecord, table: ChunkTable, chunks: range, buffers: BufferPool
+    fd: int,
+    record: ShardRecord,
+    table: ChunkTable,
+    chunks: range,
+    buffers: BufferPool,
+    verified: Callable[[int], object] = lambda byte_count: None,
 ) -> None:
     """Read head, trailer and `chunks` from the disk, without the page cache, and compare them.
 
-    Raises PoisonedError.
+    Args:
+        fd: The file.
+        record: What was written.
+        table: The chunk table of the payload.
+        chunks: The chunks to compare.
+        buffers: Pool of the buffers.
+        verified: Called with the bytes of each chunk that was compared.
+
+    Raises:
+        PoisonedError: The disk has other bytes, or cannot be read.
     """
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     header = record.header
@@ -111,6 +125,7 @@ def read_back(
         for chunk in chunks:
             if _chunk_crc(fd, header, chunk, buffers) != table.crcs[chunk]:
                 raise PoisonedError(f"read-back of {record.ref}: chunk {chunk} differs")
+            verified(min(header.chunk_bytes, header.payload_bytes - chunk * header.chunk_bytes))
     except (CorruptionError, OSError) as error:
         raise PoisonedError(f"read-back of {record.ref}: {error}") from error
 

@@ -417,9 +417,8 @@ class DiskNodeTier:
             put = write_at if cloning is None else cloning.put
             record, table = write_payload(temp.fd, header, source, self._buffers, put)
             temp.sync()
-            read_back(
-                temp.fd, record, table, to_read_back(last, chunk_count(header)), self._buffers
-            )
+            chunks = to_read_back(last, chunk_count(header))
+            read_back(temp.fd, record, table, chunks, self._buffers, source.verified)
             self._publish(temp, record)
             self._last[header.rank] = LastWrite.after(last, record, table)
             self._can_clone &= cloning is None or cloning.clones

@@ -50,6 +50,8 @@ class SlotFile:
     """Called with the number of bytes before each read of the payload. It limits the rate of a write."""
     bytes_read: int = 0
     """Payload bytes read so far. It shows whether a slow write still makes progress."""
+    bytes_verified: int = 0
+    """Payload bytes that a write has read back from its file so far."""
 
     @classmethod
     def open(cls, directory: Path, name: str) -> SlotFile:
@@ -156,6 +158,10 @@ class SlotFile:
                 )
             done += count
         self.bytes_read += done
+
+    def verified(self, byte_count: int) -> None:
+        """Count bytes of the written file that were read back, for those who watch a write's progress."""
+        self.bytes_verified += byte_count
 
     def pieces(self, start: int, stop: int, piece_bytes: int = _READ_BYTES) -> Iterator[memoryview]:
         """Yield the payload from byte `start` to `stop` in order.

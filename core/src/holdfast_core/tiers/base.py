@@ -39,6 +39,10 @@ class PayloadSource(Protocol):
         """Fill all of `buffer` with the payload's bytes from `offset` on."""
         ...
 
+    def verified(self, byte_count: int) -> None:
+        """Note that so many more bytes of the written file were read back. A write calls it as it progresses."""
+        ...
+
 
 class ShardReader(Protocol):
     """An open shard. Payload reads are verified against the chunk table."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from holdfast_core.errors import CorruptionError, HoldfastError
 from holdfast_core.ids import JobUid, Rank, RestartRound, Step, TierName
+from holdfast_core.messages.bounds import reply_limit_bytes
+from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import HeldShard, Inventory, ManifestInfo
 from holdfast_core.shm.slot_file import SlotFile, list_slots
 from holdfast_core.shm.slot_header import SlotState
@@ -20,6 +24,9 @@ from holdfast_sidecar.base.tiers import Tiers
 from holdfast_sidecar.coordinator.documents import manifest_info
 from holdfast_sidecar.save.staging import Stager
 
+MOST_ENTRY_BYTES = 320
+"""Bound of the JSON of one shard, or of a manifest without its shards."""
+
 
 class Inventories:
     """Maker of the inventories of this pod."""
@@ -31,6 +38,7 @@ class Inventories:
         self._stager = stager
         self._metrics = telemetry.metrics
         self._failures = telemetry.failures
+        self._changed = logs.Changed()
 
     async def take(self, state: RoundState) -> Inventory:
         """Return what this pod has now. The inventory names the round of `state`."""
@@ -43,7 +51,7 @@ class Inventories:
             self._metrics.free(await self._read.run(self._node.free_bytes))
         except HoldfastError as error:
             self._failures.note("node volume", TierName.NODE, error)
-        return Inventory(
+        whole = Inventory(
             worker=state.worker,
             pod=self._pod.contract.pod_name,
             round=state.round,
@@ -51,6 +59,43 @@ class Inventories:
             manifests=manifests,
             shards=shards,
         )
+        fitting = await self._read.run(fit, whole)
+        left_out = len(whole.manifests) - len(fitting.manifests)
+        if left_out:
+            oldest = fitting.manifests[0].step
+            text = "the inventory is too large: it leaves out its oldest steps. Lower retention.keepLast"
+            self._changed.say("inventory", text, steps=left_out, oldest_listed=oldest)
+        else:
+            self._changed.healthy("inventory")
+        return fitting
+
+
+def fit(inventory: Inventory) -> Inventory:
+    """Return the inventory without its oldest manifests and their shards, so that the operator accepts it.
+
+    The operator refuses a larger one, and a restart would wait for this sidecar without end. The newest
+    manifest always stays. Manifests must be in the order of step and round.
+    """
+    if not inventory.manifests:
+        return inventory
+    limit_bytes = reply_limit_bytes(Inventory, inventory.manifests[-1].world_size)
+    entries = len(inventory.shards) + sum(1 + len(m.shards) for m in inventory.manifests)
+    if entries * MOST_ENTRY_BYTES <= limit_bytes:
+        return inventory  # The exact size need not be known. To compute it takes long for a large gang.
+    excess = len(dumps(inventory)) - limit_bytes
+    held: Counter[tuple[Step, RestartRound]] = Counter()
+    for shard in inventory.shards:
+        held[shard.step, shard.round] += len(dumps(shard)) + 1  # with the comma after it
+    first = 0
+    while excess > 0 and first < len(inventory.manifests) - 1:
+        oldest = inventory.manifests[first]
+        excess -= len(dumps(oldest)) + 1 + held[oldest.step, oldest.round]
+        first += 1
+    if not first:
+        return inventory
+    omitted = {(m.step, m.round) for m in inventory.manifests[:first]}
+    shards = tuple(s for s in inventory.shards if (s.step, s.round) not in omitted)
+    return replace(inventory, manifests=inventory.manifests[first:], shards=shards)
 
 
 def held_manifests(

@@ -111,7 +111,9 @@ class SlotWrites:
     async def _watched(self, owned: OwnedSlot) -> ShardRecord:
         """Write the shard, and report a failure as long as the disk hangs."""
         slot, header, subject = owned.slot, self._header(owned), _subject(owned)
-        slot.bytes_read = 0  # a digest may have increased it
+        slot.bytes_read = slot.bytes_verified = (
+            0  # a digest or an earlier attempt may have increased them
+        )
 
         def stalled(quiet: float) -> None:
             self._failures.note_text(
@@ -120,7 +122,8 @@ class SlotWrites:
                 "NodeVolumeHangs",
                 (
                     f"step {header.step}: {slot.bytes_read} of {header.payload_bytes} bytes were "
-                    f"written to the node volume, and none for {quiet:.0f} s: its disk hangs or is far "
+                    f"written to the node volume and {slot.bytes_verified} of them read back, and none "
+                    f"for {quiet:.0f} s: its disk hangs or is far "
                     "too slow. Training continues, and saves are skipped while no slot is free. Check "
                     "the node's disk"
                 ),
@@ -129,7 +132,7 @@ class SlotWrites:
 
         return await until_done(
             self._pools.shard.run(self._node.write_shard, header, slot),
-            lambda: slot.bytes_read,
+            lambda: slot.bytes_read + slot.bytes_verified,
             quiet_seconds=self._settings.disk_quiet_seconds,
             stalled=stalled,
             moving=lambda: self._failures.healthy(subject),
