@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.crash.failpoints import failpoints
 from tests.support.shards.builders import BytesSource, payload, shard_header
-from tests.support.tiers.volumes import cannot_make, free_bytes, make_image, mounted
+from tests.support.tiers.volumes import cannot_make, free_bytes, make_image, mounted, small_volume
 
 from holdfast_core.errors import CapacityError
 from holdfast_core.node.clone import Clone, clone_range
@@ -192,6 +192,30 @@ def test_a_cloned_shard_that_reads_back_badly_is_written_whole(tmp_path: Path) -
         record = save(tier, 3)
     assert len(clone.made) == 1, "by the first attempt alone"
     assert saved(tier, record) == state(3)
+
+
+def leave_hole(source: int, offset: int, target: int, target_offset: int, length: int) -> None:
+    """Play a clone that takes no room. The bytes are wrong, which only a read-back finds."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_cloned_chunks_need_no_room(tmp_path: Path) -> None:
+    """The volume has room for the changed chunks of a third step, and not for another whole shard."""
+    size = len(state(1))
+    with small_volume(tmp_path / "volume", size * 5 // 2) as volume:
+        tier = DiskNodeTier(volume / "node", fill_limit=1.0, clone=leave_hole)
+        tier.open()
+        save(tier, 1)
+        record = save(tier, 2)
+        assert tier.free_bytes() < size
+        third = save(tier, 3)  # the read-back of this write takes a chunk that was not cloned
+        free = tier.free_bytes()
+        with pytest.raises(CapacityError, match=f"needs {third.file_bytes} bytes"):
+            save(
+                tier, 4
+            )  # a hole is read back, and the attempt without clones needs the whole room
+        assert tier.free_bytes() == free, "nothing stays reserved"
+        assert set(tier.list_shards()) >= {record, third}
 
 
 KINDS = [

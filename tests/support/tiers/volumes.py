@@ -39,6 +39,17 @@ def mounted(image: Path, path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
+@contextmanager
+def small_volume(path: Path, size_bytes: int) -> Iterator[Path]:
+    """Mount a file system in memory, of which nothing else takes room. It needs root."""
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", path], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
 def free_bytes(path: Path) -> int:
     subprocess.run(["sync", "-f", path], check=True)
     volume = os.statvfs(path)

@@ -6,6 +6,7 @@ The disk is authoritative. The index is built by a scan and updated with each ch
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ class Budget:
         self._lock = threading.Lock()
         self._used = 0
         self._reserved = 0
+        self._reserved_blocks = 0
 
     def add(self, size: int) -> None:
         """Add the size of a published file; a negative `size` for a deleted one."""
@@ -107,23 +109,39 @@ class Budget:
 
     def free_bytes(self) -> int:
         with self._lock:
-            return self._free()
+            return min(self._free_of_limit(), self._free_blocks())
 
-    def take(self, size: int, what: str) -> None:
-        """Reserve `size` bytes until `give_back`, while a file is written. Raises CapacityError."""
+    def take(self, size: int, what: str, blocks: int | None = None) -> None:
+        """Reserve the room of a file that is written, until `give_back`.
+
+        Args:
+            size: Size of the file. Kubernetes counts it whole, with the blocks that it shares with others.
+            what: The file, for the error.
+            blocks: Bytes that the file is expected to take from the file system. None means `size`; less
+                where the file shares blocks with an earlier one.
+
+        Raises:
+            CapacityError: There is no room.
+        """
         with self._lock:
-            free = self._free()
-            if size > free:
+            wanted = size if blocks is None else blocks
+            of_limit, free_blocks = self._free_of_limit(), self._free_blocks()
+            if size > of_limit or wanted > free_blocks:
+                new = "" if wanted == size else f" ({wanted} of them new)"
                 raise CapacityError(
-                    f"{what} into {self._root}: needs {size} bytes, {free} available of "
+                    f"{what} into {self._root}: needs {size} bytes{new}, "
+                    f"{min(of_limit, free_blocks)} available of "
                     f"{self._limit()} that may be used ({self._used + self._reserved} taken); "
                     f"{self._advice}"
                 )
             self._reserved += size
+            self._reserved_blocks += wanted
 
-    def give_back(self, size: int) -> None:
+    def give_back(self, size: int, blocks: int | None = None) -> None:
+        """Release what `take` reserved with the same arguments."""
         with self._lock:
             self._reserved -= size
+            self._reserved_blocks -= size if blocks is None else blocks
 
     def _limit(self) -> int:
         capacity = self._capacity_bytes
@@ -132,11 +150,18 @@ class Budget:
             capacity = volume.f_blocks * volume.f_frsize
         return int(capacity * self._fill_limit)
 
-    def _free(self) -> int:
+    def _free_of_limit(self) -> int:
+        """Return the bytes that the size limit of the volume allows. Without one, every number of bytes."""
+        if self._capacity_bytes == 0:
+            return sys.maxsize
+        return max(0, self._limit() - self._used - self._reserved)
+
+    def _free_blocks(self) -> int:
+        """Return the bytes that the file system has for further files."""
         volume = os.statvfs(self._root)
         available = volume.f_bavail * volume.f_frsize
-        if self._capacity_bytes == 0:
-            # Without a size limit the whole file system counts: the share above the limit stays free.
-            keep_free = volume.f_blocks * volume.f_frsize - self._limit()
-            return max(0, available - keep_free - self._reserved)
-        return max(0, min(self._limit() - self._used - self._reserved, available))
+        if self._capacity_bytes:
+            return available
+        # Without a size limit the whole file system counts: the share above the limit stays free.
+        keep_free = volume.f_blocks * volume.f_frsize - self._limit()
+        return max(0, available - keep_free - self._reserved_blocks)

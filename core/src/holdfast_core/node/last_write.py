@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from holdfast_core.ids import ShardRef
 from holdfast_core.shards.chunk_table import ChunkTable
-from holdfast_core.shards.record import ShardRecord
+from holdfast_core.shards.record import ShardHeader, ShardRecord
 
 READ_BACK_EVERY = 64
 _WORTH_CLONING = 8
@@ -24,17 +24,25 @@ class LastWrite:
     """CRC32C of each chunk."""
     number: int
     """Number of the write among this process's writes for the rank, from 0."""
-    repeats: bool
-    """Whether at least an eighth of the chunks equalled those of the write before (compared by CRC)."""
+    repeated: int
+    """Number of chunks that equalled those of the write before (compared by CRC)."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether so many chunks repeated that the next write may clone."""
+        return self.repeated * _WORTH_CLONING >= max(1, len(self.crcs))
 
     @classmethod
     def after(cls, before: LastWrite | None, record: ShardRecord, table: ChunkTable) -> LastWrite:
         crcs = array("I", table.crcs)
         if before is None:
-            return cls(record.ref, crcs, 0, repeats=False)
+            return cls(record.ref, crcs, 0, 0)
         equal = sum(map(operator.eq, crcs, before.crcs))
-        repeats = equal * _WORTH_CLONING >= len(crcs)
-        return cls(record.ref, crcs, before.number + 1, repeats)
+        return cls(record.ref, crcs, before.number + 1, equal)
+
+    def repeated_bytes(self, header: ShardHeader) -> int:
+        """Return the payload bytes that the next write, of `header`, is expected to clone."""
+        return min(self.repeated * header.chunk_bytes, header.payload_bytes)
 
 
 def to_read_back(last: LastWrite | None, chunks: int) -> range:

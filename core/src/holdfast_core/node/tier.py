@@ -181,9 +181,7 @@ class DiskNodeTier:
             existing = self._existing(header, source)
             if existing is not None:
                 return existing
-            size = file_bytes(header)
-            with self._reserve(size, f"shard of rank {header.rank} step {header.step}"):
-                return self._write_twice(header, source, size)
+            return self._write_twice(header, source)
 
     def begin_copy(self, ref: ShardRef, file_bytes: int) -> DiskCopyWriter:
         """See NodeTier. The bytes stay reserved until commit or abort.
@@ -385,34 +383,43 @@ class DiskNodeTier:
             f"payload {entries[0].record.blake3}, refused to write another payload {record.blake3}"
         )
 
-    def _write_twice(self, header: ShardHeader, source: PayloadSource, size: int) -> ShardRecord:
+    def _write_twice(self, header: ShardHeader, source: PayloadSource) -> ShardRecord:
+        """Write a shard. The second attempt clones nothing, and so needs room for the whole file."""
+        size, what = file_bytes(header), f"shard of rank {header.rank} step {header.step}"
+        last = self._last.get(header.rank)
         for attempt in range(_WRITE_ATTEMPTS):
-            try:
-                with disk_errors(f"writing the shard of rank {header.rank} step {header.step}"):
-                    return self._write_once(header, source, size, may_clone=attempt == 0)
-            except PoisonedError as error:
-                if attempt + 1 == _WRITE_ATTEMPTS:
-                    raise
-                _LOG.warning("%s: writing the whole shard again, to a new file", error)
-            except CapacityError as error:
-                # The budget does not cover quotas and files of other programs.
-                if attempt + 1 < _WRITE_ATTEMPTS and self._empty_quarantine():
-                    continue
-                raise CapacityError(
-                    f"{error}: needed {size} bytes, {self._budget.free_bytes()} available"
-                ) from error
+            with ExitStack() as stack:
+                cloning = self._cloning(last, header, stack) if attempt == 0 else None
+                cloned = 0 if cloning is None or last is None else last.repeated_bytes(header)
+                stack.enter_context(self._reserve(size, what, size - cloned))
+                try:
+                    with disk_errors(f"writing the {what}"):
+                        return self._write_once(header, source, last, cloning)
+                except PoisonedError as error:
+                    if attempt + 1 == _WRITE_ATTEMPTS:
+                        raise
+                    _LOG.warning("%s: writing the whole shard again, to a new file", error)
+                except CapacityError as error:
+                    # The budget does not cover quotas and files of other programs.
+                    if attempt + 1 < _WRITE_ATTEMPTS and self._empty_quarantine():
+                        continue
+                    raise CapacityError(
+                        f"{error}: needed {size} bytes, {self._budget.free_bytes()} available"
+                    ) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _write_once(
-        self, header: ShardHeader, source: PayloadSource, size: int, *, may_clone: bool
+        self,
+        header: ShardHeader,
+        source: PayloadSource,
+        last: LastWrite | None,
+        cloning: CloningWriter | None,
     ) -> ShardRecord:
-        last = self._last.get(header.rank)
         with ExitStack() as stack:
             temp = TempFile(self._shard_directory(header), self._directories)
             stack.callback(temp.discard)
-            cloning = self._cloning(last, header, stack) if may_clone else None
             if cloning is None:
-                temp.preallocate(size)
+                temp.preallocate(file_bytes(header))
             temp.use_direct_io()
             put = write_at if cloning is None else cloning.put
             record, table = write_payload(temp.fd, header, source, self._buffers, put)
@@ -473,23 +480,23 @@ class DiskNodeTier:
                 self._budget.add(size)
 
     @contextmanager
-    def _reserve(self, size: int, what: str) -> Iterator[None]:
-        """Reserve bytes of the budget within the context. Raises CapacityError.
+    def _reserve(self, size: int, what: str, blocks: int | None = None) -> Iterator[None]:
+        """Reserve room within the context, as `Budget.take` does. Raises CapacityError.
 
         If the room does not suffice, the quarantine is emptied first: its files are kept for inspection
         only.
         """
         with disk_errors(f"reserving {size} bytes of {self._root} for {what}"):
             try:
-                self._budget.take(size, what)
+                self._budget.take(size, what, blocks)
             except CapacityError:
                 if not self._empty_quarantine():
                     raise
-                self._budget.take(size, what)
+                self._budget.take(size, what, blocks)
         try:
             yield
         finally:
-            self._budget.give_back(size)
+            self._budget.give_back(size, blocks)
 
     def _empty_quarantine(self) -> bool:
         """Remove all quarantined files. Return False if there were none."""

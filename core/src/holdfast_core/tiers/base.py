@@ -40,7 +40,7 @@ class PayloadSource(Protocol):
         ...
 
     def verified(self, byte_count: int) -> None:
-        """Note that so many more bytes of the written file were read back. A write calls it as it progresses."""
+        """Note that so many more bytes of the written file were read back."""
         ...
 
 
