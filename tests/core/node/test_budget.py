@@ -17,7 +17,7 @@ def test_blocks_that_files_share_count_against_the_size_limit(tmp_path: Path) ->
     """Kubernetes measures an emptyDir by the sizes of its files, and evicts a pod above the limit."""
     budget = Budget(tmp_path, 1000, 1.0)
     budget.add(500)
-    with pytest.raises(CapacityError, match="needs 501 bytes .1 of them new."):
+    with pytest.raises(CapacityError, match=r"needs 501 bytes \(1 of them new\)"):
         budget.take(501, "a shard", blocks=1)
     budget.take(500, "a shard", blocks=1)
     assert budget.free_bytes() == 0

@@ -210,7 +210,7 @@ def test_cloned_chunks_need_no_room(tmp_path: Path) -> None:
         assert tier.free_bytes() < size
         third = save(tier, 3)  # the read-back of this write takes a chunk that was not cloned
         free = tier.free_bytes()
-        with pytest.raises(CapacityError, match=f"needs {third.file_bytes} bytes"):
+        with pytest.raises(CapacityError, match=f"needs {third.file_bytes} bytes,"):
             save(
                 tier, 4
             )  # a hole is read back, and the attempt without clones needs the whole room
