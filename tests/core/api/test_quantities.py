@@ -38,7 +38,7 @@ def test_quantities(text: str, expected: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "Gi", "20GB", "20 Gi", "20gi", "1..5", "1e", "0x10", "20K", "1e999999999", "١"]
 )
-def test_no_quantities(text: str) -> None:
+def test_a_text_that_is_no_quantity_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a number of bytes"):
         parse_quantity_bytes(text)
 
@@ -62,7 +62,7 @@ def test_durations(text: str, expected: timedelta) -> None:
 @pytest.mark.parametrize(
     "text", ["", "1", "1d", "1 h", "-1h", "h", "1h 30m", "1hm", "one", "5us", "١h"]
 )
-def test_no_durations(text: str) -> None:
+def test_a_text_that_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected numbers with units"):
         parse_duration(text)
 

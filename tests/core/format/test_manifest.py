@@ -35,7 +35,7 @@ def test_round_trip_is_exact() -> None:
     assert manifest_digest(document).startswith("b3:")
 
 
-def test_it_names_the_shards() -> None:
+def test_a_manifest_names_its_shards() -> None:
     record = shard_file(shard_header(100, rank=1, world_size=2), payload(100, seed=1))[1]
     assert sample().ref(Rank(1)) == record.ref
     assert sample().payload_bytes == 200

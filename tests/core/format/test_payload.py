@@ -95,7 +95,7 @@ def test_every_plan_parses_back(tensors: dict[str, Any], capacity: int) -> None:
         ([("a", "U8", (2**40, 2**40))], "more than"),
     ],
 )
-def test_what_cannot_be_planned(tensors: list[Any], text: str) -> None:
+def test_tensors_that_cannot_be_stored_are_refused(tensors: list[Any], text: str) -> None:
     with pytest.raises(FormatError, match=text):
         plan_payload(tensors, 10)
 
@@ -154,7 +154,7 @@ def test_objects_must_fit_their_capacity() -> None:
         pack_objects({"a": 1}, 3)
 
 
-def test_what_does_not_change_comes_last_of_its_size() -> None:
+def test_tensors_that_do_not_change_come_last_of_their_size() -> None:
     names = [("a", "F32", (1,)), ("b", "F32", (1,)), ("c", "F32", (1,)), ("d", "BF16", (1,))]
     plan = plan_payload(names, 0, last={"a", "c"})
     assert [t.fqn for t in plan.tensors] == ["b", "a", "c", "d"]

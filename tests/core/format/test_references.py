@@ -19,7 +19,7 @@ DOCUMENT = (
 )
 
 
-def test_it_comes_back() -> None:
+def test_references_are_parsed_from_their_bytes() -> None:
     said = References(at(20, 1), {at(10, 1): 9, at(10): 7})
     assert said.to_bytes() == DOCUMENT
     assert parse_references(DOCUMENT) == said

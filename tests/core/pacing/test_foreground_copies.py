@@ -47,7 +47,7 @@ def test_nothing_waits_while_no_rank_copies(tmp_path: Path, state: SlotState) ->
     assert clock.now == 0.0
 
 
-def test_until_the_copy_ends(tmp_path: Path) -> None:
+def test_the_gate_waits_until_the_copy_ends(tmp_path: Path) -> None:
     put(tmp_path, SlotState.FILLING)
     clock = Clock()
 
@@ -69,7 +69,7 @@ def test_a_copy_that_never_ends_is_waited_for_once(tmp_path: Path) -> None:
     assert way.wait_for_copies() == pytest.approx(LONGEST_SECONDS, abs=0.01)
 
 
-def test_one_that_never_ends_hides_no_other(tmp_path: Path) -> None:
+def test_a_copy_that_never_ends_does_not_hide_another_one(tmp_path: Path) -> None:
     put(tmp_path, SlotState.FILLING)
     clock = Clock()
     way = copy_gate(tmp_path, clock)

@@ -63,7 +63,7 @@ def test_it_rises_again_when_the_machine_is_free() -> None:
     assert pace.limit is None
 
 
-def test_without_quiet_steps_nothing_is_concluded() -> None:
+def test_without_undisturbed_steps_there_is_no_limit() -> None:
     """A checkpoint at every step: there is nothing to compare with."""
     pace = Pace()
     for _ in range(10 * OBSERVATIONS):

@@ -165,7 +165,7 @@ def test_a_full_receiver_reports_it(certificates: tuple[TlsFiles, TlsFiles]) -> 
             pair.send(source, record)
 
 
-def test_what_is_not_there_is_not_found(pair: Pair) -> None:
+def test_an_absent_shard_is_not_found(pair: Pair) -> None:
     _, record = filled(1000)
     with pytest.raises(NotFoundError):
         pair.fetch(MemoryTier(), record.ref)

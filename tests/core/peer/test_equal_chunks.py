@@ -42,7 +42,7 @@ def test_an_earlier_source_wins_and_a_later_one_fills_the_holes() -> None:
     assert runs("abcdef", "abxxef", "abcxxx") == [(0, 2, 1), (2, 3, 2), (4, 6, 1)]
 
 
-def test_of_too_many_the_longest_stay() -> None:
+def test_the_longest_runs_are_kept_when_there_are_too_many() -> None:
     assert runs("abcdefgh", "axcxefgx", limit=2) == [(0, 1, 1), (4, 7, 1)]
 
 

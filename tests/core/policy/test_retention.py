@@ -74,13 +74,15 @@ CASES = {
 
 
 @pytest.mark.parametrize(("given_state", "pruned"), CASES.values(), ids=CASES.keys())
-def test_what_is_pruned(given_state: RetentionState, pruned: list[int]) -> None:
+def test_the_steps_that_the_policy_does_not_keep_are_pruned(
+    given_state: RetentionState, pruned: list[int]
+) -> None:
     plan = plan_retention(given_state)
     assert sorted(verdict.checkpoint.step for verdict in plan.prune) == pruned
     assert list(plan.prune_steps) == pruned
 
 
-def test_every_verdict_has_its_reason() -> None:
+def test_every_verdict_names_its_reason() -> None:
     plan = plan_retention(
         state(
             committed(10, 20, 30, 40, 50, 60) + committed(70, level=Level.LOCAL),
@@ -126,7 +128,9 @@ STATES = st.builds(
 
 
 @given(STATES, st.randoms(use_true_random=False))
-def test_in_every_state(given_state: RetentionState, order: random.Random) -> None:
+def test_every_plan_keeps_what_must_be_kept(
+    given_state: RetentionState, order: random.Random
+) -> None:
     plan = plan_retention(given_state)
     every = {c.checkpoint for c in given_state.committed}
     pruned = {v.checkpoint for v in plan.prune}
@@ -215,7 +219,7 @@ PRESSED = {
 
 
 @pytest.mark.parametrize(("given_state", "pruned"), PRESSED.values(), ids=PRESSED.keys())
-def test_what_goes_where_a_node_is_full(given_state: RetentionState, pruned: list[int]) -> None:
+def test_a_full_node_prunes_more_steps(given_state: RetentionState, pruned: list[int]) -> None:
     plan = plan_retention(given_state)
     assert sorted(verdict.checkpoint.step for verdict in plan.prune) == pruned
     assert len(plan.prune) + len(plan.keep) == len(given_state.committed)

@@ -258,7 +258,7 @@ def test_an_error_names_every_tensor() -> None:
     ]
 
 
-def test_what_no_shard_covers_is_named_with_its_place() -> None:
+def test_a_part_that_no_shard_covers_is_named_with_its_place() -> None:
     tensors = {"a": Tensor("F32", (4, 2), [0]), "b": Tensor("F32", (4,), [0])}
     source, _ = saved([layout_of(tensors, [4], rank) for rank in range(4)])
     wanted = layout_of(placed(tensors, None), [1], 0)

@@ -215,7 +215,7 @@ def test_ranks_with_the_same_layout_but_for_the_rank_are_a_group(
     assert replica_groups(layout) == groups
 
 
-def test_what_is_a_ranks_own_may_differ_behind_but_not_in_front() -> None:
+def test_replicas_may_differ_behind_the_common_tensors_only() -> None:
     layout = merge_layouts(
         [layout_of(0), layout_of(1, own=9), layout_of(2, before=4), layout_of(3, own=0)]
     )
@@ -227,12 +227,12 @@ def test_ranks_without_anything_in_common_are_alone() -> None:
     assert replica_groups(layout) == ((0,), (1,), (2,))
 
 
-def test_blocks_go_round() -> None:
+def test_blocks_of_chunks_are_assigned_to_the_ranks_in_turn() -> None:
     group = (Rank(3), Rank(5))
     assert [owner(group, chunk) for chunk in (0, 15, 16, 31, 32)] == [3, 3, 5, 5, 3]
 
 
-def test_what_is_needed_most_is_kept() -> None:
+def test_the_references_with_the_most_bytes_are_kept() -> None:
     def at(step: int) -> CheckpointId:
         return trailer_of(b"x", step=step, rank=0).record.checkpoint
 

@@ -39,7 +39,7 @@ def verify(data: bytes, ref: ShardRef = RECORD.ref) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 << 20])
-def test_everything_is_found_from_either_end(size: int) -> None:
+def test_a_shard_file_is_read_from_its_head_or_its_footer(size: int) -> None:
     header = shard_header(size)
     file, record = shard_file(header, payload(size))
     assert len(file) == file_bytes(header) == record.file_bytes

@@ -55,7 +55,9 @@ def test_the_same_bytes(tmp_path: Path, tier: DiskNodeTier, size: int, has_table
 
 
 @pytest.mark.parametrize("position", [0, CHUNK_BYTES - 1, 3 * CHUNK_BYTES, 5 * CHUNK_BYTES + 16])
-def test_one_other_bit(tmp_path: Path, tier: DiskNodeTier, position: int, has_table: bool) -> None:
+def test_a_slot_with_one_other_bit_does_not_hold_the_shard(
+    tmp_path: Path, tier: DiskNodeTier, position: int, has_table: bool
+) -> None:
     data = bytearray(payload(5 * CHUNK_BYTES + 17))
     record = written(tier, bytes(data))
     data[position] ^= 0x10

@@ -69,7 +69,7 @@ def test_the_manifest_does_not_depend_on_the_order_of_shards(tier: NodeTier) -> 
     assert parse_manifest(one).ref(Rank(1)) == records[1].ref
 
 
-def test_what_belongs_to_no_checkpoint_together(tier: NodeTier) -> None:
+def test_shards_that_form_no_checkpoint_are_not_committed(tier: NodeTier) -> None:
     a, b = write(tier, 0), write(tier, 1)
     later = write(tier, 1, step=11)
     for records, text in [

@@ -11,7 +11,7 @@ from holdfast_core.errors import UnavailableError
 from holdfast_core.tiers.pooled import submit, wait_all
 
 
-def test_what_is_cancelled_in_the_queue_is_not_waited_for() -> None:
+def test_a_task_that_was_cancelled_in_the_queue_is_not_waited_for() -> None:
     """Here concurrent.futures.wait would wait for ever."""
     workers, go_on = ThreadPoolExecutor(1), threading.Event()
     running, queued = submit(workers, go_on.wait, 60), submit(workers, int)

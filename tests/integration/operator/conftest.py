@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.support.operator.operator_bed import OperatorBed
+from tests.support.operator.played_kubelet import PlayedKubelet
 from tests.support.operator.waiting import poll
 from tests.support.servers.control_plane import ControlPlane
 
@@ -36,3 +38,28 @@ def _established(plane: ControlPlane, path: str) -> bool:
     return any(
         c["type"] == "Established" and c["status"] == "True" for c in status.get("conditions") or []
     )
+
+
+@pytest.fixture
+def empty_bed(
+    control_plane: ControlPlane, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[OperatorBed]:
+    """A namespace without a job, for which no operator runs yet."""
+    namespace = f"t{abs(hash(request.node.name)) % 10**8}"
+    control_plane.create_namespace(namespace)
+    kubelet = PlayedKubelet(control_plane, namespace)
+    bed = OperatorBed(control_plane, namespace, tmp_path, kubelet)
+    try:
+        yield bed
+    finally:
+        if bed.process is not None:
+            bed.kill_operator()
+        kubelet.close()
+
+
+@pytest.fixture
+def bed(empty_bed: OperatorBed) -> OperatorBed:
+    """A job that trains in round 0, with a running operator."""
+    empty_bed.start_operator()
+    empty_bed.train()
+    return empty_bed

@@ -121,14 +121,14 @@ def test_a_pod_that_is_there_after_all_costs_no_round() -> None:
     assert effects.calls == []
 
 
-def test_no_pods_without_certificates_but_seals_go_out() -> None:
+def test_without_certificates_no_pod_is_created_and_seals_are_sent() -> None:
     effects = Recorder(errors={"create_certificates": UnavailableError("503")})
     applied = run(effects, CERTIFICATES, POD, SEAL)
     assert [f.action for f in applied.failed] == [CERTIFICATES]
     assert effects.calls == ["create_certificates", "seal"]
 
 
-def test_one_failure_does_not_stop_the_others() -> None:
+def test_a_failed_action_does_not_stop_the_others() -> None:
     effects = Recorder(errors={"seal": UnavailableError("refused")})
     applied = run(effects, SEAL, POD, OBSOLETE, RECORD)
     assert [f.action for f in applied.failed] == [SEAL]
@@ -183,7 +183,7 @@ NEW = replace(
         ),
     ],
 )
-def test_what_was_seen_is_remembered_what_was_not_done_is_not(
+def test_memory_keeps_observations_and_forgets_failed_actions(
     applied: Applied, expected: JobMemory
 ) -> None:
     decision = Decision((), None, "test", NEW)

@@ -72,7 +72,7 @@ def begun(decision: Decision) -> BeginRound:
     return found[0]
 
 
-def test_all_is_well() -> None:
+def test_a_healthy_gang_begins_no_round() -> None:
     decision = decide(world(), now())
     assert not any(isinstance(a, BeginRound) for a in decision.actions)
 
@@ -220,7 +220,7 @@ def test_failures(
         ),
     ],
 )
-def test_no_failures(changes: dict[str, Any]) -> None:
+def test_these_observations_begin_no_round(changes: dict[str, Any]) -> None:
     decision = decide(world(**changes), now())
     assert not any(isinstance(a, BeginRound) for a in decision.actions), decision.reason
 

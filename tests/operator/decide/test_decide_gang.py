@@ -86,7 +86,7 @@ def test_the_first_round_is_above_what_sidecars_remember() -> None:
     assert action.status.members == (4,), "its pod may hold the newest copies"
 
 
-def test_after_cas_1_service_certificates_and_pods() -> None:
+def test_a_new_round_creates_service_certificates_and_pods() -> None:
     decision = decide(Observed(job=job(2, status(0))), now())
     assert of_kind(decision.actions, CreateService)[0].name == "job-l2msg4-gang"
     assert of_kind(decision.actions, CreateCertificates) == [

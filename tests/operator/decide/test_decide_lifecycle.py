@@ -223,7 +223,7 @@ def finishing(**changes: Any) -> Observed:
     return replace(base, **changes)
 
 
-def test_all_ranks_returned_0() -> None:
+def test_a_job_completes_when_all_ranks_have_returned_0() -> None:
     decision = decide(finishing(), now())
     (written,) = writes(decision)
     assert written.is_true(JobCondition.COMPLETE)
@@ -257,7 +257,7 @@ def test_complete_only_after_the_last_commit_and_its_object() -> None:
     assert writes(decide(recorded, now()))[0].is_true(JobCondition.COMPLETE)
 
 
-def test_every_pod_ended_well() -> None:
+def test_a_job_completes_when_every_pod_has_succeeded() -> None:
     ended = tuple(pod(w, phase=PodPhase.SUCCEEDED) for w in (0, 1))
     observed = finishing(pods=ended, coordinator=None, sidecars=())
     assert writes(decide(observed, now()))[0].is_true(JobCondition.COMPLETE)

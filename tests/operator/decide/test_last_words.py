@@ -65,7 +65,7 @@ INDENTED = """\
         (1, "Traceback:\n  File x\n    cut", "ended with code 1: Traceback:\n  File x\n    cut"),
     ],
 )
-def test_how_it_ended(code: int, output: str, text: str) -> None:
+def test_the_end_of_a_rank_is_described(code: int, output: str, text: str) -> None:
     assert how_it_ended(DeadRank(Rank(2), Worker(1), code, output)) == text
 
 

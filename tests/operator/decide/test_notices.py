@@ -39,7 +39,7 @@ def said(kind: JobCondition, value: bool | None, reason: str) -> TrainingJobStat
         (RUNNING, (True, "Training"), (False, "Starting"), None),
     ],
 )
-def test_notices(
+def test_a_changed_condition_sends_its_event(
     kind: JobCondition,
     before: tuple[bool | None, str],
     after: tuple[bool | None, str],

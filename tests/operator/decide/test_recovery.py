@@ -330,7 +330,7 @@ def test_the_phases_add_up_for_all_measurements(
     signs=st.tuples(MAYBE, MAYBE, MAYBE, MAYBE),
     reason=st.sampled_from([Reason.NODE_LOST, Reason.RANK_FAILED, Reason.POD_LOST]),
 )
-def test_no_fault_lies_after_it_was_seen(
+def test_the_time_of_a_failure_is_never_after_its_detection(
     seen: float,
     signs: tuple[float | None, float | None, float | None, float | None],
     reason: Reason,

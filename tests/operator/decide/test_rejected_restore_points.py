@@ -46,7 +46,7 @@ def test_an_operator_that_restarts_counts_the_same() -> None:
     assert choices[:4] == [bad.step, bad.step, bad.step, bad.step - 5]
 
 
-def test_without_an_older_one_it_is_tried_until_the_budget_ends() -> None:
+def test_the_only_restore_point_is_tried_until_the_budget_ends() -> None:
     life = Life()
     life.run(30, until=lambda s: s.last_committed_step == 5)
     life.cluster.job["spec"]["failurePolicy"]["maxRestarts"] = 5

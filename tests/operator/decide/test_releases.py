@@ -95,7 +95,9 @@ def released(given: Observed, seconds: float = 1000.0) -> tuple[list[str], list[
         ),
     ],
 )
-def test_at_once_where_no_sidecar_will_delete_the_data(given: dict[str, Any], why: str) -> None:
+def test_a_checkpoint_is_released_at_once_when_no_sidecar_can_delete_its_data(
+    given: dict[str, Any], why: str
+) -> None:
     names, said = released(observed(**given))
     assert names == [DELETED.name]
     assert len(said) == 1

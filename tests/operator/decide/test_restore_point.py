@@ -202,7 +202,7 @@ def test_the_status_knows_of_a_newer_step_than_the_answers() -> None:
     assert isinstance(pick(state, [A, B], [seen, silent(B)]), Wait)
 
 
-def test_no_survivor_has_answered_yet() -> None:
+def test_the_choice_waits_while_no_survivor_has_answered() -> None:
     assert isinstance(pick(BOTH_SURVIVED, [A, B], [silent(A), silent(B)]), Wait)
 
 
@@ -333,7 +333,7 @@ def entry(round_: int, step: int | None) -> LineageEntry:
     ("step", "round_", "expected"),
     [(10, 0, True), (11, 0, False), (50, 1, True), (31, 1, True), (51, 1, False), (99, 2, True)],
 )
-def test_on_lineage(step: int, round_: int, expected: bool) -> None:
+def test_only_steps_of_the_lineage_are_on_it(step: int, round_: int, expected: bool) -> None:
     lineage = (entry(0, None), entry(1, 10), entry(2, 50))
     assert on_lineage(CheckpointId(Step(step), RestartRound(round_)), lineage) is expected
 

@@ -219,7 +219,7 @@ def test_a_probe_that_fails_early_keeps_the_known_features() -> None:
     assert store_status(again, parse_message("no answer"), NOW).features == seen.features
 
 
-def test_what_a_job_sees_of_a_store() -> None:
+def test_a_store_is_available_to_a_job_after_a_probe_of_its_generation() -> None:
     assert store_view(store()).available is None
     assert store_view(store(True, last_probe=PROBED)).available is True
     assert store_view(store(True, last_probe=PROBED, observed=0)).available is None

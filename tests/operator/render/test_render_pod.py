@@ -111,7 +111,7 @@ def test_keys_and_certificates_are_mounted_in_the_sidecar_only() -> None:
     assert [s["secret"]["name"] for s in sources] == ["store-keys", "store-ca"]
 
 
-def test_no_store_no_store_volume() -> None:
+def test_a_job_without_a_store_mounts_no_store_keys() -> None:
     assert "holdfast-store" not in {v["name"] for v in render(job(2))["spec"]["volumes"]}
 
 

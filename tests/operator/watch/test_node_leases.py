@@ -103,7 +103,7 @@ def test_a_node_that_comes_late_to_the_watch_is_not_missing() -> None:
     assert not leases.is_silent("node-a", THRESHOLD, clock.monotonic() + 100.0, 1e9)
 
 
-def test_all_silent_nodes_with_a_pod_or_without() -> None:
+def test_every_silent_node_is_found_with_or_without_a_pod() -> None:
     clock = ManualClock()
     leases = seen(clock, "a", "b", "c")
     clock.advance(15)

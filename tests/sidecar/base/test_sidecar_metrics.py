@@ -52,7 +52,7 @@ def test_the_process_itself_is_watched() -> None:
     assert sample(Metrics(), "process_resident_memory_bytes") > 0
 
 
-def test_bytes_before_and_after_compression() -> None:
+def test_metrics_count_bytes_before_and_after_compression() -> None:
     metrics = Metrics()
     metrics.compressed(TierName.OBJECT, 1000, 700)
     metrics.compressed(TierName.OBJECT, 500, 500)

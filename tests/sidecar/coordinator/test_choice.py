@@ -175,7 +175,7 @@ def test_a_step_that_only_some_ranks_have_is_never_chosen() -> None:
     assert weigh(ledger) == Choice(None, ())
 
 
-def test_ranks_that_skipped_each_other_s_steps_save_again() -> None:
+def test_steps_that_other_ranks_skipped_are_dropped_so_that_saves_continue() -> None:
     """Nothing of what fills the slots ever becomes complete."""
     ledger = new_ledger()
     says(ledger, 4, 5, 6, rank=FAST)

@@ -59,13 +59,15 @@ def test_any_coordinator_writes_the_same_bytes() -> None:
     [(JobUid("another"), 9, 3), (CONTRACT.job_uid, 8, 3), (CONTRACT.job_uid, 9, 2)],
     ids=["job", "step", "round"],
 )
-def test_a_manifest_under_the_name_of_another(job_uid: JobUid, step: int, round_: int) -> None:
+def test_a_manifest_with_the_name_of_another_is_refused(
+    job_uid: JobUid, step: int, round_: int
+) -> None:
     built = builder().build(entry())
     with pytest.raises(CorruptionError, match="renamed or copied"):
         manifest_info(built.manifest, job_uid, CheckpointId(Step(step), RestartRound(round_)))
 
 
-def test_a_layout_that_is_not_what_it_is_named() -> None:
+def test_a_layout_with_a_wrong_name_is_refused() -> None:
     made = Builder(CONTRACT, MESSAGE)
     document = rank_document(0, 10)
     with pytest.raises(CorruptionError):
@@ -90,7 +92,7 @@ def test_without_a_rank_layout_nothing_is_built() -> None:
         pytest.param({"manifest": "{}"}, id="no manifest"),
     ],
 )
-def test_a_manifest_put_that_contradicts_itself(change: dict[str, object]) -> None:
+def test_a_manifest_put_that_contradicts_itself_is_refused(change: dict[str, object]) -> None:
     built = builder().build(entry())
     put = ManifestPut(RestartRound(3), Step(9), built.manifest.decode(), built.layout.decode())
     assert check_put(put, CONTRACT).step == 9

@@ -53,7 +53,7 @@ def test_a_step_that_a_rank_no_longer_saves_is_given_up(
     assert abandoned_steps(written_by_rank_0(10, 20, 30, 40), said) == gone
 
 
-def test_an_incomplete_step_below_a_replicated_one_goes() -> None:
+def test_an_incomplete_step_below_a_replicated_one_is_pruned() -> None:
     ledger = written_by_rank_0(10, 30)
     commit(ledger, 20)
     for rank in (0, 1):
@@ -68,7 +68,7 @@ def test_a_complete_step_is_never_given_up() -> None:
     assert abandoned_steps(ledger, saves(40), pressed=True) == ()
 
 
-def test_without_room_steps_of_a_silent_rank_go_but_the_newest() -> None:
+def test_without_room_only_the_newest_steps_of_a_silent_rank_are_kept() -> None:
     ledger = written_by_rank_0(*range(10, 90, 10))
     assert abandoned_steps(ledger, {}) == ()
     assert abandoned_steps(ledger, {}, pressed=True) == (10, 20, 30, 40)

@@ -98,7 +98,7 @@ def test_compression_is_turned_on_and_off_for_later_uploads(before: str, after: 
     assert asked(before, changed=after).compress is (after == "Zstd")
 
 
-def test_what_must_refer_to_nothing_is_not_compressed() -> None:
+def test_a_whole_upload_is_not_compressed() -> None:
     """The name of the pack is taken by the one that referred to what is gone."""
     request = asked("Zstd", whole=True)
     assert (request.whole, request.compress) == (True, False)

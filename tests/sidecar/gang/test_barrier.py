@@ -42,7 +42,7 @@ def facts(**fields: object) -> Facts:
     return replace(ready, **fields)  # type: ignore[arg-type]
 
 
-def test_open() -> None:
+def test_the_barrier_opens_when_everything_is_ready() -> None:
     assert open_barrier(facts()) == Run(
         round=RestartRound(2),
         restore_point=POINT,
@@ -79,7 +79,9 @@ SEALED = RoundState(Worker(1), 4, RestartRound(2))
         pytest.param({"last_round": RestartRound(2)}, "ran round 2 already", id="ran already"),
     ],
 )
-def test_closed(fields: dict[str, object], text: str) -> None:
+def test_the_barrier_is_closed_until_everything_is_ready(
+    fields: dict[str, object], text: str
+) -> None:
     reason = open_barrier(facts(**fields))
     assert isinstance(reason, str)
     assert text in reason

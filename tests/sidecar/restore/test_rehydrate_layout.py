@@ -86,7 +86,7 @@ AWAY = UnavailableError("connection refused")
         ),
     ],
 )
-def test_why_it_is_not_here(
+def test_a_missing_layout_is_unavailable_while_a_place_may_have_it(
     answers: tuple[bytes | HoldfastError | None, ...],
     store: HoldfastError,
     expected: type[HoldfastError],
@@ -96,11 +96,11 @@ def test_why_it_is_not_here(
     assert type(caught.value) is expected
 
 
-def test_a_member_that_is_away_is_not_the_last_one_asked() -> None:
+def test_the_next_member_is_called_when_one_is_away() -> None:
     node = MemoryTier()
     assert layout_of(Asked(AWAY, LAYOUT, store=AWAY), node) == LAYOUT
     assert node.get_layout(MANIFEST.layout) == LAYOUT
 
 
-def test_a_node_that_is_full_hands_it_on() -> None:
+def test_a_layout_is_returned_although_the_node_is_full() -> None:
     assert layout_of(Asked(LAYOUT, store=NONE), FullNode()) == LAYOUT

@@ -57,7 +57,7 @@ def test_only_the_chunks_that_are_needed_are_read(world: World) -> None:
     assert (header.state, header.step, header.payload_bytes) == (SlotState.FREE, None, 0)
 
 
-def test_this_node_is_asked_first_and_the_store_last(world: World) -> None:
+def test_sources_are_tried_from_the_node_to_the_store(world: World) -> None:
     world.put(world.node, 0, 1, 2, 3)
     world.put(world.members[Worker(4)], 0, 1, 2, 3)
     world.upload(0, 1, 2, 3)

@@ -264,7 +264,7 @@ def test_a_fill_that_waits_for_a_source_ends_with_its_round(pod: Pod) -> None:
     assert text.startswith("rank 1: ")
 
 
-def test_what_a_fill_has_waited_for_is_no_failure_once_it_is_there(pod: Pod) -> None:
+def test_bytes_that_arrived_late_are_no_failure_of_the_fill(pod: Pod) -> None:
     pod.world.faults[Worker(4)] = Faults([Fault("read", FaultKind.ERR)])
 
     def back(waits: int) -> None:

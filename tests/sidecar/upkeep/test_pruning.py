@@ -47,7 +47,7 @@ def message(base: int | None, *, holds: tuple[int, ...] = ()) -> Round:
     return round_message(2, restore_point=point, holds=tuple(Step(s) for s in holds))
 
 
-def test_named_steps_go_in_every_round_they_were_saved_in(node: DiskNodeTier) -> None:
+def test_named_steps_are_deleted_in_every_round_that_saved_them(node: DiskNodeTier) -> None:
     for step, round_ in ((1, 0), (2, 0), (2, 1), (3, 1)):
         put(node, step, round_)
     assert delete_steps(node, JOB_UID, frozenset({Step(2)})) == 2
@@ -55,7 +55,7 @@ def test_named_steps_go_in_every_round_they_were_saved_in(node: DiskNodeTier) ->
     assert delete_steps(node, JOB_UID, frozenset({Step(2)})) == 0, "again"
 
 
-def test_what_older_rounds_left_above_the_restore_point_goes(node: DiskNodeTier) -> None:
+def test_steps_of_older_rounds_above_the_restore_point_are_deleted(node: DiskNodeTier) -> None:
     for step, round_ in ((5, 0), (6, 0), (7, 1), (7, 2)):
         put(node, step, round_)
     put(node, 8, 1, manifest=False)
@@ -84,7 +84,9 @@ def test_nothing_is_deleted_without_an_own_restore_point(
     assert left(node) == ({(9, 0)}, {(9, 0)})
 
 
-def test_orphans_of_older_rounds_go_and_those_of_this_round_stay(node: DiskNodeTier) -> None:
+def test_orphans_of_older_rounds_are_deleted_and_those_of_this_round_kept(
+    node: DiskNodeTier,
+) -> None:
     put(node, 3, 1)
     for step, round_ in ((4, 1), (5, 1), (6, 2), (9, 1)):
         put(node, step, round_, manifest=False)
@@ -99,6 +101,6 @@ def test_orphans_of_older_rounds_go_and_those_of_this_round_stay(node: DiskNodeT
     assert left(node) == ({(3, 1)}, {(3, 1), (5, 1), (6, 2), (9, 1)})
 
 
-def test_restore_point_and_holds_are_protected() -> None:
+def test_the_restore_point_and_pinned_steps_are_protected() -> None:
     assert protected_steps(message(5, holds=(2, 9))) == {2, 5, 9}
     assert protected_steps(message(None)) == frozenset()

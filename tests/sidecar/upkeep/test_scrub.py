@@ -139,7 +139,7 @@ CORRUPT = f'holdfast_corruptions_detected_total{{tier="{TierName.NODE}"}}'
 SCRUBBED = "holdfast_scrubbed_bytes_total"
 
 
-async def test_what_is_good_is_read_again_and_again(tmp_path: Path) -> None:
+async def test_intact_files_are_read_again_in_every_pass(tmp_path: Path) -> None:
     async with running(tmp_path) as world:
         once = len(PAYLOAD) + len(DOCUMENT) + len(LAYOUT)
         await world.until(lambda: world.counted(SCRUBBED) >= 2 * once)
@@ -167,7 +167,7 @@ async def test_a_shard_that_another_program_deleted_is_fetched_again(tmp_path: P
 
 
 @pytest.mark.parametrize("operation", ["open_shard", "read", "list_manifests"])
-async def test_what_cannot_be_read_keeps_nothing_else_from_being_read(
+async def test_an_unreadable_file_does_not_stop_the_scrub_of_the_others(
     tmp_path: Path, operation: str
 ) -> None:
     """A bad sector. One pass reads all the rest, and then says what it could not read."""

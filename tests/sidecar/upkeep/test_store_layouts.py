@@ -86,7 +86,7 @@ def test_a_layout_goes_at_the_second_look_after_its_last_manifest(world: World) 
     assert (world.has(0), world.has(1)) == (False, True)
 
 
-def test_one_that_is_used_again_in_between_stays(world: World) -> None:
+def test_a_layout_that_is_used_again_in_between_is_kept(world: World) -> None:
     older = world.persist(1, 0)
     world.store.delete_checkpoint(*NAME, older)
     world.layouts.look()
@@ -96,7 +96,7 @@ def test_one_that_is_used_again_in_between_stays(world: World) -> None:
     assert world.layouts.look() == frozenset(), "it counts anew"
 
 
-def test_nothing_goes_while_a_save_is_on_its_way_to_the_store(world: World) -> None:
+def test_no_layout_is_deleted_while_a_save_is_being_uploaded(world: World) -> None:
     older = world.persist(1, 0)
     world.store.delete_checkpoint(*NAME, older)
     world.layouts.look()

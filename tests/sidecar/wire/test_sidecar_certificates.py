@@ -60,7 +60,7 @@ def test_a_renewal_is_used_for_new_connections_and_after_a_restart(tmp_path: Pat
     assert asyncio.run(served_certificate(again)) == renewed
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_a_certificate_of_another_pod_key_or_authority_is_refused(tmp_path: Path) -> None:
     authority = Authority()
     certificates = Certificates(contract(tmp_path, authority))
     before = asyncio.run(served_certificate(certificates))
@@ -116,5 +116,7 @@ def test_no_power_cut_loses_a_renewal_that_was_acknowledged() -> None:
         ((), None),
     ],
 )
-def test_whom_a_certificate_names(names: tuple[str, ...], expected: Caller | None) -> None:
+def test_the_caller_is_read_from_the_names_of_the_certificate(
+    names: tuple[str, ...], expected: Caller | None
+) -> None:
     assert caller_of(names, "job-1") == expected

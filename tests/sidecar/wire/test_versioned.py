@@ -26,7 +26,7 @@ async def test_changes_that_are_not_urgent_are_bundled() -> None:
     assert level.version == before + 1
 
 
-async def test_only_what_this_life_delivered_is_acknowledged() -> None:
+async def test_only_versions_that_this_process_delivered_are_acknowledged() -> None:
     """An operator that speaks of version 57 of an earlier life acknowledges nothing, and still gets
     an answer with a higher number."""
     level = Versioned()

@@ -207,7 +207,7 @@ class TierContract:
             writer.commit()
         assert tier.find(record.ref) is None
 
-    def test_what_is_not_there_is_not_found(self, tier: NodeTier) -> None:
+    def test_an_absent_shard_is_not_found(self, tier: NodeTier) -> None:
         ref = shard_file(shard_header(10), payload(10))[1].ref
         assert tier.find(ref) is None
         with pytest.raises(NotFoundError):

@@ -1,0 +1,267 @@
+"""Objects of the cluster that the operator handles, and objects that it must not change."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from tests.support.operator.operator_bed import (
+    DIGEST,
+    STORE,
+    WORKERS,
+    OperatorBed,
+    training,
+    training_job,
+)
+from tests.support.servers.control_plane import ControlPlaneError
+
+from holdfast_operator.model import labels
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_template_that_the_server_refuses_is_reported(empty_bed: OperatorBed) -> None:
+    empty_bed.start_operator()
+    job = training_job()
+    job["spec"]["template"]["spec"]["containers"][0]["image"] = ""
+    empty_bed.plane.request("POST", empty_bed.path("trainingjobs"), job)
+    empty_bed.until(
+        "refused", lambda: empty_bed.condition("Accepted").get("reason") == "InvalidTemplate"
+    )
+    condition = empty_bed.condition("Accepted")
+    assert condition["status"] == "False"
+    assert "image" in condition["message"]
+    assert empty_bed.pod_names() == []
+
+
+def test_pods_are_created_once_the_service_account_exists(empty_bed: OperatorBed) -> None:
+    """One `kubectl apply` of namespace, store and job: pods are refused until a controller of the
+    cluster has made the service account."""
+    account = f"/api/v1/namespaces/{empty_bed.namespace}/serviceaccounts"
+    empty_bed.plane.request("DELETE", f"{account}/default")
+    empty_bed.start_operator()
+    empty_bed.plane.request("POST", empty_bed.path("checkpointstores"), STORE)
+    empty_bed.plane.request("POST", empty_bed.path("trainingjobs"), training_job())
+    empty_bed.until(
+        "refused", lambda: "service account" in empty_bed.condition("Accepted").get("message", "")
+    )
+
+    def store_conditions() -> str:
+        status = (
+            empty_bed.plane.request("GET", empty_bed.path("checkpointstores", "main")).get("status")
+            or {}
+        )
+        return str(status.get("conditions"))
+
+    empty_bed.until("the store's probe is refused", lambda: "ProbeRefused" in store_conditions())
+    empty_bed.plane.request("POST", account, {"metadata": {"name": "default"}})
+    names = [empty_bed.pod(w, 0) for w in range(WORKERS)]
+    empty_bed.until("the job's pods", lambda: set(names) < set(empty_bed.pod_names()))
+    empty_bed.until("a probe's pod", lambda: len(empty_bed.pod_names()) == len(names) + 1)
+
+
+def test_a_job_waits_until_its_store_is_probed(empty_bed: OperatorBed) -> None:
+    empty_bed.start_operator()
+    object_tier = {"storeRef": {"name": "main"}, "every": {"steps": 10}}
+    empty_bed.plane.request(
+        "POST", empty_bed.path("trainingjobs"), training_job(object=object_tier)
+    )
+    empty_bed.until(
+        "no store", lambda: empty_bed.condition("Accepted").get("reason") == "StoreNotFound"
+    )
+    empty_bed.plane.request("POST", empty_bed.path("checkpointstores"), STORE)
+    probes = empty_bed.until("a probe's pod", empty_bed.kubelet.pods)
+    assert len(probes) == 1
+    assert probes[0]["metadata"]["name"].startswith("holdfast-probe-main-")
+    assert probes[0]["spec"]["containers"][0]["command"] == ["holdfast-sidecar", "probe-store"]
+    assert empty_bed.condition("Accepted")["status"] != "True"
+    answer = (
+        '{"available": true, "reason": "Probed", "message": "ok", "features": {"rangeGet": true}}'
+    )
+    empty_bed.kubelet.finish_pod(probes[0]["metadata"]["name"], answer)
+    empty_bed.until("accepted", lambda: empty_bed.condition("Accepted").get("status") == "True")
+    found = empty_bed.plane.request("GET", empty_bed.path("checkpointstores", "main"))["status"]
+    assert found["conditions"][0]["status"] == "True"
+    assert found["features"] == {"rangeGet": True}
+    names = [empty_bed.pod(w, 0) for w in range(WORKERS)]
+    empty_bed.kubelet.confirm_deletes()
+    empty_bed.until(
+        "the probe is gone",
+        lambda: empty_bed.kubelet.confirm_deletes() or empty_bed.pod_names() == names,
+    )
+
+
+def test_a_requested_checkpoint_becomes_a_record(bed: OperatorBed) -> None:
+    sidecar = bed.kubelet.sidecars[bed.pod(0, 0)]
+    request = {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "Checkpoint",
+        "metadata": {"name": "now"},
+        "spec": {"jobRef": {"name": "gpt"}},
+    }
+    bed.plane.request("POST", bed.path("checkpoints"), request)
+    bed.until("save-now", lambda: "save-now" in [kind for kind, _ in sidecar.calls])
+    bed.kubelet.publish(bed.pod(0, 0), training(3, 0, 43))
+    path = bed.path("checkpoints", "now")
+    bed.until(
+        "the record", lambda: bed.plane.request("GET", path)["status"].get("phase") == "Committed"
+    )
+    record = bed.plane.request("GET", path)
+    assert record["spec"]["step"] == 43
+    assert record["status"]["manifest"] == DIGEST
+    assert record["status"]["worldSize"] == WORKERS
+
+
+def test_a_deleted_checkpoint_whose_job_is_gone_does_not_hang(empty_bed: OperatorBed) -> None:
+    """Neither one that was deleted while no operator ran, nor one that is deleted later."""
+    for name in ("gpt-one", "gpt-two"):
+        empty_bed.plane.request(
+            "POST",
+            empty_bed.path("checkpoints"),
+            {
+                "apiVersion": "holdfast.dev/v1alpha1",
+                "kind": "Checkpoint",
+                "metadata": {"name": name, "finalizers": [labels.DATA_FINALIZER]},
+                "spec": {"jobRef": {"name": "gpt"}, "step": 10, "deletionPolicy": "DeleteData"},
+            },
+        )
+    empty_bed.plane.request("DELETE", empty_bed.path("checkpoints", "gpt-one"))
+    assert not empty_bed.is_gone(empty_bed.path("checkpoints", "gpt-one"))
+    empty_bed.start_operator()
+    empty_bed.until(
+        "the first goes", lambda: empty_bed.is_gone(empty_bed.path("checkpoints", "gpt-one"))
+    )
+    assert not empty_bed.is_gone(empty_bed.path("checkpoints", "gpt-two"))
+    empty_bed.plane.request("DELETE", empty_bed.path("checkpoints", "gpt-two"))
+    empty_bed.until(
+        "the second goes", lambda: empty_bed.is_gone(empty_bed.path("checkpoints", "gpt-two"))
+    )
+
+
+def test_a_quota_that_refuses_pods_reaches_status_and_events(empty_bed: OperatorBed) -> None:
+    quota = f"/api/v1/namespaces/{empty_bed.namespace}/resourcequotas"
+    body = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "pods"},
+        "spec": {"hard": {"pods": "0"}},
+    }
+    created = empty_bed.plane.request("POST", quota, body)
+    # No controller manager runs that would fill in the status.
+    created["status"] = {"hard": {"pods": "0"}, "used": {"pods": "0"}}
+    empty_bed.plane.request("PUT", f"{quota}/pods/status", created)
+    empty_bed.start_operator()
+    empty_bed.plane.request("POST", empty_bed.path("trainingjobs"), training_job())
+    refused = empty_bed.until(
+        "the refusal",
+        lambda: (c := empty_bed.condition("Running")).get("reason") == "CreateRefused" and c,
+    )
+    assert "exceeded quota: pods" in refused["message"]
+    events = f"/api/v1/namespaces/{empty_bed.namespace}/events"
+    empty_bed.until(  # Events follow the status
+        "its Event",
+        lambda: any(
+            e["reason"] == "CreateRefused" for e in empty_bed.plane.request("GET", events)["items"]
+        ),
+    )
+    empty_bed.plane.request("DELETE", f"{quota}/pods")
+    names = [empty_bed.pod(w, 0) for w in range(WORKERS)]
+    empty_bed.until("pods of round 0", lambda: empty_bed.pod_names() == names)
+
+
+def test_a_job_is_created_again_while_the_objects_of_the_old_one_exist(bed: OperatorBed) -> None:
+    """No garbage collector runs here, so pods, Secret and Service of the old job stay."""
+    old, old_pods = bed.uid(), set(bed.pod_names())
+    authority = f"/api/v1/namespaces/holdfast-system/secrets/holdfast-ca-{old}"
+    bed.plane.request("DELETE", bed.path("trainingjobs", "gpt"))
+    bed.plane.request("POST", bed.path("trainingjobs"), training_job())
+    names = {bed.pod(w, 0) for w in range(WORKERS)}
+    assert not names & old_pods
+    bed.until("the new job's pods", lambda: names <= set(bed.pod_names()))
+    for name in sorted(names):
+        bed.kubelet.run_pod(name)
+    fresh = bed.kubelet.sidecars[bed.pod(0, 0)]
+    bed.until("ROUND", lambda: fresh.rounds and all(m.address for m in fresh.rounds[-1].members))
+    bed.kubelet.publish(bed.pod(0, 0), training(2, 0, 40))
+    bed.until("Running", lambda: bed.condition("Running").get("status") == "True")
+    assert old_pods <= set(bed.pod_names()), "they are the garbage collector's"
+    bed.until("the old authority goes", lambda: bed.is_gone(authority))
+    assert not bed.is_gone(authority.replace(old, bed.uid()))
+
+
+def test_forged_pods_are_left_alone(bed: OperatorBed) -> None:
+    real = bed.plane.request("GET", f"/api/v1/namespaces/{bed.namespace}/pods/{bed.pod(1, 0)}")
+    meta, other = real["metadata"], f"{bed.namespace}-mallory"
+    bed.plane.create_namespace(other)
+    forged = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"labels": meta["labels"], "ownerReferences": meta["ownerReferences"]},
+        "spec": {"containers": [{"name": "c", "image": "i"}]},
+    }
+    for namespace, name, owners in (
+        (other, meta["name"], meta["ownerReferences"]),
+        (bed.namespace, "gpt-1-r0", meta["ownerReferences"]),
+        (bed.namespace, "forged", []),
+    ):
+        identity = {"name": name, "ownerReferences": owners}
+        body = {**forged, "metadata": {**forged["metadata"], **identity}}
+        path = f"/api/v1/namespaces/{namespace}/pods"
+        bed.plane.request("POST", path, body)
+        pod = bed.plane.request("GET", f"{path}/{name}")
+        bed.plane.request("PUT", f"{path}/{name}/status", {**pod, "status": {"phase": "Failed"}})
+    bed.kill_operator()
+    bed.start_operator()
+    sidecar = bed.kubelet.sidecars[bed.pod(0, 0)]
+    sidecar.since = -1
+    bed.until("the coordinator is followed again", lambda: sidecar.since >= 0)
+    bed.kubelet.delete_pod(bed.pod(1, 0))
+    bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
+    bed.until("new pod", lambda: bed.pod(1, 1) in bed.pod_names())
+    left = {bed.pod(0, 0), bed.pod(1, 1), "gpt-1-r0", "forged"}
+    assert set(bed.pod_names()) == left
+    assert not bed.is_gone(f"/api/v1/namespaces/{other}/pods/{meta['name']}")
+    assert "is ignored" in bed.log()
+
+
+def test_a_job_that_cannot_be_read_is_not_changed(bed: OperatorBed) -> None:
+    """The CRD of a newer release allows a phase that this operator does not know."""
+    kind = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/trainingjobs.holdfast.dev"
+    authority = f"/api/v1/namespaces/holdfast-system/secrets/holdfast-ca-{bed.uid()}"
+    before = bed.plane.request("GET", kind)
+    newer = copy.deepcopy(before)
+    schema = newer["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema["properties"]["status"]["properties"]["phase"]["enum"].append("Hibernating")
+    path = f"{bed.path('trainingjobs', 'gpt')}/status"
+    bed.plane.request("PUT", kind, newer)
+
+    def set_phase(phase: str) -> bool:
+        job = bed.plane.request("GET", bed.path("trainingjobs", "gpt"))
+        try:
+            bed.plane.request("PUT", path, {**job, "status": {**job["status"], "phase": phase}})
+        except ControlPlaneError:
+            return False  # a conflict, or the new schema is not served yet
+        return True
+
+    try:
+        bed.until("an unknown phase", lambda: set_phase("Hibernating"))
+        bed.until("it is reported", lambda: bed.condition("Readable").get("status") == "False")
+        assert "status.phase" in bed.condition("Readable")["message"]
+        bed.kubelet.delete_pod(bed.pod(1, 0))
+        bed.kill_operator()
+        bed.start_operator()
+        bed.until(
+            "reported", lambda: "cannot be read, and the operator does not change it" in bed.log()
+        )
+        bed.until("in sync", lambda: "in sync" in bed.log())
+        assert bed.status()["phase"] == "Hibernating"
+        assert bed.status()["restartRound"] == 0
+        assert not bed.is_gone(authority)
+        bed.until("a phase that it knows", lambda: set_phase("Running"))
+        bed.until("round 1", lambda: bed.status().get("restartRound") == 1)
+        bed.until("readable", lambda: bed.condition("Readable").get("status") == "True")
+        bed.until("new pod", lambda: bed.pod(1, 1) in bed.pod_names())
+        assert not bed.is_gone(authority)
+    finally:
+        current = bed.plane.request("GET", kind)
+        bed.plane.request("PUT", kind, {**current, "spec": before["spec"]})

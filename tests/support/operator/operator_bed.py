@@ -1,0 +1,199 @@
+"""A bed for the operator as a process: a real API server, and a kubelet that the test plays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.operator.fake_sidecar import FakeSidecar
+from tests.support.operator.played_kubelet import PlayedKubelet
+from tests.support.operator.waiting import poll
+from tests.support.servers.control_plane import ControlPlane, ControlPlaneError
+from tests.support.servers.ports import free_port
+
+from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step, TierName
+from holdfast_core.messages.schema import (
+    CoordinatorState,
+    HeldShard,
+    ManifestInfo,
+    RankProgress,
+    RestorePoint,
+    RoundTimes,
+    ShardInfo,
+)
+from holdfast_core.names import pod_name
+
+WORKERS = 2
+GROUP = "/apis/holdfast.dev/v1alpha1"
+DIGEST = Digest("b3:" + "ab" * 32)
+STORE = {
+    "apiVersion": "holdfast.dev/v1alpha1",
+    "kind": "CheckpointStore",
+    "metadata": {"name": "main"},
+    "spec": {
+        "s3": {
+            "endpoint": "http://minio.storage.svc:9000",
+            "bucket": "checkpoints",
+            "credentialsSecretRef": {"name": "store-keys"},
+        }
+    },
+}
+
+
+@dataclass
+class OperatorBed:
+    """An operator as a process, a real API server, and a kubelet that the test plays."""
+
+    plane: ControlPlane
+    namespace: str
+    folder: Path
+    kubelet: PlayedKubelet
+    metrics_port: int = field(default_factory=free_port)
+    health_port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+
+    def start_operator(self) -> None:
+        self.starts += 1
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(self.plane.kubeconfig),
+            "HOLDFAST_SIDECAR_IMAGE": "holdfast/sidecar:test",
+            "HOLDFAST_OPERATOR_NAMESPACE": "holdfast-system",
+            "HOLDFAST_WATCH_NAMESPACES": self.namespace,
+            "HOLDFAST_METRICS_PORT": str(self.metrics_port),
+            "HOLDFAST_HEALTH_PORT": str(self.health_port),
+        }
+        log = (self.folder / f"operator-{self.starts}.log").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast_operator"], env=environment, stderr=log, stdout=log
+        )
+
+    def train(self, job: dict[str, Any] | None = None) -> None:
+        """Create the job and run its pods until round 0 trains."""
+        self.plane.request("POST", self.path("trainingjobs"), job or training_job())
+        names = [self.pod(w, 0) for w in range(WORKERS)]
+        self.until("pods of round 0", lambda: self.pod_names() == names)
+        for name in names:
+            self.kubelet.run_pod(name)
+        self.until(
+            "ROUND with all addresses",
+            lambda: all(
+                s.rounds and all(m.address for m in s.rounds[-1].members)
+                for s in self.kubelet.sidecars.values()
+            ),
+        )
+        self.kubelet.publish(self.pod(0, 0), training(2, 0, 40))
+        self.until("Running", lambda: self.condition("Running").get("status") == "True")
+
+    def store_at(self, worker: int, step: int) -> FakeSidecar:
+        """Let the worker of round 0 list a complete checkpoint of round 0, and return its sidecar."""
+        sidecar = self.kubelet.sidecars[self.pod(worker, 0)]
+        sidecar.manifests = (manifest(step, 0),)
+        sidecar.held = tuple(
+            HeldShard(Step(step), RestartRound(0), s.rank, 100, s.blake3, TierName.NODE)
+            for s in shards(step, 0)
+        )
+        return sidecar
+
+    def kill_operator(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.process = None
+
+    def log(self) -> str:
+        return (self.folder / f"operator-{self.starts}.log").read_text()
+
+    def path(self, kind: str, name: str = "") -> str:
+        return f"{GROUP}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
+
+    def status(self, name: str = "gpt") -> dict[str, Any]:
+        job = self.plane.request("GET", self.path("trainingjobs", name))
+        return dict(job.get("status") or {})
+
+    def uid(self, name: str = "gpt") -> JobUid:
+        job = self.plane.request("GET", self.path("trainingjobs", name))
+        return JobUid(job["metadata"]["uid"])
+
+    def pod(self, worker: int, birth_round: int) -> str:
+        """Return the name of a pod of the job."""
+        return pod_name("gpt", self.uid(), worker, birth_round)
+
+    def is_gone(self, path: str) -> bool:
+        try:
+            self.plane.request("GET", path)
+        except ControlPlaneError as error:
+            return "HTTP 404" in str(error)
+        return False
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        found = [c for c in self.status().get("conditions", []) if c["type"] == kind]
+        return found[0] if found else {}
+
+    def until(self, what: str, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+        try:
+            return poll(what, condition, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nlog: {self.log()[-4000:]}") from error
+
+    def pod_names(self) -> list[str]:
+        return sorted(
+            p["metadata"]["name"]
+            for p in self.kubelet.pods()
+            if p["metadata"].get("deletionTimestamp") is None
+        )
+
+
+def training_job(**checkpoint: Any) -> dict[str, Any]:
+    """Return the job of a bed; `checkpoint` are fields of its spec.checkpoint."""
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "gpt"},
+        "spec": {
+            "workers": WORKERS,
+            "template": {
+                "spec": {
+                    "containers": [
+                        {
+                            "name": "trainer",
+                            "image": "example/trainer:1",
+                            "command": ["holdfast", "run", "--", "python", "train.py"],
+                        }
+                    ]
+                }
+            },
+            "checkpoint": {"interval": {"steps": 10}, **checkpoint},
+        },
+    }
+
+
+def shards(step: int, round_: int) -> tuple[ShardInfo, ...]:
+    return tuple(
+        ShardInfo(Rank(r), 100, Digest(f"b3:{step}-{round_}-{r}"), Digest("b3:table"))
+        for r in range(WORKERS)
+    )
+
+
+def manifest(step: int, round_: int) -> ManifestInfo:
+    return ManifestInfo(Step(step), RestartRound(round_), DIGEST, WORKERS, shards(step, round_))
+
+
+def training(version: int, round_: int, step: int) -> CoordinatorState:
+    """Return the state of a gang that trains and whose newest step is replicated."""
+    return CoordinatorState(
+        version=version,
+        round=RestartRound(round_),
+        running=True,
+        progress=tuple(RankProgress(Rank(r), Step(step)) for r in range(WORKERS)),
+        last_local=RestorePoint(Step(step), RestartRound(round_), DIGEST),
+        last_replicated=RestorePoint(Step(step), RestartRound(round_), DIGEST),
+        times=RoundTimes(0.1, 0.2, 0.3),
+    )
