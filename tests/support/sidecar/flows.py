@@ -1,0 +1,93 @@
+"""A Flow of worker 0 of two over a real node tier, with members that accept every message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.sidecar.contracts import contract_with
+from tests.support.sidecar.rounds import first_round
+
+from holdfast_core.clock import SystemClock
+from holdfast_core.ids import RestartRound, ShardRef, Worker
+from holdfast_core.messages.schema import Member, Ok, PreparedReply
+from holdfast_core.node.tier import DiskNodeTier
+from holdfast_core.tiers.base import ObjectTier
+from holdfast_sidecar.base.failures import Failures
+from holdfast_sidecar.base.metrics import Metrics
+from holdfast_sidecar.base.pod import CurrentRound, Pod
+from holdfast_sidecar.base.pools import Pools
+from holdfast_sidecar.base.settings import Settings
+from holdfast_sidecar.base.telemetry import Telemetry
+from holdfast_sidecar.base.tiers import Tiers
+from holdfast_sidecar.save.flow import Flow
+from holdfast_sidecar.wire.members import Members
+
+DEADLINE_SECONDS = 120
+
+
+class AcceptingMember:
+    """Control and bulk port of the other worker, which accepts everything."""
+
+    def __init__(self) -> None:
+        self.received: list[Any] = []
+        self.puts: list[ShardRef] = []
+
+    async def call(self, worker: Worker, message: Any, kind: type[Any]) -> Any:
+        self.received.append(message)
+        return PreparedReply() if kind is PreparedReply else Ok(RestartRound(0), "a")
+
+    def put(self, member: Member, round_: RestartRound, ref: ShardRef) -> int:
+        """Receive a copy of a shard; returns the number of payload bytes that were sent."""
+        self.puts.append(ref)
+        return 0
+
+
+class EmptyLayouts:
+    """Layouts of ranks that are all `{}`."""
+
+    async def text(self, digest: object) -> str:
+        return "{}"
+
+
+class FlowWorld:
+    """The flow, its node tier, and what it counts."""
+
+    def __init__(self, folder: Path, store: ObjectTier | None, member: Any) -> None:
+        self.node = DiskNodeTier(folder, capacity_bytes=1 << 30)
+        self.node.open()
+        self.metrics = Metrics()
+        self.pools = Pools(disk=1, copy=1, store=1)
+        self._settled = asyncio.Event()
+        contract = contract_with(node_dir=str(folder))
+        settings = Settings(contract, backoff_first_seconds=0.01, backoff_last_seconds=0.01)
+        layouts: Any = EmptyLayouts()
+        self.flow = Flow(
+            Pod(settings, SystemClock(), CurrentRound(first_round())),
+            Tiers(self.node, store, self.pools),
+            Members(member, member),
+            layouts,
+            Telemetry(self.metrics, Failures(lambda: None)),
+            self._settled.set,
+        )
+
+    async def until_idle(self) -> None:
+        """Wait until the flow has nothing more to do."""
+        while not self.flow.idle:
+            self._settled.clear()
+            await asyncio.wait_for(self._settled.wait(), DEADLINE_SECONDS)
+
+
+@asynccontextmanager
+async def running_flow(
+    folder: Path, member: Any, *, store: ObjectTier | None = None
+) -> AsyncIterator[FlowWorld]:
+    world = FlowWorld(folder, store, member)
+    try:
+        yield world
+    finally:
+        await world.flow.reset()
+        world.pools.close()
