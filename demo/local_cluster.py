@@ -25,8 +25,8 @@ from holdfast_core.contract import operator_dns_name, peer_dns_name
 from holdfast_core.ids import Digest, RestartRound, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
-    Ask,
     CoordinatorState,
+    GangRequest,
     Inventory,
     Ok,
     Prune,
@@ -37,12 +37,12 @@ from holdfast_core.names import parse_pod_name
 from holdfast_operator.apply.apply import apply, memory_after
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import (
-    AskSave,
-    AskStop,
     CheckpointRecord,
     CreateCertificates,
     EmitEvent,
     PruneObject,
+    RequestSave,
+    RequestStop,
     SealWorker,
     SendRound,
     round_digest,
@@ -329,14 +329,14 @@ class LocalCluster:
 
         self._start(f"round {action.pod}", action.worker, action.pod_uid, call())
 
-    async def ask_save(self, job: TrainingJob, action: AskSave) -> None:
+    async def request_save(self, job: TrainingJob, action: RequestSave) -> None:
         await self._post(
-            action.address, action.pod, "/v1/save-now", Ask(action.round, action.token), Ok
+            action.address, action.pod, "/v1/save-now", GangRequest(action.round, action.token), Ok
         )
 
-    async def ask_stop(self, job: TrainingJob, action: AskStop) -> None:
+    async def request_stop(self, job: TrainingJob, action: RequestStop) -> None:
         await self._post(
-            action.address, action.pod, "/v1/stop", Ask(action.round, action.token), Ok
+            action.address, action.pod, "/v1/stop", GangRequest(action.round, action.token), Ok
         )
 
     async def prune(self, job: TrainingJob, action: PruneObject) -> PruneReply:

@@ -13,11 +13,11 @@ from holdfast_core.messages import schema
 from holdfast_core.messages.bounds import body_limit_bytes, reply_limit_bytes
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
-    Ask,
     CoordinatorState,
     DeadRank,
     Exited,
     Failure,
+    GangRequest,
     Inventory,
     Policy,
     Progress,
@@ -77,14 +77,14 @@ HOSTILE = {
     "not a number": (Progress, progress(b"NaN"), ".blockedSeconds: nan is not a number within 0"),
     "negative time": (Progress, progress(b"-1"), ".blockedSeconds: -1.0 is not a number within 0"),
     "half a surrogate pair in a name": (
-        Ask,
+        GangRequest,
         b'{"round": 1, "token": "\\ud800"}',
-        "Ask.token: the text has a surrogate without its pair",
+        "GangRequest.token: the text has a surrogate without its pair",
     ),
     "a long name": (
-        Ask,
+        GangRequest,
         b'{"round": 1, "token": "' + b"x" * 2000 + b'"}',
-        "Ask.token: 2000 characters, at most 1024",
+        "GangRequest.token: 2000 characters, at most 1024",
     ),
     "a reason that no condition takes": (
         Failure,

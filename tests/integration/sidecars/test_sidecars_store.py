@@ -14,7 +14,7 @@ from tests.support.sidecar.gang import Gangs
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, Level, RestartRound, Step, TierName
 from holdfast_core.messages.schema import (
-    Ask,
+    GangRequest,
     Ok,
     Policy,
     Prune,
@@ -134,12 +134,12 @@ async def test_save_now_reaches_rank_0_once_and_what_it_saves_is_persisted(
         for rank in gang.ranks.values():
             rank.progress(7)
         await gang.operator.state_until(0, lambda s: s.running, "running")
-        ask = Ask(RestartRound(0), "token-1")
+        ask = GangRequest(RestartRound(0), "token-1")
         for _ in range(2):
             await gang.operator.call(0, "/v1/save-now", ask, Ok)
         wanted = SaveRequested(RestartRound(0), "token-1")
         await until(lambda: wanted in gang.ranks[0].pushed, "SaveRequested")
-        await gang.operator.call(0, "/v1/stop", Ask(RestartRound(0), "token-2"), Ok)
+        await gang.operator.call(0, "/v1/stop", GangRequest(RestartRound(0), "token-2"), Ok)
         stop = StopRequested(RestartRound(0), "token-2")
         await until(lambda: stop in gang.ranks[0].pushed, "StopRequested")
         assert gang.ranks[0].pushed.count(wanted) == 1

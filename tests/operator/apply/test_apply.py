@@ -16,7 +16,6 @@ from holdfast_core.messages.schema import PruneReply, RestorePoint
 from holdfast_operator.apply.apply import ActionFailed, Applied, apply, memory_after
 from holdfast_operator.model.actions import (
     Action,
-    AskSave,
     BeginRound,
     CheckpointRecord,
     CreateCertificates,
@@ -28,11 +27,12 @@ from holdfast_operator.model.actions import (
     EmitEvent,
     EventKind,
     PruneObject,
+    RequestSave,
     SealWorker,
     WriteStatus,
 )
 from holdfast_operator.model.effects import ConflictError
-from holdfast_operator.model.job import AskedSave, JobMemory, Observed
+from holdfast_operator.model.job import JobMemory, Observed, RequestedSave
 from holdfast_operator.render.pod import SidecarSettings
 
 WRITE = WriteStatus("7", TrainingJobStatus())
@@ -152,14 +152,14 @@ def test_an_object_goes_only_after_its_data(
     assert effects.calls == expected
 
 
-ASK = AskSave(Worker(0), "job-l2msg4-0-r0", "10.0.0.1", RestartRound(1), "before-lunch")
+ASK = RequestSave(Worker(0), "job-l2msg4-0-r0", "10.0.0.1", RestartRound(1), "before-lunch")
 OLD = JobMemory(round=RestartRound(1), levels_written_at=10.0, counted_at=10.0)
 NEW = replace(
     OLD,
     round_seen_at=20.0,
     levels_written_at=20.0,
     counted_at=20.0,
-    asked=(AskedSave("before-lunch", RestartRound(1), None),),
+    save_requests=(RequestedSave("before-lunch", RestartRound(1), None),),
 )
 
 
@@ -172,7 +172,7 @@ NEW = replace(
         ),
         pytest.param(
             Applied(failed=(ActionFailed(ASK, UnavailableError("x")),)),
-            replace(NEW, asked=()),
+            replace(NEW, save_requests=()),
             id="asked in vain",
         ),
         pytest.param(Applied(conflict=True), replace(OLD, round_seen_at=20.0), id="conflict"),

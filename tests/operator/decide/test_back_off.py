@@ -106,14 +106,14 @@ def test_the_condition_shows_the_back_off() -> None:
     assert "boom" in decision.reason
 
 
-def heard(observed: Observed, *heard_at: float | None) -> Observed:
+def heard(observed: Observed, *answered_at: float | None) -> Observed:
     """The sidecars of workers 0 and 1 answered last at these times."""
-    views = zip(observed.sidecars, heard_at, strict=True)
-    return replace(observed, sidecars=tuple(replace(s, heard_at=at) for s, at in views))
+    views = zip(observed.sidecars, answered_at, strict=True)
+    return replace(observed, sidecars=tuple(replace(s, answered_at=at) for s, at in views))
 
 
 @pytest.mark.parametrize(
-    ("name", "heard_at", "after", "begun"),
+    ("name", "answered_at", "after", "begun"),
     [
         ("both have answered since", (1000.1, 1000.1), 0.2, True),
         ("one has not", (1000.1, 999.0), 0.2, False),
@@ -123,9 +123,9 @@ def heard(observed: Observed, *heard_at: float | None) -> Observed:
     ],
 )
 def test_failed_ranks_wait_for_a_sign_of_life_of_every_peer(
-    name: str, heard_at: tuple[float, float | None], after: float, begun: bool
+    name: str, answered_at: tuple[float, float | None], after: float, begun: bool
 ) -> None:
-    assert begins(heard(failing(0), *heard_at), after) is begun, name
+    assert begins(heard(failing(0), *answered_at), after) is begun, name
 
 
 def test_a_lost_node_spends_no_budget_that_its_peers_would_have_spent() -> None:

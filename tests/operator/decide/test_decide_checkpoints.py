@@ -32,12 +32,12 @@ from holdfast_operator.decide.decide import decide
 from holdfast_operator.decide.report.status import LEVELS_EVERY_SECONDS
 from holdfast_operator.model.actions import (
     Action,
-    AskSave,
     CommitPersisted,
     CreateCheckpointObject,
     Decision,
     DeleteCheckpoint,
     PruneObject,
+    RequestSave,
     UpdateCheckpointStatus,
     WriteStatus,
 )
@@ -175,14 +175,14 @@ def request(**changes: Any) -> CheckpointView:
 
 def test_a_request_is_asked_once_and_becomes_the_record() -> None:
     first = decide(world(checkpoints=(request(),)), now())
-    (ask,) = only(first, AskSave)
+    (ask,) = only(first, RequestSave)
     assert (ask.token, ask.round, ask.worker) == ("before-lunch", 2, 0)
     (update,) = only(first, UpdateCheckpointStatus)
     assert update.record.phase == "InProgress"
 
     waiting = request(phase="InProgress", started_at=START)
     second = decide(world(checkpoints=(waiting,), memory=first.memory), now(1001.0))
-    assert not only(second, AskSave)
+    assert not only(second, RequestSave)
 
     older = decide(
         world(
@@ -205,12 +205,12 @@ def test_a_request_is_asked_once_and_becomes_the_record() -> None:
 
 def test_a_request_is_asked_again_by_a_new_operator_and_in_a_new_round() -> None:
     waiting = request(phase="InProgress")
-    assert only(decide(world(checkpoints=(waiting,)), now()), AskSave)
+    assert only(decide(world(checkpoints=(waiting,)), now()), RequestSave)
 
 
 def test_without_a_store_a_request_is_recorded_when_it_is_replicated() -> None:
     first = decide(world(checkpoints=(request(),), store=None), now())
-    (ask,) = only(first, AskSave)
+    (ask,) = only(first, RequestSave)
     assert ask.token == "before-lunch"
     done = decide(
         world(

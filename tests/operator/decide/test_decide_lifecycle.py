@@ -35,13 +35,13 @@ from holdfast_core.messages.schema import CoordinatorState, RankProgress, Restor
 from holdfast_operator.decide.acceptance import template_problem, uses_launcher
 from holdfast_operator.decide.decide import decide
 from holdfast_operator.model.actions import (
-    AskStop,
     BeginRound,
     CommitPersisted,
     CreatePod,
     Decision,
     DeleteJob,
     DeletePod,
+    RequestStop,
     WriteStatus,
 )
 from holdfast_operator.model.job import Observed, PodPhase
@@ -331,7 +331,7 @@ def training(**spec: Any) -> Observed:
 
 def test_suspending_asks_the_gang_to_save_first() -> None:
     decision = decide(training(suspend=True, store="main"), now())
-    (ask,) = [a for a in decision.actions if isinstance(a, AskStop)]
+    (ask,) = [a for a in decision.actions if isinstance(a, RequestStop)]
     assert (ask.worker, ask.round) == (0, 0)
     assert not any(isinstance(a, DeletePod) for a in decision.actions)
 
@@ -364,7 +364,7 @@ def test_resuming_is_a_new_round_that_costs_no_restart() -> None:
 
 def test_without_a_store_a_job_that_has_trained_is_not_suspended() -> None:
     decision = decide(training(suspend=True), now())
-    assert not any(isinstance(a, DeletePod | AskStop) for a in decision.actions)
+    assert not any(isinstance(a, DeletePod | RequestStop) for a in decision.actions)
     (written,) = writes(decision)
     suspended = written.condition(JobCondition.SUSPENDED)
     assert suspended is not None

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast_core.ids import Rank, Worker
 from holdfast_core.messages.schema import DeadRank
-from holdfast_operator.decide.facts.failure import LAST_WORDS_CHARACTERS, how_it_ended
+from holdfast_operator.decide.facts.failure import LAST_OUTPUT_CHARACTERS, how_it_ended
 
 TORCH = """\
 [rank2]:     ^^^^^^^^^^^^^^^^^^^^^
@@ -71,4 +71,4 @@ def test_the_end_of_a_rank_is_described(code: int, output: str, text: str) -> No
 
 def test_a_long_termination_message_is_cut() -> None:
     dead = DeadRank(Rank(0), Worker(0), 1, "x" * 2048)
-    assert len(how_it_ended(dead)) <= LAST_WORDS_CHARACTERS + len("ended with code 1: ")
+    assert len(how_it_ended(dead)) <= LAST_OUTPUT_CHARACTERS + len("ended with code 1: ")

@@ -139,7 +139,7 @@ def test_a_killed_rank_counts_from_the_last_sound_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("renewed_at", "heard_at", "expected"),
+    ("renewed_at", "answered_at", "expected"),
     [
         pytest.param(115.0, 118.0, 20.0, id="the newest step"),
         pytest.param(124.0, 118.0, 16.0, id="the lease"),
@@ -149,13 +149,13 @@ def test_a_killed_rank_counts_from_the_last_sound_pass() -> None:
     ],
 )
 def test_a_silent_node_counts_from_its_last_sign_of_life(
-    renewed_at: float | None, heard_at: float | None, expected: float
+    renewed_at: float | None, answered_at: float | None, expected: float
 ) -> None:
     timeline = trained()
     timeline.at(130.0)
     lost = NodeView("node-1", lost=True, renewed_at=renewed_at)
     there, gone = holders(0)
-    silent = replace(gone, reachable=Reachable.NO, unreachable_since=130.0, heard_at=heard_at)
+    silent = replace(gone, reachable=Reachable.NO, unreachable_since=130.0, answered_at=answered_at)
     timeline.at(140.0, nodes={"node-1": lost}, sidecars=(there, silent))
     record = timeline.observed.job.status.last_recovery
     assert record is not None
@@ -335,12 +335,12 @@ def test_the_time_of_a_failure_is_never_after_its_detection(
     signs: tuple[float | None, float | None, float | None, float | None],
     reason: Reason,
 ) -> None:
-    progress_at, sound_at, renewed_at, heard_at = signs
+    progress_at, sound_at, renewed_at, answered_at = signs
     memory = JobMemory(failure_seen_at=seen, progress_at=progress_at, sound_at=sound_at)
     observed = Observed(
         job=job(2, status(0)),
         pods=PODS,
-        sidecars=(replace(sidecar(PODS[1], 0), heard_at=heard_at),),
+        sidecars=(replace(sidecar(PODS[1], 0), answered_at=answered_at),),
         nodes={"node-1": NodeView("node-1", renewed_at=renewed_at)},
     )
     failure = Failure(reason, "lost", Worker(1))

@@ -14,7 +14,7 @@ from holdfast_core.ids import Digest, JobUid, Rank, RestartRound, Step
 from holdfast_core.messages.codec import dumps
 from holdfast_core.messages.schema import CoordinatorState, ManifestInfo, ShardInfo
 from holdfast_operator.model.job import Reachable
-from holdfast_operator.sidecars.calls import MAX_WORDS, POLL_BURST, POLL_SECONDS_EACH
+from holdfast_operator.sidecars.calls import MAX_LOG_CHARACTERS, POLL_BURST, POLL_SECONDS_EACH
 
 DIGEST = Digest("b3:" + "0" * 64)
 GOOD = CoordinatorState(7, RestartRound(0), running=True)
@@ -184,4 +184,4 @@ async def test_refusals_of_a_sidecar_do_not_fill_the_log(caplog: pytest.LogCaptu
                 await b.until(lambda: len(server.calls) >= 2)
     refusals = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
     assert len(refusals) == 1
-    assert len(refusals[0]) <= MAX_WORDS
+    assert len(refusals[0]) <= MAX_LOG_CHARACTERS

@@ -12,8 +12,8 @@ from tests.support.operator.bench import AUTHORITY, KEY, NOW, UID, bench, leaf_o
 from holdfast_core.contract import peer_dns_name
 from holdfast_core.ids import Digest, RestartRound, Step, Worker
 from holdfast_core.messages.schema import (
-    Ask,
     CoordinatorState,
+    GangRequest,
     Member,
     Policy,
     Prune,
@@ -161,7 +161,7 @@ async def test_save_now_is_sent_until_a_sidecar_accepts_it_and_prune_returns_lat
     async with bench() as b:
         pod = pod_view(0)
         b.follow(pod)
-        b.sidecars.ask(UID, pod.name, "/v1/save-now", Ask(RestartRound(0), "t"))
+        b.sidecars.request(UID, pod.name, "/v1/save-now", GangRequest(RestartRound(0), "t"))
         await asyncio.sleep(0.1)
         server = await b.serve(pod)
         await b.until(lambda: "save-now" in [kind for kind, _ in server.calls])

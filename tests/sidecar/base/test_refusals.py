@@ -10,10 +10,10 @@ from tests.support.sidecar.rounds import accepted, round_message
 
 from holdfast_core.ids import Digest, JobUid, Level, Rank, RestartRound, Step, TierName, Worker
 from holdfast_core.messages.schema import (
-    Ask,
     Certificate,
     CopyAssignment,
     DeadRank,
+    GangRequest,
     Holding,
     HoldNotice,
     LevelNotice,
@@ -122,8 +122,8 @@ def persist(round_: RestartRound = NOW) -> PersistRequest:
     return PersistRequest(round_, Step(7), NOW)
 
 
-def ask(round_: RestartRound = NOW) -> Ask:
-    return Ask(round_, "token")
+def ask(round_: RestartRound = NOW) -> GangRequest:
+    return GangRequest(round_, "token")
 
 
 def prune(round_: RestartRound = NOW) -> Prune:

@@ -16,9 +16,9 @@ from holdfast_core.errors import FormatError
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
-    Ask,
     Certificate,
     CoordinatorState,
+    GangRequest,
     HeldShard,
     Inventory,
     ManifestInfo,
@@ -172,7 +172,7 @@ class FakeSidecar:
 
     async def _ask(self, request: web.Request) -> web.Response:
         try:
-            message = loads(Ask, await request.read())
+            message = loads(GangRequest, await request.read())
         except FormatError as error:
             return self._refuse(Refusal.BAD_REQUEST, str(error))
         self.calls.append((request.path.rpartition("/")[2], message))

@@ -16,8 +16,8 @@ from tests.support.operator.toy_gang import ToySidecar
 from holdfast_core.errors import StaleRoundError
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.messages.schema import (
-    Ask,
     CoordinatorState,
+    GangRequest,
     Inventory,
     Prune,
     PruneReply,
@@ -56,7 +56,7 @@ class _Known:
     reachable: Reachable = Reachable.UNKNOWN
     unreachable_since: float | None = None
     unreachable_because: str = ""
-    heard_at: float | None = None
+    answered_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class ToyLink(Sidecars):
         digest = round_digest(message)
         known.acked = AckedRound(message.round, message.version, digest, sidecar_restarts)
 
-    def ask(self, uid: JobUid, pod: str, path: str, message: Ask) -> None:
+    def request(self, uid: JobUid, pod: str, path: str, message: GangRequest) -> None:
         run = self._cluster.gang.run
         if self._named(uid, pod) is None or run is None or run.round != message.round:
             return
@@ -203,7 +203,7 @@ class ToyLink(Sidecars):
         known.reachable = Reachable.YES
         known.unreachable_since = None
         known.unreachable_because = ""
-        known.heard_at = float(self._cluster.seconds)
+        known.answered_at = float(self._cluster.seconds)
 
 
 def _view(known: _Known) -> SidecarView:
@@ -216,5 +216,5 @@ def _view(known: _Known) -> SidecarView:
         acked=known.acked,
         unreachable_since=known.unreachable_since,
         unreachable_because=known.unreachable_because,
-        heard_at=known.heard_at,
+        answered_at=known.answered_at,
     )

@@ -83,7 +83,7 @@ _MAX_BYTES = MappingProxyType(
     {
         "Stage": 16 * KIB,
         "Seal": 4 * KIB,
-        "Ask": 4 * KIB,
+        "GangRequest": 4 * KIB,
         "Refused": 64 * KIB,
         "Ok": 16 * KIB,
         "Round": 4 * MIB,

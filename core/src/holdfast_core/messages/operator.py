@@ -187,7 +187,7 @@ class CoordinatorState:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GangRequest:
     """POST /v1/save-now and /v1/stop, operator -> coordinator -> sidecar of rank 0."""
 
     round: RestartRound

@@ -35,10 +35,10 @@ from holdfast_core.messages.gang import (
     Uploaded,
 )
 from holdfast_core.messages.operator import (
-    Ask,
     Certificate,
     CoordinatorState,
     CopyAssignment,
+    GangRequest,
     HeldShard,
     Inventory,
     ManifestInfo,
@@ -90,7 +90,6 @@ from holdfast_core.messages.report import (
 __all__ = [
     "OVERTAKEN",
     "PROTOCOL_VERSION",
-    "Ask",
     "Certificate",
     "CoordinatorState",
     "CopyAssignment",
@@ -104,6 +103,7 @@ __all__ = [
     "Filled",
     "Finish",
     "FinishReply",
+    "GangRequest",
     "HeldShard",
     "Hello",
     "HelloReply",

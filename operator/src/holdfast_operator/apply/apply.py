@@ -21,8 +21,6 @@ from holdfast_core.api import TrainingJob
 from holdfast_core.errors import HoldfastError
 from holdfast_operator.model.actions import (
     Action,
-    AskSave,
-    AskStop,
     BeginRound,
     ChooseRestorePoint,
     CommitPersisted,
@@ -37,6 +35,8 @@ from holdfast_operator.model.actions import (
     DeletePod,
     EmitEvent,
     PruneObject,
+    RequestSave,
+    RequestStop,
     SealWorker,
     SendRound,
     StatusWrite,
@@ -116,13 +116,13 @@ def memory_after(decision: Decision, observed: Observed, applied: Applied) -> Jo
         or any(isinstance(f.action, StatusWrite) for f in applied.failed)
     )
     if written:
-        lost = {f.action.token for f in applied.failed if isinstance(f.action, AskSave)}
-        return replace(new, asked=tuple(a for a in new.asked if a.name not in lost))
+        lost = {f.action.token for f in applied.failed if isinstance(f.action, RequestSave)}
+        return replace(new, save_requests=tuple(a for a in new.save_requests if a.name not in lost))
     same_round = old.round == new.round
     return replace(
         new,
         create_refused=old.create_refused if same_round else "",
-        asked=old.asked,
+        save_requests=old.save_requests,
         round_sent_at=old.round_sent_at if same_round else None,
         levels_written_at=old.levels_written_at,
         counted_at=new.counted_at if old.counted_at is None else old.counted_at,
@@ -156,7 +156,7 @@ def _stages(
                 write = action
             case CreateService() | CreateCertificates():
                 first.append(action)
-            case CreatePod() | SealWorker() | SendRound() | AskSave() | AskStop():
+            case CreatePod() | SealWorker() | SendRound() | RequestSave() | RequestStop():
                 then.append(action)
             case (
                 CreateCheckpointObject()
@@ -250,10 +250,10 @@ class _Interpreter:
                 await effects.seal(job, action)
             case SendRound():
                 await effects.send_round(job, action)
-            case AskSave():
-                await effects.ask_save(job, action)
-            case AskStop():
-                await effects.ask_stop(job, action)
+            case RequestSave():
+                await effects.request_save(job, action)
+            case RequestStop():
+                await effects.request_stop(job, action)
             case CreateCheckpointObject():
                 await effects.create_checkpoint(job, render_checkpoint(job, action), action.record)
             case UpdateCheckpointStatus():

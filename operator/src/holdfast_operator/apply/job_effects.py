@@ -12,7 +12,7 @@ from typing import Any
 from holdfast_core.api import API_VERSION, TrainingJob, TrainingJobStatus
 from holdfast_core.clock import Clock
 from holdfast_core.ids import JobUid
-from holdfast_core.messages.schema import Ask, Prune, PruneReply
+from holdfast_core.messages.schema import GangRequest, Prune, PruneReply
 from holdfast_operator.apply.status_parts import write_status
 from holdfast_operator.apply.status_writer import checkpoint_status
 from holdfast_operator.base.metrics import Metrics
@@ -20,13 +20,13 @@ from holdfast_operator.kube.cluster import Cluster
 from holdfast_operator.kube.events import Events, Subject
 from holdfast_operator.model import labels
 from holdfast_operator.model.actions import (
-    AskSave,
-    AskStop,
     CheckpointRecord,
     CreateCertificates,
     EmitEvent,
     EventKind,
     PruneObject,
+    RequestSave,
+    RequestStop,
     SealWorker,
     SendRound,
 )
@@ -235,12 +235,14 @@ class JobEffects:
     async def send_round(self, job: TrainingJob, action: SendRound) -> None:
         self._sidecars.send_round(job.uid, action.pod_uid, action.message, action.sidecar_restarts)
 
-    async def ask_save(self, job: TrainingJob, action: AskSave) -> None:
-        ask = Ask(action.round, action.token)
-        self._sidecars.ask(job.uid, action.pod, "/v1/save-now", ask)
+    async def request_save(self, job: TrainingJob, action: RequestSave) -> None:
+        request = GangRequest(action.round, action.token)
+        self._sidecars.request(job.uid, action.pod, "/v1/save-now", request)
 
-    async def ask_stop(self, job: TrainingJob, action: AskStop) -> None:
-        self._sidecars.ask(job.uid, action.pod, "/v1/stop", Ask(action.round, action.token))
+    async def request_stop(self, job: TrainingJob, action: RequestStop) -> None:
+        self._sidecars.request(
+            job.uid, action.pod, "/v1/stop", GangRequest(action.round, action.token)
+        )
 
     async def prune(self, job: TrainingJob, action: PruneObject) -> PruneReply:
         """Start the delete in the object store, or return the reply of a delete that has ended.

@@ -69,7 +69,7 @@ class Changed:
 
     def __init__(self, limit: int = 10_000) -> None:
         """Create an empty record of at most `limit` subjects. A full record is cleared."""
-        self._said: dict[str, str] = {}
+        self._last_messages: dict[str, str] = {}
         self._limit = limit
 
     def info(self, subject: str, message: str, **fields: Any) -> None:
@@ -82,18 +82,18 @@ class Changed:
 
     def warning_once(self, subject: str, message: str, **fields: Any) -> None:
         """Log a warning, unless a message about the subject was logged since the last `forget`."""
-        if subject not in self._said:
+        if subject not in self._last_messages:
             self.warning(subject, message, **fields)
 
     def forget(self, subject: str) -> bool:
         """Drop the record of a subject. Return whether a message about it had been logged."""
-        return self._said.pop(subject, None) is not None
+        return self._last_messages.pop(subject, None) is not None
 
     def is_new(self, subject: str, message: str) -> bool:
         """Record the message and return whether it differs from the last one about this subject."""
-        if self._said.get(subject) == message:
+        if self._last_messages.get(subject) == message:
             return False
-        if len(self._said) >= self._limit:
-            self._said.clear()
-        self._said[subject] = message
+        if len(self._last_messages) >= self._limit:
+            self._last_messages.clear()
+        self._last_messages[subject] = message
         return True

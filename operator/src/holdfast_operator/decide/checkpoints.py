@@ -21,14 +21,14 @@ from holdfast_core.names import checkpoint_name
 from holdfast_operator.decide.facts.world import World, on_lineage
 from holdfast_operator.model.actions import (
     Action,
-    AskSave,
     CheckpointRecord,
     CreateCheckpointObject,
     DeleteCheckpoint,
     PruneObject,
+    RequestSave,
     UpdateCheckpointStatus,
 )
-from holdfast_operator.model.job import AskedSave, CheckpointView, JobMemory, Now
+from holdfast_operator.model.job import CheckpointView, JobMemory, Now, RequestedSave
 
 PRUNES_PER_PASS = 4
 
@@ -172,14 +172,14 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
         for c in own_checkpoints(world)
         if c.step is None and not c.deleting and c.phase != CheckpointPhase.EXPIRED
     ]
-    asked = {
+    save_requests = {
         a.name: a
-        for a in memory.asked
+        for a in memory.save_requests
         if a.round == world.round and any(c.name == a.name for c in open_)
     }
     actions: list[Action] = []
     for checkpoint in open_:
-        known = asked.get(checkpoint.name)
+        known = save_requests.get(checkpoint.name)
         done = None if known is None else _fulfilled(world, known)
         if done is not None:
             record = replace(
@@ -197,11 +197,11 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
         if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
             continue
         trained = [p.step for p in state.progress]
-        asked[checkpoint.name] = AskedSave(
+        save_requests[checkpoint.name] = RequestedSave(
             checkpoint.name, world.round, Step(max(trained)) if trained else None
         )
         actions.append(
-            AskSave(
+            RequestSave(
                 coordinator.worker,
                 coordinator.pod.name,
                 coordinator.pod.ip,
@@ -216,10 +216,10 @@ def _requests(world: World, memory: JobMemory, now: Now) -> tuple[list[Action], 
             actions.append(
                 UpdateCheckpointStatus(checkpoint.name, checkpoint.resource_version, record)
             )
-    return actions, replace(memory, asked=tuple(asked.values()))
+    return actions, replace(memory, save_requests=tuple(save_requests.values()))
 
 
-def _fulfilled(world: World, asked: AskedSave) -> PersistedStep | None:
+def _fulfilled(world: World, request: RequestedSave) -> PersistedStep | None:
     """Return the commit that fulfils a request, or None.
 
     It is persisted if the job has a store, else replicated.
@@ -235,7 +235,7 @@ def _fulfilled(world: World, asked: AskedSave) -> PersistedStep | None:
         found = PersistedStep(step=point.step, round=point.round, manifest=point.manifest)
     if found is None or found.round != world.round:
         return None
-    return found if asked.after_step is None or found.step > asked.after_step else None
+    return found if request.after_step is None or found.step > request.after_step else None
 
 
 # --------------------------------------------------------------------------- retention, deletes

@@ -72,7 +72,7 @@ STARTING_SECONDS = 0.5
 acknowledged."""
 ANSWER_SECONDS = 0.1
 """Shortest pause between passes while sidecars are called. A healthy sidecar answers within this time."""
-ASKED_SECONDS = 3.0
+PEERS_ANSWER_SECONDS = 3.0
 """Wait for the answers of sidecars before the status reports it."""
 RUNNING_SECONDS = 5.0
 """Pause between passes while the gang trains."""
@@ -90,7 +90,7 @@ def _decide(observed: Observed, now: Now) -> Decision:
     memory = times.advance(world, now)
     job = observed.job
     if job.deleting:
-        freed = releases.at_once(world, "the job is being deleted")
+        freed = releases.release_all(world, "the job is being deleted")
         return Decision(tuple(freed), None, "the job is being deleted", memory)
     readable = readability.plan(world, memory, now)
     if readable is not None:
@@ -116,7 +116,7 @@ def _decide(observed: Observed, now: Now) -> Decision:
     if failures and not failure.is_disruption(failures):
         peer = silent_peer(world, memory, now)
         if peer is not None:
-            return _ask_peers(world, memory, now, failures[0], peer)
+            return _await_peers(world, memory, now, failures[0], peer)
     if failures:
         delay = failure.restart_delay_seconds(world, failures, now)
         ends = lifecycle.failure_of_job(world, failures, now) is not None
@@ -144,7 +144,7 @@ def _over(world: World, memory: JobMemory, now: Now) -> Decision:
     state = world.coordinator
     actions = [
         *checkpoints.expire_requests(world),
-        *releases.at_once(world, "the job is over"),
+        *releases.release_all(world, "the job is over"),
         *lifecycle.after_the_end(world, now),
     ]
     acted = None if state is None else state.version
@@ -158,12 +158,12 @@ def _suspended(world: World, memory: JobMemory, now: Now) -> Decision:
     if not status.is_true(JobCondition.SUSPENDED):
         status = lifecycle.suspended(world, now)
         return _written(world, memory, now, status, [], "the job is suspended without a save")
-    if lifecycle.must_take_back(world):
-        status = lifecycle.taken_back(world, now)
+    if lifecycle.must_withdraw(world):
+        status = lifecycle.withdrawn(world, now)
         return _written(world, memory, now, status, [], "the suspension is withdrawn")
     if job.spec.suspend:
         acted = None if world.coordinator is None else world.coordinator.version
-        freed = releases.at_once(world, "the job is suspended")
+        freed = releases.release_all(world, "the job is suspended")
         actions = (*lifecycle.delete_all_pods(world), *freed)
         return Decision(actions, WAITING_SECONDS, "suspended", memory, acted)
     if status.restart_round is None:
@@ -222,13 +222,15 @@ def _back_off(
     return _with_status_write(world, memory, now, [], note, max(left, STARTING_SECONDS))
 
 
-def _ask_peers(world: World, memory: JobMemory, now: Now, cause: Failure, silent: str) -> Decision:
+def _await_peers(
+    world: World, memory: JobMemory, now: Now, cause: Failure, silent: str
+) -> Decision:
     """Wait until every sidecar has answered after ranks failed.
 
     Most answer within milliseconds, so the status reports the wait only after ASKED_SECONDS.
     """
     pause = times.again_after(memory.failure_seen_at, ANSWER_SECONDS, now)
-    if times.seconds_since(memory.failure_seen_at, now) < ASKED_SECONDS:
+    if times.seconds_since(memory.failure_seen_at, now) < PEERS_ANSWER_SECONDS:
         text = f"{cause.message}; every sidecar is called to find out which of them answer"
         return Decision((), pause, text, memory)
     note = Note(Reason.BACKING_OFF, f"{cause.message}; {silent}")
@@ -360,7 +362,7 @@ def _run(world: World, memory: JobMemory, now: Now) -> Decision:
     if running:
         actions.extend(gang.delete_old_certificates(world))
     if job.spec.suspend and lifecycle.trains(world) and job.spec.store is not None:
-        actions.extend(lifecycle.ask_stop(world))
+        actions.extend(lifecycle.request_stop(world))
     commit = checkpoints.committable(world)
     requeue = RUNNING_SECONDS
     if not (rounds.complete and running):
@@ -384,7 +386,7 @@ def _committed(
     """Return a decision that commits in the object tier and then takes these actions."""
     job = world.observed.job
     status = changed(job.status, last_persisted=commit)
-    status = refresh(world, now, memory, _with_suspend_words(world, now, status), note)
+    status = refresh(world, now, memory, _with_suspend_note(world, now, status), note)
     text = f"step {commit.step} of round {commit.round} is persisted"
     first: list[Action] = [CommitPersisted(job.resource_version, status)]
     event = EmitEvent(EventKind.NORMAL, Reason.PERSISTED, text)
@@ -392,7 +394,7 @@ def _committed(
     return Decision((*first, *actions, event), 0.0, text, memory, _acted(world))
 
 
-def _with_suspend_words(world: World, now: Now, status: TrainingJobStatus) -> TrainingJobStatus:
+def _with_suspend_note(world: World, now: Now, status: TrainingJobStatus) -> TrainingJobStatus:
     """Return the status with condition Suspended=False, whose message is what a suspension waits for.
 
     A job that was never asked to suspend does not get the condition.
@@ -404,7 +406,7 @@ def _with_suspend_words(world: World, now: Now, status: TrainingJobStatus) -> Tr
         note = Note(Reason.NOT_SUSPENDED, "spec.suspend is false")
     else:
         note = lifecycle.suspend_note(world)
-    if lifecycle.asked_to_stop(job.status):
+    if lifecycle.stop_requested(job.status):
         note = replace(note, reason=Reason.STOPPING)
     return set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
 
@@ -456,7 +458,7 @@ def _with_status_write(
     """
     actions = [*actions, *releases.overdue(world, memory, now)]
     job = world.observed.job
-    status = _with_suspend_words(world, now, job.status)
+    status = _with_suspend_note(world, now, job.status)
     status = lifecycle.accepted(World(_with_status(world, status)), now, None)
     status = with_silence(refresh(world, now, memory, status, note), world, now)
     reason = note.message if note is not None else f"round {world.round} runs"

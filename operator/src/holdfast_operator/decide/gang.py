@@ -35,7 +35,7 @@ from holdfast_operator.decide.facts.failure import (
 )
 from holdfast_operator.decide.facts.times import seconds_since
 from holdfast_operator.decide.facts.world import MemberState, World
-from holdfast_operator.decide.lifecycle import asked_to_stop
+from holdfast_operator.decide.lifecycle import stop_requested
 from holdfast_operator.decide.placement import place_copies
 from holdfast_operator.decide.report.status import Note, set_condition, with_levels
 from holdfast_operator.model.actions import (
@@ -102,7 +102,7 @@ def next_round(world: World, failures: tuple[Failure, ...], now: Now) -> Trainin
         )
         recent = (*recent, record)[-MAX_RECENT_RESTARTS:]
     note = Note(cause.reason, f"round {round_}: {cause.message}")
-    if asked_to_stop(status):  # the gang of the new round was not asked
+    if stop_requested(status):  # the gang of the new round was not asked
         status = set_condition(status, JobCondition.SUSPENDED, False, note, now, job.generation)
     status = changed(
         status,

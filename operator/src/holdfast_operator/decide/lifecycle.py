@@ -14,7 +14,7 @@ from holdfast_operator.decide.facts import readable
 from holdfast_operator.decide.facts.failure import Failure, budget_spent, failing_rule
 from holdfast_operator.decide.facts.world import World
 from holdfast_operator.decide.report.status import Note, set_condition
-from holdfast_operator.model.actions import Action, AskStop, DeleteJob, DeletePod
+from holdfast_operator.model.actions import Action, DeleteJob, DeletePod, RequestStop
 from holdfast_operator.model.job import Now, PodPhase
 from holdfast_operator.model.reasons import Reason
 
@@ -84,7 +84,7 @@ def completed(world: World, now: Now) -> TrainingJobStatus | None:
     """
     job = world.observed.job
     status = world.status
-    if asked_to_stop(status):
+    if stop_requested(status):
         return None
     state = world.coordinator
     finished = (
@@ -168,7 +168,7 @@ def may_suspend_now(world: World) -> bool:
     return readable.lost_with_all_pods(world) is None
 
 
-def must_take_back(world: World) -> bool:
+def must_withdraw(world: World) -> bool:
     """Return whether a suspension must be withdrawn, because it could now lose a committed step.
 
     That happens if the status says Suspended, no pod is deleted yet, and the gang has committed a step since:
@@ -180,7 +180,7 @@ def must_take_back(world: World) -> bool:
     return readable.lost_with_all_pods(world) is not None
 
 
-def taken_back(world: World, now: Now) -> TrainingJobStatus:
+def withdrawn(world: World, now: Now) -> TrainingJobStatus:
     """Return the status that withdraws a suspension before a pod was deleted. The round continues."""
     job = world.observed.job
     note = suspend_note(world)
@@ -232,7 +232,7 @@ def suspend_note(world: World) -> Note:
     )
 
 
-def asked_to_stop(status: TrainingJobStatus) -> bool:
+def stop_requested(status: TrainingJobStatus) -> bool:
     """Return whether the gang of this round may have been asked to save and stop.
 
     The record, reason Stopping of condition Suspended, is written before the gang is asked. It stays until
@@ -253,7 +253,7 @@ def stopped_for_nothing(world: World) -> tuple[Failure, ...]:
 
     Either spec.suspend is false again, or the newest step did not reach the store.
     """
-    if not asked_to_stop(world.status) or not _stopped(world):
+    if not stop_requested(world.status) or not _stopped(world):
         return ()
     if not world.observed.job.spec.suspend:
         text = "the gang stopped for a suspension, and spec.suspend is false again"
@@ -287,13 +287,13 @@ def _unsaved(world: World) -> bool:
     return bool(known) and (persisted is None or persisted.step < max(known))
 
 
-def ask_stop(world: World) -> list[Action]:
+def request_stop(world: World) -> list[Action]:
     """Return the request to save and stop for the coordinator, if its pod has an address."""
     coordinator = world.coordinator_member()
     if coordinator is None or coordinator.pod is None or coordinator.pod.ip is None:
         return []
     return [
-        AskStop(
+        RequestStop(
             coordinator.worker,
             coordinator.pod.name,
             coordinator.pod.ip,

@@ -27,7 +27,7 @@ def hanging(checkpoints: Iterable[CheckpointView]) -> tuple[CheckpointView, ...]
     return tuple(c for c in checkpoints if c.deleting and c.has_finalizer)
 
 
-def at_once(world: World, why: str) -> list[Action]:
+def release_all(world: World, why: str) -> list[Action]:
     """Return actions that release all deleted Checkpoints under the job's name.
 
     The caller has checked that no sidecar of the job will delete data any more.

@@ -30,7 +30,7 @@ class Subject:
 
 
 @dataclass(slots=True)
-class _Said:
+class _Emitted:
     at: float
     suppressed: int = 0
 
@@ -41,7 +41,7 @@ class Events:
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._cluster = cluster
         self._clock = clock
-        self._said: dict[tuple[str, str], _Said] = {}
+        self._emitted: dict[tuple[str, str], _Emitted] = {}
 
     async def emit(self, subject: Subject, kind: str, reason: str, message: str) -> None:
         """Write an Event, unless one for this object and reason was written less than a minute ago.
@@ -86,11 +86,11 @@ class Events:
     def _count(self, uid: str, reason: str) -> int | None:
         """Return the count for the Event, including those suppressed before it; None to suppress it."""
         now = self._clock.monotonic()
-        known = self._said.get((uid, reason))
+        known = self._emitted.get((uid, reason))
         if known is not None and now - known.at < INTERVAL_SECONDS:
             known.suppressed += 1
             return None
-        if len(self._said) >= _MAX_REMEMBERED:
-            self._said.clear()
-        self._said[uid, reason] = _Said(now)
+        if len(self._emitted) >= _MAX_REMEMBERED:
+            self._emitted.clear()
+        self._emitted[uid, reason] = _Emitted(now)
         return 1 if known is None else 1 + known.suppressed

@@ -61,7 +61,7 @@ class _Refusal:
     at: float
 
     @property
-    def stands_until(self) -> float:
+    def valid_until(self) -> float:
         """Return the monotonic time of the next check. An accepted template is not checked again."""
         if self.text is None:
             return math.inf
@@ -128,7 +128,7 @@ class Controller:
         self._memory: dict[JobUid, JobMemory] = {}
         self._refusals: dict[JobUid, _Refusal] = {}
         self._silent: frozenset[str] = frozenset()
-        self._said = logs.Changed()
+        self._log_changes = logs.Changed()
         self._tasks: set[asyncio.Task[None]] = set()
         metrics.depth(lambda: self._queue.depth)
 
@@ -198,7 +198,7 @@ class Controller:
         refusal = await self._template_refusal(key, job)
         observed = self._observer.observe(job, self._memory.get(job.uid, JobMemory()), refusal)
         decision = decide(observed, Now(self._clock.monotonic(), self._clock.utc_now()))
-        self._said.info(str(key), decision.reason, **_fields(job))
+        self._log_changes.info(str(key), decision.reason, **_fields(job))
         applied = await apply(decision, observed, self._effects, self._sidecar)
         self._memory[job.uid] = memory_after(decision, observed, applied)
         if applied.complete:
@@ -240,7 +240,7 @@ class Controller:
         for failed in applied.failed:
             name = type(failed.action).__name__
             text = f"{name} failed: {failed.error}"
-            self._said.warning(f"{key} {name}", text, **_fields(job))
+            self._log_changes.warning(f"{key} {name}", text, **_fields(job))
         return IncompletePass(failed=bool(applied.failed))
 
     async def _template_refusal(self, key: Key, job: TrainingJob) -> str | None:
@@ -254,9 +254,9 @@ class Controller:
             return None
         now = self._clock.monotonic()
         known = self._refusals.get(job.uid)
-        if known is not None and known.generation == job.generation and now < known.stands_until:
+        if known is not None and known.generation == job.generation and now < known.valid_until:
             if known.text is not None:
-                self._queue.add_after(key, known.stands_until - now)
+                self._queue.add_after(key, known.valid_until - now)
             return known.text
         if template_problem(job.spec.template) is not None:
             return None  # the template cannot be rendered, and `decide` reports that itself
@@ -266,7 +266,7 @@ class Controller:
         refusal = _Refusal(job.generation, text, since, now)
         self._refusals[job.uid] = refusal
         if text is not None:
-            self._queue.add_after(key, refusal.stands_until - now)
+            self._queue.add_after(key, refusal.valid_until - now)
         return text
 
     def _pass_failed(self, key: Key, error: Exception) -> None:
@@ -276,7 +276,7 @@ class Controller:
         if isinstance(error, IncompletePass):
             return  # _incomplete has logged each failed action
         if isinstance(error, HoldfastError):
-            self._said.warning(f"pass {key}", f"{key}: {error}")
+            self._log_changes.warning(f"pass {key}", f"{key}: {error}")
         else:
             logs.failure(f"{key}: pass failed", error)
 
@@ -300,7 +300,7 @@ class Controller:
                     self._look_after(job, silent, unproven)
                 except Exception as error:  # noqa: BLE001 - an error of one job must not stop the tick
                     self._metrics.unexpected("tick")
-                    if self._said.is_new(f"tick {job.uid}", repr(error)):
+                    if self._log_changes.is_new(f"tick {job.uid}", repr(error)):
                         logs.failure(
                             "checking the job between passes failed", error, **_fields(job)
                         )
@@ -332,7 +332,9 @@ class Controller:
         try:
             renewed = await self._cluster.lease_renewed(LEASES_PATH, node)
         except HoldfastError as error:
-            self._said.warning(f"lease {node}", f"reading the lease of node {node} failed: {error}")
+            self._log_changes.warning(
+                f"lease {node}", f"reading the lease of node {node} failed: {error}"
+            )
             return
         if renewed is not None:
             self._cache.leases.observe(node, renewed, self._clock.monotonic())
@@ -346,7 +348,7 @@ class Controller:
             try:
                 await self._certificates.sweep(self._cache.job_uids())
             except HoldfastError as error:
-                self._said.warning(
+                self._log_changes.warning(
                     "sweep",
                     (
                         "deleting the certificate authorities of deleted jobs "
@@ -366,7 +368,7 @@ class Controller:
         self._sidecars.forget(uid)
         self._reports.forget(uid)
         self._metrics.forget(job.namespace, job.name)
-        self._said.forget(str(job_key(job.namespace, job.name)))
+        self._log_changes.forget(str(job_key(job.namespace, job.name)))
         self._spawn(self._forget_authority(uid))
 
     async def _forget_authority(self, uid: JobUid) -> None:

@@ -41,7 +41,7 @@ class PlainPorts:
         self._metrics = metrics
         self._watch_age_seconds = watch_age_seconds
         self._clock = clock
-        self._said = logs.Changed()
+        self._log_changes = logs.Changed()
         self._rendered: tuple[float, bytes] | None = None
         self._ports = {
             name: Port(
@@ -50,7 +50,7 @@ class PlainPorts:
                 limits=limits or ListenerLimits(PLACES),
                 idle_seconds=_IDLE_SECONDS,
                 dropped=metrics.dropped_connection,
-                warn=self._said.warning_once,
+                warn=self._log_changes.warning_once,
             )
             for name in ("metrics", "health")
         }

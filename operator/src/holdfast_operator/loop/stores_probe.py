@@ -40,7 +40,7 @@ just after the store; later ones are rare so that a long outage costs few pods."
 SECRET_NOT_FOUND = "SecretNotFound"
 PROBE_FAILED = "ProbeFailed"
 PROBE_REFUSED = "ProbeRefused"
-_STUCK_WORDS = frozenset({"CreateContainerConfigError", "FailedMount", "ContainerCreating"})
+_STUCK_REASONS = frozenset({"CreateContainerConfigError", "FailedMount", "ContainerCreating"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,25 +177,25 @@ def result_of(store: CheckpointStore, pod: ProbePod, age_seconds: float) -> Prob
     if pod.phase in ("Succeeded", "Failed"):
         return parse_message(pod.message or "")
     if age_seconds > LIMIT_SECONDS + 30:
-        words = (
+        message = (
             f"the probe's pod has not ended after {age_seconds:.0f} s: check whether its node "
             "is lost"
         )
-        return ProbeResult(False, PROBE_FAILED, words, None)
+        return ProbeResult(False, PROBE_FAILED, message, None)
     if pod.unscheduled is not None:
         if age_seconds < STUCK_SECONDS:
             return None
-        words = f"the probe's pod cannot be scheduled: {pod.unscheduled}"
-        return ProbeResult(False, PROBE_FAILED, words, None)
+        message = f"the probe's pod cannot be scheduled: {pod.unscheduled}"
+        return ProbeResult(False, PROBE_FAILED, message, None)
     waiting = pod.waiting_reason
     if waiting is None or age_seconds < STUCK_SECONDS:
         return None
-    if waiting in _STUCK_WORDS:
+    if waiting in _STUCK_REASONS:
         return ProbeResult(False, SECRET_NOT_FOUND, _missing_secret(store, pod), None)
     if waiting == "PodInitializing":
         return None
-    words = f"the probe's pod cannot start: {waiting}: {pod.waiting_message}".rstrip(": ")
-    return ProbeResult(False, PROBE_FAILED, words, None)
+    message = f"the probe's pod cannot start: {waiting}: {pod.waiting_message}".rstrip(": ")
+    return ProbeResult(False, PROBE_FAILED, message, None)
 
 
 def parse_message(text: str) -> ProbeResult:
@@ -219,8 +219,8 @@ def parse_message(text: str) -> ProbeResult:
             else {k: v for k in known if isinstance(v := features.get(k), bool)},
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        words = text.strip()[-1000:] or "it wrote no termination message"
-        return ProbeResult(False, PROBE_FAILED, f"the probe's pod failed: {words}", None)
+        message = text.strip()[-1000:] or "it wrote no termination message"
+        return ProbeResult(False, PROBE_FAILED, f"the probe's pod failed: {message}", None)
 
 
 def store_status(
@@ -249,9 +249,9 @@ def _missing_secret(store: CheckpointStore, pod: ProbePod) -> str:
     wanted = [f"{s3.credentials_secret_ref.name} with keys accessKey and secretKey"]
     if s3.ca_secret_ref is not None:
         wanted.append(f"{s3.ca_secret_ref.name} with key ca.crt")
-    words = (
+    message = (
         f"the probe's pod has not started for {STUCK_SECONDS:.0f} s: expected in namespace "
         f"{store.namespace}: Secret {', Secret '.join(wanted)}; create what is missing (the "
         "operator may not read Secrets)"
     )
-    return f"{words}: {pod.waiting_message}" if pod.waiting_message else words
+    return f"{message}: {pod.waiting_message}" if pod.waiting_message else message

@@ -122,7 +122,7 @@ class SendRound:
 
 
 @dataclass(frozen=True, slots=True)
-class AskSave:
+class RequestSave:
     worker: Worker
     """Worker whose sidecar is the coordinator."""
     pod: str
@@ -133,7 +133,7 @@ class AskSave:
 
 
 @dataclass(frozen=True, slots=True)
-class AskStop:
+class RequestStop:
     worker: Worker
     """Worker whose sidecar is the coordinator."""
     pod: str
@@ -244,8 +244,8 @@ Action = (
     | DeleteJob
     | SealWorker
     | SendRound
-    | AskSave
-    | AskStop
+    | RequestSave
+    | RequestStop
     | CreateCheckpointObject
     | UpdateCheckpointStatus
     | PruneObject

@@ -17,12 +17,12 @@ from holdfast_core.api import TrainingJob, TrainingJobStatus
 from holdfast_core.errors import HoldfastError
 from holdfast_core.messages.schema import PruneReply
 from holdfast_operator.model.actions import (
-    AskSave,
-    AskStop,
     CheckpointRecord,
     CreateCertificates,
     EmitEvent,
     PruneObject,
+    RequestSave,
+    RequestStop,
     SealWorker,
     SendRound,
 )
@@ -106,9 +106,9 @@ class Effects(Protocol):
 
     async def send_round(self, job: TrainingJob, action: SendRound) -> None: ...
 
-    async def ask_save(self, job: TrainingJob, action: AskSave) -> None: ...
+    async def request_save(self, job: TrainingJob, action: RequestSave) -> None: ...
 
-    async def ask_stop(self, job: TrainingJob, action: AskStop) -> None: ...
+    async def request_stop(self, job: TrainingJob, action: RequestStop) -> None: ...
 
     async def prune(self, job: TrainingJob, action: PruneObject) -> PruneReply:
         """Return what the coordinator deleted in the object store, or an empty reply while it deletes."""

@@ -149,7 +149,7 @@ class SidecarView:
     acked: AckedRound | None = None
     unreachable_since: float | None = None
     """Time of the first failed call since the last answer. None unless `reachable` is NO."""
-    heard_at: float | None = None
+    answered_at: float | None = None
     """Time of its last answer. None: it has not answered this operator process."""
     unreachable_because: str = ""
     """The call after which the sidecar counted as unreachable, and its error."""
@@ -225,7 +225,7 @@ class StoreView:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedSave:
+class RequestedSave:
     """A Checkpoint request that was sent to the coordinator."""
 
     name: str
@@ -280,7 +280,7 @@ class JobMemory:
     """Error of a create that was refused in the last pass of this round. "" if none was refused."""
     checkpoints_deleting: tuple[tuple[str, float], ...] = ()
     """Pairs (uid of a deleted Checkpoint that our finalizer keeps, time at which it was first seen so)."""
-    asked: tuple[AskedSave, ...] = ()
+    save_requests: tuple[RequestedSave, ...] = ()
     """Requests to save that were sent to the coordinator and are not fulfilled yet."""
     round_sent_at: float | None = None
     """When ROUND was last sent. While addresses are missing, it limits how often ROUND is repeated."""

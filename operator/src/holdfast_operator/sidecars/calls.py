@@ -22,9 +22,9 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
 from holdfast_core.ids import JobUid, RestartRound, Worker
 from holdfast_core.messages.schema import (
-    Ask,
     Certificate,
     CoordinatorState,
+    GangRequest,
     Inventory,
     ManifestInfo,
     Prune,
@@ -51,9 +51,9 @@ T = TypeVar("T")
 
 UNREACHABLE_AFTER = 2
 """Failures in a row after which a sidecar counts as unreachable."""
-SAID_SECONDS = 60.0
+LOG_AGAIN_SECONDS = 60.0
 """Shortest time between two log lines about one pod that alternates between answers and silence."""
-MAX_WORDS = 300
+MAX_LOG_CHARACTERS = 300
 """Longest log line, in characters, that repeats text of a sidecar."""
 SILENT_AFTER = 3
 """Failures in a row after which calls to a pod use the few slots of silent pods (Standing.SILENT)."""
@@ -79,7 +79,7 @@ coordinator that always answers immediately uses at most a twentieth of one proc
 RENEW_AGAIN = timedelta(minutes=1)
 """Shortest time between two renewals that an expired leaf causes. A sidecar that accepted a new leaf and
 still shows an expired one counts as failed until then."""
-ASK_AGAIN_SECONDS = 1.0
+REQUEST_AGAIN_SECONDS = 1.0
 URGENT = frozenset({"seal", "round"})
 """Names of calls that a recovery waits for. They go before all other calls (call_slots)."""
 
@@ -107,13 +107,13 @@ class _Pod:
     target: Target
     answered: bool = False
     """Whether the sidecar has answered this operator process at least once."""
-    heard_at: float | None = None
+    answered_at: float | None = None
     """When it last answered. This is not in `view`, because a changed view requests a pass."""
     failures: int = 0
     """Failures in a row."""
     failing_since: float | None = None
     """When the first of these failures was recorded."""
-    said_at: float | None = None
+    logged_at: float | None = None
     """When its silence was last logged."""
     not_before: float = 0.0
     """Earliest time of the next call, set by the back-off after a failure."""
@@ -148,7 +148,7 @@ class _Job:
     """Set when `since` grows."""
     pruned: dict[str, PruneReply] = field(default_factory=dict)
     """Replies to prunes that no pass has read yet, by name of the Checkpoint."""
-    asks: set[str] = field(default_factory=set)
+    requests: set[str] = field(default_factory=set)
     """Names of the requests that are being sent."""
     polls: Allowance = field(default_factory=lambda: Allowance(POLL_BURST, POLL_SECONDS_EACH))
 
@@ -172,7 +172,7 @@ class Sidecars:
         self._jobs: dict[JobUid, _Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = CallSlots()
-        self._said = logs.Changed()
+        self._log_changes = logs.Changed()
 
     async def close(self) -> None:
         tasks = [*self._tasks, *(j.poll for j in self._jobs.values() if j.poll is not None)]
@@ -187,7 +187,7 @@ class Sidecars:
         return (
             ()
             if job is None
-            else tuple(replace(p.view, heard_at=p.heard_at) for p in job.pods.values())
+            else tuple(replace(p.view, answered_at=p.answered_at) for p in job.pods.values())
         )
 
     def coordinator_state(self, uid: JobUid) -> CoordinatorState | None:
@@ -291,7 +291,7 @@ class Sidecars:
 
         self._start(uid, pod_uid, "round", call)
 
-    def ask(self, uid: JobUid, pod: str, path: str, message: Ask) -> None:
+    def request(self, uid: JobUid, pod: str, path: str, message: GangRequest) -> None:
         """Send a request to a pod's sidecar in the background.
 
         It is repeated until the sidecar accepts it or refuses it with another code than BUSY, until the
@@ -299,9 +299,9 @@ class Sidecars:
         """
         job = self._jobs.get(uid)
         name = f"{path} {message.token} {message.round}"
-        if job is None or name in job.asks:
+        if job is None or name in job.requests:
             return
-        job.asks.add(name)
+        job.requests.add(name)
         self._spawn(self._ask(job, pod, path, message, name))
 
     def prune(self, uid: JobUid, pod: str, name: str, message: Prune) -> PruneReply:
@@ -446,7 +446,7 @@ class Sidecars:
         except FormatError as error:
             self._failed(pod, error)
         except HoldfastError as error:  # the authority cannot be read; not a failure of the pod
-            self._said.warning(
+            self._log_changes.warning(
                 f"identity {job.uid}", (f"cannot get a certificate for calls to sidecars: {error}")
             )
             self._hold_off(pod)
@@ -459,7 +459,7 @@ class Sidecars:
         """
         self._alive(pod)
         refused = refusal.refused
-        self._say_refusal(f"{pod.target.pod} {name}", f"{name} by {pod.target.pod}", refusal)
+        self._log_refusal(f"{pod.target.pod} {name}", f"{name} by {pod.target.pod}", refusal)
         if refused.code is Refusal.STALE_ROUND:
             known = pod.view.sealed_round
             newest = refused.round if known is None else max(known, refused.round)
@@ -467,9 +467,9 @@ class Sidecars:
         if name == "round":
             self._hold_off(pod)
             pod.called_at = None  # before the next ROUND its round and version must be read
-            await self._learn(job, pod)
+            await self._read_inventory(job, pod)
 
-    async def _learn(self, job: _Job, pod: _Pod) -> None:
+    async def _read_inventory(self, job: _Job, pod: _Pod) -> None:
         try:
             await self._call(job.uid, pod, lambda context: self._inventory(context, pod))
         except SidecarRefused:
@@ -477,22 +477,22 @@ class Sidecars:
         except HoldfastError as error:
             self._failed(pod, error)
 
-    def _say_refusal(self, subject: str, what: str, refusal: SidecarRefused) -> None:
+    def _log_refusal(self, subject: str, what: str, refusal: SidecarRefused) -> None:
         """Log the refusal once for each code. The sidecar's text may differ each time."""
-        if self._said.is_new(subject, refusal.code):
-            logs.info(f"{what} was refused: {refusal}"[:MAX_WORDS])
+        if self._log_changes.is_new(subject, refusal.code):
+            logs.info(f"{what} was refused: {refusal}"[:MAX_LOG_CHARACTERS])
 
     def _unexpected(self, what: str, error: Exception) -> None:
         """Count and log an error that only a defect of the operator causes. The caller continues."""
         self._count_error("sidecars")
-        if self._said.is_new(f"unexpected {what}", type(error).__name__):
+        if self._log_changes.is_new(f"unexpected {what}", type(error).__name__):
             logs.failure(f"{what}: unexpected error", error)
 
     def _alive(self, pod: _Pod) -> None:
-        if self._said.forget(pod.view.pod_uid):
+        if self._log_changes.forget(pod.view.pod_uid):
             logs.info("the sidecar answers again", pod=pod.target.pod)
         pod.answered = True
-        pod.heard_at = self._clock.monotonic()
+        pod.answered_at = self._clock.monotonic()
         pod.failures = 0
         pod.failing_since = None
         pod.not_before = 0.0
@@ -508,9 +508,9 @@ class Sidecars:
         if pod.failures >= UNREACHABLE_AFTER:
             now = self._clock.monotonic()
             started = pod.answered or now - pod.failing_since >= STARTING_SECONDS
-            if started and (pod.said_at is None or now - pod.said_at >= SAID_SECONDS):
-                pod.said_at = now
-                self._said.warning_once(pod.view.pod_uid, str(error), pod=pod.target.pod)
+            if started and (pod.logged_at is None or now - pod.logged_at >= LOG_AGAIN_SECONDS):
+                pod.logged_at = now
+                self._log_changes.warning_once(pod.view.pod_uid, str(error), pod=pod.target.pod)
             pod.view = replace(
                 pod.view,
                 reachable=Reachable.NO,
@@ -523,7 +523,7 @@ class Sidecars:
         silent_seconds = 0.0 if pod.failing_since is None else now - pod.failing_since
         pod.not_before = now + back_off_seconds(pod.failures, silent_seconds)
 
-    async def _ask(self, job: _Job, pod: str, path: str, message: Ask, name: str) -> None:
+    async def _ask(self, job: _Job, pod: str, path: str, message: GangRequest, name: str) -> None:
         try:
             while self._jobs.get(job.uid) is job and job.round == message.round:
                 known = next((p for p in job.pods.values() if p.target.pod == pod), None)
@@ -533,21 +533,23 @@ class Sidecars:
                     await self._call(
                         job.uid,
                         known,
-                        partial(self._client.ask, target=known.target, path=path, message=message),
+                        partial(
+                            self._client.request, target=known.target, path=path, message=message
+                        ),
                     )
                     return
                 except SidecarRefused as refusal:
                     if refusal.code is not Refusal.BUSY:
-                        self._say_refusal(f"{job.uid} {name}", f"{path} by {pod}", refusal)
+                        self._log_refusal(f"{job.uid} {name}", f"{path} by {pod}", refusal)
                         return
                 except HoldfastError as error:
                     text = f"calling {path} failed and is tried again: {error}"
-                    self._said.info(f"{job.uid} {name}", text[:MAX_WORDS])
+                    self._log_changes.info(f"{job.uid} {name}", text[:MAX_LOG_CHARACTERS])
                 except Exception as error:  # noqa: BLE001 - the loop repeats the call
                     self._unexpected(f"calling {path} of the sidecar of pod {pod}", error)
-                await self._clock.sleep(ASK_AGAIN_SECONDS)
+                await self._clock.sleep(REQUEST_AGAIN_SECONDS)
         finally:
-            job.asks.discard(name)
+            job.requests.discard(name)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -613,7 +615,7 @@ class Sidecars:
             )
         except SidecarRefused as refusal:
             self._alive(pod)
-            self._say_refusal(f"poll {job.uid}", f"the state request by {pod.target.pod}", refusal)
+            self._log_refusal(f"poll {job.uid}", f"the state request by {pod.target.pod}", refusal)
             return False
         except HoldfastError as error:
             before = pod.view
@@ -623,7 +625,7 @@ class Sidecars:
                 self._enqueue(job.key)
             return False
         self._alive(pod)
-        self._said.forget(f"poll {job.uid}")
+        self._log_changes.forget(f"poll {job.uid}")
         if state != job.state:
             job.state = state
             self._enqueue(job.key)

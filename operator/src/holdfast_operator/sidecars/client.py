@@ -18,9 +18,9 @@ from holdfast_core.errors import FormatError, UnavailableError
 from holdfast_core.messages.bounds import reply_limit_bytes
 from holdfast_core.messages.codec import dumps, loads
 from holdfast_core.messages.schema import (
-    Ask,
     Certificate,
     CoordinatorState,
+    GangRequest,
     Inventory,
     Ok,
     Prune,
@@ -112,7 +112,9 @@ class SidecarClient:
     async def round(self, context: ssl.SSLContext, target: Target, message: Round) -> Inventory:
         return await self._post(context, target, "/v1/round", message, Inventory, CALL_SECONDS)
 
-    async def ask(self, context: ssl.SSLContext, target: Target, path: str, message: Ask) -> Ok:
+    async def request(
+        self, context: ssl.SSLContext, target: Target, path: str, message: GangRequest
+    ) -> Ok:
         return await self._post(context, target, path, message, Ok, CALL_SECONDS)
 
     async def certificate(

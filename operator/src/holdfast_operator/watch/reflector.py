@@ -91,7 +91,7 @@ class Reflector(Generic[T]):
         self._version: str | None = None
         self._list_due = 0.0
         self._items: dict[str, T | Unreadable] = {}
-        self._said = logs.Changed()
+        self._log_changes = logs.Changed()
         self._backoff = self._timings.first_backoff_seconds
         self.synced = asyncio.Event()
         self.last_contact: float | None = None
@@ -126,7 +126,7 @@ class Reflector(Generic[T]):
                 self.errors += 1
                 if not (isinstance(error, ApiError) and error.reason == "Timeout"):
                     self._version = None
-                self._said.warning(
+                self._log_changes.warning(
                     "fault", f"watch of {self.collection.name} failed: {_text(error)}"
                 )
                 await self._pause()
@@ -138,7 +138,7 @@ class Reflector(Generic[T]):
 
     def _well(self) -> None:
         self._backoff = self._timings.first_backoff_seconds
-        if self._said.forget("fault"):
+        if self._log_changes.forget("fault"):
             logs.info(f"watch of {self.collection.name} works again")
 
     def _params(self) -> dict[str, str]:
@@ -229,12 +229,12 @@ class Reflector(Generic[T]):
             item = self._parse(raw)
         except Exception as error:  # noqa: BLE001 - another release may have written any value
             found = unreadable(self.collection.kind, raw, error)
-            self._said.warning(
+            self._log_changes.warning(
                 subject,
                 (f"{found} cannot be read, and the operator does not change it: {found.problem}"),
             )
             return found
-        self._said.forget(subject)
+        self._log_changes.forget(subject)
         return item
 
     def _put(self, uid: str, item: T | Unreadable) -> None:

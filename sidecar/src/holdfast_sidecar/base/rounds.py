@@ -16,8 +16,8 @@ from typing import Any
 
 from holdfast_core.ids import RestartRound, Worker, ranks_of
 from holdfast_core.messages.schema import (
-    Ask,
     Certificate,
+    GangRequest,
     Holding,
     HoldNotice,
     LevelNotice,
@@ -138,7 +138,7 @@ RULES: dict[type[Any], Rule] = {
     Seal: Rule(From.OPERATOR, To.ANY, fenced=False),
     Round: Rule(From.OPERATOR, To.ANY, fenced=False),
     Certificate: Rule(From.OPERATOR, To.ANY, fenced=False),
-    Ask: Rule(From.OPERATOR_OR_COORDINATOR, To.ASKED, fenced=True),
+    GangRequest: Rule(From.OPERATOR_OR_COORDINATOR, To.ASKED, fenced=True),
     Prune: Rule(From.OPERATOR, To.COORDINATOR, fenced=True),
     Prepared: Rule(From.MEMBER, To.COORDINATOR, fenced=True),
     Holding: Rule(From.MEMBER, To.COORDINATOR, fenced=True),

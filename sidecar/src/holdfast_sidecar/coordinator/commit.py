@@ -25,9 +25,9 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.format.manifest import parse_manifest_of
 from holdfast_core.ids import CheckpointId, Digest, Level, Rank, Step, TierName, Worker
 from holdfast_core.messages.schema import (
-    Ask,
     CoordinatorState,
     Failure,
+    GangRequest,
     Holding,
     HoldingReply,
     Inventory,
@@ -273,7 +273,7 @@ class Coordinator:
         self._changed(urgent=urgent)
         return Ok(message.round, self.instance)
 
-    def ask(self, path: str, message: Ask) -> Ok:
+    def ask(self, path: str, message: GangRequest) -> Ok:
         """Queue a save-now or stop request for worker 0, which runs rank 0.
 
         The same request with the same token has an effect only once. The first step that is committed above

@@ -18,7 +18,7 @@ from holdfast_core.clock import Clock
 from holdfast_core.errors import HoldfastError, NotFoundError, StaleRoundError
 from holdfast_core.ids import Level, Step, Worker
 from holdfast_core.messages.schema import (
-    Ask,
+    GangRequest,
     HoldNotice,
     LevelNotice,
     ManifestPut,
@@ -110,7 +110,7 @@ class Outbox:
         self._tasks = Tasks()
         self._wakes: dict[Worker, asyncio.Event] = {}
         self._told: dict[Worker, _Told] = {}
-        self._asks: list[tuple[str, Ask]] = []
+        self._asks: list[tuple[str, GangRequest]] = []
         self._prunes = Recent()
         self._memory = Recent()
         self._persist: dict[Step, PersistRequest] = {}
@@ -144,7 +144,7 @@ class Outbox:
 
     # ------------------------------------------------------------------ what is to be sent
 
-    def ask(self, path: str, message: Ask) -> bool:
+    def ask(self, path: str, message: GangRequest) -> bool:
         """Queue a request for worker 0. Return False if the same one was queued before in this round."""
         if (path, message) in self._asks:
             return False

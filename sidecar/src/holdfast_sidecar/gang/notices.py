@@ -12,7 +12,7 @@ from typing import TypeVar
 from holdfast_core.ids import Level, Rank, Step
 from holdfast_core.messages.schema import (
     OVERTAKEN,
-    Ask,
+    GangRequest,
     LevelNotice,
     LevelReached,
     SaveFailed,
@@ -72,7 +72,7 @@ class RankNotices:
             for connection in self._ranks():
                 connection.push(failed)
 
-    def ask(self, path: str, message: Ask) -> None:
+    def ask(self, path: str, message: GangRequest) -> None:
         """Send a save-now or stop request to rank 0. It is kept for a rank 0 that connects later."""
         kind = StopRequested if path == STOP else SaveRequested
         request = kind(message.round, message.token)

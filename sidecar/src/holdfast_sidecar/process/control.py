@@ -9,9 +9,9 @@ from typing import Any
 from holdfast_core.errors import RefusedError
 from holdfast_core.ids import CheckpointId, JobUid, RestartRound
 from holdfast_core.messages.schema import (
-    Ask,
     Certificate,
     CoordinatorState,
+    GangRequest,
     Holding,
     HoldNotice,
     Inventory,
@@ -136,9 +136,9 @@ class Control:
                 return self._role.require().report(message)
             case Prune():
                 return await self._role.require().prune(message)
-            case Ask() if caller.operator:
+            case GangRequest() if caller.operator:
                 return self._role.require().ask(path, message)
-            case Ask():
+            case GangRequest():
                 receivers.notices.ask(path, message)
             case ManifestPut():
                 return await receivers.manifests.put(message)

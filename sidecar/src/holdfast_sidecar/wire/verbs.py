@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.messages.schema import (
-    Ask,
     Certificate,
+    GangRequest,
     Holding,
     HoldingReply,
     HoldNotice,
@@ -48,8 +48,8 @@ class Endpoint:
 POSTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/seal", Seal, Inventory),
     Endpoint("/v1/round", Round, Inventory),
-    Endpoint(SAVE_NOW, Ask, Ok),
-    Endpoint(STOP, Ask, Ok),
+    Endpoint(SAVE_NOW, GangRequest, Ok),
+    Endpoint(STOP, GangRequest, Ok),
     Endpoint("/v1/certificate", Certificate, Ok),
     Endpoint("/v1/prepared", Prepared, PreparedReply),
     Endpoint("/v1/holding", Holding, HoldingReply),
@@ -64,4 +64,4 @@ POSTS: tuple[Endpoint, ...] = (
     Endpoint("/v1/prune", Prune, PruneReply),
 )
 
-PATHS: dict[type[Any], str] = {e.request: e.path for e in POSTS if e.request is not Ask}
+PATHS: dict[type[Any], str] = {e.request: e.path for e in POSTS if e.request is not GangRequest}

@@ -41,7 +41,7 @@ MAX_TRAINER_RESTARTS = 2
 """Restarts of a trainer container after which its pod is replaced. The kubelet's back-off then grows to
 minutes, and a new pod starts sooner."""
 
-LAST_WORDS_CHARACTERS = 700
+LAST_OUTPUT_CHARACTERS = 700
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
 """Prefix that torch's excepthook writes before each line of a traceback."""
 _FRAME = re.compile(r'^  File ".*", line \d+')
@@ -164,7 +164,7 @@ def _of_lost_node(world: World, member: MemberState, pod: PodView, now: Now) -> 
     if _control_plane_may_be_cut_off(world, now):
         return None
     lost = [m.worker for m in world.members if m.node_lost]
-    if readable.lost_may_go(world, lost):
+    if readable.lost_can_be_given_up(world, lost):
         return failure
     if world.status.restore_point is None or not any(m.reachable for m in world.members):
         return None
@@ -206,7 +206,9 @@ def _of_container(
         return Failure(Reason.POD_SUCCEEDED_EARLY, text, worker, disruption=True, replace_pod=True)
     if pod.waiting_reason in CANNOT_START:
         return None
-    if pod.trainer_restarts > MAX_TRAINER_RESTARTS and readable.answering_may_go(world, worker):
+    if pod.trainer_restarts > MAX_TRAINER_RESTARTS and readable.answering_can_be_replaced(
+        world, worker
+    ):
         text = f"the trainer of pod {pod.name} restarted {pod.trainer_restarts} times"
         return Failure(
             Reason.OOM_KILLED if pod.reason == "OOMKilled" else Reason.TRAINER_RESTARTING,
@@ -239,7 +241,7 @@ def _of_sidecar(
     silent = seconds_since(max(sidecar.unreachable_since, memory.answering_since), now)
     if silent < SIDECAR_SILENT_SECONDS:
         return None
-    if not readable.silent_may_go(world, [m.worker for m in world.members if not m.reachable]):
+    if not readable.silent_can_be_lost(world, [m.worker for m in world.members if not m.reachable]):
         return None
     text = f"the sidecar of pod {pod.name} has not answered for {silent:.0f} s"
     return Failure(Reason.SIDECAR_UNREACHABLE, text, member.worker, replace_pod=True)
@@ -294,21 +296,21 @@ def how_it_ended(dead: DeadRank) -> str:
     if dead.code in (-signal.SIGKILL, -signal.SIGTERM):
         return f"was killed by {signal.Signals(-dead.code).name}"
     text = f"ended with code {dead.code}"
-    said = _last_words(dead.message)
-    return f"{text}: {said}" if said else text
+    output = _last_output(dead.message)
+    return f"{text}: {output}" if output else text
 
 
-def _last_words(output: str) -> str:
+def _last_output(output: str) -> str:
     """Return the error that follows the last traceback, or the end of the output if there is none."""
     lines = [_RANK_PREFIX.sub("", line).rstrip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     error = _after_traceback(lines)
     if error:
-        return "\n".join(error)[:LAST_WORDS_CHARACTERS]
+        return "\n".join(error)[:LAST_OUTPUT_CHARACTERS]
     text = "\n".join(lines)
-    if len(text) <= LAST_WORDS_CHARACTERS:
+    if len(text) <= LAST_OUTPUT_CHARACTERS:
         return text
-    tail = text[-LAST_WORDS_CHARACTERS:]
+    tail = text[-LAST_OUTPUT_CHARACTERS:]
     return tail[tail.find("\n") + 1 :]
 
 

@@ -202,7 +202,7 @@ def _nothing_committed(world: World, answered: list[MemberState]) -> bool:
 # --------------------------------------------------------------------------- pods that may be replaced
 
 
-def silent_may_go(world: World, without: Collection[Worker]) -> bool:
+def silent_can_be_lost(world: World, without: Collection[Worker]) -> bool:
     """Return whether the newest committed step is readable without these members, which do not answer.
 
     Their pods run on healthy nodes. What they hold is readable again when the network recovers, so no part of
@@ -223,7 +223,7 @@ def silent_may_go(world: World, without: Collection[Worker]) -> bool:
     return best is not None and (owed is None or best.step >= owed)
 
 
-def lost_may_go(world: World, without: Collection[Worker]) -> bool:
+def lost_can_be_given_up(world: World, without: Collection[Worker]) -> bool:
     """Return whether a committed step is left without these members, whose nodes are lost.
 
     A step that only lost nodes hold is given up if an older committed step is left. If none is left, the pods
@@ -238,14 +238,14 @@ def lost_may_go(world: World, without: Collection[Worker]) -> bool:
     return _survives_by_copies(world, without) or _untouched_since_chosen(world, answered)
 
 
-def answering_may_go(world: World, worker: Worker) -> bool:
+def answering_can_be_replaced(world: World, worker: Worker) -> bool:
     """Return whether the newest committed step is readable without this member, whose sidecar answers.
 
-    Unlike in `silent_may_go`, this round may have commits: each of them must be replicated or persisted.
+    Unlike in `silent_can_be_lost`, this round may have commits: each of them must be replicated or persisted.
     """
     state, status = world.coordinator, world.status
     if status.restore_point is None:
-        return silent_may_go(world, [worker])
+        return silent_can_be_lost(world, [worker])
     if _untouched_since_chosen(world, _answered(world, [worker])):
         return True
     if state is None or state.last_local is None or state.last_local.step is None:

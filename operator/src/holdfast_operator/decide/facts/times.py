@@ -30,7 +30,7 @@ def advance(world: World, now: Now) -> JobMemory:
             begun_at=old.begins_at if old.begins == status.restart_round else None,
             levels_written_at=old.levels_written_at,
             counted_at=old.counted_at,
-            asked=old.asked,
+            save_requests=old.save_requests,
             answering_since=old.answering_since,
             checkpoints_deleting=old.checkpoints_deleting,
         )
@@ -48,9 +48,9 @@ def advance(world: World, now: Now) -> JobMemory:
     unstarted = world.unstarted
     if unstarted != memory.unstarted:
         memory = replace(memory, unstarted=unstarted)
-    asked = dict(memory.checkpoints_deleting)
+    known = dict(memory.checkpoints_deleting)
     deleting = tuple(
-        (c.uid, asked.get(c.uid, at))
+        (c.uid, known.get(c.uid, at))
         for c in world.observed.checkpoints
         if c.deleting and c.has_finalizer
     )

@@ -51,8 +51,10 @@ def _signs(world: World, failure: Failure, memory: JobMemory) -> list[float | No
     pod = None if member is None else member.pod
     if failure.reason in _SILENT:
         node = None if pod is None or pod.node is None else world.observed.nodes.get(pod.node)
-        heard = None if member is None or member.sidecar is None else member.sidecar.heard_at
-        return [None if node is None else node.renewed_at, heard]
+        answered_at = (
+            None if member is None or member.sidecar is None else member.sidecar.answered_at
+        )
+        return [None if node is None else node.renewed_at, answered_at]
     if pod is not None and pod.terminating:
         return [dict(memory.terminating_since).get(pod.uid)]
     if pod is not None and pod.trainer_finished_at is not None and failure.replace_pod:

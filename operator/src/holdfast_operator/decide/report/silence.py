@@ -31,10 +31,10 @@ def silent_peer(world: World, memory: JobMemory, now: Now) -> str | None:
         return None
     seconds = world.observed.job.spec.node_loss.suspect_after_seconds + LEASE_MARGIN_SECONDS
     for member in world.members:
-        heard_at = None if member.sidecar is None else member.sidecar.heard_at
-        if member.pod is None or not _may_answer(member) or heard_at is None:
+        answered_at = None if member.sidecar is None else member.sidecar.answered_at
+        if member.pod is None or not _may_answer(member) or answered_at is None:
             continue
-        if heard_at < failed_at and now.monotonic - failed_at < seconds:
+        if answered_at < failed_at and now.monotonic - failed_at < seconds:
             return (
                 f"the sidecar of pod {member.pod.name} has not answered since then, so its node "
                 "may be lost. The next round begins when it answers or its node counts as lost, "
