@@ -536,6 +536,23 @@ def of_every_step(records: Sequence[Record]) -> list[Figure]:
     ]
 
 
+def of_many(records: Sequence[Record]) -> list[Figure]:
+    """A1-many."""
+    rounds = Rounds(records)
+    values = rounds.values(OURS, lambda x: statistics.median(x["blocked"]) / x["memcpy"])
+    return [
+        _compare(
+            at_most,
+            "A1-many",
+            list(values.values()),
+            "times memcpy by 2 threads",
+            1.6,
+            rounds.error(OURS),
+            what="time a save blocks the training of a module with 2,892 tensors",
+        )
+    ]
+
+
 def unmeasured(only: Sequence[str]) -> list[Figure]:
     """What Holdfast cannot do yet, said and not passed over."""
     return [
@@ -563,6 +580,8 @@ def of_part(name: str, records: Sequence[Record], mib: int) -> list[Figure]:
             return of_reshard(records)
         case "digests":
             return of_digests(records)
+        case "many":
+            return of_many(records)
         case "every-step":
             return of_every_step(records)
         case _:

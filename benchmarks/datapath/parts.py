@@ -109,6 +109,7 @@ FULL = (
     ),
     Part("fewer-bytes", ("A7",), (Participant("holdfast", "fewer-bytes", OURS),), 1),
     Part("reshard", ("A10",), (Participant("holdfast", "reshard", OURS),), 1),
+    Part("many", ("A1-MANY",), (Participant("holdfast", "many", OURS),), 4),
     Part("every-step", ("A11",), (Participant("holdfast", "every-step", OURS),), 2),
 )
 
@@ -142,6 +143,7 @@ QUICK = (
         ),
         4,
     ),
+    Part("many", ("A1-MANY",), (Participant("holdfast", "many", OURS),), 3),
 )
 
 UNMEASURED = {

@@ -222,6 +222,29 @@ def every_step(options: Options) -> dict[str, Any]:
     }
 
 
+def many(options: Options) -> dict[str, Any]:
+    """Saves of a module with thousands of tensors, and the memcpy of as many bytes."""
+    from benchmarks.datapath import limits
+    from benchmarks.datapath.many import Many
+
+    trained = Many.make(options.mib)
+    make = importlib.import_module(options.module).SAVERS[options.name]
+    saver: Saver = make(trained.state(), Path(options.directory))
+    rate = limits.memory(trained.size_bytes)["memcpy 2 threads"]
+    blocked: list[float] = []
+    for step in range(1, options.repetitions + 3):
+        trained.train_a_little()
+        time.sleep(_SETTLE_SECONDS)
+        began = time.perf_counter()
+        started = saver.start(step)
+        blocked.append(time.perf_counter() - began)
+        started.wait()
+    saver.close()
+    # The first two saves plan the payload and record the structure of the state.
+    memcpy = trained.size_bytes / GIB / rate
+    return {"first": blocked[:2], "blocked": blocked[2:], "memcpy": memcpy}
+
+
 def limit(options: Options) -> dict[str, Any]:
     from benchmarks.datapath import limits
 
@@ -336,6 +359,7 @@ KINDS = {
     "loops": loops,
     "load": load,
     "every-step": every_step,
+    "many": many,
     "limit": limit,
     "upload": upload,
     "copy": copy,

@@ -223,6 +223,12 @@ def test_digests() -> None:
     assert found.details["idle_ratios"] == [1.0, 1.0]
 
 
+def test_many_tensors() -> None:
+    result = {"first": [0.9, 0.8], "blocked": [0.06, 0.08, 0.07], "memcpy": 0.05}
+    (found,) = of.of_many(records("many", holdfast=[result]))
+    assert (found.id, found.value, found.ok) == ("A1-many", 1.4, True)
+
+
 def test_every_step() -> None:
     result = {"plain": [2.0, 2.0], "saving": [2.05, 2.05], "lags": [1, 2], "step_over_memcpy": 31.0}
     found = by_id(of.of_every_step(records("every-step", holdfast=[result])))

@@ -12,19 +12,20 @@ import pytest
 from holdfast.checkpoint import places
 
 
+def _handlers_left() -> dict[str, object]:
+    """Return the signal handlers that are not Python's own, by signal."""
+    defaults = {"SIGTERM": signal.SIG_DFL, "SIGINT": signal.default_int_handler}
+    found = {name: signal.getsignal(getattr(signal, name)) for name in defaults}
+    return {name: handler for name, handler in found.items() if handler is not defaults[name]}
+
+
 @pytest.fixture(autouse=True)
 def _default_signal_handlers() -> Iterator[None]:
     """Fail in the test that leaves a Checkpointer's handler behind, not in one that runs later."""
     yield
-    gc.collect()
-    left = {
-        name: signal.getsignal(name)
-        for name, default in (
-            (signal.SIGTERM, signal.SIG_DFL),
-            (signal.SIGINT, signal.default_int_handler),
-        )
-        if signal.getsignal(name) is not default
-    }
+    if _handlers_left():
+        gc.collect()  # A Checkpointer that is not referenced any more gives its handlers back.
+    left = _handlers_left()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert not left

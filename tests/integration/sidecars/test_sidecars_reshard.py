@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
-from holdfast.state.snapshot import plan_save, take_snapshot, write_payload
+from holdfast.state.snapshot import PayloadTarget, plan_save, take_snapshot
 from holdfast_core.contract import PodContract, StoreConfig
 from holdfast_core.errors import RefusedError
 from holdfast_core.format.layout import merge_layouts, parse_layout
@@ -321,7 +321,7 @@ async def save_state(gang: Any, rank: int, state: dict[str, Any]) -> None:
     snapshot = take_snapshot(state, Rank(rank))
     planned = plan_save(snapshot, Rank(rank))
     data = np.zeros(planned.payload_bytes, dtype=np.uint8)
-    write_payload(planned, snapshot, data, lambda jobs: [copy() for _, copy in jobs])
+    PayloadTarget(planned, data).write(snapshot, lambda jobs: [copy() for _, copy in jobs])
     await gang.ranks[rank].save(1, data.tobytes(), planned.layout)
 
 

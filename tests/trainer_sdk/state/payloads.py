@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.slots.staging import Copier
-from holdfast.state.snapshot import plan_save, take_snapshot, write_payload
+from holdfast.state.snapshot import PayloadTarget, plan_save, take_snapshot
 from holdfast_core.ids import Rank
 
 RANK = Rank(0)
@@ -18,5 +18,5 @@ def stored(state: dict[str, Any]) -> np.ndarray[Any, Any]:
     snapshot = take_snapshot(state, RANK)
     plan = plan_save(snapshot, RANK)
     target = np.zeros(plan.payload_bytes, dtype=np.uint8)
-    write_payload(plan, snapshot, target, Copier().run)
+    PayloadTarget(plan, target).write(snapshot, Copier().run)
     return target

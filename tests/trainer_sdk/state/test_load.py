@@ -13,7 +13,7 @@ from tests.trainer_sdk.state.payloads import stored
 from holdfast.slots.staging import Copier
 from holdfast.state.load import load_state
 from holdfast.state.rng import RNG
-from holdfast.state.snapshot import plan_save, read_payload, take_snapshot, write_payload
+from holdfast.state.snapshot import PayloadTarget, plan_save, read_payload, take_snapshot
 from holdfast_core.errors import StateMismatchError
 from holdfast_core.ids import Rank
 
@@ -78,7 +78,7 @@ def test_nothing_keeps_a_view_of_the_slot() -> None:
     snapshot = take_snapshot(one, Rank(0))
     plan = plan_save(snapshot, Rank(0))
     slot = np.zeros(plan.payload_bytes, dtype=np.uint8)
-    write_payload(plan, snapshot, slot, Copier().run)
+    PayloadTarget(plan, slot).write(snapshot, Copier().run)
     load_state(other, read_payload(slot))
     slot[:] = 0xFF
     assert all(torch.equal(a, b) for a, b in zip(flat(other), flat(one), strict=True))

@@ -8,7 +8,7 @@ from tests.support.shards.packs import plan_ranks, trailer_of
 
 import holdfast
 from holdfast.slots.staging import Copier
-from holdfast.state.snapshot import SavePlan, plan_save, take_snapshot, write_payload
+from holdfast.state.snapshot import PayloadTarget, SavePlan, plan_save, take_snapshot
 from holdfast_core.format.layout import merge_layouts
 from holdfast_core.ids import Rank
 from holdfast_core.shards.pack_plan import replica_groups
@@ -35,7 +35,7 @@ def saved(rank: int) -> tuple[SavePlan, bytes]:
     snapshot = take_snapshot(state, Rank(rank))
     plan = plan_save(snapshot, Rank(rank))
     target = np.zeros(plan.payload_bytes, dtype=np.uint8)
-    write_payload(plan, snapshot, target, Copier().run)
+    PayloadTarget(plan, target).write(snapshot, Copier().run)
     return plan, target.tobytes()
 
 

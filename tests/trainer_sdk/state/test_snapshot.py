@@ -12,12 +12,12 @@ from tests.trainer_sdk.state.payloads import RANK, stored
 
 from holdfast.slots.staging import Copier
 from holdfast.state.snapshot import (
+    PayloadTarget,
     SavePlan,
     device_copies,
     plan_save,
     read_payload,
     take_snapshot,
-    write_payload,
 )
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.rank_layout import parse_rank_layout
@@ -49,7 +49,7 @@ def test_copies_of_a_device_write_the_same_bytes(dtype: torch.dtype) -> None:
     plan = plan_save(snapshot, RANK)
     target = np.zeros(plan.payload_bytes, dtype=np.uint8)
     copies = device_copies(plan, snapshot, target, torch.is_tensor, non_blocking=True)
-    write_payload(plan, snapshot, target, Copier().run, torch.is_tensor)
+    PayloadTarget(plan, target).write(snapshot, Copier().run, torch.is_tensor)
     assert not np.array_equal(target, stored(state))
     assert [copy.leaf.name for copy in copies] == ["x", "t", "0"]
     for copy in copies:
@@ -134,7 +134,7 @@ def test_frozen_parameters_lie_together() -> None:
         snapshot = take_snapshot({"model": model, "optim": optimizer}, Rank(0))
         plan = plan_save(snapshot, Rank(0))
         target = np.zeros(plan.payload_bytes, dtype=np.uint8)
-        write_payload(plan, snapshot, target, lambda jobs: [job() for _, job in jobs])
+        PayloadTarget(plan, target).write(snapshot, lambda jobs: [job() for _, job in jobs])
         return plan, target.tobytes()
 
     plan, before = save()

@@ -22,12 +22,12 @@ from holdfast.slots.device import Device, find_device
 from holdfast.slots.device_copies import DeviceCopies, PendingCopies
 from holdfast.slots.staging import Copier, Slot, SlotRing
 from holdfast.state.snapshot import (
+    PayloadTarget,
     SavePlan,
     Snapshot,
+    Snapshots,
     device_copies,
     plan_save,
-    take_snapshot,
-    write_payload,
 )
 from holdfast_core.errors import DeviceError, UnavailableError
 from holdfast_core.ids import Level, Rank, RestartRound
@@ -45,6 +45,7 @@ class Saver:
         self._layouts = layouts
         self._rank = rank
         self._copier = Copier()
+        self._snapshots = Snapshots(rank)
         self._plan: SavePlan | None = None
         self._copies: DeviceCopies | None = None
 
@@ -84,7 +85,7 @@ class Saver:
         link = self._session.link
         if link is None or not link.is_connected:
             raise UnavailableError(f"there is no connection to {self._session.peer}")
-        snapshot = take_snapshot(state, self._rank)
+        snapshot = self._snapshots.take(state)
         if self._plan is None or not self._plan.fits(snapshot):
             self._plan = plan_save(snapshot, self._rank)
         plan = self._plan
@@ -104,12 +105,12 @@ class Saver:
         slot.begin(handle.round, handle.step, plan.payload_bytes)
         pending = None
         try:
+            target = _target(slot, plan)
             if self._copies is None:
-                write_payload(plan, snapshot, slot.payload, self._copier.run)
+                target.write(snapshot, self._copier.run)
             else:
                 pending = self._start(self._copies, plan, snapshot, slot)
-                is_on_device = self._copies.device.holds
-                write_payload(plan, snapshot, slot.payload, self._copier.run, is_on_device)
+                target.write(snapshot, self._copier.run, self._copies.device.holds)
         except BaseException:
             if self._copies is not None and pending is not None:
                 self._copies.cancel(pending)
@@ -177,6 +178,14 @@ class Saver:
             if not isinstance(error, UnavailableError):
                 logger.exception("handing over the save of step %d", handle.step)
             handle.fail(Level.LOCAL, f"{type(error).__name__}: {error}")
+
+
+def _target(slot: Slot, plan: SavePlan) -> PayloadTarget:
+    """Return the slot's memory for payloads of the plan. Its views serve all saves into this slot."""
+    kept = slot.kept
+    if not isinstance(kept, PayloadTarget) or kept.plan is not plan:
+        kept = slot.kept = PayloadTarget(plan, slot.payload)
+    return kept
 
 
 def _give_up(slot: Slot, handle: SaveHandle, why: str) -> None:

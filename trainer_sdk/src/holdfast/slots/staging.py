@@ -75,6 +75,8 @@ class Slot:
         self._rank = rank
         self._bytes: np.ndarray[Any, Any] = np.frombuffer(memory, dtype=np.uint8)
         self._unpin: Callable[[], None] | None = None
+        self.kept: Any = None
+        """Views into the payload that the saver keeps from save to save. `close` drops them."""
         self.capacity_bytes = len(memory) - HEADER_BYTES
         self.is_touched = False
 
@@ -138,6 +140,7 @@ class Slot:
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
+        self.kept = None
         self._bytes = np.empty(0, dtype=np.uint8)
         try:
             self._memory.close()

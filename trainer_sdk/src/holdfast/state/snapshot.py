@@ -13,8 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.tensors import RAW, Leaf, copy_from_device, copy_jobs, own_name, view_stored
-from holdfast.state.tree import Decoder, Encoder
+from holdfast.state.template import Template, make_template
+from holdfast.state.tensors import (
+    RAW,
+    Leaf,
+    copy_from_device,
+    copy_jobs,
+    own_name,
+    place_of,
+    view_stored,
+)
+from holdfast.state.tree import Decoder, Encoder, HeldStates
 from holdfast_core.errors import FormatError, UnsupportedStateError
 from holdfast_core.format.canonical import dumps_canonical
 from holdfast_core.format.digest import digest_of
@@ -32,6 +41,7 @@ from holdfast_core.ids import ByteRange, Digest, Rank
 
 _STATE = "state"
 _PIECE_BYTES = 32 << 20
+_BATCH_BYTES = 4 << 20
 _GRAIN_BYTES = 4096
 
 
@@ -43,15 +53,12 @@ class Snapshot:
     objects: bytes
     """Canonical JSON of everything other than tensors and arrays."""
     keys: tuple[str, ...]
+    signature: tuple[Any, ...]
+    """Names, dtypes, shapes and offsets of all leaves. A plan is valid while it is the same."""
     modules: tuple[tuple[str, Any], ...] = ()
     """Each module, after its path in the state."""
     optimizers: tuple[Any, ...] = ()
     """All optimizers of the state."""
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """Names, dtypes, shapes and offsets of all leaves. A plan is valid while it is the same."""
-        return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.offsets) for leaf in self.leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +97,48 @@ class SavePlan:
         )
 
 
+class Snapshots:
+    """Takes the snapshots of one training, quickly while the structure of its state stays the same."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._template: Template | None = None
+        self._last: tuple[Any, ...] | None = None
+        """Signature of the last snapshot that was encoded in full."""
+        self._unsupported: tuple[Any, ...] | None = None
+        """Signature of a state for which no template can be made."""
+
+    def take(self, state: Mapping[str, Any]) -> Snapshot:
+        """Read the state without copying its tensors. Raises what `take_snapshot` raises."""
+        held = HeldStates()
+        if self._template is not None and self._last is not None:
+            found = self._template.retake(state, held)
+            if found is not None:
+                keys = tuple(sorted(state))
+                return Snapshot(
+                    found.leaves, found.objects, keys, self._last, found.modules, found.optimizers
+                )
+        encoder = Encoder(self._rank, held=held)
+        snapshot = _encode(state, encoder)
+        before, self._last, self._template = self._last, snapshot.signature, None
+        # A template is made when a structure is met twice: a state that always changes needs none.
+        if before == self._last != self._unsupported:
+            self._template = make_template(state, encoder)
+            if self._template is None:
+                self._unsupported = self._last
+        return snapshot
+
+
 def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
     """Read the state without copying its tensors.
 
     Raises UnsupportedStateError that names the path of what cannot be saved, and StateDictError that names
     the path of a part whose own state_dict() raised.
     """
+    return _encode(state, Encoder(rank))
+
+
+def _encode(state: Mapping[str, Any], encoder: Encoder) -> Snapshot:
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
             f"state: expected a dict from names to parts, found {type(state).__name__}"
@@ -105,16 +148,17 @@ def take_snapshot(state: Mapping[str, Any], rank: Rank) -> Snapshot:
             raise UnsupportedStateError(
                 f"state: {key!r} is not a valid name: expected a non-empty str"
             )
-    encoder = Encoder(rank)
     tree = {key: encoder.encode(value, key) for key, value in state.items()}
     try:
         objects = dumps_canonical({_STATE: tree})
     except FormatError as error:
         raise UnsupportedStateError(f"state: {error}") from error
+    leaves = tuple(encoder.leaves)
     return Snapshot(
-        tuple(encoder.leaves),
+        leaves,
         objects,
         tuple(sorted(state)),
+        tuple((leaf.name, leaf.dtype, leaf.shape, leaf.offsets) for leaf in leaves),
         tuple(encoder.modules),
         tuple(encoder.optimizers),
     )
@@ -156,35 +200,49 @@ def _frozen(snapshot: Snapshot) -> frozenset[str]:
     )
 
 
-def write_payload(
-    plan: SavePlan,
-    snapshot: Snapshot,
-    target: np.ndarray[Any, Any],
-    run: Callable[[list[tuple[int, Callable[[], None]]]], None],
-    leave_out: Callable[[object], bool] | None = None,
-) -> None:
-    """Copy the state's current bytes into `target`.
+class PayloadTarget:
+    """Memory for the payloads of one plan. The views of its tensors are made once and used by each save."""
 
-    Args:
-        plan: Plan of the payload.
-        snapshot: Snapshot that fits the plan.
-        target: uint8 array for the payload.
-        run: Runs the copies and returns when all are done.
-        leave_out: Whether to leave out a tensor, which the caller copies itself.
-    """
-    head = plan.payload.header
-    target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-    place = plan.payload.objects
-    text = np.frombuffer(snapshot.objects, dtype=np.uint8)
-    target[place.start : place.start + len(text)] = text
-    target[place.start + len(text) : place.stop] = ord(" ")
-    jobs: list[tuple[int, Callable[[], None]]] = []
-    for leaf in snapshot.leaves:
-        if leave_out is not None and leave_out(leaf.source):
-            continue
-        where = plan.ranges[leaf.name]
-        jobs.extend(copy_jobs(leaf, target[where.start : where.stop], _PIECE_BYTES))
-    run(jobs)
+    def __init__(self, plan: SavePlan, target: np.ndarray[Any, Any]) -> None:
+        """`target` is a uint8 array of at least `plan.payload_bytes` elements."""
+        self.plan = plan
+        self._target = target
+        self._places: dict[str, tuple[tuple[bool, bool], Any]] = {}
+        """The place of each leaf, after what the type of its view depends on."""
+
+    def write(
+        self,
+        snapshot: Snapshot,
+        run: Callable[[list[tuple[int, Callable[[], object]]]], None],
+        leave_out: Callable[[object], bool] | None = None,
+    ) -> None:
+        """Copy the state's current bytes.
+
+        Args:
+            snapshot: Snapshot that fits the plan.
+            run: Runs the copies and returns when all are done.
+            leave_out: Whether to leave out a tensor, which the caller copies itself.
+        """
+        head, target = self.plan.payload.header, self._target
+        target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+        place = self.plan.payload.objects
+        text = np.frombuffer(snapshot.objects, dtype=np.uint8)
+        target[place.start : place.start + len(text)] = text
+        target[place.start + len(text) : place.stop] = ord(" ")
+        leaves = snapshot.leaves
+        if leave_out is not None:
+            leaves = tuple(leaf for leaf in leaves if not leave_out(leaf.source))
+        pairs = ((leaf, self._place(leaf)) for leaf in leaves)
+        run(copy_jobs(pairs, _PIECE_BYTES, _BATCH_BYTES))
+
+    def _place(self, leaf: Leaf) -> Any:
+        kind = leaf.is_raw, isinstance(leaf.source, np.ndarray)
+        found = self._places.get(leaf.name)
+        if found is None or found[0] != kind:
+            where = self.plan.ranges[leaf.name]
+            found = kind, place_of(leaf, self._target[where.start : where.stop])
+            self._places[leaf.name] = found
+        return found[1]
 
 
 def device_copies(
@@ -195,7 +253,7 @@ def device_copies(
     *,
     non_blocking: bool,
 ) -> list[DeviceCopy]:
-    """Return the copies that `write_payload` leaves out with `leave_out=is_on_device`.
+    """Return the copies that `PayloadTarget.write` leaves out with `leave_out=is_on_device`.
 
     The caller runs them on the stream of its choice.
     """

@@ -25,7 +25,7 @@ import base64
 import collections
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,23 @@ def _state_dict_of(value: Any, path: str) -> Any:
         ) from error
 
 
+class HeldStates:
+    """Results of the state_dict calls of one snapshot. An object that is encoded twice is called once."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[Any, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def call(self, value: Any, path: str) -> Any:
+        """Return `value.state_dict()`. Raises StateDictError for any exception of the object's own code."""
+        found = self._found.get(path)
+        if found is None or found[0] is not value:  # two objects may have the same path
+            found = self._found[path] = value, _state_dict_of(value, path)
+        return found[1]
+
+
 def _is_text(value: str) -> bool:
     """Return whether UTF-8 can encode `value`."""
     if value.isascii():
@@ -120,6 +137,9 @@ class Encoder:
     """
 
     rank: int = 0
+    held: HeldStates = field(default_factory=HeldStates)
+    marks: Mapping[str, str] = field(default_factory=dict)
+    """Texts to encode in place of the values at these paths; see `template.Template`."""
     leaves: list[Leaf] = field(default_factory=list)
     modules: list[tuple[str, Any]] = field(default_factory=list)
     """Each module, after its path in the state."""
@@ -139,6 +159,8 @@ class Encoder:
             raise UnsupportedStateError(f"{path[:200]}: nested deeper than {_MAX_DEPTH}")
         if is_stateful(value):
             return self._object(value, path, depth)
+        if path in self.marks:
+            return self.marks[path]
         if is_tensor(value) or isinstance(value, np.ndarray):
             return self._reference(value, path)
         if isinstance(value, np.generic):
@@ -191,7 +213,7 @@ class Encoder:
             # Its param_groups are not owned: a schedule writes a learning rate that is a tensor.
             self._optimizer, self._owned = value, f"{path}.state."
         try:
-            held = _state_dict_of(plain, path)
+            held = self.held.call(plain, path)
             if torch is not None and isinstance(plain, torch.nn.Module) and isinstance(held, dict):
                 # The type is OrderedDict, but a module can be loaded from any dict.
                 return self._dict(held, path, depth + 1)
