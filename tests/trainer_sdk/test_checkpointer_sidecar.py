@@ -19,7 +19,7 @@ from holdfast.testing import FakeSidecar
 from holdfast_core.errors import SaveFailedError, UnavailableError
 from holdfast_core.ids import Rank
 from holdfast_core.messages.schema import Fill, Hello, Progress, Refusal, Stage
-from holdfast_core.pacing.foreground_copies import ForegroundCopyGate
+from holdfast_core.pacing.background_limit import ForegroundCopyGate
 
 
 @pytest.fixture

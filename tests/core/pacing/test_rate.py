@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast_core.pacing.rate import OBSERVATIONS, TOLERATED_SLOWDOWN, Pace
+from holdfast_core.pacing.background_limit import OBSERVATIONS, TOLERATED_SLOWDOWN, AdaptiveRate
 
 STEP_SECONDS = 0.1
 DISK = 2.0e9
 CHECKPOINT_BYTES = 1_000_000_000
 
 
-def train(pace: Pace, checkpoints: int, slowdown: Callable[[float], float], seed: int = 0) -> float:
+def train(
+    pace: AdaptiveRate, checkpoints: int, slowdown: Callable[[float], float], seed: int = 0
+) -> float:
     """`slowdown(rate)` is the share by which a step suffers. Returns the last checkpoint's mean."""
     noise = random.Random(seed)
     suffered = 0.0
@@ -34,13 +36,13 @@ def train(pace: Pace, checkpoints: int, slowdown: Callable[[float], float], seed
 
 
 def test_a_trainer_that_does_not_suffer_is_never_limited() -> None:
-    pace = Pace()
+    pace = AdaptiveRate()
     train(pace, 50, lambda rate: 0.0)
     assert pace.limit is None
 
 
 def test_the_rate_falls_until_the_trainer_hardly_suffers() -> None:
-    pace = Pace()
+    pace = AdaptiveRate()
     suffered = train(pace, 60, lambda rate: rate / DISK)
     assert pace.limit is not None
     assert pace.limit < DISK / 10
@@ -48,7 +50,7 @@ def test_the_rate_falls_until_the_trainer_hardly_suffers() -> None:
 
 
 def test_it_never_falls_below_what_checkpoints_need() -> None:
-    pace = Pace()
+    pace = AdaptiveRate()
     pace.floor = DISK / 2
     train(pace, 60, lambda rate: rate / DISK)
     assert pace.limit == pytest.approx(DISK / 2, rel=0.3)
@@ -57,7 +59,7 @@ def test_it_never_falls_below_what_checkpoints_need() -> None:
 
 
 def test_it_rises_again_when_the_machine_is_free() -> None:
-    pace = Pace()
+    pace = AdaptiveRate()
     train(pace, 60, lambda rate: rate / DISK)
     train(pace, 200, lambda rate: 0.0)
     assert pace.limit is None
@@ -65,7 +67,7 @@ def test_it_rises_again_when_the_machine_is_free() -> None:
 
 def test_without_undisturbed_steps_there_is_no_limit() -> None:
     """A checkpoint at every step: there is nothing to compare with."""
-    pace = Pace()
+    pace = AdaptiveRate()
     for _ in range(10 * OBSERVATIONS):
         pace.step(1.0, 1_000_000)
     assert pace.limit is None

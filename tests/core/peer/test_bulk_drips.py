@@ -27,9 +27,9 @@ from holdfast_core.clock import ManualClock
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
 from holdfast_core.ids import ByteRange
 from holdfast_core.net.tls import TlsFiles
-from holdfast_core.pacing.minimum_rate import Pace
+from holdfast_core.pacing.minimum_rate import MinimumRate
 from holdfast_core.peer.client import fetch_shard
-from holdfast_core.peer.paced_connection import PacedLine
+from holdfast_core.peer.connection import RatedLine
 from holdfast_core.peer.protocol import BulkFrame, Kind, send_frame
 from holdfast_core.peer.ranges import PeerShard
 from holdfast_core.shards.file import Trailer, pack_trailer, trailer_offset
@@ -204,10 +204,10 @@ def test_a_read_waits_no_longer_than_the_pace_allows() -> None:
     clock = ManualClock()
     sock = Trickle(clock)
     line: Any = SimpleNamespace(sock=sock)
-    paced = PacedLine(line, Pace("bulk: a table", clock, clock.monotonic(), 60.0))
+    rated = RatedLine(line, MinimumRate("bulk: a table", clock, clock.monotonic(), 60.0))
     began = clock.monotonic()
     with pytest.raises(HoldfastError, match=r"bulk: a table: only 2 bytes in 60\.0 s"):
         for _ in range(10):
-            paced.recv_into(memoryview(bytearray(100)))
+            rated.recv_into(memoryview(bytearray(100)))
     assert clock.monotonic() - began == pytest.approx(60.0, abs=0.01)
     assert sock.timeout == 30.0, "the connection's own time-out is as it was"

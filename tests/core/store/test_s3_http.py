@@ -236,7 +236,7 @@ def drip(data: bytes, pause_seconds: float) -> Callable[[socket.socket], None]:
 def test_a_reply_that_only_drips_is_given_up(answer: bytes) -> None:
     """No silence is as long as the time-out, and it would still take a minute."""
     with server(drip(answer, 0.05)) as endpoint:
-        timeouts = Timeouts(connect_seconds=2, idle_seconds=10, pace_seconds=0.5)
+        timeouts = Timeouts(connect_seconds=2, idle_seconds=10, grace_seconds=0.5)
         pool = HttpPool(endpoint, secure=False, timeouts=timeouts)
         with pytest.raises(UnavailableError, match=r"reading the reply: only \d+ bytes in"):
             put(pool, b"x")
@@ -248,7 +248,7 @@ def test_a_slow_reply_that_keeps_the_pace_is_read() -> None:
     clock = ManualClock()
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n"
     with server(reply(head + body)) as endpoint:
-        timeouts = Timeouts(connect_seconds=2, idle_seconds=30, pace_seconds=10)
+        timeouts = Timeouts(connect_seconds=2, idle_seconds=30, grace_seconds=10)
         pool = HttpPool(endpoint, secure=False, timeouts=timeouts, clock=clock)
         headers = {"Host": pool.name, "Content-Length": "0"}
         data = bytearray(len(body))

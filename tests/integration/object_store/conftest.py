@@ -61,7 +61,7 @@ def proxied(
         config,
         server.credentials,
         retrier=quick,
-        timeouts=Timeouts(2.0, idle_seconds=1.0, pace_seconds=5.0),
+        timeouts=Timeouts(2.0, idle_seconds=1.0, grace_seconds=5.0),
     )
     yield tier
     tier.close()

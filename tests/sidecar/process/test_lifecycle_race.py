@@ -21,7 +21,7 @@ from holdfast_core.errors import StaleRoundError
 from holdfast_core.ids import RestartRound, Worker
 from holdfast_core.messages.schema import Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.pacing.background import Pacing
+from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_sidecar.base.failures import Failures
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.pod import CurrentRound, Pod
@@ -111,7 +111,7 @@ class World:
             self.node,
             Tiers(self.node, None, self.pools),
             journeys,
-            Pacing(folder, self.clock.monotonic),
+            BackgroundLimit(folder, self.clock.monotonic),
             Telemetry(Metrics(), Failures(changed)),
         )
 

@@ -30,7 +30,7 @@ from holdfast_core.messages.schema import (
     Replicated,
     WorkerReport,
 )
-from holdfast_core.pacing.background import Pacing
+from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import NODE_FULL, Failures
 from holdfast_sidecar.base.metrics import Metrics
@@ -197,7 +197,7 @@ async def test_a_write_that_has_room_again_reports_no_failure(tmp_path: Path) ->
         failures,
         Metrics(),
         SystemClock(),
-        Pacing(settings.slots_dir),
+        BackgroundLimit(settings.slots_dir),
         outcomes.append,
     )
     rank = FakeRank(tmp_path, JOB_UID, 0, 0)

@@ -23,7 +23,7 @@ from holdfast_core.format.digest import digest_of
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import RankHolding, Refusal, Stage
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.pacing.background import Pacing
+from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.shards.record import ShardHeader, ShardRecord
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
@@ -102,7 +102,9 @@ class World:
             Mock(note=Mock(return_value=Mock(reason="Unavailable", message="no"))),
             self.metrics,
             SystemClock(),
-            Pacing(self.settings.slots_dir, waited_for_copies=self.metrics.waited_for_copies),
+            BackgroundLimit(
+                self.settings.slots_dir, waited_for_copies=self.metrics.waited_for_copies
+            ),
             self.note,
             self._changed.set,
         )

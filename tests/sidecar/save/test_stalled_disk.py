@@ -14,7 +14,7 @@ from tests.support.tiers.memory import MemoryTier
 
 from holdfast_core.clock import SystemClock
 from holdfast_core.ids import JobUid
-from holdfast_core.pacing.background import Pacing
+from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.tiers.base import PayloadSource, ShardHeader, ShardRecord
 from holdfast_sidecar.base.failures import Failures
@@ -66,7 +66,7 @@ async def test_a_disk_that_hangs_is_reported_until_it_continues(tmp_path: Path) 
         failures,
         Metrics(),
         SystemClock(),
-        Pacing(settings.slots_dir),
+        BackgroundLimit(settings.slots_dir),
         heard,
     )
     rank = FakeRank(tmp_path, JOB, 0, 0)
@@ -151,7 +151,7 @@ async def test_the_read_back_of_a_write_counts_as_progress(tmp_path: Path) -> No
         failures,
         Metrics(),
         SystemClock(),
-        Pacing(settings.slots_dir),
+        BackgroundLimit(settings.slots_dir),
         lambda outcome: written.set(),
     )
     state = accepted(round_message(workers=1))

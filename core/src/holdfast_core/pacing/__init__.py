@@ -1,1 +1,1 @@
-"""Rate control: a limit on background transfers, their pause during saves, and a peer's minimum rate."""
+"""Rate control: a limit on background transfers that pauses during saves, and a minimum rate of peers."""

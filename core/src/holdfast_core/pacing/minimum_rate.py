@@ -1,4 +1,4 @@
-"""Minimum rate of a peer's answer.
+"""Minimum rate of a remote peer's answer.
 
 The socket's time-out bounds one pause only. Without a minimum rate, a peer that sends a byte before each
 time-out could hold a caller for ever.
@@ -6,6 +6,7 @@ time-out could hold a caller for ever.
 
 from __future__ import annotations
 
+import io
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ SLOWEST_BYTES_PER_SECOND = 64 << 10
 
 
 @dataclass(slots=True)
-class Pace:
+class MinimumRate:
     """Deadline of one answer: `grace_seconds`, and one more second for each 64 KiB received."""
 
     what: str
@@ -73,3 +74,36 @@ class Pace:
                 sock.settimeout(idle_seconds)
         self.received_bytes += count or 0
         return count
+
+
+class RatedSocket:
+    """A connected socket with the one method that http.client.HTTPResponse uses, `makefile`."""
+
+    def __init__(self, sock: socket.socket, rate: MinimumRate) -> None:
+        self._sock = sock
+        self._rate = rate
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        if mode != "rb":
+            raise ValueError(f"mode {mode!r}, expected 'rb'")
+        return io.BufferedReader(_RatedReader(self._sock, self._rate))
+
+
+class _RatedReader(io.RawIOBase):
+    """Raw reader of a socket whose reads are bounded by a MinimumRate."""
+
+    def __init__(self, sock: socket.socket, rate: MinimumRate) -> None:
+        self._sock = sock
+        self._rate = rate
+        self._idle_seconds = sock.gettimeout()
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]  # takes any buffer
+        return self._rate.receive(self._sock, self._idle_seconds, self._raw.readinto, buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

@@ -17,7 +17,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.ids import RestartRound, ShardRef
-from holdfast_core.peer.connection import Line, outside_tls
+from holdfast_core.peer.connection import Line, RatedLine, outside_tls
 from holdfast_core.peer.data import (
     Piece,
     pieces,
@@ -26,7 +26,6 @@ from holdfast_core.peer.data import (
     send_pieces,
     spans_without,
 )
-from holdfast_core.peer.paced_connection import PacedLine
 from holdfast_core.peer.protocol import (
     BulkFrame,
     BulkOptions,
@@ -126,16 +125,16 @@ def fetch_shard(
         request = BulkFrame(Kind.GET_SHARD, ref, round, offset=offset, plain=plain)
         try:
             with connect(peer) as line:
-                paced = peer.paced(line, f"bulk: {ref}")
+                rated = peer.rated(line, f"bulk: {ref}")
                 send_frame(line.sock, request)
-                reply = expect_reply(paced, peer, request)
+                reply = expect_reply(rated, peer, request)
                 if writer is None:
                     writer = open_writer(ref, reply.length)
                 outside = outside or reply.plain
                 with outside_tls(f"bulk: reading {ref} from {peer}", reply.plain):
                     if reply.plain:
-                        _receive_head(line, paced, peer, request, writer)
-                    _receive_until(paced, peer, request, writer, reply.length)
+                        _receive_head(line, rated, peer, request, writer)
+                    _receive_until(rated, peer, request, writer, reply.length)
             with outside_tls(f"bulk: verifying {ref} from {peer}", outside):
                 return writer.commit()
         except UnavailableError as error:
@@ -222,16 +221,16 @@ def _raise_last_words(sock: ssl.SSLSocket, peer: Peer, request: BulkFrame) -> No
 
 
 def _receive_head(
-    line: Line, paced: PacedLine, peer: Peer, request: BulkFrame, writer: CopyWriter
+    line: Line, rated: RatedLine, peer: Peer, request: BulkFrame, writer: CopyWriter
 ) -> None:
     """Receive the head of the shard inside TLS, unless the writer has it already. Then leave TLS."""
     if writer.offset == 0:
-        _receive_until(paced, peer, request, writer, 1)
+        _receive_until(rated, peer, request, writer, 1)
     line.leave()
 
 
 def _receive_until(
-    sock: PacedLine, peer: Peer, request: BulkFrame, writer: CopyWriter, stop: int
+    sock: RatedLine, peer: Peer, request: BulkFrame, writer: CopyWriter, stop: int
 ) -> None:
     """Receive DATA frames until the writer's offset is `stop` or more."""
     while writer.offset < stop:

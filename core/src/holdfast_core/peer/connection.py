@@ -24,6 +24,7 @@ from holdfast_core.errors import (
     UnavailableError,
 )
 from holdfast_core.net.tls import peer_name
+from holdfast_core.pacing.minimum_rate import MinimumRate
 
 Wrap = Callable[[socket.socket], ssl.SSLSocket]
 """Wraps a socket in TLS without the handshake."""
@@ -101,6 +102,39 @@ class Line:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class RatedLine:
+    """`protocol.Incoming` of a Line, inside TLS or outside, for one answer at a minimum rate.
+
+    The time-out of the connection bounds one pause only, and a peer could send a byte before each time-out.
+    """
+
+    def __init__(self, line: Line, rate: MinimumRate) -> None:
+        self._line = line
+        self._rate = rate
+        self._taken_bytes = 0
+
+    def taken(self, length: int) -> None:
+        """Count the payload bytes of a frame that was received whole, without its header.
+
+        Callers that accept frames of any size call this after each frame. Otherwise a peer could extend the
+        deadline with the headers of very small frames.
+        """
+        self._taken_bytes += length
+        self._rate.received_bytes = self._taken_bytes
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Read into `buffer`, and return the number of bytes. 0 means that the peer closed the connection.
+
+        Raises UnavailableError if the peer is too slow, and OSError.
+        """
+        sock = self._line.sock
+        return self._rate.receive(sock, sock.gettimeout(), sock.recv_into, buffer) or 0
+
+    def version(self) -> str | None:
+        """Return the TLS version, or None outside TLS."""
+        return self._line.sock.version()
 
 
 @contextmanager

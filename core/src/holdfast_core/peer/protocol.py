@@ -124,7 +124,7 @@ class BulkOptions:
     """Time-out of the TCP connection, and also of its first TLS handshake."""
     io_seconds: float = 30.0
     """Time-out of each wait for the socket after that."""
-    pace_seconds: float = 60.0
+    grace_seconds: float = 60.0
     """Time for one answer: a run of chunks, a chunk table or a whole shard. One more second is added for
     each 64 KiB of it."""
     reply_seconds: float = 120.0
@@ -139,7 +139,7 @@ class BulkOptions:
 
 
 class Incoming(Protocol):
-    """Readable side of a connection: its socket, or a paced_connection.PacedLine."""
+    """Readable side of a connection: its socket, or a connection.RatedLine."""
 
     def recv_into(self, buffer: memoryview, /) -> int: ...
 

@@ -17,8 +17,7 @@ from typing import Self
 
 from holdfast_core.errors import CorruptionError, FormatError
 from holdfast_core.ids import RestartRound, ShardRef
-from holdfast_core.peer.connection import Line
-from holdfast_core.peer.paced_connection import PacedLine
+from holdfast_core.peer.connection import Line, RatedLine
 from holdfast_core.peer.protocol import (
     MAX_DATA_BYTES,
     BulkFrame,
@@ -129,19 +128,19 @@ class PeerShard:
     def _learn(self) -> None:
         request = BulkFrame(Kind.GET_TABLE, self._ref, self._round)
         with self._conversation() as line:
-            paced = self._peer.paced(line, f"bulk: chunk table of {self._ref}")
+            rated = self._peer.rated(line, f"bulk: chunk table of {self._ref}")
             send_frame(line.sock, request)
-            reply = expect_reply(paced, self._peer, request)
-            self._trailer = receive_table(paced, request, reply.length)
+            reply = expect_reply(rated, self._peer, request)
+            self._trailer = receive_table(rated, request, reply.length)
 
     def _first_of(self, waiting: deque[range]) -> memoryview:
         """Request all runs that are not requested yet, and return the bytes of the first one."""
         with self._conversation() as line:
-            paced = self._peer.paced(line, f"bulk: chunks of {self._ref}")
+            rated = self._peer.rated(line, f"bulk: chunks of {self._ref}")
             for chunks in tuple(waiting)[self._asked :]:
                 send_frame(line.sock, self._request(chunks))
                 self._asked += 1
-            view = self._receive(paced, waiting[0])
+            view = self._receive(rated, waiting[0])
             self._asked -= 1
             return view
 
@@ -151,7 +150,7 @@ class PeerShard:
             Kind.GET_RANGE, self._ref, self._round, offset=span.start, length=span.length_bytes
         )
 
-    def _receive(self, sock: PacedLine, chunks: range) -> memoryview:
+    def _receive(self, sock: RatedLine, chunks: range) -> memoryview:
         request = self._request(chunks)
         chunk_bytes = self.trailer.record.header.chunk_bytes
         expect_reply(sock, self._peer, request)

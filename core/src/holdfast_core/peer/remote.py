@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast_core.errors import FormatError, HoldfastError, UnavailableError
-from holdfast_core.pacing.minimum_rate import Pace
-from holdfast_core.peer.connection import Line
-from holdfast_core.peer.paced_connection import PacedLine
+from holdfast_core.pacing.minimum_rate import MinimumRate
+from holdfast_core.peer.connection import Line, RatedLine
 from holdfast_core.peer.protocol import (
     BulkFrame,
     BulkOptions,
@@ -49,11 +48,13 @@ class Peer:
         if self.options.throttle is not None:
             self.options.throttle(length)
 
-    def paced(self, line: Line, what: str) -> PacedLine:
+    def rated(self, line: Line, what: str) -> RatedLine:
         """Return a reader of one answer whose time starts now. `what` names the answer in error texts."""
         clock = self.options.clock
-        grace_seconds = self.options.pace_seconds
-        return PacedLine(line, Pace(f"{what} from {self}", clock, clock.monotonic(), grace_seconds))
+        grace_seconds = self.options.grace_seconds
+        return RatedLine(
+            line, MinimumRate(f"{what} from {self}", clock, clock.monotonic(), grace_seconds)
+        )
 
     def wrap(self, plain: socket.socket) -> ssl.SSLSocket:
         """Wrap a socket in TLS without the handshake."""
@@ -116,7 +117,7 @@ def expect_reply(sock: Incoming, peer: Peer, request: BulkFrame) -> BulkFrame:
     return reply
 
 
-def expect_data(sock: ssl.SSLSocket | PacedLine, peer: Peer, request: BulkFrame) -> BulkFrame:
+def expect_data(sock: ssl.SSLSocket | RatedLine, peer: Peer, request: BulkFrame) -> BulkFrame:
     """Read the header of the next frame. Inside TLS, raise the error of a REPLY that came instead of DATA.
 
     Raises FormatError, OSError, and the error that the REPLY carries.

@@ -61,15 +61,17 @@ class Sidecar:
         """Create all components. `start` begins to serve."""
         pod, tiers, metrics = resources.pod, resources.tiers, resources.metrics
         contract, current, certificates = pod.contract, pod.current, resources.certificates
-        pacing, dropped = resources.pacing, metrics.dropped_connection
+        background, dropped = resources.background, metrics.dropped_connection
         changed: Signal[[]] = Signal()
         telemetry = Telemetry(metrics, Failures(changed))
         peers = Peers(
             contract, certificates.client, current, call_seconds=pod.settings.call_seconds
         )
-        members = Members(peers, BulkPeers(tiers.node, certificates, peers, current, pacing.take))
+        members = Members(
+            peers, BulkPeers(tiers.node, certificates, peers, current, background.take)
+        )
         connections = LocalConnections()
-        saves = SaveJourney(pod, tiers, members, telemetry, pacing, changed)
+        saves = SaveJourney(pod, tiers, members, telemetry, background, changed)
         restores = RestoreJourney(pod, tiers, members, saves, metrics, changed)
         gang = LocalGang(contract.worker)
         starter = Starter(pod, gang, connections, peers, lambda: restores.is_here, changed)
@@ -82,8 +84,8 @@ class Sidecar:
         changed.subscribe(reporter.changed)
 
         notices = RankNotices(current, connections)
-        local = Local(journeys, connections, notices, pacing, metrics)
-        self._lifecycle = Lifecycle(pod, resources.disk, tiers, journeys, pacing, telemetry)
+        local = Local(journeys, connections, notices, background, metrics)
+        self._lifecycle = Lifecycle(pod, resources.disk, tiers, journeys, background, telemetry)
         self._pruner = Pruner(pod, tiers, saves, notices, telemetry.failures)
         self._verifier = Verifier(tiers, telemetry)
         receivers = Receivers(
@@ -115,14 +117,14 @@ class Sidecar:
             Replacer(tiers, restores.rehydrator, current),
             telemetry,
             busy=lambda: journeys.busy,
-            throttle=pacing.take,
+            throttle=background.take,
         )
         self._intake = Intake(
             pod.settings.socket_path, contract.job_uid, local, connections, dropped=dropped
         )
         self._pod = pod
         self._pools = tiers.pools
-        self._pacing = pacing
+        self._background = background
         self._peers = peers
         self._journeys = journeys
         self._reporter = reporter
@@ -174,7 +176,7 @@ class Sidecar:
 
         The limit on background bytes is lifted. Return False after the time-out.
         """
-        self._pacing.hurry()
+        self._background.hurry()
         clock = self._pod.clock
         deadline = clock.monotonic() + timeout_seconds
         while not self._journeys.saves.idle:
@@ -188,7 +190,7 @@ class Sidecar:
 
         The preStop hook calls this, so the limit on background bytes is lifted.
         """
-        self._pacing.hurry()
+        self._background.hurry()
         return self._journeys.flushed
 
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from holdfast_core.ids import CheckpointId, RestartRound
 from holdfast_core.messages.schema import Inventory, Round, Seal
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.pacing.background import Pacing
+from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.rounds import Caller, RoundState, refuse
@@ -45,7 +45,7 @@ class Lifecycle:
         disk: DiskNodeTier,
         tiers: Tiers,
         journeys: Journeys,
-        pacing: Pacing,
+        background: BackgroundLimit,
         telemetry: Telemetry,
     ) -> None:
         """Create the handler, and subscribe it to the progress of restores."""
@@ -58,7 +58,7 @@ class Lifecycle:
         self._starter = journeys.starter
         self._role = journeys.role
         self._changed = journeys.changed
-        self._pacing = pacing
+        self._background = background
         self._telemetry = telemetry
         self._inventories = Inventories(pod, tiers, journeys.saves.stager, telemetry)
         self._lock = asyncio.Lock()
@@ -104,7 +104,7 @@ class Lifecycle:
         self._check(caller, message)
         if message.round > self._pod.state.round:
             logs.info("sealed", round=message.round)
-            self._pacing.hurry()
+            self._background.hurry()
             self._unsettled = self._unsettled or self._pod.state
             self._pod.current.state = self._pod.state.sealed_for(message.round)
             self._saves.stager.seal()
@@ -219,7 +219,7 @@ class Lifecycle:
             )
         await self._resume_own_shards(message.round)
         self._saves.stager.recover(self._pod.state, await self._manifests())
-        self._pacing.begin()
+        self._background.begin()
         self._role.begin(message)
         self._restores.rehydrator.begin(message)
         self._starter.begin()

@@ -20,7 +20,7 @@ from holdfast_core.messages.schema import (
     Stage,
     StoreAddress,
 )
-from holdfast_core.pacing.background import Pacing, bytes_each_step
+from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
 from holdfast_sidecar.base import logs
 from holdfast_sidecar.base.metrics import Metrics
 from holdfast_sidecar.base.rounds import RoundState, fence
@@ -43,7 +43,7 @@ class Local:
         journeys: Journeys,
         connections: LocalConnections,
         notices: RankNotices,
-        pacing: Pacing,
+        background: BackgroundLimit,
         metrics: Metrics,
     ) -> None:
         """Create the handler, and subscribe it to the ends of slot writes."""
@@ -55,7 +55,7 @@ class Local:
         self._changed = journeys.changed
         self._connections = connections
         self._notices = notices
-        self._pacing = pacing
+        self._background = background
         self._metrics = metrics
         self._tasks = Tasks()
         self._saves.written.subscribe(self._written)
@@ -115,7 +115,7 @@ class Local:
             )
         self._expect_round(message)
         self._gang.done = True
-        self._pacing.hurry()
+        self._background.hurry()
         self._changed()
         await self._notices.released()
         if self.state.round != message.round:
@@ -154,8 +154,8 @@ class Local:
         self._metrics.trained(message.round)
         if message.rank == self.state.own_ranks[0]:
             # The ranks of a gang finish a step together, so the reports of one of them suffice.
-            self._pacing.step_done(message.step, message.blocked_seconds)
-            self._metrics.limited(self._pacing.limit)
+            self._background.step_done(message.step, message.blocked_seconds)
+            self._metrics.limited(self._background.limit)
         self._metrics.stalled(message.blocked_seconds, message.saves_skipped)
 
     # ------------------------------------------------------------------ slots
@@ -171,7 +171,7 @@ class Local:
             and outcome.record.header.round == self.state.round
         ):
             policy = held.policy
-            self._pacing.expect(
+            self._background.expect(
                 bytes_each_step(
                     outcome.record.header.payload_bytes * len(self.state.own_ranks),
                     policy.interval_steps,

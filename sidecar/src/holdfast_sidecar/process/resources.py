@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from holdfast_core.clock import Clock
 from holdfast_core.ids import RestartRound, TierName
 from holdfast_core.node.tier import DiskNodeTier
-from holdfast_core.pacing.background import Pacing
+from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.store.directory import DirectoryObjectTier, directory_of
 from holdfast_core.store.s3.credentials import FileCredentials
 from holdfast_core.store.tier import S3ObjectTier
@@ -33,7 +33,7 @@ class Resources:
     """The node tier of `tiers`, with the record of the round, which only a disk has."""
     tiers: Tiers
     certificates: Certificates
-    pacing: Pacing
+    background: BackgroundLimit
     metrics: Metrics
 
 
@@ -60,13 +60,13 @@ async def open_resources(
     opened = await pools.meta.run(disk.open)
     logs.info("node tier is open", shards=opened.shards, quarantined=list(opened.quarantined))
     state = await pools.meta.run(_first_state, settings, disk)
-    pacing = Pacing(
+    background = BackgroundLimit(
         settings.slots_dir, clock.monotonic, waited_for_copies=metrics.waited_for_copies
     )
-    store = _open_store(settings, metrics, pacing, stack)
+    store = _open_store(settings, metrics, background, stack)
     certificates = await pools.meta.run(Certificates, contract)
     pod = Pod(settings, clock, CurrentRound(state))
-    return Resources(pod, disk, Tiers(disk, store, pools), certificates, pacing, metrics)
+    return Resources(pod, disk, Tiers(disk, store, pools), certificates, background, metrics)
 
 
 def _first_state(settings: Settings, disk: DiskNodeTier) -> RoundState:
@@ -87,7 +87,7 @@ def _first_state(settings: Settings, disk: DiskNodeTier) -> RoundState:
 
 
 def _open_store(
-    settings: Settings, metrics: Metrics, pacing: Pacing, stack: AsyncExitStack
+    settings: Settings, metrics: Metrics, background: BackgroundLimit, stack: AsyncExitStack
 ) -> ObjectTier | None:
     contract = settings.contract
     config = contract.store_config()
@@ -101,7 +101,7 @@ def _open_store(
         config,
         credentials,
         ca_file=credentials.ca_file,
-        throttle=pacing.take,
+        throttle=background.take,
         sent=functools.partial(metrics.sent, TierName.OBJECT),
         compressed=functools.partial(metrics.compressed, TierName.OBJECT),
     )

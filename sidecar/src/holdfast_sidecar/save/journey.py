@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast_core.ids import Step
-from holdfast_core.pacing.background import Pacing
+from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_sidecar.base.pod import Pod
 from holdfast_sidecar.base.signals import Signal
 from holdfast_sidecar.base.telemetry import Telemetry
@@ -25,7 +25,7 @@ class SaveJourney:
         tiers: Tiers,
         members: Members,
         telemetry: Telemetry,
-        pacing: Pacing,
+        background: BackgroundLimit,
         changed: Signal[[]],
     ) -> None:
         """Create the components. `changed` is called when this worker's report may have changed."""
@@ -43,7 +43,7 @@ class SaveJourney:
             telemetry.failures,
             telemetry.metrics,
             pod.clock,
-            pacing,
+            background,
             self.written,
             self._held,
         )

@@ -25,7 +25,7 @@ from holdfast_core.errors import FormatError, HoldfastError, RefusedError
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Rank, RestartRound, Step
 from holdfast_core.messages.schema import RankHolding, Refusal, Stage, Staged
-from holdfast_core.pacing.background import Pacing
+from holdfast_core.pacing.background_limit import BackgroundLimit
 from holdfast_core.shm.slot_file import SlotFile, list_slots, rank_of_slot
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot
@@ -68,7 +68,7 @@ class Stager:
         failures: Failures,
         metrics: Metrics,
         clock: Clock,
-        pacing: Pacing,
+        background: BackgroundLimit,
         on_outcome: Callable[[Outcome], None],
         on_held: Callable[[], None] = lambda: None,
     ) -> None:
@@ -80,7 +80,7 @@ class Stager:
         self._writes = SlotWrites(settings, node, pools, failures, metrics, clock, self.room)
         self._metrics = metrics
         self._clock = clock
-        self._pacing = pacing
+        self._background = background
         self._on_outcome = on_outcome
         self._on_held = on_held
         self._notes = SlotNotes(settings.staged_dir)
@@ -414,7 +414,7 @@ class Stager:
         self, slot: SlotFile, message: Stage, state: RoundState, *, pending_write: bool
     ) -> None:
         """Add an owned slot, and begin its digest if it `pending_write`, else its write."""
-        slot.throttle = self._pacing.take
+        slot.throttle = self._background.take
         where = Where.DIGESTING if pending_write else Where.WRITING
         owned = OwnedSlot(message, slot, state.world_size, where, waited=pending_write)
         self._owned[slot.name] = owned

@@ -35,7 +35,7 @@ from holdfast_core.errors import (
 from holdfast_core.failpoint import failpoint
 from holdfast_core.ids import CheckpointId, Level
 from holdfast_core.messages.schema import LevelReached, Refusal, SaveFailed, Stage, Staged
-from holdfast_core.pacing.background import Pacing, bytes_each_step
+from holdfast_core.pacing.background_limit import BackgroundLimit, bytes_each_step
 from holdfast_core.shm.slot_file import SlotFile
 from holdfast_core.shm.slot_header import SlotState
 from holdfast_core.shm.slot_save import check_slot, saved_before, shard_header
@@ -85,13 +85,13 @@ class SaveWorker:
         self,
         folder: OpenFolder,
         layouts: LayoutFiles,
-        pacing: Pacing,
+        background: BackgroundLimit,
         on_end: Callable[[BaseException], None],
         on_folder_lost: Callable[[], None],
     ) -> None:
         self._folder = folder
         self._layouts = layouts
-        self._pacing = pacing
+        self._background = background
         self._on_end = on_end
         self._on_folder_lost = on_folder_lost
         self._error: BaseException | None = None
@@ -160,7 +160,7 @@ class SaveWorker:
 
     def write_out(self) -> None:
         """Wait until every staged save is durable on this rank or has failed."""
-        self._pacing.hurry()
+        self._background.hurry()
         with self._lock:
             self._lock.wait_for(lambda: not self._queue and self._current is None)
 
@@ -287,8 +287,8 @@ class SaveWorker:
     def _write(self, job: _Job) -> None:
         folder, stage = self._folder, job.stage
         header = shard_header(stage, JOB_UID, folder.options.world_size)
-        job.slot.throttle = self._pacing.take
-        self._pacing.expect(
+        job.slot.throttle = self._background.take
+        self._background.expect(
             bytes_each_step(stage.payload_bytes, folder.options.policy.interval_steps, 0, None)
         )
         failpoint("directory.write_shard")

@@ -25,19 +25,23 @@ from holdfast_core.messages.schema import (
     RestorePoint,
     Stage,
 )
-from holdfast_core.pacing.background import Pacing
+from holdfast_core.pacing.background_limit import BackgroundLimit
 
 
 class DirectoryService:
     """Service over one directory. `start` returns a running one. Call `finish` at its end."""
 
     def __init__(
-        self, options: ServiceOptions, folder: OpenFolder, worker: SaveWorker, pacing: Pacing
+        self,
+        options: ServiceOptions,
+        folder: OpenFolder,
+        worker: SaveWorker,
+        background: BackgroundLimit,
     ) -> None:
         self._options = options
         self._restores = FolderRestore(folder, LayoutFiles(options.layouts_dir))
         self._worker = worker
-        self._pacing = pacing
+        self._background = background
         self.round = folder.round
 
     @classmethod
@@ -60,12 +64,12 @@ class DirectoryService:
             TierError: The directory cannot be opened.
         """
         folder = OpenFolder.open(options)
-        pacing = Pacing(options.slots_dir)
-        pacing.begin()
+        background = BackgroundLimit(options.slots_dir)
+        background.begin()
         layouts = LayoutFiles(options.layouts_dir)
-        worker = SaveWorker(folder, layouts, pacing, on_worker_end, on_folder_lost)
+        worker = SaveWorker(folder, layouts, background, on_worker_end, on_folder_lost)
         worker.start()
-        return cls(options, folder, worker, pacing)
+        return cls(options, folder, worker, background)
 
     @property
     def current_round(self) -> RestartRound:
@@ -119,7 +123,7 @@ class DirectoryService:
     def progressed(self, message: Progress) -> None:
         """Record a finished step: writing slows down where it delays training steps."""
         if message.rank == self._options.own_ranks[0]:
-            self._pacing.step_done(message.step, message.blocked_seconds)
+            self._background.step_done(message.step, message.blocked_seconds)
 
     def hello_reply(self) -> HelloReply:
         return HelloReply(self.round, self._options.policy)

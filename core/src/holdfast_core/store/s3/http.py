@@ -24,8 +24,7 @@ from typing import Self
 
 from holdfast_core.clock import Clock, SystemClock
 from holdfast_core.errors import ConfigError, CorruptionError, TierError, UnavailableError
-from holdfast_core.pacing.minimum_rate import Pace
-from holdfast_core.store.s3.paced_reply import PacedSocket
+from holdfast_core.pacing.minimum_rate import MinimumRate, RatedSocket
 
 SLICE_BYTES = 1 << 20
 """Bytes that one `sendall` passes to a socket. The idle time-out bounds the whole call, so each slice must
@@ -44,7 +43,7 @@ class Timeouts:
     """Limit of the TCP handshake, and of each wait of the TLS handshake."""
     idle_seconds: float = 60.0
     """Longest time without progress of a transfer. It does not limit the whole transfer."""
-    pace_seconds: float = 300.0
+    grace_seconds: float = 300.0
     """Limit of a whole reply, plus one second for every 64 KiB received (pacing.minimum_rate). A request
     body needs no such limit: a socket is writable again only after a third of its buffer was sent."""
 
@@ -223,11 +222,11 @@ class HttpPool:
         self, connection: http.client.HTTPConnection, method: str
     ) -> http.client.HTTPResponse:
         what = f"{method} at {self.name}: reading the reply"
-        pace = Pace(what, self._clock, self._clock.monotonic(), self._timeouts.pace_seconds)
+        rate = MinimumRate(what, self._clock, self._clock.monotonic(), self._timeouts.grace_seconds)
 
         def response(sock: socket.socket, **more: str) -> http.client.HTTPResponse:
             # HTTPResponse uses only the socket's makefile.
-            return http.client.HTTPResponse(PacedSocket(sock, pace), **more)  # type: ignore[arg-type]
+            return http.client.HTTPResponse(RatedSocket(sock, rate), **more)  # type: ignore[arg-type]
 
         connection.response_class = response  # type: ignore[assignment]  # only called, never subclassed
         return connection.getresponse()

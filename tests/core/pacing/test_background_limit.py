@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast_core.ids import Rank, RestartRound, Step
-from holdfast_core.pacing.background import LEAST_BYTES_PER_SECOND, Pacing, bytes_each_step
+from holdfast_core.pacing.background_limit import (
+    LEAST_BYTES_PER_SECOND,
+    BackgroundLimit,
+    bytes_each_step,
+)
 from holdfast_core.shm.slot_header import HEADER_BYTES, SlotHeader, SlotState, slot_name
 
 MIB = 1 << 20
@@ -23,7 +27,7 @@ class Trainer:
         self.step = 0
         self.sleep: Callable[[float], None] = lambda seconds: None
         self.waited_for_copies: list[float] = []
-        self.pacing = Pacing(
+        self.background = BackgroundLimit(
             slots_dir,
             lambda: self.now,
             lambda seconds: self.sleep(seconds),
@@ -34,65 +38,65 @@ class Trainer:
         self, count: int, *, moving: int = 0, blocked: float = 0.0, slower: float = 0.1
     ) -> None:
         for _ in range(count):
-            self.pacing.take(moving)
+            self.background.take(moving)
             self.now += 1.0 + blocked + (slower if moving else 0.0)
             self.step += 1
-            self.pacing.step_done(self.step, blocked)
+            self.background.step_done(self.step, blocked)
 
 
 def test_slower_steps_set_a_limit_and_undisturbed_ones_remove_it(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
-    trainer.pacing.begin()
+    trainer.background.begin()
     trainer.steps(10)
-    assert trainer.pacing.limit is None
+    assert trainer.background.limit is None
     trainer.steps(10, moving=1000 * MIB)
-    found = trainer.pacing.limit
+    found = trainer.background.limit
     assert found is not None
     assert LEAST_BYTES_PER_SECOND <= found < 1000 * MIB
     trainer.steps(100, moving=10 * MIB, slower=0.0)
-    assert trainer.pacing.limit is None
+    assert trainer.background.limit is None
 
 
 def test_the_time_for_which_saves_blocked_does_not_count_as_slower(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
-    trainer.pacing.begin()
+    trainer.background.begin()
     trainer.steps(10)
     trainer.steps(50, moving=1000 * MIB, blocked=0.5, slower=0.0)
-    assert trainer.pacing.limit is None
+    assert trainer.background.limit is None
 
 
 def test_checkpoints_are_never_late_for_the_next_one(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
-    trainer.pacing.begin()
-    trainer.pacing.expect(500.0 * MIB)
+    trainer.background.begin()
+    trainer.background.expect(500.0 * MIB)
     trainer.steps(10)
     trainer.steps(200, moving=1000 * MIB)
-    found = trainer.pacing.limit
+    found = trainer.background.limit
     assert found is not None
     assert found >= 500 * MIB
 
 
 def test_hurry_removes_the_limit_until_the_next_round(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
-    trainer.pacing.begin()
+    trainer.background.begin()
     trainer.steps(10)
     trainer.steps(10, moving=1000 * MIB)
-    limited = trainer.pacing.limit
+    limited = trainer.background.limit
     assert limited is not None
-    trainer.pacing.hurry()
-    assert trainer.pacing.limit is None
-    trainer.pacing.begin()
-    assert trainer.pacing.limit == limited
+    trainer.background.hurry()
+    assert trainer.background.limit is None
+    trainer.background.begin()
+    assert trainer.background.limit == limited
 
 
 def test_the_first_step_of_a_round_is_compared_with_nothing(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
-    trainer.pacing.begin()
+    trainer.background.begin()
     trainer.steps(10)
     trainer.now += 3600  # the gang was down
-    trainer.pacing.begin()
+    trainer.background.begin()
     trainer.steps(40, moving=10 * MIB, slower=0.0)
-    assert trainer.pacing.limit is None
+    assert trainer.background.limit is None
 
 
 def test_a_transfer_waits_for_a_copy_unless_it_is_urgent(tmp_path: Path) -> None:
@@ -104,32 +108,32 @@ def test_a_transfer_waits_for_a_copy_unless_it_is_urgent(tmp_path: Path) -> None
     begin_copy(tmp_path, 1)
 
     waited_for_copies: list[float] = []
-    pacing = Pacing(tmp_path, lambda: now[0], sleep, waited_for_copies.append)
-    pacing.begin()
-    pacing.hurry()
-    pacing.take(MIB)
+    background = BackgroundLimit(tmp_path, lambda: now[0], sleep, waited_for_copies.append)
+    background.begin()
+    background.hurry()
+    background.take(MIB)
     assert waited_for_copies == []
-    pacing.begin()
-    pacing.take(MIB)
+    background.begin()
+    background.take(MIB)
     assert len(waited_for_copies) == 1
     assert waited_for_copies[0] > 0
-    pacing.take(MIB)  # it waited for this copy as long as it waits for one
+    background.take(MIB)  # it waited for this copy as long as it waits for one
     assert len(waited_for_copies) == 1
 
 
 def test_a_copy_that_begins_while_the_limit_holds_is_not_overlooked(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
-    trainer.pacing.begin()
+    trainer.background.begin()
     trainer.steps(10)
     trainer.steps(10, moving=1000 * MIB)
-    assert trainer.pacing.limit is not None
+    assert trainer.background.limit is not None
 
     def sleep(seconds: float) -> None:
         trainer.now += seconds
         begin_copy(tmp_path, 1)
 
     trainer.sleep = sleep
-    trainer.pacing.take(1000 * MIB)
+    trainer.background.take(1000 * MIB)
     assert len(trainer.waited_for_copies) == 1
 
 
@@ -148,9 +152,9 @@ def test_the_bytes_of_a_step_count_the_node_the_copies_and_the_uploads() -> None
 def test_a_step_that_is_reported_again_counts_once(tmp_path: Path) -> None:
     """A save after the step costs time, and says so in a second message about the same step."""
     trainer = Trainer(tmp_path)
-    trainer.pacing.begin()
+    trainer.background.begin()
     for _ in range(60):
         trainer.steps(1, moving=1000 * MIB, slower=0.0)
         trainer.now += 0.5
-        trainer.pacing.step_done(trainer.step, 0.5)
-    assert trainer.pacing.limit is None
+        trainer.background.step_done(trainer.step, 0.5)
+    assert trainer.background.limit is None
